@@ -6,18 +6,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tools.tiny_models import PARTICULAR, PUBLISHED, SIZES, save_tiny, tiny_config
-
-__all__ = [
-    "PARTICULAR",
-    "PUBLISHED",
-    "SIZES",
-    "assert_same_checkpoint",
-    "save_qwen2",
-    "save_qwen2_classifier",
-    "save_tiny",
-    "tiny_config",
-]
+from tools.tiny_models import PARTICULAR, PUBLISHED, SIZES, save_tiny, tiny_config  # noqa: F401
 
 
 def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -> str:

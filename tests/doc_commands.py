@@ -64,8 +64,8 @@ def pages_with(*modes: str) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in PAGES if any(b.kind in modes for b in blocks(page))]
 
 
-def copy_tree(directory: Path) -> None:
-    """Copy what git tracks, or would track, and make a .venv for the tests' own environment."""
+def copy_files(directory: Path) -> None:
+    """Copy what git tracks, or would track."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
     there = b"".join(
@@ -74,6 +74,11 @@ def copy_tree(directory: Path) -> None:
     pack = ["tar", "-c", "--null", "-T", "-", "-f", directory / "tree.tar"]
     subprocess.run(pack, cwd=ROOT, input=there, check=True)
     subprocess.run(["tar", "-xf", "tree.tar"], cwd=directory, check=True)
+
+
+def copy_tree(directory: Path) -> None:
+    """Copy what git tracks, or would track, and make a .venv for the tests' own environment."""
+    copy_files(directory)
     activate = directory / ".venv" / "bin" / "activate"
     activate.parent.mkdir(parents=True)
     activate.write_text(f'export VIRTUAL_ENV={sys.prefix} PATH={sys.prefix}/bin:"$PATH"\n')

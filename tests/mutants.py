@@ -32,7 +32,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +44,8 @@ import numpy  # noqa: F401  imported for the forks
 import pytest
 import torch  # noqa: F401  imported for the forks
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.doc_commands import copy_files
+
 TABLE = Path(__file__).with_suffix(".txt")
 PROGRAM = ("rl", "launch", "train_rl.py")
 LIMIT_S = 300
@@ -197,15 +197,6 @@ def log_of(copy: Path) -> Path:
     return copy.with_name("pytest.log")
 
 
-def copy_tree(target: Path) -> None:
-    """Copy the files that git tracks or does not ignore."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
-        if name and (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
-
-
 def pass_unchanged(selections: set[Tests], copy: Path) -> bool:
     """Whether the tests pass without a mutant. Files that are run whole share one pytest."""
     whole = tuple(sorted({word for tests in selections if "-k" not in tests for word in tests}))
@@ -232,7 +223,8 @@ def main() -> int:
     outcomes: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         copy = Path(directory, "lockstep")
-        copy_tree(copy)
+        copy.mkdir()
+        copy_files(copy)
         found = (file for part in PROGRAM for file in (copy / part, *(copy / part).rglob("*.py")))
         program = [
             function

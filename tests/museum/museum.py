@@ -12,10 +12,10 @@
         return BytesMoved()
 
 From step `at` on, each rank calls the function in place of `rl.engines.memory.refit`, with the original as an
-argument. Without `replaces` the bug is its only argument, and it runs in each rank's process before the program
-starts (tests/museum/rank.py); it calls `bug.replaces` itself. The run must end within one step of the bug, by
-an error whose last line matches `expects`. A file of tests/museum imports the program only within such
-functions, because the collection of tests imports it too.
+argument. Without `replaces` the bug is its only argument, and it runs in each rank's process before the
+program starts (tests/museum/rank.py); it calls `bug.replaces` itself. The run must end within one step of the
+bug, by an error whose last line matches `expects`. A file of tests/museum imports the program only within
+such functions, because the collection of tests imports it too.
 """
 
 import functools

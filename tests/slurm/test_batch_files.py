@@ -172,14 +172,10 @@ def test_site_sh_is_read_first(site):
 
 
 def test_pyxis_gets_the_image_as_an_option_of_srun(site):
-    image = "/images/lockstep.sqsh"
-    job = Job(site, "train", "my.yaml", CONTAINER=f"pyxis:{image}", CONTAINER_MOUNTS="/data:/data")
-    options = (
-        f"--container-image={image}",
-        "--container-mounts=/data:/data",
-        f"--container-workdir={site}/work",
-    )
-    assert set(options) <= set(job.options) and job.command[0] == "python"
+    job = Job(site, "train", "my.yaml", CONTAINER="pyxis:/images/a.sqsh", CONTAINER_MOUNTS="/data:/data")
+    options = ("image=/images/a.sqsh", "mounts=/data:/data", f"workdir={site}/work")
+    assert {f"--container-{option}" for option in options} <= set(job.options)
+    assert job.command[0] == "python"
 
 
 @pytest.mark.parametrize("gpus", ["4", None])

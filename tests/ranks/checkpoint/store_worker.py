@@ -1,7 +1,10 @@
 """One rank of test_layouts.py and test_faults.py, which test the checkpoint store with tiny engines and
 without a run.
 
-    store_worker.py layouts MODEL OUT_DIR               or faults MODEL OTHER_MODEL OUT_DIR SMALL_DISK
+    store_worker.py layouts MODEL OUT_DIR DTYPES LAYOUT [LAYOUT ...]
+    store_worker.py faults MODEL OUT_DIR OTHER_MODEL SMALL_DISK
+
+DTYPES have commas between them, LAYOUT is TPxPPxEP; the first one saves.
 
 Rank 0 writes what it found to OUT_DIR/<first word>.json.
 """
@@ -38,6 +41,7 @@ from rl.runtime.device import Device  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
+from tools.hf_reference import random_batch  # noqa: E402
 
 ADAM = dict(lr=1e-3, eps=1e-2)
 """The epsilon is larger than most gradients, which are clipped to a norm of 1: with the default of 1e-8
@@ -45,30 +49,15 @@ rounding decides the steps of weights whose gradient is near 0."""
 
 
 def trainer_of(model: str, layout: str, device: Device, dtype: str):
-    tp, pp = map(int, layout.split("x"))
+    tp, pp, ep = map(int, layout.split("x"))
     optimizer = Optimizer(weight_decay=0.1, **ADAM)
-    training = Training(tp=tp, pp=pp, micro_batch_tokens=64, optimizer=optimizer)
+    training = Training(tp=tp, pp=pp, ep=ep, micro_batch_tokens=96, optimizer=optimizer)
     config = Config(model=Model(path=model, dtype=dtype), training=training)
-    return build_policy(config, read_hf_config(model), new_grid(tp, pp), device)
-
-
-def batch_of(vocab_size: int) -> Batch:
-    generator = torch.Generator().manual_seed(3)
-
-    def tokens(length):
-        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
-
-    lengths = [(5, 9), (17, 1), (1, 30), (8, 8), (2, 40), (3, 3)]
-    return Batch(
-        prompt_ids=[tokens(p) for p, _ in lengths],
-        response_ids=[tokens(r) for _, r in lengths],
-        groups=torch.arange(len(lengths)),
-        truncated=torch.zeros(len(lengths), dtype=torch.bool),
-    )
+    return build_policy(config, read_hf_config(model), new_grid(tp, pp, ep, training.expert_tp), device)
 
 
 def update(trainer, batch: Batch) -> dict[str, float]:
-    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=64)
+    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
 
     def minus_logprobs(micro):
         loss = -micro.logprobs.sum() / len(batch)
@@ -78,7 +67,7 @@ def update(trainer, batch: Batch) -> dict[str, float]:
 
 
 def logprobs(trainer, batch: Batch) -> torch.Tensor:
-    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=64)
+    plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
     return trainer.forward(batch, [plan], ("logprobs",))[0]
 
 
@@ -91,18 +80,18 @@ def furthest(a: dict, b: dict) -> float:
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
-def layouts(device: Device, model: str, directory: str) -> dict:
-    """Per dtype and layout, differences from the run that saved at TP 2: of weights and of the next step
-    absolutely, of log-probs, loss and norm relatively. Of Adam, its options."""
-    batch, found = batch_of(read_hf_config(model)["vocab_size"]), {"adam": ADAM}
-    for dtype in ("float32", "bfloat16"):
+def layouts(device: Device, model: str, directory: str, dtypes: str, *names: str) -> dict:
+    """Per dtype and layout, differences from the run that saved: absolute for weights and the next step,
+    relative for log-probs, loss and norm. Of Adam, its options."""
+    batch, found = random_batch(read_hf_config(model)["vocab_size"]), {"adam": ADAM}
+    for dtype in dtypes.split(","):
         store = CheckpointStore(Config(run=Run(dir=f"{directory}/{dtype}")))
-        trainer = trainer_of(model, "2x1", device, dtype)
+        trainer = trainer_of(model, names[0], device, dtype)
         for _ in range(2):
             update(trainer, batch)
         store.save(2, {"policy": trainer}, {})
         expected = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch), weights_of(trainer)
-        for layout in ("2x1", "1x2", "1x1"):
+        for layout in names:
             trainer = trainer_of(model, layout, device, dtype)
             store.load(store.newest(), {"policy": trainer}, seed=0)
             loaded, scored, metrics = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch)
@@ -119,10 +108,10 @@ def layouts(device: Device, model: str, directory: str) -> dict:
     return found
 
 
-def faults(device: Device, model: str, other_model: str, directory: str, small_disk: str) -> dict:
+def faults(device: Device, model: str, directory: str, other_model: str, small_disk: str) -> dict:
     """The effect of each fault: the step that was loaded or that is still there, or the text of an error."""
-    batch, found = batch_of(read_hf_config(model)["vocab_size"]), {}
-    trainer = trainer_of(model, "1x1", device, "float32")
+    batch, found = random_batch(read_hf_config(model)["vocab_size"]), {}
+    trainer = trainer_of(model, "1x1x1", device, "float32")
     models = {"policy": trainer}
 
     def store_of(run_dir: str | Path, **options) -> CheckpointStore:
@@ -184,7 +173,7 @@ def faults(device: Device, model: str, other_model: str, directory: str, small_d
     found["set aside"] = sorted(path.name for path in Path(directory, "truncated", "checkpoints").iterdir())
 
     for name, path, dtype in (("other model", other_model, "float32"), ("other dtype", model, "bfloat16")):
-        policy = trainer_of(path, "1x1", device, dtype)
+        policy = trainer_of(path, "1x1x1", device, dtype)
         try:
             store_of(f"{directory}/whole").load(whole.newest(), {"policy": policy}, seed=0)
         except ConfigError as error:
@@ -278,8 +267,7 @@ def main(what: str, *arguments: str) -> None:
     with session(RANKS) as device:
         found = {"layouts": layouts, "faults": faults}[what](device, *arguments)
         if RANKS.rank == 0:
-            directory = arguments[1] if what == "layouts" else arguments[2]
-            Path(directory, f"{what}.json").write_text(json.dumps(found, indent=1))
+            Path(arguments[1], f"{what}.json").write_text(json.dumps(found, indent=1))
         dist.barrier()
 
 

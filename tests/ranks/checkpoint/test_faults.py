@@ -31,7 +31,7 @@ def found(tmp_path_factory, small_disk) -> dict:
     directory = tmp_path_factory.mktemp("faults")
     model = save_qwen2(directory / "model", seed=7, tie=True)
     other = save_qwen2(directory / "other", seed=7, tie=True, intermediate_size=128)
-    run_ranks(2, WORKER, "faults", model, other, directory, small_disk, timeout=400)
+    run_ranks(2, WORKER, "faults", model, directory, other, small_disk, timeout=400)
     return json.loads((directory / "faults.json").read_text())
 
 
@@ -50,7 +50,7 @@ LOADED = {
 REFUSED = {
     "all damaged": "all checkpoints in .*rank_00001.safetensors is damaged",
     "of the future": "has format 2, but this version of Lockstep reads up to 1",
-    "other model": r"another policy: .*layers.0.mlp.down_proj.weight is \[128, 96\] there and \[128, 128\] here",
+    "other model": r"another policy: .*.0.mlp.down_proj.weight is \[128, 96\] there and \[128, 128\] here",
     "other dtype": "model.dtype=float32, not bfloat16",
 }
 """Fault -> what the error says."""

@@ -1,6 +1,5 @@
 """Checkpoints of a run: any layout continues what another one began; SFT runs show it in seconds."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -14,6 +13,7 @@ from tests import bounds
 from tests.checkpoints import SIZES, save_qwen2
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import SFT, write_config
+from tests.toy import train as train_ranks
 
 GRADIENT = bounds.of_gradient(SIZES["num_hidden_layers"], SIZES["hidden_size"])
 """Relative bound of a loss and a norm. An epsilon of 1e-2 keeps Adam from amplifying it in the second step.
@@ -34,11 +34,8 @@ def config(toy, tmp_path_factory) -> Path:
 
 
 def train(world_size: int, config: Path, directory: Path, *overrides: str) -> dict[int, dict]:
-    run_ranks(
-        world_size, ROOT / "train_rl.py", "--config", config, f"run.dir={directory}", *overrides, timeout=120
-    )
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return {record["training/global_step"]: record for record in map(json.loads, lines)}
+    records = train_ranks(world_size, config, *overrides, run=directory, timeout=120)
+    return {record["training/global_step"]: record for record in records}
 
 
 def checkpoints(directory: Path) -> list[str]:

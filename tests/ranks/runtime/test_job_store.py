@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from textwrap import dedent
 
 import pytest
 
@@ -114,8 +115,7 @@ def test_a_forked_process_does_not_keep_the_store_from_ending():
         finally:
             os.kill(child, signal.SIGKILL)
     """
-    command = [sys.executable, "-c", "import textwrap, sys; exec(textwrap.dedent(sys.argv[1]))", program]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert subprocess.run([sys.executable, "-c", dedent(program)], cwd=ROOT).returncode == 0
 
 
 def test_the_process_ends_with_rank_0_and_clients_notice():
@@ -128,9 +128,8 @@ def test_the_process_ends_with_rank_0_and_clients_notice():
         sys.stdin.read()
         os._exit(0)
     """
-    command = [sys.executable, "-c", "import textwrap, sys; exec(textwrap.dedent(sys.argv[1]))", program]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    rank_0 = subprocess.Popen(command, cwd=ROOT, **pipes)
+    rank_0 = subprocess.Popen([sys.executable, "-c", dedent(program)], cwd=ROOT, **pipes)
     store = connect_to("127.0.0.1", int(rank_0.stdout.readline()), bytes(32))
     store.set("key", "")
     rank_0.kill()

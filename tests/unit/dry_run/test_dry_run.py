@@ -88,13 +88,9 @@ class TestMemory:
             grpo.states["policy"].weights - 2 * head, rel=1e-5
         )
 
-    def test_adapters_leave_the_base_without_gradients(self):
-        full, lora = (found(GRPO, 8, *keys).memory.stages[0].states["policy"] for keys in (LORA[2:], LORA))
+    def test_a_critic_on_a_shared_base_adds_its_adapters(self):
         # 28 layers; rows + columns of q, k, v, o, gate, up and down; rank 16
         learned = 28 * 16 * (2 * 2 * 3584 + 2 * (3584 + 512) + 3 * (3584 + 18944))
-        assert lora.weights == pytest.approx(full.weights + 2 * learned, rel=1e-6)
-        assert lora.gradients == pytest.approx(4 * learned, rel=1e-4)
-        assert lora.optimizer == pytest.approx(12 * learned / 8, rel=1e-4)  # over dp 8
         critic = found(GRPO, 8, "algorithm=ppo", "critic.share_base=true", *LORA).memory.stages[0]
         assert critic.states["critic"].weights == pytest.approx(2 * learned, rel=1e-4)
 

@@ -247,19 +247,15 @@ def test_rope_base_is_read_from_old_and_new_configs():
 # Refusals ---------------------------------------------------------------------------------------------------
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+YARN = {"type": "yarn", "factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 EVERY_DENSE = (
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "embeddings of type yarn is not supported"),
+    ({"rope_scaling": YARN}, "embeddings of type yarn is not supported"),
+    ({"rope_parameters": LINEAR}, "embeddings of type linear is not supported"),
     (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rotary embeddings of type yarn is not supported",
-    ),
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary embeddings of type yarn is not supported"),
-    (
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        "rotary embeddings of type linear is not supported",
-    ),
-    (
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        "rotary embeddings of type yarn is not supported",
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
+        "embeddings of type yarn is not supported",
     ),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),

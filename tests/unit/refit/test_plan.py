@@ -276,30 +276,17 @@ def test_a_source_is_the_rank_itself_else_near_else_far():
     case = CASES["tied, tp 2 pp 2 dp 4 to tp 4"]
     weights, training, _ = case
     kinds = Counter()
+    held = [masks(training, weights, rank, "megatron") for rank in range(16)]
     for plan in plans_of(case):
-        held = masks(training, weights, plan.rank, "megatron")
         for batch in plan.batches:
             for message in batch.receives:
                 for region in message.regions:
-                    assert not held[region.hf][index(region.box)].any()
-                    holders = [
-                        r
-                        for r in range(16)
-                        if masks_of(training, weights, r)[region.hf][index(region.box)].all()
-                    ]
+                    assert not held[plan.rank][region.hf][index(region.box)].any()
+                    holders = [r for r in range(16) if held[r][region.hf][index(region.box)].all()]
                     near = [r for r in holders if r // 4 == plan.rank // 4]
                     kinds[bool(near)] += 1
                     assert set(message.peers) <= set(near or holders)
     assert kinds[True] and kinds[False]
-
-
-_MASKS = {}
-
-
-def masks_of(training, weights, rank):
-    if (id(weights), rank) not in _MASKS:
-        _MASKS[id(weights), rank] = masks(training, weights, rank, "megatron")
-    return _MASKS[id(weights), rank]
 
 
 def test_replicas_share_the_sending():
