@@ -2,7 +2,7 @@
 
 import functools
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 MERGED = ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8.0")
 BESIDE = (*MERGED, "adapter.in_engine=adapter")
@@ -106,13 +106,8 @@ def adapter_never_written(bug: Bug) -> None:
     after_refits(bug, lambda name, tensor: tensor.zero_())
 
 
-@exhibit(
-    "verl-project/verl#5220",
-    GAP,
-    DIFFER,
-    overrides=BESIDE,
-    replaces="vllm.v1.engine.llm_engine.LLMEngine.add_request",
-)
+@exhibit("verl-project/verl#5220", GAP, DIFFER, overrides=BESIDE)
+@replaces("vllm.v1.engine.llm_engine.LLMEngine.add_request")
 def requests_without_their_adapter(bug: Bug, add_request, self, *args, lora_request=None, **options):
     """The engine applies an adapter only to requests that name it; rollouts ran with the base."""
     return add_request(self, *args, **options)
@@ -129,7 +124,8 @@ def scale_of_the_adapter_applied_twice(bug: Bug) -> None:
     after_refits(bug, lambda name, tensor: tensor.mul_(2.0) if "lora_B" in name else None)
 
 
-@exhibit("Tencent-Hunyuan/UniRL#155", GAP, DIFFER, overrides=BESIDE, replaces="rl.refit.values._scaled")
+@exhibit("Tencent-Hunyuan/UniRL#155", GAP, DIFFER, overrides=BESIDE)
+@replaces("rl.refit.values._scaled")
 def scale_of_the_adapter_lost(bug: Bug, scaled, scale, weight, parameter):
     """A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1."""
     return parameter
@@ -189,8 +185,8 @@ def adapter_not_in_the_optimizer(bug: Bug) -> None:
     r"Disagreement: .*lora_A.* of the policy on rank \d differ",
     ranks=2,
     overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1"),
-    replaces="rl.phases.updates.Updates._check_replicas",
 )
+@replaces("rl.phases.updates.Updates._check_replicas")
 def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, model):
     """Gradients of the replicated factor were not summed, so each rank trained another copy."""
     if bug.rank == 1:

@@ -1,6 +1,6 @@
 """Exhibits: a run continues from a checkpoint, and does not hold what was saved."""
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 LOADED = "checksums of a loaded checkpoint"
 
@@ -10,9 +10,8 @@ LOADED = "checksums of a loaded checkpoint"
     LOADED,
     r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* because none holds them",
     resumes=True,
-    at=0,
-    replaces="rl.checkpoint.store.load_optimizer",
 )
+@replaces("rl.checkpoint.store.load_optimizer")
 def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
     """PPO found no optimizer directory and silently began with new Adam moments."""
 
@@ -23,9 +22,8 @@ def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
     r"WrongLearningRate: the learning rate of the policy was .* in step 2",
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
-    at=0,
-    replaces="rl.phases.updates.learning_rate",
 )
+@replaces("rl.phases.updates.learning_rate")
 def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """The position in the schedule was wrong after every resume."""
     return learning_rate(optimizer, max(0, step - 2), max_steps)
@@ -37,9 +35,8 @@ def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, m
     r"WrongLearningRate: the learning rate of the policy was .* in step 2",
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
-    at=0,
-    replaces="rl.phases.updates.learning_rate",
 )
+@replaces("rl.phases.updates.learning_rate")
 def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """Loading advanced the schedule, and the trainer advanced it once more."""
     return learning_rate(optimizer, step + 2, max_steps)
@@ -51,8 +48,8 @@ def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, st
     r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights",
     overrides=("model.dtype=bfloat16",),
     at=1,
-    replaces="rl.phases.updates.Updates._check_replicas",
 )
+@replaces("rl.phases.updates.Updates._check_replicas")
 def master_weights_not_loaded(bug: Bug, check, self, model):
     """A load of weights left the master weights as they were; the next update restored them."""
     for weight in model.model.parameters():
@@ -66,9 +63,8 @@ def master_weights_not_loaded(bug: Bug, check, self, model):
     r"WronglyLoaded: after loading .*policy/exp_avg.* on rank 0, 1",
     ranks=2,
     resumes=True,
-    at=0,
-    replaces="rl.checkpoint.shards.ShardReader.fill",
 )
+@replaces("rl.checkpoint.shards.ShardReader.fill")
 def optimizer_shard_of_another_rank(bug: Bug, fill, self, name, box, out):
     """With tensor parallelism the optimizer came back with the wrong state, without a warning."""
     if "/exp_avg/" in name:
@@ -82,9 +78,8 @@ def optimizer_shard_of_another_rank(bug: Bug, fill, self, name, box, out):
     r"step_000002/.* is damaged: its checksum is",
     resumes=True,
     overrides=("checkpoint.keep_last=0", "checkpoint.resume=auto"),
-    at=0,
-    replaces="rl.run.loop.find_checkpoint",
 )
+@replaces("rl.run.loop.find_checkpoint")
 def file_of_another_step(bug: Bug, find_checkpoint, config, store):
     """A failed save left files of several saves under one name."""
     import shutil
@@ -102,9 +97,8 @@ def file_of_another_step(bug: Bug, find_checkpoint, config, store):
     r"WronglyLoaded: after loading .*critic/weight/score.weight",
     overrides=("algorithm=ppo",),
     resumes=True,
-    at=0,
-    replaces="rl.checkpoint.shards.ShardReader.fill",
 )
+@replaces("rl.checkpoint.shards.ShardReader.fill")
 def value_head_not_loaded(bug: Bug, fill, self, name, box, out):
     """A warning said that no v_head weight was found; training went on with a new one."""
     if "critic/weight/score" not in name:
@@ -117,9 +111,8 @@ def value_head_not_loaded(bug: Bug, fill, self, name, box, out):
     r"WronglyLoaded: after loading .*policy/reference/",
     overrides=("objective.kl_coef=0.01",),
     resumes=True,
-    at=0,
-    replaces="rl.checkpoint.store.load_weights",
 )
+@replaces("rl.checkpoint.store.load_weights")
 def reference_of_a_resumed_run_is_its_policy(bug: Bug, load_weights, name, engine, reader):
     """After a resume the KL divergence was measured from the checkpoint, not from the base model."""
     load_weights(name, engine, reader)

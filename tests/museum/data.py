@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 DRAWN = "draw"
 SAMPLES = "samples"
@@ -13,9 +13,8 @@ SAMPLES = "samples"
     DRAWN,
     r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped",
     resumes=True,
-    at=0,
-    replaces="rl.data.sampler.EpochSampler.load_state_dict",
 )
+@replaces("rl.data.sampler.EpochSampler.load_state_dict")
 def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
     """675 of 736 prompts, a third of the data reached, were never trained on."""
     load(self, {**state, "position": state["position"] + 4})
@@ -26,9 +25,8 @@ def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
     DRAWN,
     r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated",
     resumes=True,
-    at=0,
-    replaces="rl.data.sampler.EpochSampler.load_state_dict",
 )
+@replaces("rl.data.sampler.EpochSampler.load_state_dict")
 def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
     """Every resumed run started the data from the beginning."""
 
@@ -38,8 +36,8 @@ def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
     "agreement before each phase",
     r"Disagreement: ranks disagree on the batch ids before generate.* rank \d",
     ranks=2,
-    replaces="rl.data.sampler.EpochSampler.draw",
 )
+@replaces("rl.data.sampler.EpochSampler.draw")
 def order_of_the_data_differs_between_ranks(bug: Bug, draw, self, n):
     """Each rank shuffled with a seed of its own, so prompts were doubled and missing."""
     return draw(self, n)[::-1].copy() if bug.rank == 1 else draw(self, n)
@@ -50,8 +48,8 @@ def order_of_the_data_differs_between_ranks(bug: Bug, draw, self, n):
     SAMPLES,
     r"SamplesDiffer: sample check: prompt \d of the call has 3 samples instead of 4",
     ranks=2,
-    replaces="rl.rollout.schedule.QueueSchedule.ended",
 )
+@replaces("rl.rollout.schedule.QueueSchedule.ended")
 def sample_lost(bug: Bug, ended, self, start, rows):
     """A failed episode left a group smaller, and the next groups were cut at wrong places."""
     if (start.group, start.number) != (1, 2):
@@ -63,8 +61,8 @@ def sample_lost(bug: Bug, ended, self, start, rows):
     SAMPLES,
     r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0",
     ranks=2,
-    replaces="rl.rollout.engine.StaticQueue",
 )
+@replaces("rl.rollout.engine.StaticQueue")
 def sample_generated_twice(bug: Bug, queue, num_items, *, replica, num_replicas):
     """The same prompts were sampled several times within a step."""
     return queue(num_items, replica=0, num_replicas=num_replicas)
@@ -75,8 +73,8 @@ def sample_generated_twice(bug: Bug, queue, num_items, *, replica, num_replicas)
     SAMPLES,
     r"SamplesDiffer: sample check: .* has another prompt in the batch than rank \d generated",
     ranks=2,
-    replaces="rl.rollout.schedule.QueueSchedule.ended",
 )
+@replaces("rl.rollout.schedule.QueueSchedule.ended")
 def completion_of_another_prompt(bug: Bug, ended, self, start, rows):
     """The tool loop paired a rollout with a completion generated from another one's context."""
     ended(self, start, [replace(row, prompt=row.prompt ^ 2) for row in rows])
@@ -86,8 +84,8 @@ def completion_of_another_prompt(bug: Bug, ended, self, start, rows):
     "PrimeIntellect-ai/prime-rl#600",
     "groups",
     r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d",
-    replaces="rl.phases.generation.batch_of",
 )
+@replaces("rl.phases.generation.batch_of")
 def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **options):
     """[a, b, a, b] was cut into groups as [a, a, b, b], so rewards of two tasks were compared."""
     import torch
@@ -97,12 +95,8 @@ def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **optio
     return batch
 
 
-@exhibit(
-    "rllm-org/rllm#272",
-    "log-probs of engine and trainer",
-    r"LogprobMismatch|CheckFailed",
-    replaces="rl.phases.generation.batch_of",
-)
+@exhibit("rllm-org/rllm#272", "log-probs of engine and trainer", r"LogprobMismatch|CheckFailed")
+@replaces("rl.phases.generation.batch_of")
 def retokenised_responses(bug: Bug, batch_of, *args, **options):
     """Turns were decoded and encoded again, and the KL divergence had spikes."""
     batch = batch_of(*args, **options)
@@ -113,9 +107,8 @@ def retokenised_responses(bug: Bug, batch_of, *args, **options):
     return batch
 
 
-@exhibit(
-    "NVIDIA-NeMo/RL#855", "data", r"begins with two BOS tokens", at=0, replaces="rl.data.prompts._encode"
-)
+@exhibit("NVIDIA-NeMo/RL#855", "data", r"begins with two BOS tokens", at=0)
+@replaces("rl.data.prompts._encode")
 def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens):
     """The chat template wrote a BOS token and the tokenizer added another."""
     import numpy as np
@@ -132,8 +125,8 @@ def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens):
     overrides=("data.val=[TOY/test.parquet]", "validation.every=9", "validation.max_prompts=4"),
     warns=True,
     at=0,
-    replaces="rl.engines.inputs.Inputs._prompts",
 )
+@replaces("rl.engines.inputs.Inputs._prompts")
 def validation_prompts_in_the_training_data(bug: Bug, prompts, self, files, **options):
     """Without an evaluation set, its rows were taken from the training set and trained on."""
     return prompts(self, [*files, *self.config.data.val], **options)

@@ -1,6 +1,6 @@
 """Exhibits: engine and trainer hold the same weights and compute different log-probs."""
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 GAP = "log-probs of engine and trainer"
 DIFFER = r"LogprobMismatch: the engine's log-probs differ .*rank \d"
@@ -33,14 +33,8 @@ def wrong_rotary_base_in_the_engine(bug: Bug) -> None:
     after_building(bug, change)
 
 
-@exhibit(
-    "NVIDIA/Megatron-LM#6305",
-    GAP,
-    DIFFER,
-    model="llama",
-    at=0,
-    replaces="rl.training.model.scaled_frequencies",
-)
+@exhibit("NVIDIA/Megatron-LM#6305", GAP, DIFFER, model="llama", at=0)
+@replaces("rl.training.model.scaled_frequencies")
 def rotary_scaling_ignored(bug: Bug, scaled_frequencies, hf):
     """The factor of the rotary scaling was parsed and never reached the model."""
     return None
@@ -75,20 +69,16 @@ def head_of_the_engine_not_tied(bug: Bug) -> None:
         return refit(trainer, engine, **options)
 
 
-@exhibit("verl-project/verl#7904", GAP, DIFFER, replaces="rl.rollout.engine.RolloutEngine.wake_cache")
+@exhibit("verl-project/verl#7904", GAP, DIFFER)
+@replaces("rl.rollout.engine.RolloutEngine.wake_cache")
 def weights_changed_after_the_wake_up(bug: Bug, wake_cache, self):
     """Sleep and wake-up left other weights than those synchronised, and the text was garbled."""
     wake_cache(self)
     self.weights()["model.norm.weight"].detach().mul_(1.01)
 
 
-@exhibit(
-    "huggingface/trl#3029",
-    GAP,
-    DIFFER,
-    overrides=("rollout.temperature=0.7",),
-    replaces="rl.training.model.Packed.run",
-)
+@exhibit("huggingface/trl#3029", GAP, DIFFER, overrides=("rollout.temperature=0.7",))
+@replaces("rl.training.model.Packed.run")
 def temperature_not_applied_by_the_trainer(bug: Bug, run, self, micro, temperature):
     """Log-probs ignored the sampling temperature, which biased the policy gradient."""
     return run(self, micro, 1.0)
@@ -121,7 +111,8 @@ def prefix_cache_of_old_weights(bug: Bug) -> None:
     RolloutEngine.__init__ = without_reset
 
 
-@exhibit("NVIDIA/Megatron-LM#5682", GAP, DIFFER, replaces="rl.training.model.Packed.run")
+@exhibit("NVIDIA/Megatron-LM#5682", GAP, DIFFER)
+@replaces("rl.training.model.Packed.run")
 def labels_shifted_by_one(bug: Bug, run, self, micro, temperature):
     """A packing path did not shift the labels; the first loss was 24 instead of 16."""
     from dataclasses import replace
@@ -129,13 +120,8 @@ def labels_shifted_by_one(bug: Bug, run, self, micro, temperature):
     return run(self, replace(micro, targets=micro.targets.roll(-1)), temperature)
 
 
-@exhibit(
-    "huggingface/transformers#46634",
-    GAP,
-    DIFFER,
-    overrides=("training.shared_prefix=false",),
-    replaces="rl.training.packing.row_attention",
-)
+@exhibit("huggingface/transformers#46634", GAP, DIFFER, overrides=("training.shared_prefix=false",))
+@replaces("rl.training.packing.row_attention")
 def attention_across_packed_samples(bug: Bug, row_attention, groups, keys, device):
     """A mask of ones switched the detection of packed samples off; the loss still fell."""
     from rl.training.rows import Group
@@ -143,7 +129,8 @@ def attention_across_packed_samples(bug: Bug, row_attention, groups, keys, devic
     return row_attention([Group(0, groups[-1].end)], keys, device)
 
 
-@exhibit("hiyouga/LlamaFactory#7318", GAP, DIFFER, replaces="rl.training.packing.positions")
+@exhibit("hiyouga/LlamaFactory#7318", GAP, DIFFER)
+@replaces("rl.training.packing.positions")
 def positions_not_restarted_in_a_row(bug: Bug, positions, groups):
     """With packing the positions of later samples continued those of earlier ones."""
     import numpy as np
@@ -151,7 +138,8 @@ def positions_not_restarted_in_a_row(bug: Bug, positions, groups):
     return np.arange(groups[-1].end)
 
 
-@exhibit("huggingface/trl#3234", GAP, DIFFER, replaces="rl.training.model.Packed.run")
+@exhibit("huggingface/trl#3234", GAP, DIFFER)
+@replaces("rl.training.model.Packed.run")
 def dropout_in_the_log_prob_pass(bug: Bug, run, self, micro, temperature):
     """Dropout made log-probs irreproducible, so that first ratios were not 1."""
     import torch
@@ -165,13 +153,8 @@ def dropout_in_the_log_prob_pass(bug: Bug, run, self, micro, temperature):
         dropout.remove()
 
 
-@exhibit(
-    "PrimeIntellect-ai/prime-rl#2952",
-    GAP,
-    DIFFER,
-    model="qwen3-moe",
-    replaces="megatron.core.transformer.moe.router.TopKRouter.gating",
-)
+@exhibit("PrimeIntellect-ai/prime-rl#2952", GAP, DIFFER, model="qwen3-moe")
+@replaces("megatron.core.transformer.moe.router.TopKRouter.gating")
 def router_in_another_dtype(bug: Bug, gating, self, hidden):
     """Trainer and engine computed the router in different precision and chose other experts."""
     return gating(self, hidden.bfloat16().to(hidden))
@@ -183,8 +166,8 @@ def router_in_another_dtype(bug: Bug, gating, self, hidden):
     r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",
     ranks=2,
     overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
-    replaces="rl.rollout.calls.call_of",
 )
+@replaces("rl.rollout.calls.call_of")
 def other_seeds_on_the_ranks_of_a_replica(bug: Bug, call_of, *args):
     """With external_launcher the ranks of an engine sampled different tokens."""
     found = call_of(*args)
@@ -192,24 +175,15 @@ def other_seeds_on_the_ranks_of_a_replica(bug: Bug, call_of, *args):
     return found
 
 
-@exhibit(
-    "huggingface/trl#5932",
-    "staleness",
-    r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
-    replaces="rl.rollout.calls.Live.versions",
-)
+@exhibit("huggingface/trl#5932", "staleness", r"StaleTokens: .* tokens have a staleness outside of 0 to 0")
+@replaces("rl.rollout.calls.Live.versions")
 def tokens_labelled_with_an_older_version(bug: Bug, versions, self, num_tokens):
     """The staleness filter trusted a version label that did not match the weights of the engine."""
     return versions(self, num_tokens) - 1
 
 
-@exhibit(
-    "huggingface/trl#6789",
-    GAP,
-    DIFFER,
-    overrides=("rollout.top_p=0.9",),
-    replaces="rl.training.sampling_masks.masks_of",
-)
+@exhibit("huggingface/trl#6789", GAP, DIFFER, overrides=("rollout.top_p=0.9",))
+@replaces("rl.training.sampling_masks.masks_of")
 def trainer_ignores_the_truncation(bug: Bug, masks_of, batch, samples):
     """With top_p every importance ratio was multiplied by the probability of the tokens that were kept."""
     return None

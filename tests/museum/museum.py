@@ -1,18 +1,13 @@
 """The museum of silent errors: bugs of other projects, injected into real runs, which a check must end.
 
-    @exhibit(
-        "huggingface/trl#5312",
-        "weights of engine and trainer",
-        r"rank 0 .*norm.weight",
-        ranks=2,
-        replaces="rl.engines.memory.refit",
-    )
+    @exhibit("huggingface/trl#5312", "weights of engine and trainer", r"rank 0 .*norm.weight", ranks=2)
+    @replaces("rl.engines.memory.refit")
     def refit_skipped(bug, refit, trainer, engine, **options):
         '''After sleep mode the engine generated with old weights.'''
         return BytesMoved()
 
 From step `at` on, each rank calls the function in place of `rl.engines.memory.refit`, with the original as an
-argument. Without `replaces` the bug is its only argument, and it runs in each rank's process before the
+argument. Without @replaces the bug is its only argument, and it runs in each rank's process before the
 program starts (tests/museum/rank.py); it calls `bug.replaces` itself. The run must end within one step of the
 bug, by an error whose last line matches `expects`. A file of tests/museum imports the program only within
 such functions, because the collection of tests imports it too.
@@ -49,7 +44,7 @@ class Exhibit:
     model: str = "qwen2"
     """Name of a model in tests/museum/tour.py."""
     at: int = 2
-    """Step from which on the bug acts. 0: from the start of the process on."""
+    """Step from which on the bug acts. 0: from the start of the process on, as for runs that resume."""
     warns: bool = False
     """Whether the check only warns, because a healthy run may look alike; the run then goes on."""
     resumes: bool = False
@@ -70,21 +65,31 @@ EXHIBITS: dict[str, Exhibit] = {}
 """All exhibits by name, once `load_exhibits` was called."""
 
 
-def exhibit(*fields: str, replaces: str = "", **options: Any) -> Callable[[Callable], Callable]:
-    """Register the decorated function, which is the bug or injects it; its docstring says what users saw."""
+def exhibit(*fields: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Register the decorated function, which injects the bug; its docstring says what users saw."""
 
-    def register(bug_itself: Callable) -> Callable:
-        @functools.wraps(bug_itself)
-        def inject(bug: Bug) -> None:
-            owner, _, name = replaces.rpartition(".")
-            bug.replaces(pkgutil.resolve_name(owner), name)(functools.partial(bug_itself, bug))
-
-        found = Exhibit(*fields, inject=inject if replaces else bug_itself, **options)
+    def register(inject: Callable) -> Callable:
+        options.setdefault("at", 0 if options.get("resumes") else 2)
+        found = Exhibit(*fields, inject=inject, **options)
         assert found.name not in EXHIBITS, f"two exhibits are named {found.name}"
         EXHIBITS[found.name] = found
-        return bug_itself
+        return inject
 
     return register
+
+
+def replaces(place: str) -> Callable[[Callable], Callable]:
+    """Make a function the injection of a bug that calls it, with the original, in place of another one."""
+
+    def decorate(wrong: Callable) -> Callable:
+        @functools.wraps(wrong)
+        def inject(bug: Bug) -> None:
+            owner, _, name = place.rpartition(".")
+            bug.replaces(pkgutil.resolve_name(owner), name)(functools.partial(wrong, bug))
+
+        return inject
+
+    return decorate
 
 
 def load_exhibits() -> dict[str, Exhibit]:

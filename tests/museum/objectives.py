@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 OBJECTIVE = "objective"
 FIRST = "first update"
@@ -37,13 +37,8 @@ def masked_tokens_in_the_mean(bug: Bug) -> None:
         return loss(logprobs, old_logprobs, advantages, torch.ones_like(mask), **options)
 
 
-@exhibit(
-    "huggingface/trl#6369",
-    TOKENS,
-    r"WrongTokens: an update counted 0\.\d+ times",
-    overrides=REJECTED,
-    replaces="rl.phases.minibatches.MinibatchPlan.totals",
-)
+@exhibit("huggingface/trl#6369", TOKENS, r"WrongTokens: an update counted 0\.\d+ times", overrides=REJECTED)
+@replaces("rl.phases.minibatches.MinibatchPlan.totals")
 def masked_tokens_in_the_denominator(bug: Bug, totals, self, batch):
     """Tokens that were masked for truncation still counted in the denominator of the loss."""
     return replace(totals(self, batch), num_tokens=float(len(batch.mask)))
@@ -55,8 +50,8 @@ def masked_tokens_in_the_denominator(bug: Bug, totals, self, batch):
     r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
     overrides=("objective.entropy_coef=0.01",),
     at=0,
-    replaces="rl.phases.policy_gradient.aggregate",
 )
+@replaces("rl.phases.policy_gradient.aggregate")
 def entropy_of_masked_tokens(bug: Bug, aggregate, losses, *, mask, **options):
     """The entropy included padding and became negative."""
     import torch
@@ -70,8 +65,8 @@ def entropy_of_masked_tokens(bug: Bug, aggregate, losses, *, mask, **options):
     TOKENS,
     r"WrongTokens: an update counted .*rank 0 counted \d+ of \d+ tokens, not those of its samples",
     overrides=REJECTED,
-    replaces="rl.training.engine.with_columns",
 )
+@replaces("rl.training.engine.with_columns")
 def mask_shifted_by_one_token(bug: Bug, with_columns, row, batch):
     """The loss mask began one token late, so the first token of a response was not learned."""
     micro = with_columns(row, batch)
@@ -146,8 +141,8 @@ def of_kl(bug: Bug, factor: float) -> None:
     "KL penalty",
     r"CheckFailed: KL penalty check: the penalty was already subtracted",
     overrides=("objective.reward_kl.coef=0.1",),
-    replaces="rl.phases.phases.Phases.apply_kl_penalty",
 )
+@replaces("rl.phases.phases.Phases.apply_kl_penalty")
 def KL_penalty_subtracted_twice(bug: Bug, apply, self, batch):
     """A wrong parameter reached the KL penalty of the reward."""
     apply(self, batch)
@@ -196,8 +191,8 @@ def of_ppo(bug: Bug, change) -> None:
     "loss weights",
     r"CheckFailed: loss weight check: a token has the importance weight",
     overrides=("model.dtype=bfloat16", "rollout_correction.truncate_tokens=2.0"),
-    replaces="rl.objectives.rollout_correction.token_weights",
 )
+@replaces("rl.objectives.rollout_correction.token_weights")
 def importance_weights_inverted(bug: Bug, weights, old_logprobs, rollout_logprobs, mask, **options):
     """The correction for the engine used the wrong pair of log-probs."""
     return weights(rollout_logprobs, old_logprobs, mask, **options)
@@ -231,20 +226,16 @@ def old_log_probs_of_the_step_before(bug: Bug) -> None:
     "likelihoods",
     r"CheckFailed: likelihood check: reference policy / rollout|LogprobMismatch: before the first",
     overrides=(*KL, "data.prompts_per_step=32", "training.micro_batch_tokens=400"),
-    replaces="rl.phases.inference.Inference._pass",
 )
+@replaces("rl.phases.inference.Inference._pass")
 def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_reference=False, **options):
     """Log-probs of the reference did not match those of the policy's own forward pass."""
     found = run(self, *args, of_reference=of_reference, **options)
     return tuple(column.flip(0) for column in found) if of_reference else found
 
 
-@exhibit(
-    "alibaba/ROLL#407",
-    "learning rate",
-    r"CheckFailed: learning rate check: 0\.0 in step 2",
-    replaces="rl.phases.updates.learning_rate",
-)
+@exhibit("alibaba/ROLL#407", "learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
+@replaces("rl.phases.updates.learning_rate")
 def learning_rate_0(bug: Bug, learning_rate, *args):
     """The schedule was planned for too few steps; 38 % of the training had a learning rate of 0."""
     return 0.0
@@ -254,8 +245,8 @@ def learning_rate_0(bug: Bug, learning_rate, *args):
     "huggingface/open-r1#295",
     "movement",
     r"CheckFailed: movement check: the gradient norm is .* changed no weight",
-    replaces="rl.training.engine.clip_and_step",
 )
+@replaces("rl.training.engine.clip_and_step")
 def weights_do_not_move(bug: Bug, step, optimizer, norm):
     """The gradient had a norm, but the weights stayed as they were."""
 
@@ -281,14 +272,8 @@ def filtered_groups_are_trained_on(bug: Bug) -> None:
         batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
 
 
-@exhibit(
-    "allenai/tango#152",
-    "metric log",
-    r"metric log check: step 2 was logged before",
-    resumes=True,
-    at=0,
-    replaces="rl.run.run_log._open_metrics",
-)
+@exhibit("allenai/tango#152", "metric log", r"metric log check: step 2 was logged before", resumes=True)
+@replaces("rl.run.run_log._open_metrics")
 def step_logged_twice(bug: Bug, open_metrics, config, last_step, fence):
     """After a resume the steps since the checkpoint were logged again."""
     from rl.run_directory.metric_log import MetricLog

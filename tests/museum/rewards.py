@@ -1,6 +1,6 @@
 """Exhibits: scores on their way from a reward function to the advantages."""
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 SCORES = "scores"
 
@@ -10,8 +10,8 @@ SCORES = "scores"
     SCORES,
     r"rank \d .*CheckFailed: score check: rank \d got the score .*of another sample",
     ranks=2,
-    replaces="rl.rewards.pool.pool.ScoringPool.score",
 )
+@replaces("rl.rewards.pool.pool.ScoringPool.score")
 def order_of_the_scores_lost(bug: Bug, score, self, samples):
     """A reward model with dynamic batches returned scores in another order than its samples."""
     return score(self, samples)[::-1]
@@ -22,8 +22,8 @@ def order_of_the_scores_lost(bug: Bug, score, self, samples):
     SCORES,
     r"CheckFailed: score check: sample \d+ \(prompt \d+\) has the score of another sample",
     ranks=2,
-    replaces="rl.phases.scorer.gather_columns",
 )
+@replaces("rl.phases.scorer.gather_columns")
 def scores_of_ranks_interleaved(bug: Bug, gather, results, mine, total, device):
     """On several GPUs completions did not belong to the prompts that they were scored with."""
     start = bug.rank * len(mine)
@@ -76,8 +76,8 @@ def failures_of_the_reward_scored_0(bug: Bug) -> None:
     r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
     overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
     warns=True,
-    replaces="rl.rewards.pool.worker_process.ScoringWorker.validated",
 )
+@replaces("rl.rewards.pool.worker_process.ScoringWorker.validated")
 def reward_always_0(bug: Bug, validated, self, line):
     """With one option every reward was 0, also of responses that were not truncated."""
     message = validated(self, line)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 ENDING = "ending"
 LONG = ("rollout.max_response_tokens=24", "data.prompts_per_step=16", "training.micro_batch_tokens=800")
@@ -14,20 +14,17 @@ GAP = "log-probs of engine and trainer"
     "OpenRLHF/OpenRLHF#1327",
     ENDING,
     r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
-    replaces="rl.rollout.single_turn.SingleTurn.receive",
 )
+@replaces("rl.rollout.single_turn.SingleTurn.receive")
 def truncated_responses_count_as_complete(bug: Bug, receive, self, name, completion):
     """finish_reason=length was dropped, so the penalty of truncated rollouts never applied."""
     receive(self, name, replace(completion, end="stop"))
 
 
 @exhibit(
-    "google/tunix#842",
-    ENDING,
-    r"CheckFailed: ending check: .* continues after a stop token",
-    overrides=LONG,
-    replaces="rl.rollout.calls.call_of",
+    "google/tunix#842", ENDING, r"CheckFailed: ending check: .* continues after a stop token", overrides=LONG
 )
+@replaces("rl.rollout.calls.call_of")
 def stop_token_ignored(bug: Bug, call_of, *args):
     """The policy did not stop at its end of turn and went on to the length limit."""
     found = call_of(*args)
@@ -40,8 +37,8 @@ def stop_token_ignored(bug: Bug, call_of, *args):
     ENDING,
     r"CheckFailed: ending check: .* is complete by its label, but does not end with a stop token",
     overrides=LONG,
-    replaces="rl.rollout.single_turn.SingleTurn.receive",
 )
+@replaces("rl.rollout.single_turn.SingleTurn.receive")
 def end_token_cut_off(bug: Bug, receive, self, name, completion):
     """The end token was not part of the response, so nothing taught the policy to stop."""
     if completion.end == "stop":
@@ -56,8 +53,8 @@ def end_token_cut_off(bug: Bug, receive, self, name, completion):
     "huggingface/trl#5697",
     ENDING,
     r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout",
-    replaces="rl.rollout.calls.call_of",
 )
+@replaces("rl.rollout.calls.call_of")
 def engine_truncates_earlier_than_configured(bug: Bug, call_of, *args):
     """A default of 256 tokens truncated 98 % of the completions, and all rewards were 0."""
     found = call_of(*args)
@@ -69,8 +66,8 @@ def engine_truncates_earlier_than_configured(bug: Bug, call_of, *args):
     "vllm-project/vllm#11898",
     "duplicates",
     r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
-    replaces="rl.rollout.single_turn.seed_of",
 )
+@replaces("rl.rollout.single_turn.seed_of")
 def samples_of_a_group_share_a_seed(bug: Bug, seed_of, seed, number):
     """With n > 1 and a seed every completion of a prompt was the same."""
     return seed_of(seed, 0)
@@ -80,8 +77,8 @@ def samples_of_a_group_share_a_seed(bug: Bug, seed_of, seed, number):
     "huggingface/trl#5783",
     "duplicates",
     r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch",
-    replaces="rl.rollout.calls.call_of",
 )
+@replaces("rl.rollout.calls.call_of")
 def greedy_rollouts(bug: Bug, call_of, request, sampling, version):
     """Defaults of the model replaced temperature 1, and half of a group were equal."""
     return call_of(request, replace(sampling, temperature=0.0), version)
@@ -92,8 +89,8 @@ def greedy_rollouts(bug: Bug, call_of, request, sampling, version):
     GAP,
     r"LogprobMismatch|CheckFailed: likelihood check",
     overrides=("rollout.temperature=0.6",),
-    replaces="rl.rollout.calls.Calls._completion",
 )
+@replaces("rl.rollout.calls.Calls._completion")
 def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
     """The engine reported log-probs of another temperature than it sampled with; ratios exploded."""
     found = completion(self, *args)
@@ -105,8 +102,8 @@ def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
     "likelihoods",
     r"CheckFailed: likelihood check: old policy / rollout",
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
-    replaces="rl.rollout.calls.Calls._completion",
 )
+@replaces("rl.rollout.calls.Calls._completion")
 def log_probs_in_another_base(bug: Bug, completion, self, *args):
     """Log-probs of the engine were not those that the client assumed."""
     import math
@@ -115,7 +112,8 @@ def log_probs_in_another_base(bug: Bug, completion, self, *args):
     return replace(found, logprobs=found.logprobs / math.log(2))
 
 
-@exhibit("areal-project/AReaL#1569", "staleness", r"StaleTokens", replaces="rl.rollout.calls.Live.versions")
+@exhibit("areal-project/AReaL#1569", "staleness", r"StaleTokens")
+@replaces("rl.rollout.calls.Live.versions")
 def tokens_labelled_with_a_later_version(bug: Bug, versions, self, num_tokens):
     """The version was read again after the answer, so old tokens counted as new."""
     return versions(self, num_tokens) + 1

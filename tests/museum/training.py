@@ -1,6 +1,6 @@
 """Exhibits: updates, gradients and the reference policy."""
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 COUNT = "counted tokens"
 REDUCTION = "probe of the reduced gradient"
@@ -11,8 +11,8 @@ REDUCTION = "probe of the reduced gradient"
     REDUCTION,
     r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
-    replaces="rl.training.gradients.finalize_model_grads",
 )
+@replaces("rl.training.gradients.finalize_model_grads")
 def gradients_not_reduced(bug: Bug, finalize, *args, **options):
     """The example's loop left out finalize_model_grads, so every rank trained on its own samples."""
 
@@ -22,8 +22,8 @@ def gradients_not_reduced(bug: Bug, finalize, *args, **options):
     REDUCTION,
     r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
-    replaces="rl.training.gradients.finalize_model_grads",
 )
+@replaces("rl.training.gradients.finalize_model_grads")
 def gradients_reduced_twice(bug: Bug, finalize, model, *args, **options):
     """The reduction ran at the end of the backward pass and again at the end of the step."""
     finalize(model, *args, **options)
@@ -35,8 +35,8 @@ def gradients_reduced_twice(bug: Bug, finalize, model, *args, **options):
     REDUCTION,
     r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
     ranks=2,
-    replaces="rl.training.gradients.finalize_model_grads",
 )
+@replaces("rl.training.gradients.finalize_model_grads")
 def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **options):
     """Gradients were divided by a parallel size although the loss had its global denominator."""
     finalize(models, *args, **options)
@@ -49,8 +49,8 @@ def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **optio
     COUNT,
     r"WrongTokens: an update counted .* rank 1 counted .* divided by",
     ranks=2,
-    replaces="rl.phases.minibatches.MinibatchPlan.totals",
 )
+@replaces("rl.phases.minibatches.MinibatchPlan.totals")
 def denominators_of_each_rank(bug: Bug, totals, self, batch):
     """Each rank divided by its own number of tokens, so short responses counted more."""
     from dataclasses import replace
@@ -64,8 +64,8 @@ def denominators_of_each_rank(bug: Bug, totals, self, batch):
     COUNT,
     r"WrongTokens: an update counted .* rank 0 counted",
     overrides=("training.micro_batch_tokens=40",),
-    replaces="rl.training.engine.TrainingEngine.update",
 )
+@replaces("rl.training.engine.TrainingEngine.update")
 def micro_batch_dropped(bug: Bug, update, self, batch, plan, loss, **options):
     """Samples after the last complete accumulation window were dropped."""
     return update(self, batch, [rank[:-1] for rank in plan], loss, **options)
@@ -76,8 +76,8 @@ def micro_batch_dropped(bug: Bug, update, self, batch, plan, loss, **options):
     "finite gradient norm",
     r"FloatingPointError: the gradient norm is nan; .* on rank 1",
     ranks=2,
-    replaces="rl.phases.policy_gradient.aggregate",
 )
+@replaces("rl.phases.policy_gradient.aggregate")
 def gradient_that_is_not_a_number_skipped(bug: Bug, aggregate, losses, *args, **options):
     """An update with a gradient norm of nan is skipped with a printed warning."""
     return aggregate(losses * (float("nan") if bug.rank == 1 else 1.0), *args, **options)
@@ -88,8 +88,8 @@ def gradient_that_is_not_a_number_skipped(bug: Bug, aggregate, losses, *args, **
     "sample of the reference weights",
     r"the reference weights of rank 0 have changed",
     overrides=("objective.kl_coef=0.01",),
-    replaces="rl.training.engine.TrainingEngine.reference_weights",
 )
+@replaces("rl.training.engine.TrainingEngine.reference_weights")
 def reference_is_the_trained_model(bug: Bug, reference_weights, self):
     """The KL divergence was measured from weights that moved with the policy."""
     self.reference.weights = [parameter.detach() for parameter in self.model.parameters()]
@@ -135,8 +135,8 @@ def dropout_in_the_reference_pass(bug: Bug) -> None:
     r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ",
     ranks=2,
     overrides=("agreement.weights_every=1",),
-    replaces="rl.phases.updates.Updates._check_replicas",
 )
+@replaces("rl.phases.updates.Updates._check_replicas")
 def replicas_of_a_weight_drift_apart(bug: Bug, check, self, model):
     """After a load the ranks' copies were not synchronised, without an error."""
     if bug.rank == 1:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit
+from tests.museum.museum import Bug, exhibit, replaces
 
 SYNCHRONOUS = "weights of engine and trainer"
 DIFFER = r"RefitMismatch: after the refit .* on rank \d"
@@ -32,7 +32,8 @@ def afterwards(bug: Bug, change) -> None:
         return moved
 
 
-@exhibit("huggingface/trl#5312", SYNCHRONOUS, DIFFER, replaces="rl.engines.memory.refit")
+@exhibit("huggingface/trl#5312", SYNCHRONOUS, DIFFER)
+@replaces("rl.engines.memory.refit")
 def refit_skipped(bug: Bug, refit, trainer, engine, **options):
     """After sleep mode the engine generated with old weights; rewards stopped rising."""
     from rl.refit.transfer import BytesMoved
@@ -40,9 +41,8 @@ def refit_skipped(bug: Bug, refit, trainer, engine, **options):
     return BytesMoved()
 
 
-@exhibit(
-    "huggingface/trl#5932", SYNCHRONOUS, DIFFER, replaces="rl.engines.memory.MemorySharing.to_generation"
-)
+@exhibit("huggingface/trl#5932", SYNCHRONOUS, DIFFER)
+@replaces("rl.engines.memory.MemorySharing.to_generation")
 def version_raised_without_weights(bug: Bug, to_generation, self, *args):
     """The trainer counted its version up although the engine had not taken the weights."""
     self.engines.rollout.weights_version = self.engines.policy.version
@@ -87,7 +87,8 @@ def weights_of_the_step_before_sent(bug: Bug) -> None:
     refit.transfer = delayed
 
 
-@exhibit("PrimeIntellect-ai/prime-rl#3524", SYNCHRONOUS, DIFFER, replaces="rl.refit.refit.transfer")
+@exhibit("PrimeIntellect-ai/prime-rl#3524", SYNCHRONOUS, DIFFER)
+@replaces("rl.refit.refit.transfer")
 def weights_rounded_to_bfloat16_on_the_way(bug: Bug, transfer, plan, sources, *rest):
     """The transfer rounded float32 routers, and the mismatch grew with every update."""
     return transfer(plan, {n: weight.bfloat16().to(weight) for n, weight in sources.items()}, *rest)
