@@ -10,21 +10,14 @@ from rl.data.batch import Batch
 from rl.phases.batch_checks import CheckFailed
 from rl.phases.minibatches import MinibatchPlan
 from rl.runtime.collectives import gather_objects
+from rl.training.engine import UpdateResult
 from rl.training.grid import Grid
-from rl.training.loss import Loss, Totals
+from rl.training.loss import Totals
 from rl.training.model import DTYPES
 from rl.training.packing import MicroBatch
 
-COUNTED = "counted_tokens"
-"""Name of the metric that `CountingLoss` adds: counted tokens / the loss's denominator, in all 1."""
-CODES = "counted_codes"
-"""Name of the sum of codes of the counted tokens, by position and token id."""
-GAP = "first_update_gap"
-"""Name of the sum of |log pi - log pi_old| / the loss's denominator, before any update of the step."""
-MOVED = "check/moved"
-"""Name of the share of data parallel ranks whose weights changed, from `TrainingEngine.update`."""
 TOLERANCE = 1e-9
-"""Largest distance of the sum of COUNTED from 1; its terms are float64."""
+"""Largest distance of the counted share from 1; its terms are float64."""
 SMALL_LR = 0.01
 """Share of the peak learning rate from which an update must change weights. Far below it, at the ends of a
 schedule, float32 may round every change away."""
@@ -39,43 +32,45 @@ class WrongTokens(RuntimeError):
     """Raised on every rank if an update did not count each token of its mini-batch once."""
 
 
-class CountingLoss:
-    """A loss that counts the tokens of its micro-batches, so that a lost, repeated or wrong one is found.
+class Counts:
+    """Counts the tokens of an update's micro-batches, so that a lost, repeated or wrong one is found.
 
-    compare_old: whether the weights are still those of `old_logprobs`.
+    totals: denominators of the loss. compare_old: whether the weights are still those of `old_logprobs`.
     """
 
-    def __init__(self, loss: Loss, totals: Totals, *, compare_old: bool = False):
-        self._loss, self._totals, self._compare_old = loss, totals, compare_old
-        self._counts: list[Tensor] = []
-        self._codes: list[Tensor] = []
+    def __init__(self, totals: Totals, *, compare_old: bool = False):
+        self._totals, self._compare_old = totals, compare_old
+        self._own: list[Tensor] = []
 
-    def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        value, terms = self._loss(micro, self._totals)
+    def __call__(self, micro: MicroBatch) -> Tensor:
+        """Return what a micro-batch adds to `UpdateResult.observed`, float64 [3].
+
+        These are counted tokens / the loss's denominator, 1 over all; the sum of codes of the counted tokens,
+        by position and token id; and the sum of |log pi - log pi_old| / the loss's denominator.
+        """
         counted = micro.mask > 0
         count = micro.mask.sum(dtype=torch.float64)
         positions = _codes(micro.column_index).to(micro.targets.device, torch.float64)
         codes = torch.where(counted, positions * (micro.targets + 1), 0.0).sum()
-        self._counts.append(count)
-        self._codes.append(codes)
-        terms = {**terms, COUNTED: count / self._totals.num_tokens, CODES: codes}
+        self._own.append(torch.stack((count, codes)))
+        gap = torch.zeros_like(count)
         if self._compare_old and micro.logprobs is not None and "old_logprobs" in micro.columns:
-            gap = (micro.logprobs.detach() - micro.old_logprobs).abs()
-            terms[GAP] = torch.where(counted, gap, 0.0).sum() / self._totals.num_tokens
-        return value, terms
+            gaps = (micro.logprobs.detach() - micro.old_logprobs).abs()
+            gap = torch.where(counted, gaps, 0.0).sum() / self._totals.num_tokens
+        return torch.stack((count / self._totals.num_tokens, codes, gap.double()))
 
-    def check(self, terms: dict[str, float], batch: Batch, plan: MinibatchPlan, grid: Grid) -> None:
-        """Remove COUNTED and CODES from the terms, sums over all ranks, and check them.
+    def check(self, result: UpdateResult, batch: Batch, plan: MinibatchPlan, grid: Grid) -> None:
+        """Raise WrongTokens unless every token of the mini-batch was counted once, with its own mask and id.
 
-        Raises WrongTokens unless every token of the mini-batch was counted once, with its own mask and token
-        id. Collective over the world if it was not, to find the ranks.
+        Collective over the world if it was not, to find the ranks.
         """
-        share, found = terms.pop(COUNTED), terms.pop(CODES)
+        share, found, _ = result.observed
         planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan.micro_batches]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
         if not total or (abs(share - 1.0) <= TOLERANCE and found == code):
             return
-        own = (grid.dp_rank, float(sum(self._counts)), float(sum(self._codes)), self._totals.num_tokens)
+        counts = torch.stack(self._own).sum(0).tolist() if self._own else [0.0, 0.0]
+        own = (grid.dp_rank, *counts, self._totals.num_tokens)
         texts = []
         for rank, theirs in enumerate(gather_objects(own if grid.reports_results else None)):
             if theirs is None:
@@ -105,22 +100,22 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
         )
 
 
-def check_update(terms: dict[str, float], *, lr: float, peak_lr: float, dtype: str) -> None:
-    """Remove GAP and MOVED from the terms of an update, sums over all ranks, and check them.
+def check_update(result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
+    """Check what an update did.
 
     Raises CheckFailed if the first update of a step found other log-probs than `old_logprobs`, or if no
     weight changed although there was a gradient.
     """
-    gap, bound = terms.pop(GAP, 0.0), math.sqrt(torch.finfo(DTYPES[dtype]).eps)
+    gap, bound = result.observed[2], math.sqrt(torch.finfo(DTYPES[dtype]).eps)
     if not gap <= bound:
         raise CheckFailed(
             f"first update check: |log pi - log pi_old| is {gap:.3g} on average before any update of the "
             f"step, more than {bound:.2g} for model.dtype={dtype}: old_logprobs are of other weights or "
             "tokens."
         )
-    if not terms.pop(MOVED) and terms["grad_norm"] > SMALL_NORM and lr > SMALL_LR * peak_lr:
+    if not result.has_moved and result.grad_norm > SMALL_NORM and lr > SMALL_LR * peak_lr:
         raise CheckFailed(
-            f"movement check: the gradient norm is {terms['grad_norm']:.3g} and the learning rate {lr:.3g}, "
+            f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate {lr:.3g}, "
             "but the update changed no weight."
         )
 

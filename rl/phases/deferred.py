@@ -20,18 +20,21 @@ class FirstUpdate:
     """The loss of a policy update whose old log-probs are those of its own forward pass.
 
     The ratio of new to old policy is exactly 1 in this update, as with a separate pass under the same
-    weights. The last pipeline stage calls the object as a loss. Afterwards `outputs` returns what the calls
-    stored.
+    weights. The last pipeline stage calls `loss`. Afterwards `outputs` returns what the calls stored.
     """
 
     def __init__(self, loss: Loss, correction: RolloutCorrection):
         self._loss, self._correction = loss, correction
         self._kept: list[tuple[Tensor, Tensor]] = []
-        reads = getattr(loss, "reads", None)
-        self.reads = None if reads is None else tuple(dict.fromkeys((*OUTPUTS, *reads)))
-        """Names of the model's outputs that the update needs; None for all."""
 
-    def __call__(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    @property
+    def loss(self) -> Loss:
+        """The loss, which also stores the outputs and fills the columns."""
+        reads = self._loss.reads
+        reads = None if reads is None else tuple(dict.fromkeys((*OUTPUTS, *reads)))
+        return Loss(self._stored, reads=reads)
+
+    def _stored(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the micro-batch, with the columns `old_logprobs` and `loss_weights` filled."""
         kept = torch.stack([getattr(micro, name).detach() for name in OUTPUTS])
         self._kept.append((micro.column_index, kept))

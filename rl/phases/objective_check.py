@@ -20,7 +20,7 @@ from torch import Tensor
 from rl.config.schema import Config
 from rl.data.batch import LOSS_COLUMNS
 from rl.phases.batch_checks import CheckFailed
-from rl.training.loss import Loss, Totals
+from rl.training.loss import LossFunction, Totals
 from rl.training.packing import MicroBatch
 
 UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
@@ -36,7 +36,7 @@ LENGTHS = (3, 2, 4)
 """Tokens of the samples; the second and the last token are masked."""
 
 
-def check_objective(loss: Loss, config: Config) -> None:
+def check_objective(loss: LossFunction, config: Config) -> None:
     """Raise CheckFailed if the gradient of the loss is not that of the configured objective."""
     goal = config.objective
     _, formula = goal.chosen
@@ -76,7 +76,7 @@ class _Point:
 
     def __init__(
         self,
-        loss: Loss,
+        loss: LossFunction,
         config: Config,
         *,
         advantages: Tensor,
@@ -145,7 +145,7 @@ def _weight(config: Config) -> float:
     }[config.objective.aggregation]
 
 
-def _problem_of_kl(loss: Loss, config: Config) -> str:
+def _problem_of_kl(loss: LossFunction, config: Config) -> str:
     none, distance = torch.zeros(sum(LENGTHS), dtype=torch.float64), 0.5
     far, near = (_Point(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
     goal = config.objective
@@ -162,7 +162,7 @@ def _problem_of_kl(loss: Loss, config: Config) -> str:
     return ""
 
 
-def _problem_of_clip(loss: Loss, config: Config) -> str:
+def _problem_of_clip(loss: LossFunction, config: Config) -> str:
     goal = config.objective
     edges = [1 - goal.clip_low, 1 + goal.clip_high, *([goal.dual_clip] if goal.dual_clip else [])]
     for ratio in _sides(edges):

@@ -27,12 +27,12 @@ from rl.phases.reward_shaping import KlPenalty
 from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
 from rl.phases.step import Step
-from rl.phases.updates import TokenSelection, Updates
+from rl.phases.updates import Updates
 from rl.rollout.queue import PastLengths
 from rl.rollout.sampling import greedy_sampling, train_sampling
 from rl.stopping.requests import StopRequests
 from rl.training.dp_split import Cost
-from rl.training.loss import Loss
+from rl.training.loss import Loss, LossFunction, TokenSelection
 
 if TYPE_CHECKING:  # only for runs with roles, with a teacher, and for points of a sweep
     from transformers import PreTrainedTokenizerBase
@@ -264,7 +264,7 @@ class Phases:
     def update(
         self,
         batch: Batch,
-        loss: Loss,
+        loss: Loss | LossFunction,
         *,
         select_tokens: TokenSelection | None = None,
         mismatched: Batch | None = None,
@@ -276,7 +276,7 @@ class Phases:
         """Update the critic; reads `returns` and `old_values`."""
         self.updates.critic(batch)
 
-    def update_implicit_reward(self, batch: Batch, loss: Loss) -> None:
+    def update_implicit_reward(self, batch: Batch, loss: Loss | LossFunction) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
         self.updates.implicit_reward(batch, loss)
 

@@ -21,22 +21,18 @@ from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_checks import CheckFailed, check_advantages, check_informative
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread, token_mean
-from rl.phases.counting import CountingLoss, check_coverage, check_update
+from rl.phases.counting import Counts, check_coverage, check_update
 from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
+from rl.phases.policy_gradient import with_entropy_bonus
 from rl.phases.step import Step
 from rl.rollout.sampling import seed_of
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
-from rl.training.loss import Loss, Totals
+from rl.training.loss import Loss, LossFunction, TokenSelection, Totals
 from rl.training.packing import MicroBatch
 from rl.training.schedule import learning_rate
-
-TokenSelection = Callable[[Batch, Tensor, int], Tensor]
-"""(mini-batch, log-probs [T] under the current weights, seed) -> 1 for selected tokens, else 0, [T].
-
-The attribute `reads` may name another output of the model that the function receives instead."""
 
 
 def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:
@@ -85,7 +81,7 @@ class Updates:
     def policy(
         self,
         batch: Batch,
-        loss: Loss,
+        loss: Loss | LossFunction,
         *,
         select_tokens: TokenSelection | None = None,
         mismatched: Batch | None = None,
@@ -95,24 +91,21 @@ class Updates:
         If `Inference.log_probs` deferred the old log-probs, the first mini-batch takes them from its update's
         own forward pass. The other mini-batches take them from a separate pass before that update.
 
-        select_tokens: called before each update with the whole mini-batch and its log-probs under the current
-        weights. The loss reads the result as the column `selected_tokens`.
+        select_tokens: called before each update with the whole mini-batch; the loss reads the result as the
+        column `selected_tokens`.
         mismatched: the prompts with responses to others (`Phases.mismatched`), with `ref_logprobs`. The loss
         gets `mismatch_kl` of those of the mini-batch under the current weights as `kl`.
 
-        An adaptive weight of the entropy bonus (`objective.adaptive_entropy`) is passed to the loss as
-        `entropy_coef`.
+        With `objective.adaptive_entropy` an entropy bonus is added to the loss.
         """
-        step, policy = self._step, self._engines.policy
+        step, policy, loss = self._step, self._engines.policy, Loss.of(loss)
         self._check(batch, loss)
         if batch.teacher_logprobs is not None:
             self._add_teacher(batch)
         if self.entropy_control is not None:
             weight = self.entropy_control.update(step.metrics["actor/entropy"])
             step.metrics["actor/entropy_coef"] = weight
-            reads = loss.reads
-            loss = partial(loss, entropy_coef=weight)
-            loss.reads = reads
+            loss = with_entropy_bonus(loss, self._config, weight) if weight else loss
         if batch.advantages is not None:
             step.metrics |= spread("critic/advantages", batch.advantages[batch.mask > 0])
         if batch.trajectories is not None:
@@ -133,13 +126,13 @@ class Updates:
             if select_tokens is not None:
                 self._select_tokens(batch, plan, select_tokens, number=policy.num_updates - first_update)
             if mismatched is not None:
-                yield partial(loss, kl=self._mismatch_kl(mismatched, other_plans[plans.index(plan)]))
+                yield loss.given(kl=self._mismatch_kl(mismatched, other_plans[plans.index(plan)]))
                 return
             if others is None or policy.num_updates > first_update:
                 yield loss
                 return
             first = FirstUpdate(loss, self._config.rollout_correction)
-            yield first
+            yield first.loss
             outputs = first.outputs(policy, batch, plan, others)
             self._inference.fill_old_logprobs(batch, *outputs, first=plan)
 
@@ -180,18 +173,20 @@ class Updates:
             }
 
         adam, metrics = self._config.critic.optimizer, self._step.metrics
-        means = self._learn(self._engines.critic, batch, loss, adam, timing="update_critic")
+        means = self._learn(
+            self._engines.critic, batch, Loss(loss, ("values",)), adam, timing="update_critic"
+        )
         counted = batch.mask > 0
         metrics |= _prefixed("critic", means)
         metrics |= spread("critic/values", batch.old_values[counted])
         metrics |= spread("critic/returns", batch.returns[counted])
         metrics["critic/vf_explained_var"] = explained_variance(batch.old_values, batch.returns, batch.mask)
 
-    def implicit_reward(self, batch: Batch, loss: Loss) -> None:
+    def implicit_reward(self, batch: Batch, loss: Loss | LossFunction) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
         model, adam = self._engines.implicit_reward, self._config.implicit_reward.optimizer
         assert model is not None, "this run has no implicit reward model"
-        means = self._learn(model, batch, loss, adam, timing="update_implicit_reward")
+        means = self._learn(model, batch, Loss.of(loss), adam, timing="update_implicit_reward")
         self._step.metrics |= _prefixed("implicit_reward", means)
 
     def _add_teacher(self, batch: Batch) -> None:
@@ -220,10 +215,9 @@ class Updates:
             check_advantages(batch, estimator)
             if "dynamic_sampling" in algorithm_of(config).needs:
                 check_informative(batch)
-        check = getattr(loss, "check", None)  # the attribute of a loss of `policy_gradient.policy_loss`
-        if check is not None and config.objective.loss not in self._checked_losses:
+        if loss.check is not None and config.objective.loss not in self._checked_losses:
             self._checked_losses.add(config.objective.loss)
-            check()
+            loss.check()
 
     def _learn(
         self,
@@ -261,15 +255,21 @@ class Updates:
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
                 with nullcontext(loss) if update_of is None else update_of(plan) as chosen:
-                    counting = CountingLoss(chosen, plan.totals(batch), compare_old=is_first)
-                    reads = getattr(chosen, "reads", None)
-                    terms = model.update(
-                        batch, plan.micro_batches, counting, lr=lr, outputs=reads, progress=bar
+                    totals = plan.totals(batch)
+                    counts = Counts(totals, compare_old=is_first)
+                    result = model.update(
+                        batch,
+                        plan.micro_batches,
+                        partial(chosen, totals=totals),
+                        lr=lr,
+                        outputs=chosen.reads,
+                        observe=counts,
+                        progress=bar,
                     )
-                    counting.check(terms, batch, plan, model.grid)
-                    check_update(terms, lr=lr, peak_lr=optimizer.lr, dtype=self._config.model.dtype)
+                    counts.check(result, batch, plan, model.grid)
+                    check_update(result, lr=lr, peak_lr=optimizer.lr, dtype=self._config.model.dtype)
                     is_first = False
-                for name, value in terms.items():
+                for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] = sums.get(name, 0.0) + value
         if step.peak_tflops:
             # A backward pass takes as many operations as a forward pass for the input's gradients, and as
@@ -344,7 +344,7 @@ class Updates:
         self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int
     ) -> None:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
-        samples, output = plan.samples, getattr(select, "reads", "logprobs")
+        samples, output = plan.samples, select.reads
         values = batch.old_logprobs if output == "logprobs" else None
         # Then old_logprobs belong to other weights, or are not filled yet.
         if number > 0 or self._config.rollout_correction.bypass or values is None:
@@ -352,7 +352,7 @@ class Updates:
         index = batch.tokens_of(samples)
         batch.selected_tokens = torch.zeros(len(batch.mask))
         seed = seed_of(self._config.run.seed, "choose", self._step.number, number)
-        batch.selected_tokens[index] = select(batch.select(samples), values[index], seed).float()
+        batch.selected_tokens[index] = select.function(batch.select(samples), values[index], seed).float()
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -99,7 +99,8 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
     plan = plan_minibatch(
         batch, list(range(8)), dp=trainer.grid.dp, max_tokens=config.training.micro_batch_tokens
     )
-    terms = trainer.update(batch, plan, loss, lr=EPS)
+    result = trainer.update(batch, plan, loss, lr=EPS)
+    terms = result.metrics | {"grad_norm": result.grad_norm}
     gradient = {name: before[name] - tensor for name, tensor in trainer.full_weights()}
     weights = {name: tensor.double().norm() for name, tensor in before.items()}
     return {"gradient": gradient, "terms": terms, "weights": weights}

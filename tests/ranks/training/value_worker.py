@@ -61,7 +61,8 @@ def megatron(checkpoint: str, device, tp: int, pp: int, tokens: int) -> dict:
         total = token_loss.sum() / num_tokens
         return total, {"loss": total}
 
-    terms = critic.update(batch, plan, loss, lr=EPS)
+    result = critic.update(batch, plan, loss, lr=EPS)
+    terms = result.metrics | {"grad_norm": result.grad_norm}
     gradient = {name: before[name] - tensor for name, tensor in critic.full_weights()}
     weights = {name: tensor.double().norm() for name, tensor in before.items()}
     return {"values": values, "gradient": gradient, "terms": terms, "weights": weights}

@@ -20,7 +20,7 @@ from rl.objectives.losses import clip_cov, kl_cov
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.top_entropy import select_tokens
 from rl.phases.correction import correct_rollout
-from rl.phases.policy_gradient import advantages, policy_loss, token_selection
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection, with_entropy_bonus
 from rl.phases.reward_shaping import KlPenalty
 from rl.training.loss import Totals
 from rl.training.packing import pack
@@ -417,11 +417,11 @@ def test_the_entropy_bonus_is_subtracted(aggregation):
 
 
 def test_an_adaptive_weight_replaces_that_of_the_config():
-    micro, loss = micro_batch(), policy_loss(config_with("objective.adaptive_entropy.target=0.2"))
+    config = config_with("objective.adaptive_entropy.target=0.2", "objective.entropy_coef=0.1")
+    micro, loss = micro_batch(), with_entropy_bonus(policy_loss(config), config, 0.4)
     assert loss.reads == ("logprobs", "entropy")
-    value, _ = loss(micro, TOTALS, entropy_coef=0.4)
     expected = mean(micro, token_loss_of("ppo", micro)[0]) - 0.4 * mean(micro, micro.entropy)
-    assert same_value_and_gradient(micro, value, expected)
+    assert same_value_and_gradient(micro, loss(micro, TOTALS)[0], expected)
 
 
 def test_the_off_policy_mask_multiplies_the_loss_of_each_token():
@@ -443,7 +443,7 @@ def test_the_off_policy_mask_multiplies_the_loss_of_each_token():
 def test_only_tokens_of_high_entropy_have_a_loss():
     batch, config = example(), config_of(loss="ppo", top_entropy=0.2)
     entropy, selection = micro_batch().entropy.detach(), token_selection(config)
-    selected = selection(batch, entropy, 5)
+    selected = selection.function(batch, entropy, 5)
     assert selection.reads == "entropy" and selected.sum() == int(0.2 * batch.mask.sum())
     assert torch.equal(selected, select_tokens(entropy, batch.mask, top_entropy=0.2))
     micro = micro_batch(selected_tokens=selected.float())
@@ -489,7 +489,11 @@ COV = dict(cov_fraction=1.0, cov_low=0.1, cov_high=2.0, clip_low=0.25, clip_high
 def choice(loss, seed=5, **objective):
     batch = example()
     logprobs = micro_batch().logprobs.detach()
-    return token_selection(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
+    return (
+        token_selection(config_of(loss=loss, **(COV | objective))).function(batch, logprobs, seed),
+        batch,
+        logprobs,
+    )
 
 
 @each(
