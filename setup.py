@@ -85,6 +85,8 @@ setup(
     name="lockstep",
     version=re.search(r'^__version__ = "(.+)"$', (here / "rl" / "__init__.py").read_text(), re.MULTILINE)[1],
     description="Reinforcement learning on large language models as one SPMD program, native to Slurm",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["rl", "rl.*", "launch", "launch.*"]),
     py_modules=["train_rl"],

@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/: which blocks are run, how, and why the others are not.
+"""The commands of README.md, CONTRIBUTING.md and docs/: which blocks are run, how, and why others are not.
 
 A comment before a fenced block of bash says what becomes of it; for a whole page the first word is `all`:
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from tests.spawn import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 WHOLE_PAGE = re.compile(r"^<!-- all (commands: [^\n]*) -->$", re.MULTILINE)
 MODES = ("run", "slow", "slurm")

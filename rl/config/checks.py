@@ -28,7 +28,7 @@ from rl.config.schema import (
     generates_held_out,
     learns_from_data,
     learns_from_samples,
-    needs_kept_sets,
+    needs_sampling_masks,
     uses_teacher,
     validates,
 )
@@ -138,7 +138,7 @@ def check_contradictions(config: Config) -> None:
         check_teacher(config)
     if config.rollout.carry_over:
         check_carry_over(config)
-    if needs_kept_sets(config):
+    if needs_sampling_masks(config):
         check_mask(config)
     if config.training.router_replay != "none":
         check_router_replay(config)

@@ -551,7 +551,7 @@ def learns_from_samples(config: Config) -> bool:
     return "samples" in algorithm_of(config).needs
 
 
-def needs_kept_sets(config: Config) -> bool:
+def needs_sampling_masks(config: Config) -> bool:
     """Return whether the policy's distributions are renormalised over the tokens that the engine kept."""
     return learns_from_samples(config) and config.rollout.truncates and not config.rollout.biased_truncation
 

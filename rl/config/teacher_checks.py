@@ -1,7 +1,7 @@
 """Checks of the section `teacher`: is it read, and does it fit the rest of the config?"""
 
 from rl.config.options import ConfigError
-from rl.config.schema import Config, algorithm_of, needs_feedback, needs_kept_sets, uses_teacher
+from rl.config.schema import Config, algorithm_of, needs_feedback, needs_sampling_masks, uses_teacher
 from rl.config.teachers import Teacher
 
 OF_DISTILL = ("divergence", "beta", "top_k", "student_share", "teacher_share", "gpu_memory_utilization")
@@ -126,7 +126,7 @@ def _check_combinations(config: Config, distils: bool) -> None:
             f"{key} cannot be combined with the section teacher, whose passes do not support it; leave out "
             "one of the two."
         )
-    if needs_kept_sets(config):
+    if needs_sampling_masks(config):
         rollout = config.rollout
         raise ConfigError(
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} truncate the "

@@ -1,7 +1,7 @@
 """Columns of a batch whose values are too large to be on every rank.
 
 The rank that generated a sample holds its row. All ranks know who holds which row, and its size. A row
-travels only to the ranks that train on the sample (`rl.training.homes`).
+travels only to the ranks that train on the sample (`rl.training.held_transfer`).
 """
 
 import zlib
@@ -16,8 +16,8 @@ OF_SEQUENCE = ("routes",)
 """Columns with a value for every token of the sequence except the last one, the context included. Other
 columns belong to the tokens of the response."""
 
-KEPT_SETS = ("kept_ids", "kept_counts")
-"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.kept_sets`)."""
+SAMPLING_MASKS = ("kept_ids", "kept_counts")
+"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.sampling_masks`)."""
 
 
 class Row(NamedTuple):
@@ -48,7 +48,7 @@ class HeldColumn:
     shape: tuple[int, ...] = ()
     """Shape of one value."""
     local: dict[int, np.ndarray] = field(default_factory=dict)
-    """Values of the samples that this rank trains on, or the part that it needs; `rl.training.homes`."""
+    """Values, or the needed part, of the samples that this rank trains on (`rl.training.held_transfer`)."""
     moved: dict[int, int] = field(default_factory=dict)
     """Data parallel rank that has received each row so far, by sample; identical on all ranks."""
 

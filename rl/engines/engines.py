@@ -11,11 +11,11 @@ from rl.config.schema import (
     keeps_reference,
     learns_from_samples,
     needs_engine,
-    needs_kept_sets,
     needs_reward,
+    needs_sampling_masks,
     uses_teacher,
 )
-from rl.data.held import KEPT_SETS
+from rl.data.held import SAMPLING_MASKS
 from rl.engines.inputs import Inputs
 from rl.rollout import cpu_support
 from rl.rollout.engine import RolloutEngine
@@ -106,8 +106,10 @@ def build_policy(
         seed=config.run.seed,
         base_of=base_of,
     )
-    if needs_kept_sets(config):
-        policy.needs |= dict.fromkeys(KEPT_SETS, lambda stage: slice(None) if stage == grid.pp - 1 else None)
+    if needs_sampling_masks(config):
+        policy.needs |= dict.fromkeys(
+            SAMPLING_MASKS, lambda stage: slice(None) if stage == grid.pp - 1 else None
+        )
     return policy
 
 
@@ -133,7 +135,7 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
         max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         seed=config.run.seed,
         device=device,
-        returns_kept=needs_kept_sets(config),
+        returns_masks=needs_sampling_masks(config),
         routes=config.training.router_replay == "engine",
         bitwise=config.model.numerics == "bitwise",
         adapters=adapters or ([adapter] if adapter.is_on and adapter.in_engine == "adapter" else []),

@@ -91,7 +91,7 @@ def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, 
 
 
 def imbalance_metrics(costs: list[list[list[int]]]) -> dict[str, float]:
-    """Return how evenly the updates of a step share their cost (`rl.training.dp_split.Cost`).
+    """Return how evenly the updates of a step share their cost (`rl.training.micro_batch_plans.Cost`).
 
     costs: cost by mini-batch, data parallel rank and micro-batch. Ranks wait for each other at the end of a
     mini-batch. In pipelines and expert parallel layers they also wait after each micro-batch. The metrics:

@@ -11,8 +11,8 @@ import torch
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
-from rl.training.dp_split import Cost, MicroBatches, MicroBatchPlan, Workload, plan_micro_batches
 from rl.training.loss import Totals
+from rl.training.micro_batch_plans import Cost, MicroBatches, MicroBatchPlan, Workload, plan_micro_batches
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -25,7 +25,7 @@ class MinibatchPlan:
     micro_batches: list[MicroBatches]
     """The micro-batches of each data parallel rank, [dp]."""
     costs: list[list[int]] | None = None
-    """Estimated cost (`rl.training.dp_split.Cost`) by data parallel rank and micro-batch."""
+    """Estimated cost (`rl.training.micro_batch_plans.Cost`) by data parallel rank and micro-batch."""
 
     @cached_property
     def samples(self) -> list[int]:

@@ -31,8 +31,8 @@ from rl.phases.updates import Updates
 from rl.rollout.queue import PastLengths
 from rl.rollout.sampling import greedy_sampling, train_sampling
 from rl.stopping.requests import StopRequests
-from rl.training.dp_split import Cost
 from rl.training.loss import Loss, LossFunction, TokenSelection
+from rl.training.micro_batch_plans import Cost
 
 if TYPE_CHECKING:  # only for runs with roles, with a teacher, and for points of a sweep
     from transformers import PreTrainedTokenizerBase

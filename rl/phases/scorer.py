@@ -28,8 +28,8 @@ from rl.rollout.sampling import Sampling, seed_of
 from rl.runtime import tracing
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
-from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import plan_minibatch
 
 DIGEST = "\0digest"
 """Name of the column of `_digest`. A reward function cannot use it, because it is not printable."""

@@ -20,8 +20,8 @@ from rl.phases.step import Step
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.training.divergence import Targets, head_rows, top_k
-from rl.training.dp_split import MicroBatchPlan
 from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
 
 

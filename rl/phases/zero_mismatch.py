@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from rl.data.batch import Batch
-from rl.training.dp_split import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan
 
 
 class NumericsDiffer(RuntimeError):

@@ -537,7 +537,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "perf/mfu/{actor,critic,actor_infer}",
             "share",
             "operations of update_actor, update_critic or old_log_prob / (their time x ranks that train x "
-            "peak of dense bfloat16); operations as `rl/training/dp_split.py` counts them, without "
+            "peak of dense bfloat16); operations as `rl/training/micro_batch_plans.py` counts them, without "
             "recomputation; only on GPUs of `rl/runtime/peaks.py`",
             "Below about 0.2: micro-batches are too small (`training.micro_batch_tokens`), or the "
             "pipeline idles.",

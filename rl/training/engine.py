@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
-from rl.data.held import KEPT_SETS
+from rl.data.held import SAMPLING_MASKS
 from rl.models import architecture, value_model, value_weights
 from rl.models.adapters import LowRank
 from rl.runtime import tracing
@@ -28,10 +28,10 @@ from rl.runtime.checksum import INTEGERS
 from rl.runtime.collectives import broadcast_object, gather_objects, sum_over_world
 from rl.runtime.device import Device, aligned, host_memory
 from rl.training.attention import can_share
-from rl.training.dp_split import MicroBatchPlan
 from rl.training.gradients import ReductionProbe, with_gradients
 from rl.training.grid import Grid
-from rl.training.homes import BytesMoved, Need, fetch
+from rl.training.held_transfer import BytesMoved, Need, fetch
+from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import (
@@ -427,10 +427,10 @@ class TrainingEngine:
             if tracing.active is not None:
                 counts = dict(samples=len(micro.samples), tokens=micro.tokens.numel())
                 tracing.active.timers.micro_batch = counts
-            if KEPT_SETS[0] in self.needs and self.grid.is_last_stage:
-                from rl.training.kept_sets import sets_of
+            if SAMPLING_MASKS[0] in self.needs and self.grid.is_last_stage:
+                from rl.training.sampling_masks import masks_of
 
-                micro.kept = sets_of(batch, micro.samples)
+                micro.masks = masks_of(batch, micro.samples)
             if "divergence" in self.model.outputs and self.grid.is_last_stage:
                 micro.teacher = batch.teacher.of(micro.samples, device)
             if progress is not None:  # only the last stage computes the loss

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:  # a run that samples from the whole vocabulary does not import it
-    from rl.training.kept_sets import KeptSets
+    from rl.training.sampling_masks import SamplingMasks
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
 """Names of the outputs: log p(target), entropy, sum of squared probabilities."""
@@ -31,17 +31,17 @@ def linear_logprobs(
     group,
     chunk: int,
     outputs: tuple[str, ...] = OUTPUTS,
-    kept: "KeptSets | None" = None,
+    masks: "SamplingMasks | None" = None,
 ) -> tuple[Tensor, ...]:
     """Return the named outputs, a subset of OUTPUTS, float32 [T] each.
 
-    p = softmax(hidden @ weight.T / temperature), with `kept` renormalised over each position's kept set
+    p = softmax(hidden @ weight.T / temperature), renormalised over each position's set in `masks`
 
     hidden: [T, H], whole on every rank of the tensor parallel group. Its gradient is this rank's part; the
         caller sums it over the group.
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
-    kept: sets of T positions that contain the targets; None: the whole vocabulary.
+    masks: sampling masks of T positions, which contain the targets; None: the whole vocabulary.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
     not named cost nothing, nor do gradients of outputs that the loss does not use. The forward pass is
@@ -50,7 +50,7 @@ def linear_logprobs(
     keep = torch.is_grad_enabled() and len(targets) <= chunk
     wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
     results = _LinearLogprobs.apply(
-        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, kept
+        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, masks
     )
     found = dict(zip(OUTPUTS, results))
     return tuple(found[name] for name in outputs)
@@ -58,7 +58,7 @@ def linear_logprobs(
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, kept):
+    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, masks):
         per_rank = len(weight)
         first_row = group.rank() * per_rank
         real_rows = max(0, min(per_rank, vocab_size - first_row))
@@ -67,18 +67,18 @@ class _LinearLogprobs(torch.autograd.Function):
         statistics, _ = _functions(hidden)
         found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
         found[0].fill_(torch.finfo(torch.float32).min)  # the maximum over no rows
-        sets = None if kept is None else kept.on_rows(first_row, real_rows, hidden.device)
+        local = None if masks is None else masks.on_rows(first_row, real_rows, hidden.device)
         saved = None
         for start in range(0, len(targets) if real_rows else 0, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight[:real_rows].T
-            if sets is not None:
-                sets.restrict(logits, part)
+            if local is not None:
+                local.restrict(logits, part)
             statistics(logits, temperature, local_targets[part], wanted, found[:, part])
             saved = logits if keep else None
         logprobs, lse, entropy, squares = _combine(found, targets // per_rank, group, wanted)
         ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, saved)
-        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.sets = temperature, real_rows, chunk, sets
+        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.masks = temperature, real_rows, chunk, local
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -97,8 +97,8 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ rows.T if saved is None else saved
-            if ctx.sets is not None and saved is None:
-                ctx.sets.restrict(logits, part)
+            if ctx.masks is not None and saved is None:
+                ctx.masks.restrict(logits, part)
             grad = gradient(
                 logits,
                 ctx.temperature,

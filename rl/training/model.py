@@ -30,7 +30,7 @@ from rl.training.rotary import RowRotary, rotate_by_row
 
 if TYPE_CHECKING:
     from rl.training.divergence import MicroTargets
-    from rl.training.kept_sets import KeptSets
+    from rl.training.sampling_masks import SamplingMasks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,14 +40,14 @@ class HeadRequest:
     """Positions and outputs that the head computes; passed to GPTModel.forward as its labels.
 
     predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
-    kept: the sets of tokens from which the targets were sampled; None: the whole vocabulary.
+    masks: the sampling masks of the targets; None: the whole vocabulary.
     teacher: the teachers' distributions at the positions (`rl.training.divergence`), for a divergence.
     """
 
     predict_at: Tensor
     targets: Tensor
     temperature: float
-    kept: "KeptSets | None"
+    masks: "SamplingMasks | None"
     teacher: "MicroTargets | None" = None
 
 
@@ -73,7 +73,7 @@ class Packed(GPTModel):
             rotation=self.rotary.of(micro.position_ids),
             routes=micro.routes,
         )
-        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.kept, micro.teacher)
+        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.masks, micro.teacher)
         return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
 
 
@@ -118,7 +118,7 @@ class Policy(Packed):
                 **options,
                 chunk=self.head_chunk_tokens,
                 outputs=names,
-                kept=labels.kept,
+                masks=labels.masks,
             )
         if names == self.outputs:
             return found
@@ -250,8 +250,8 @@ def build_model(
     """Build this rank's part of a policy or a value model, with uninitialised weights.
 
     hf: for a value model, the result of `rl.models.value_model`. bitwise: compute a policy's log-probs as
-    `rl.training.bitwise` does, without Transformer Engine. is_adapted: build layers to which adapters can be
-    added. Collective over the world (Megatron's tied embeddings).
+    `rl.training.bitwise_numerics` does, without Transformer Engine. is_adapted: build layers to which
+    adapters can be added. Collective over the world (Megatron's tied embeddings).
     """
     config = transformer_config(hf, training, dtype, bitwise=bitwise)
     layers = block_spec(config, fuses_norms=not is_adapted)
@@ -280,7 +280,7 @@ def build_model(
         model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
     model.rotary = rotate_by_row(model, fused=config.apply_rope_fusion)
     if bitwise and not values:
-        from rl.training.bitwise import make_bitwise
+        from rl.training.bitwise_numerics import make_bitwise
 
         make_bitwise(model, hf)
     return model

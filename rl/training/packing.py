@@ -12,7 +12,7 @@ from rl.training.rows import Group, RowAttention, positions, ranges, row_attenti
 
 if TYPE_CHECKING:
     from rl.training.divergence import MicroTargets
-    from rl.training.kept_sets import KeptSets
+    from rl.training.sampling_masks import SamplingMasks
 
 
 @dataclass
@@ -55,7 +55,7 @@ class MicroBatch:
     """Last hidden states of a teacher, [R, H]."""
     values: Tensor | None = None
     """Output of a value model, float32 [R]."""
-    kept: "KeptSets | None" = None
+    masks: "SamplingMasks | None" = None
     """Sets of tokens from which the response tokens were sampled; None: from the whole vocabulary."""
     teacher: "MicroTargets | None" = None
     """The teachers' distributions at the response tokens; only for a divergence."""

@@ -2,9 +2,8 @@
 
     python -m tests.museum                       all exhibits
     python -m tests.museum "refit skipped"       some of them
-    python -m tests.museum --list
+    python -m tests.museum --list                the exhibits by check, each with its report and effect
     python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
-    python -m tests.museum --docs                write the table of the exhibits into docs/checks.md
 
 Exit code 0 if every exhibit was caught, or if no check raised in the clean runs.
 """
@@ -15,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.museum.museum import PAGE, load_exhibits, with_table
+from tests.museum.museum import load_exhibits
 from tests.museum.tour import CLEAN, Museum
 from tests.spawn import RanksFailed
 
@@ -26,7 +25,6 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", help="exhibits; all if none is given")
     parser.add_argument("--list", action="store_true", help="print the exhibits and run none")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/checks.md")
     parser.add_argument("--clean", type=int, metavar="STEPS", help="run clean steps instead")
     parser.add_argument(
         "--out", help="directory of the runs and their logs; the default is removed at the end"
@@ -34,11 +32,8 @@ def main() -> int:
     args = parser.parse_args()
     exhibits = load_exhibits()
     if args.list:
-        for found in exhibits.values():
-            print(f"{found.name:40} {found.peer:40} {found.caught_by}")
-        return 0
-    if args.docs:
-        PAGE.write_text(with_table(PAGE.read_text()))
+        for exhibit in sorted(exhibits.values(), key=lambda exhibit: exhibit.caught_by.lower()):
+            print(f"{exhibit.caught_by}: {exhibit.name} ({exhibit.peer})\n    {exhibit.saw}")
         return 0
     if unknown := set(args.names) - (set(CLEAN) if args.clean else set(exhibits)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")

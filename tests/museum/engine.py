@@ -289,8 +289,8 @@ def wrong_label(bug: Bug) -> None:
     overrides=("rollout.top_p=0.9",),
 )
 def ignored(bug: Bug) -> None:
-    from rl.training import kept_sets
+    from rl.training import sampling_masks
 
-    @bug.replaces(kept_sets, "sets_of")
-    def whole(sets_of, batch, samples):
+    @bug.replaces(sampling_masks, "masks_of")
+    def whole(masks_of, batch, samples):
         return None

@@ -73,7 +73,7 @@ CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "bfloat16": (2, "qwen2", ("model.dtype=bfloat16", "objective.kl_coef=0.01")),
     "experts, ep 2": (2, "qwen3-moe", ("training.ep=2",)),
     "latents, bfloat16": (1, "deepseek-v3", ("model.dtype=bfloat16",)),
-    "kept sets": (1, "llama", ("rollout.top_p=0.9", "rollout.top_k=20")),
+    "sampling masks": (1, "llama", ("rollout.top_p=0.9", "rollout.top_k=20")),
     "environments": (1, "qwen2", ENVIRONMENTS),
     "carry-over": (1, "qwen2", ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0")),
     "roles": (2, "qwen2", ROLES),

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from rl.config.checks import check
 from rl.config.declarations import shipped
@@ -81,3 +82,20 @@ def test_each_algorithm_has_a_page_with_its_details():
     for name in shipped():
         text = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
         assert "## When to use it" in text and "## Implementation details" in text, name
+
+
+def test_links_between_pages_lead_to_files():
+    """mkdocs checks the links within docs/ and their anchors (tests/runs/test_doc_site.py)."""
+    outside = [page for page in PAGES if page.parent == ROOT]
+    targets = [
+        (page.name, target) for page in outside for target in re.findall(r"\]\(([^):#]+)", page.read_text())
+    ]
+    assert len(targets) > 20
+    assert [each for each in targets if not (ROOT / each[1]).exists()] == []
+
+
+def test_pre_commit_runs_what_the_test_command_lints():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    script = (ROOT / "tools" / "test.sh").read_text()
+    lints = re.search(r"if \[ \$# = 0 \]; then\n(.*?)fi\n", script, re.DOTALL)[1].splitlines()
+    assert [line.split(" #")[0].strip() for line in lints] == [hook["entry"] for hook in hooks]

@@ -111,8 +111,8 @@ class _Case:
         from megatron.core import parallel_state
 
         from rl.engines.engines import build_policy
-        from rl.training.dp_split import plan_minibatch
         from rl.training.grid import build_grid
+        from rl.training.micro_batch_plans import plan_minibatch
 
         tp, pp, ep = layout
         if parallel_state.is_initialized():

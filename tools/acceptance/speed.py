@@ -210,7 +210,7 @@ class _Speed:
         import torch
 
         from rl.data.batch import Batch
-        from rl.training.dp_split import plan_minibatch
+        from rl.training.micro_batch_plans import plan_minibatch
 
         _, prompt, response = _sizes(self.task)
         count = self.task.size(64, 8)

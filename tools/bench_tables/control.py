@@ -99,7 +99,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
     from rl.phases.minibatches import MinibatchPlanner
     from rl.rollout.exchange import exchange
     from rl.runtime.device import Device
-    from rl.training.dp_split import Cost
+    from rl.training.micro_batch_plans import Cost
 
     group_size, num_samples = 8, world * args.samples_per_rank
     prompts, samples = fake_samples(num_samples, group_size, args.mean_tokens)

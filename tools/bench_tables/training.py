@@ -102,9 +102,9 @@ def _trainer(device, model: str, num_prompts: int):
     from rl.config.schema import Config, Optimizer
     from rl.models import read_hf_config
     from rl.phases.minibatches import MinibatchPlanner
-    from rl.training.dp_split import Cost
     from rl.training.engine import TrainingEngine
     from rl.training.grid import build_grid
+    from rl.training.micro_batch_plans import Cost
 
     grid, config = build_grid(tp=1, pp=1, seed=1), Config()
     config.data.prompts_per_step = num_prompts
@@ -165,8 +165,8 @@ def passes_and_products(device, *, model: str, num_groups: int, mean_length: int
     """Return CPU seconds of updates and log-prob passes, and rates of a matrix product, in turn.
 
     The operations of a forward pass are those of its matrix products and of attention
-    (`rl.training.dp_split.Cost`), of which the plan has the sum. An update counts three times as many, so
-    that work done twice is not counted.
+    (`rl.training.micro_batch_plans.Cost`), of which the plan has the sum. An update counts three times as
+    many, so that work done twice is not counted.
     """
     import torch
 

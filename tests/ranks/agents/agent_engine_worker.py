@@ -33,8 +33,8 @@ from rl.rollout.sampling import seed_of, train_sampling  # noqa: E402
 from rl.rollout.stored_log import Recorder, Replay, load, store  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tests import bounds  # noqa: E402
 from tests.checkpoints import SIZES  # noqa: E402
 from tests.virtual_engine import VirtualPool, prompts_of  # noqa: E402

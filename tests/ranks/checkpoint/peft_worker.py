@@ -30,7 +30,7 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 
 

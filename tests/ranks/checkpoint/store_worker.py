@@ -36,7 +36,7 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.runtime.device import Device  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 
 ADAM = dict(lr=1e-3, eps=1e-2)

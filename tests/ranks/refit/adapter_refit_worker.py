@@ -28,7 +28,7 @@ from rl.refit.refit import RefitMismatch, check_refit, check_weights, refit, tra
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 

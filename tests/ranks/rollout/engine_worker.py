@@ -134,7 +134,7 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_kept=True)
+        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_masks=True)
         self.engine = RolloutEngine(checkpoint, self.config.rollout, **options)
         refit(self.trainer, self.engine)
 

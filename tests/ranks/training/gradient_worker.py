@@ -30,8 +30,8 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.phases.policy_gradient import policy_loss  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
 from rl.training.loss import Totals  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from rl.training.packing import MicroBatch  # noqa: E402
 
 EPS = 1e7

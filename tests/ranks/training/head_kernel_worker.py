@@ -12,7 +12,7 @@ import sys
 import torch
 
 from rl.training import head_kernels, logprobs
-from rl.training.kept_sets import FLOOR
+from rl.training.sampling_masks import FLOOR
 
 TOKENS = 5
 ROWS = (50, head_kernels.BLOCK, 9001)
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def case(rows: int, dtype: torch.dtype):
     """Return logits [TOKENS, rows] and targets [TOKENS]; two targets are on another rank.
 
-    Of the last two tokens' kept sets, this rank holds nothing of the one and the last 10 rows of the other.
+    This rank has no row of one of the last two tokens' sampling masks, and the last 10 rows of the other.
     """
     generator = torch.Generator().manual_seed(rows)
     logits = (4 * torch.randn(TOKENS, rows, generator=generator)).to(dtype)

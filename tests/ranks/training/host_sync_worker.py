@@ -26,10 +26,10 @@ from rl.models import read_hf_config
 from rl.phases.policy_gradient import policy_loss
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
-from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
 from rl.training.grid import build_grid
 from rl.training.loss import Totals
+from rl.training.micro_batch_plans import plan_minibatch
 
 RANKS = discover()
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,9 @@ from rl.data.batch import Batch
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
-from rl.training.dp_split import plan_minibatch
 from rl.training.engine import TrainingEngine
 from rl.training.grid import build_grid
+from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.optimizer import optimizer_tensors
 
 RANKS = discover()

@@ -32,7 +32,7 @@ from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from rl.training.weights import load_hf  # noqa: E402
 from tools.hf_reference import hf_gradient, hf_logprobs, random_batch  # noqa: E402
 

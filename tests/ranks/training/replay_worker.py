@@ -30,8 +30,8 @@ from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
-from rl.training.homes import KEY  # noqa: E402
+from rl.training.held_transfer import KEY  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from rl.training.packing import lay_out  # noqa: E402
 
 SAMPLING = Sampling(

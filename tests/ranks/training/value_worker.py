@@ -24,8 +24,8 @@ from rl.config.schema import Optimizer, Training  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.objectives.value_loss import value_loss  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 
 CLIP = 0.3
 

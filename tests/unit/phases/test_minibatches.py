@@ -7,7 +7,7 @@ import torch
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
-from rl.training.dp_split import Cost
+from rl.training.micro_batch_plans import Cost
 
 
 def batch_of(group_sizes, unit=1):

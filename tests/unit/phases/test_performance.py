@@ -9,7 +9,7 @@ from rl.dry_run.shape import SHAPES, models_of
 from rl.phases.batch_metrics import engine_gap
 from rl.phases.performance import slowest_rank, time_per_token, utilisation
 from rl.runtime.peaks import peak_tflops
-from rl.training.dp_split import Cost
+from rl.training.micro_batch_plans import Cost
 
 METRICS = {"timing_s/gen": 2.0, "timing_s/update_actor": 4.0, "timing_s/reward": 9.0}
 

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.data.batch import Batch
-from rl.data.held import KEPT_SETS, HeldColumn
-from rl.rollout.kept_sets import columns_of
+from rl.data.held import SAMPLING_MASKS, HeldColumn
+from rl.rollout.sampling_masks import columns_of
 from rl.rollout.turns import Sample, Segment
-from rl.training.kept_sets import KeptSets, sets_of
 from rl.training.logprobs import linear_logprobs
+from rl.training.sampling_masks import SamplingMasks, masks_of
 from tests import bounds
 
 T, H, V = 13, 8, 50
@@ -36,7 +36,7 @@ def inputs(*, rows=V, tokens=T, vocab_size=V, scale=1.0, dtype=torch.float32, se
 def reference(hidden, weight, targets, upstream, *, temperature, vocab_size, keeps=None):
     """(logprobs, entropy, gradient of hidden, gradient of weight) in float64 from all logits at once.
 
-    keeps: bool [tokens, vocab_size], the tokens of each position's kept set."""
+    keeps: bool [tokens, vocab_size], the tokens of each position's sampling mask."""
     hidden, weight = (t.double().requires_grad_() for t in (hidden, weight))
     logits = hidden @ weight[:vocab_size].T / temperature
     dropped = torch.zeros_like(logits, dtype=torch.bool) if keeps is None else ~keeps
@@ -50,14 +50,14 @@ def reference(hidden, weight, targets, upstream, *, temperature, vocab_size, kee
 def chunked(hidden, weight, targets, upstream, *, keeps=None, **options):
     """The same four of linear_logprobs."""
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
-    kept = None if keeps is None else kept_sets(keeps)
-    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, kept=kept, **options)
+    masks = None if keeps is None else sampling_masks(keeps)
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, masks=masks, **options)
     torch.autograd.backward([logprobs, entropy], list(upstream))
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def some_kept(targets, *, vocab_size, seed=0):
-    """Return kept sets of about a quarter of the vocabulary as bool [tokens, vocab_size].
+def some_masks(targets, *, vocab_size, seed=0):
+    """Return sampling masks of about a quarter of the vocabulary as bool [tokens, vocab_size].
 
     The first position keeps the whole vocabulary, the second only its target, the third only tokens below
     20."""
@@ -67,11 +67,11 @@ def some_kept(targets, *, vocab_size, seed=0):
     return keeps.scatter(1, targets[:, None], True)
 
 
-def kept_sets(keeps):
-    """Return kept sets bool [tokens, vocab_size] as KeptSets; the whole vocabulary is an empty set."""
+def sampling_masks(keeps):
+    """Return bool [tokens, vocab_size] as SamplingMasks; the whole vocabulary is an empty set."""
     is_cut = ~keeps.all(1)
     ids = (keeps & is_cut[:, None]).nonzero()[:, 1].numpy().astype(np.uint16)
-    return KeptSets(ids, (keeps.sum(1) * is_cut).numpy())
+    return SamplingMasks(ids, (keeps.sum(1) * is_cut).numpy())
 
 
 def error_of(hidden, weight, *, temperature, vocab_size):
@@ -102,10 +102,10 @@ def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_distributions_are_renormalised_over_kept_sets(group, chunk):
+def test_distributions_are_renormalised_over_sampling_masks(group, chunk):
     data = inputs(rows=64)
     data[1][V:] = 100.0
-    keeps = some_kept(data[2], vocab_size=V)
+    keeps = some_masks(data[2], vocab_size=V)
     expected = reference(*data, temperature=0.7, vocab_size=V, keeps=keeps)
     found = chunked(*data, temperature=0.7, vocab_size=V, group=group, chunk=chunk, keeps=keeps)
     assert_same(found, expected, error_of(*data[:2], temperature=0.7, vocab_size=V))
@@ -119,7 +119,7 @@ def test_distributions_are_renormalised_over_kept_sets(group, chunk):
         vocab_size=V,
         group=group,
         chunk=chunk,
-        kept=kept_sets(keeps),
+        masks=sampling_masks(keeps),
     )[2]
     logits = (hidden.double() @ weight[:V].double().T / 0.7).masked_fill(~keeps, -torch.inf)
     error = error_of(hidden, weight, temperature=0.7, vocab_size=V)
@@ -137,21 +137,21 @@ def test_tokens_that_were_given_keep_the_whole_vocabulary():
     sample = Sample(0, 0, (first, given, last), False)
     batch = Batch([np.array([1])], [sample.token_ids], torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     batch.turns = torch.from_numpy(sample.turns)
-    for name in KEPT_SETS:
+    for name in SAMPLING_MASKS:
         values = sample.held(name)
         batch.held[name] = HeldColumn({}, torch.zeros(1), torch.zeros(1), values.dtype, local={0: values})
-    kept = sets_of(batch, [0])
-    assert kept.counts.tolist() == [2, 1, 0, 0, 3] and kept.ids.tolist() == [1, 3, 4, 2, 5, 7]
-    assert kept.ids.dtype == np.uint16
+    masks = masks_of(batch, [0])
+    assert masks.counts.tolist() == [2, 1, 0, 0, 3] and masks.ids.tolist() == [1, 3, 4, 2, 5, 7]
+    assert masks.ids.dtype == np.uint16
 
 
 def test_a_target_outside_its_set_is_found():
     targets = torch.arange(5)
-    keeps = some_kept(targets, vocab_size=V)
-    kept_sets(keeps).check(targets.numpy())
+    keeps = some_masks(targets, vocab_size=V)
+    sampling_masks(keeps).check(targets.numpy())
     keeps[3, targets[3]] = False
     with pytest.raises(RuntimeError, match=r"1 of 5 tokens .* first token 3 at position 3"):
-        kept_sets(keeps).check(targets.numpy())
+        sampling_masks(keeps).check(targets.numpy())
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl.data.batch import Batch
-from rl.training.dp_split import Cost, Workload, plan_micro_batches, plan_minibatch
+from rl.training.micro_batch_plans import Cost, Workload, plan_micro_batches, plan_minibatch
 from rl.training.packing import MicroBatch, pack
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Kept sets: the tokens among which the engine sampled, after rollout.top_p, top_k and min_p.
+"""Sampling masks: the tokens from which the engine sampled, after rollout.top_p, top_k and min_p.
 
 R response tokens of a micro-batch. The trainer's distributions are renormalised over these sets, so that they
 are the ones that were sampled from.
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
-from rl.data.held import KEPT_SETS
+from rl.data.held import SAMPLING_MASKS
 
 FLOOR = -1e20
-"""Logit of a token that was not kept. Its probability is 0, and sums of such logits are finite in float32."""
+"""Logit of a token outside of its set. Its probability is 0; sums of such logits are finite in float32."""
 
 
 @dataclass(frozen=True)
-class KeptSets:
-    """The kept sets of R positions, on the host."""
+class SamplingMasks:
+    """The sets of R positions, on the host."""
 
     ids: np.ndarray
     """Token ids of all sets, one set after the other, integers [K]."""
     counts: np.ndarray
-    """int64 [R]: sizes of the sets. 0: the position keeps the whole vocabulary."""
+    """int64 [R]: sizes of the sets. 0: the position has the whole vocabulary."""
 
     def check(self, targets: np.ndarray) -> None:
         """Raise RuntimeError if a target, [R], is not in its set."""
@@ -36,11 +36,11 @@ class KeptSets:
             first = int(missing.argmax())
             raise RuntimeError(
                 f"{missing.sum()} of {len(targets)} tokens are not in the set that the engine sampled them "
-                f"from, first token {targets[first]} at position {first} of its micro-batch: kept sets and "
-                "tokens of different samples were combined."
+                f"from, first token {targets[first]} at position {first} of its micro-batch: sampling masks "
+                "and tokens of different samples were combined."
             )
 
-    def on_rows(self, first: int, rows: int, device: torch.device) -> "LocalSets":
+    def on_rows(self, first: int, rows: int, device: torch.device) -> "LocalMasks":
         """Return the part of the sets on the rows first to first + rows - 1 of the head."""
         position = np.arange(len(self.counts)).repeat(self.counts)
         row = self.ids.astype(np.int64) - first
@@ -51,33 +51,33 @@ class KeptSets:
             torch.from_numpy(array).pin_memory() if device.type == "cuda" else torch.from_numpy(array)
             for array in (position[mine] * rows + row[mine], self.counts > 0)
         )
-        return LocalSets(
+        return LocalMasks(
             index.to(device, non_blocking=True), cut.to(device, non_blocking=True), ends.tolist(), rows
         )
 
 
-def sets_of(batch: Batch, samples: list[int]) -> KeptSets:
-    """Return the kept sets of the samples' response tokens. Tokens that were given have no set.
+def masks_of(batch: Batch, samples: list[int]) -> SamplingMasks:
+    """Return the sampling masks of the samples' response tokens. Tokens that were given have no set.
 
     Raises RuntimeError if a token is not in its set.
     """
-    ids, sizes = (batch.held[name].of(samples) for name in KEPT_SETS)
+    ids, sizes = (batch.held[name].of(samples) for name in SAMPLING_MASKS)
     counts = np.zeros(int(batch.lengths[samples].sum()), np.int64)
     sampled = slice(None) if batch.turns is None else batch.turns[batch.tokens_of(samples)].numpy() > 0
     counts[sampled] = sizes
-    kept = KeptSets(ids, counts)
-    kept.check(np.concatenate([np.zeros(0, np.int32), *(batch.response_ids[i] for i in samples)]))
-    return kept
+    masks = SamplingMasks(ids, counts)
+    masks.check(np.concatenate([np.zeros(0, np.int32), *(batch.response_ids[i] for i in samples)]))
+    return masks
 
 
 @dataclass(frozen=True)
-class LocalSets:
-    """The kept sets of R positions on one rank's rows of the head, on the device."""
+class LocalMasks:
+    """The sets of R positions on one rank's rows of the head, on the device."""
 
     index: Tensor
-    """int64 [K]: position * rows + row of each kept token of this rank, by position."""
+    """int64 [K]: position * rows + row of each token of the sets on this rank, by position."""
     is_cut: Tensor
-    """bool [R]: whether the position has a kept set."""
+    """bool [R]: whether the position has a set."""
     ends: list[int]
     """Number of entries of `index` before each position, [R + 1]."""
     rows: int
@@ -87,6 +87,6 @@ class LocalSets:
         stop = min(part.stop, len(self.is_cut))
         index = self.index[self.ends[part.start] : self.ends[stop]] - part.start * self.rows
         flat = logits.view(-1)
-        kept = flat.index_select(0, index)
+        inside = flat.index_select(0, index)
         logits.masked_fill_(self.is_cut[part, None], FLOOR)
-        flat.index_copy_(0, index, kept)
+        flat.index_copy_(0, index, inside)

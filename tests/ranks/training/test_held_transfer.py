@@ -12,12 +12,12 @@ PROGRAM = """
     from rl.rollout.exchange import exchange
     from rl.rollout.turns import Sample, Segment
     from rl.runtime.device import choose_device
-    from rl.training import homes
+    from rl.training import held_transfer
     from rl.training.grid import Grid
 
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), choose_device(0)
-    homes.BUFFER = 80  # 10 bytes to each rank at a time, so that a row needs several messages
+    held_transfer.BUFFER = 80  # 10 bytes to each rank at a time, so that a row needs several messages
     tp, dp, pp = 2, 2, 2
     grid = Grid(None, tp, pp, dp, rank % tp, rank // (tp * dp), rank // tp % dp)
 
@@ -39,10 +39,10 @@ PROGRAM = """
     stage = [slice(0, 1), slice(1, 3)]
     needs = {"routes": stage.__getitem__, "kept": [None, slice(None)].__getitem__}
     plans = [[[[0, 1]], [[2]]], [[[3], []], [[], [4, 5]]]]
-    moved = [homes.fetch(batch, plan, needs, grid, device.torch) for plan in plans]
+    moved = [held_transfer.fetch(batch, plan, needs, grid, device.torch) for plan in plans]
     assert all(m.received == m.planned for m in moved)
-    again = homes.fetch(batch, plans[0], needs, grid, device.torch)
-    assert again == homes.BytesMoved(), again
+    again = held_transfer.fetch(batch, plans[0], needs, grid, device.torch)
+    assert again == held_transfer.BytesMoved(), again
     mine = [0, 1, 3] if grid.dp_rank == 0 else [2, 4, 5]
     assert set(batch.held["routes"].local) == set(mine)
     for i in mine:

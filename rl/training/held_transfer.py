@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.held import HeldColumn, row_key
-from rl.training.dp_split import MicroBatchPlan
 from rl.training.grid import Grid
+from rl.training.micro_batch_plans import MicroBatchPlan
 
 Need = Callable[[int], slice | None]
 """pipeline stage -> the part of a value's first dimension that its ranks need: slice(None) for all of the
@@ -60,7 +60,7 @@ def plan_moves(
     plan gave a sample to another data parallel rank.
     """
     dp, holders, sizes = len(plan), column.holders.tolist(), column.num_bytes.tolist()
-    moves, homes = [], {}
+    moves, dp_ranks = [], {}
     parts = [(stage, part) for stage in range(pp) if (part := need(stage)) is not None]
     for dp_rank, micro_batches in enumerate(plan):
         for sample in (i for micro in micro_batches for i in micro):
@@ -68,13 +68,13 @@ def plan_moves(
                 raise RuntimeError(f"sample {sample} is at dp rank {before}, and a plan has it at {dp_rank}")
             if sample in column.moved:
                 continue
-            homes[sample] = dp_rank
+            dp_ranks[sample] = dp_rank
             for stage, part in parts:
                 size, first = sizes[sample], (stage * dp + dp_rank) * tp
                 if column.shape:
                     size = size // column.shape[0] * len(range(*part.indices(column.shape[0])))
                 moves += [Move(sample, holders[sample], first + k, part, size) for k in range(tp)]
-    return moves, homes
+    return moves, dp_ranks
 
 
 def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid, device) -> BytesMoved:
@@ -85,8 +85,8 @@ def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid
     total, rank, world = BytesMoved(), dist.get_rank(), dist.get_world_size()
     for name, need in needs.items():
         column = batch.held[name]
-        moves, homes = plan_moves(column, plan, need, tp=grid.tp, pp=grid.pp)
-        column.moved |= homes
+        moves, dp_ranks = plan_moves(column, plan, need, tp=grid.tp, pp=grid.pp)
+        column.moved |= dp_ranks
         sizes = np.zeros((world, world), np.int64)  # from, to
         outgoing, incoming = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
         for move in moves:

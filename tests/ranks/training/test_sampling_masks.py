@@ -8,7 +8,7 @@ from tests import bounds
 from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
-WORKER = Path(__file__).with_name("kept_sets_worker.py")
+WORKER = Path(__file__).with_name("sampling_mask_worker.py")
 LAYOUTS = ["1x1", "2x1", "1x2"]
 
 

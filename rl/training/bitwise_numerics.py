@@ -1,7 +1,7 @@
 """Megatron's layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
 
-The forward pass is computed by functions that the engine calls too (`rl.rollout.bitwise`). The backward pass
-is that of the ordinary layer at the same inputs, which it computes again.
+The forward pass is computed by functions that the engine calls too (`rl.rollout.bitwise_numerics`). The
+backward pass is that of the ordinary layer at the same inputs, which it computes again.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ from rl.training.model import Policy
 from rl.training.rotary import RowRotary, _Rotate
 
 
-class _Exact(torch.autograd.Function):
+class _Bitwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exact, ordinary, *inputs):
+    def forward(ctx, function, ordinary, *inputs):
         ctx.ordinary = ordinary
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        return exact(*inputs)
+        return function(*inputs)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -55,12 +55,12 @@ class _Exact(torch.autograd.Function):
         return None, None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[2:])
 
 
-def exactly(exact: Callable, ordinary: Callable, *inputs: Tensor):
-    """Return exact(*inputs), with the gradient of ordinary(*inputs)."""
-    return _Exact.apply(exact, ordinary, *inputs)
+def bitwise(function: Callable, ordinary: Callable, *inputs: Tensor):
+    """Return function(*inputs), with the gradient of ordinary(*inputs)."""
+    return _Bitwise.apply(function, ordinary, *inputs)
 
 
-class ExactColumn(ColumnParallelLinear):
+class BitwiseColumn(ColumnParallelLinear):
     """The rank's output channels; the input is whole."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
@@ -70,31 +70,31 @@ class ExactColumn(ColumnParallelLinear):
         else:
             x = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         if self.bias is None:
-            return exactly(layers.linear, F.linear, x, self.weight), None
+            return bitwise(layers.linear, F.linear, x, self.weight), None
         assert not self.skip_bias_add
-        return exactly(layers.linear, F.linear, x, self.weight, self.bias), None
+        return bitwise(layers.linear, F.linear, x, self.weight, self.bias), None
 
 
-class ExactRow(RowParallelLinear):
+class BitwiseRow(RowParallelLinear):
     """The rank's input channels; the output is the sum over all ranks."""
 
     def forward(self, input_):
         assert self.bias is None
         of_all = partial(layers.linear, group=self.tp_group)
-        out = exactly(of_all, F.linear, input_, self.weight)
+        out = bitwise(of_all, F.linear, input_, self.weight)
         if self.sequence_parallel:
             out = scatter_to_sequence_parallel_region(out, group=self.tp_group)
         return out, None
 
 
-class ExactDuplicated(DuplicatedLinear):
+class BitwiseDuplicated(DuplicatedLinear):
     def forward(self, x):
-        return exactly(layers.linear, F.linear, x, self.weight), None
+        return bitwise(layers.linear, F.linear, x, self.weight), None
 
 
-class ExactNorm(torch.nn.RMSNorm):
+class BitwiseNorm(torch.nn.RMSNorm):
     def forward(self, x):
-        return exactly(
+        return bitwise(
             partial(layers.rms_norm, eps=self.eps),
             lambda x, weight: F.rms_norm(x, self.normalized_shape, weight, self.eps),
             x,
@@ -104,10 +104,10 @@ class ExactNorm(torch.nn.RMSNorm):
 
 def silu(x: Tensor) -> Tensor:
     """Return `layers.silu` with gradients."""
-    return exactly(layers.silu, F.silu, x)
+    return bitwise(layers.silu, F.silu, x)
 
 
-class ExactAttention(CoreAttention):
+class BitwiseAttention(CoreAttention):
     def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedRow, **_):
         """Compute the attention that the row's `attention` describes, as `CoreAttention`."""
         row = packed_seq_params.attention
@@ -118,7 +118,7 @@ class ExactAttention(CoreAttention):
             slots = row.kv_index[slots.clamp(max=len(row.kv_index) - 1)]
         slots = slots.clamp(max=len(key) - 1)
 
-        def exact(query, key, value):
+        def reproducible(query, key, value):
             return layers.packed_attention(
                 query,
                 bounds.diff(),
@@ -129,10 +129,10 @@ class ExactAttention(CoreAttention):
             ).flatten(1)
 
         ordinary = partial(super().forward, packed_seq_params=packed_seq_params)
-        return exactly(exact, ordinary, query, key, value)
+        return bitwise(reproducible, ordinary, query, key, value)
 
 
-class ExactMoE(MoELayer):
+class BitwiseMoE(MoELayer):
     """Experts without a dispatch: every tensor parallel rank computes its channels of all experts."""
 
     routing: layers.Routing
@@ -144,10 +144,10 @@ class ExactMoE(MoELayer):
         if router.expert_bias is not None:
             router._maintain_float32_expert_bias()
         in_float32 = partial(layers.linear, dtype=torch.float32)
-        logits = exactly(in_float32, lambda x, weight: F.linear(x.float(), weight.float()), x, router.weight)
+        logits = bitwise(in_float32, lambda x, weight: F.linear(x.float(), weight.float()), x, router.weight)
         with torch.no_grad():
             ids = layers.route(logits, routing, router.expert_bias)[1]
-        weights = exactly(
+        weights = bitwise(
             lambda logits: layers.route(logits, routing, router.expert_bias)[0],
             partial(_weights, ids=ids, routing=routing),
             logits,
@@ -160,7 +160,7 @@ class ExactMoE(MoELayer):
         local = self.experts.local_experts
         ups, downs = [e.linear_fc1.weight for e in local], [e.linear_fc2.weight for e in local]
         count = len(local)
-        out = exactly(
+        out = bitwise(
             lambda x, weights, *of: layers.experts(x, weights, of_all, of[:count], of[count:], group),
             lambda x, weights, *of: _experts(x, weights, of_all, of[:count], of[count:]),
             *(x, weights, *ups, *downs),
@@ -195,7 +195,7 @@ def _experts(x: Tensor, weights: Tensor, ids: Tensor, ups, downs) -> Tensor:
     return total
 
 
-class ExactRotary(RowRotary):
+class BitwiseRotary(RowRotary):
     table: Tensor
 
     def of(self, position_ids):
@@ -203,13 +203,13 @@ class ExactRotary(RowRotary):
         return self.table[position_ids.flatten()][:, None]
 
 
-class ExactPolicy(Policy):
+class BitwisePolicy(Policy):
     @staticmethod
-    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, kept=None):
+    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, masks=None):
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise those of the engine."""
-        assert kept is None, "the exact log-softmax is over the whole vocabulary"
+        assert masks is None, "the bitwise log-softmax is over the whole vocabulary"
         options = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk)
-        return exactly(
+        return bitwise(
             lambda hidden, weight: _logprobs(hidden, weight, targets, **options, outputs=outputs),
             lambda hidden, weight: linear_logprobs(hidden, weight, targets, **options, outputs=outputs),
             *(hidden, weight),
@@ -234,14 +234,14 @@ def _logprobs(hidden, weight, targets, *, temperature, vocab_size, group, chunk,
 
 
 CLASSES = {
-    ColumnParallelLinear: ExactColumn,
-    RowParallelLinear: ExactRow,
-    DuplicatedLinear: ExactDuplicated,
-    torch.nn.RMSNorm: ExactNorm,
-    CoreAttention: ExactAttention,
-    MoELayer: ExactMoE,
-    Policy: ExactPolicy,
-    RowRotary: ExactRotary,
+    ColumnParallelLinear: BitwiseColumn,
+    RowParallelLinear: BitwiseRow,
+    DuplicatedLinear: BitwiseDuplicated,
+    torch.nn.RMSNorm: BitwiseNorm,
+    CoreAttention: BitwiseAttention,
+    MoELayer: BitwiseMoE,
+    Policy: BitwisePolicy,
+    RowRotary: BitwiseRotary,
 }
 
 
@@ -254,7 +254,7 @@ def make_bitwise(model: Policy, hf: dict) -> None:
         module.__class__ = CLASSES.get(type(module), type(module))
         if isinstance(module, MLP):
             module.config.activation_func = module.activation_func = silu
-        if isinstance(module, ExactMoE):
+        if isinstance(module, BitwiseMoE):
             module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
     rotary = model.rotary
     table = layers.rotary_table(rotary.frequencies.cpu(), hf["max_position_embeddings"], rotary.scale)
@@ -263,6 +263,6 @@ def make_bitwise(model: Policy, hf: dict) -> None:
 
 def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:
     """Return `layers.rotate` with gradients."""
-    return exactly(
+    return bitwise(
         lambda x: layers.rotate(x, rotation, adjacent), lambda x: _Rotate.apply(x, rotation, adjacent), x
     )

@@ -7,7 +7,7 @@ import torch
 from rl.data.batch import Batch, concatenate
 from rl.data.held import HeldColumn, Row, row_key
 from rl.rollout.turns import Sample, Segment
-from rl.training.homes import Move, plan_moves
+from rl.training.held_transfer import Move, plan_moves
 
 
 def column(lengths, *, holders, rank=0) -> HeldColumn:
@@ -20,18 +20,18 @@ def test_a_stage_receives_only_its_part_and_each_row_once():
     # tp 2, dp 2, pp 2: stage 0 has ranks 0 to 3, of which 2 and 3 are dp rank 1.
     held = column([5, 7, 2], holders=[0, 6, 6])
     parts = [slice(0, 1), slice(1, 3)]
-    moves, homes = plan_moves(held, [[[0], []], [[1], []]], parts.__getitem__, tp=2, pp=2)
-    assert homes == {0: 0, 1: 1}
+    moves, dp_ranks = plan_moves(held, [[[0], []], [[1], []]], parts.__getitem__, tp=2, pp=2)
+    assert dp_ranks == {0: 0, 1: 1}
     assert moves == [
         *(Move(0, 0, target, parts[0], 5) for target in (0, 1)),
         *(Move(0, 0, target, parts[1], 10) for target in (4, 5)),
         *(Move(1, 6, target, parts[0], 7) for target in (2, 3)),
         *(Move(1, 6, target, parts[1], 14) for target in (6, 7)),
     ]
-    held.moved |= homes
+    held.moved |= dp_ranks
     last_only = [None, slice(None)].__getitem__
-    moves, homes = plan_moves(held, [[[0], [2]], [[], [1]]], last_only, tp=2, pp=2)
-    assert homes == {2: 0} and moves == [Move(2, 6, target, slice(None), 6) for target in (4, 5)]
+    moves, dp_ranks = plan_moves(held, [[[0], [2]], [[], [1]]], last_only, tp=2, pp=2)
+    assert dp_ranks == {2: 0} and moves == [Move(2, 6, target, slice(None), 6) for target in (4, 5)]
     with pytest.raises(RuntimeError, match="sample 1 is at dp rank 1"):
         plan_moves(held, [[[1]], [[]]], last_only, tp=2, pp=2)
 

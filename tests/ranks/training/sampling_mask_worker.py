@@ -1,9 +1,9 @@
-"""One rank of test_kept_sets.py: log-probs of engine and trainer for tokens of a truncated distribution.
+"""One rank of test_sampling_masks.py: log-probs of engine and trainer for tokens of a truncated distribution.
 
-    kept_sets_worker.py CHECKPOINT LAYOUT [LAYOUT ...]
+    sampling_mask_worker.py CHECKPOINT LAYOUT [LAYOUT ...]
 
 LAYOUT is TPxPP. Prints for each layout, as JSON, the largest difference between the trainer's log-probs and
-the engine's with and without the kept sets, their sizes, and the bytes of them that the ranks received.
+the engine's with and without the sampling masks, their sizes, and the bytes of them that the ranks received.
 """
 
 import json
@@ -27,7 +27,7 @@ from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import train_sampling  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
-from rl.training.dp_split import plan_minibatch  # noqa: E402
+from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")

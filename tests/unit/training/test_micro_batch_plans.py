@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl.models import architecture
-from rl.training.dp_split import Cost, Workload, plan_micro_batches
+from rl.training.micro_batch_plans import Cost, Workload, plan_micro_batches
 from tests import timing
 from tests.checkpoints import SIZES
 
