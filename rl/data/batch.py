@@ -53,7 +53,7 @@ class Batch:
     """int64 [N]: index of the trajectory of each row, if a trajectory has several rows."""
     turns: Tensor | None = None
     """int32 [T]: number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given
-    to it (minus the index of their source in `rl.rollout.turns.SOURCES`). None: responses of one turn."""
+    to it (minus the index of their source in `rl.rollout.samples.SOURCES`). None: responses of one turn."""
     turn_rewards: Tensor | None = None
     """Reward of each turn by its environment on the turn's last token, 0 elsewhere; filled with `turns`."""
     mask: Tensor | None = None
@@ -103,11 +103,6 @@ class Batch:
     """Columns whose rows only some ranks have, by name."""
     conversations: list[Messages] | None = None
     """N conversations of trajectories, if a reward model or a judge reads them."""
-    cursor: dict[str, Any] | None = None
-    """Where the draw stood after the prompts of this batch were drawn (`Phases.cursor`).
-
-    A checkpoint after the update on this batch stores it, so that a resumed run draws the next prompts.
-    """
 
     def __post_init__(self):
         if self.mask is None:

@@ -30,6 +30,7 @@ from rl.algorithms import load
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
+from rl.engines.memory import MemorySharing
 from rl.faults.agreement import PhaseAgreement
 from rl.faults.phase_tracker import PhaseTracker
 from rl.objectives.rollout_correction import sequence_weights, token_weights
@@ -37,8 +38,9 @@ from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
 from rl.phases.step import Step
+from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
-from rl.rollout.turns import Sample, Segment
+from rl.rollout.samples import Sample, Segment
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
@@ -146,6 +148,7 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     config.agreement.weights_every = 0  # of weights that a toy has not
     config.agreement.logprob_slack = 0.0  # no engine sampled the tokens
     engine, nowhere = ToyEngine(), open(os.devnull, "w")
+    engines = Engines(engine, critic=engine, implicit_reward=engine)
     phases = kind(
         config,
         step=Step(
@@ -154,8 +157,9 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
             watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, nowhere)),
             agreement=PhaseAgreement(config, "", dist.group.WORLD),
         ),
-        engines=Engines(engine, critic=engine, implicit_reward=engine),
-        prompts=[],
+        engines=engines,
+        memory=MemorySharing(config, CPU, engines),
+        draw=None,
         sampler=None,
         scorer=None,
     )
@@ -290,7 +294,11 @@ class SampledRun(Phases):
             rng = random.Random(f"owners {round}")
             owners = [rng.randrange(min(dist.get_world_size(), 3)) for _ in samples]
             mine = [sample for sample, owner in zip(samples, owners) if owner == dist.get_rank()]
-            batch = exchange(prompt_ids, rng.sample(mine, len(mine)), NUM_SAMPLES, self.step.device)
+            batch = batch_of(
+                exchange(rng.sample(mine, len(mine)), self.step.device),
+                prompt_ids,
+                samples_per_prompt=NUM_SAMPLES,
+            )
         batch.mask = torch.from_numpy(np.concatenate(batch.response_ids) % 5 != 0).float()
         return batch
 
@@ -321,7 +329,7 @@ def sample_of(prompts: list[int], i: int, number: int) -> Sample:
     logprobs = -rng.gamma(2.0, 1.0, length).astype(np.float32)
     token_ids = rng.integers(VOCAB, size=length).astype(np.int32)
     segment = Segment(token_ids, logprobs, np.zeros(length, np.int32))
-    return Sample(i, number, (segment,), truncated=length > 20)
+    return Sample(i, number, (segment,), "length" if length > 20 else "stop")
 
 
 def trained_batch(config: Config, *, direct: bool) -> dict:
