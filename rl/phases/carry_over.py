@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from rl.checks.staleness import check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.phases.generation import Generation
-from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.rollout.carry_over import CarriedTurns, Frontier, Group, batch_of, extend, quota_of
 from rl.rollout.sampling import seed_of, train_sampling

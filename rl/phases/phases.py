@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl.checks.batches import CheckFailed
+from rl.checks.checks import Checks
 from rl.config.schema import Config, uses_teacher
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
@@ -18,7 +20,6 @@ from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import CheckFailed, check_duplicates, check_endings, check_groups
 from rl.phases.batch_metrics import length_metrics, score_metrics
 from rl.phases.generation import Generation
 from rl.phases.inference import Inference
@@ -83,8 +84,10 @@ class Phases:
 
             stop = None if config.rollout.deterministic else stop
             self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
-        self.inference = Inference(config, step, engines, self.memory, planner)
-        self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
+        self.checks = Checks(config, policy, end_ids)
+        shared = (config, step, engines, self.memory, planner)
+        self.inference = Inference(*shared, self.checks)
+        self.updates = Updates(*shared, self.inference, self.checks)
         self.teaching = None
         """Passes of the teachers; None if the run has none."""
         if uses_teacher(config):
@@ -188,20 +191,7 @@ class Phases:
                     abortable=True,
                     order=order,
                 )
-        config = self.config
-        # Not before the update: an algorithm may learn from some samples of a group.
-        check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
-        check_endings(
-            batch,
-            # Groups in flight at a resume may have been generated with another limit.
-            max_tokens=None
-            if config.rollout.carry_over or self.split
-            else config.rollout.max_response_tokens,
-            stop_ids=self.end_ids | set(config.rollout.stop_token_ids),
-            ends_at_text=bool(config.rollout.stop),
-        )
-        if config.rollout.temperature:
-            check_duplicates(batch)
+        self.checks.generated(batch)
         if self.past_lengths is not None:
             indices = [prompt.index for prompt in batch.prompts]
             self.past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())

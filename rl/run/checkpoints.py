@@ -76,7 +76,7 @@ class RunCheckpoints:
         if phases.past_lengths is not None:
             phases.past_lengths.means = {int(i): mean for i, mean in state.get("past_lengths", {}).items()}
         phases.engines.policy.version = state.get("policy_version", state["step"])  # absent in version 0.1
-        phases.updates.rates = dict(state.get("learning_rates", {}))
+        phases.checks.rates.last = dict(state.get("learning_rates", {}))
         if phases.split is not None:
             phases.split.load_state_dict(state.get("split") or {"batch": state["step"]})
         return state["step"], state["metrics"]
@@ -93,7 +93,7 @@ class RunCheckpoints:
             **cursor,
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
-            "learning_rates": self._phases.updates.rates,
+            "learning_rates": self._phases.checks.rates.last,
             **({} if entropy_control is None else {"entropy_control": entropy_control.state_dict()}),
             **({} if split is None else {"split": split.state_dict()}),
         }

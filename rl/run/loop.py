@@ -15,6 +15,7 @@ from rl import algorithms
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.peft import export_peft
 from rl.checkpoint.store import CheckpointStore, Saved
+from rl.checks.staleness import check_staleness
 from rl.config.declarations import shipped
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, learns_from_samples, needs_reward
@@ -27,7 +28,6 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
-from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.validation import validate

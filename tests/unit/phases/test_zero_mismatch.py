@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks.logprobs import NumericsDiffer, check_bitwise
 from rl.data.batch import Batch
-from rl.phases.zero_mismatch import NumericsDiffer, check_equal
 
 PLANS = [[[[0], [2]], [[1]]]]
 """One mini-batch on two data parallel ranks: samples 0 and 2 on rank 0, sample 1 on rank 1."""
@@ -27,7 +27,7 @@ def test_equal_log_probs_pass():
     batch = sampled()
     found = batch.rollout_logprobs.clone()
     found[5] = -6.0  # a token that the policy did not sample
-    check_equal(batch, found, 7, PLANS)
+    check_bitwise(batch, found, 7, PLANS)
 
 
 @pytest.mark.parametrize("value", [np.nextafter(np.float32(-5), np.float32(0)), np.nan])
@@ -40,4 +40,4 @@ def test_a_differing_bit_names_token_rank_and_versions(value):
         r"version 7\), -5.0 in the engine \(version 6\)"
     )
     with pytest.raises(NumericsDiffer, match=words):
-        check_equal(batch, found, 7, PLANS)
+        check_bitwise(batch, found, 7, PLANS)
