@@ -64,8 +64,6 @@ class Batch:
     """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = None
     """Log-prob by the trainer, before this step's updates."""
-    deferred_at: int | None = None
-    """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
     ref_logprobs: Tensor | None = None
     """Log-prob by the reference policy."""
     teacher_logprobs: Tensor | None = None

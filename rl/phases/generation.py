@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rl.checks.batches import describe_failures, warn_of_failures
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import describe_failures, warn_of_failures
 from rl.phases.batch_metrics import agent_metrics
 from rl.phases.sampler import Sampler
 from rl.phases.step import Step

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rl.checks.objective import check_objective
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.config.terms import AdaptiveEntropy
@@ -24,7 +25,6 @@ from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.segments import expand
-from rl.phases.objective_check import check_objective
 from rl.training.logprobs import OUTPUTS
 from rl.training.loss import Loss, TokenSelection, Totals
 from rl.training.packing import MicroBatch

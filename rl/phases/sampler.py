@@ -11,12 +11,12 @@ over to later steps, by ranks of their own, together with other points of a swee
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl.checks.staleness import check_staleness
 from rl.config.declarations import shipped
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.rollout.queue import PastLengths
 from rl.rollout.sampling import Sampling, seed_of, train_sampling

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rl.checks.batches import CheckFailed, place
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
 from rl.data.chat_template import ChatTemplate
@@ -19,7 +20,6 @@ from rl.data.prompts import Messages, Prompt
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
-from rl.phases.batch_checks import CheckFailed, place
 from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rewards.score import Score, digest
 from rl.rollout.batches import batch_of

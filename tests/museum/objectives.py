@@ -279,9 +279,9 @@ def other_reference(bug: Bug) -> None:
     expects=r"CheckFailed: learning rate check: 0\.0 in step 2",
 )
 def no_rate(bug: Bug) -> None:
-    from rl.phases import updates
+    from rl.training import schedule
 
-    @bug.replaces(updates, "learning_rate")
+    @bug.replaces(schedule, "learning_rate")
     def ended(learning_rate, *args):
         return 0.0
 

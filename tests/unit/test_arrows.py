@@ -10,7 +10,7 @@ FLOORS = (
     ("run", "dry_run"),
     ("algorithms",),
     ("phases",),
-    ("engines", "checkpoint", "agents"),
+    ("engines", "checkpoint", "agents", "checks"),
     ("refit",),
     ("training", "rollout"),
     ("stopping", "faults"),

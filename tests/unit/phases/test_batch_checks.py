@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.config.declarations import formulas, literal_dict
-from rl.config.schema import load_config
-from rl.data.batch import Batch
-from rl.data.prompts import Prompt
-from rl.objectives.advantages.grpo import grpo
-from rl.phases.batch_checks import (
+from rl.checks.batches import (
     CheckFailed,
     check_advantages,
     check_duplicates,
@@ -25,7 +20,12 @@ from rl.phases.batch_checks import (
     warn_of_constant_scores,
     warn_of_failures,
 )
-from rl.phases.objective_check import check_objective
+from rl.checks.objective import check_objective
+from rl.config.declarations import formulas, literal_dict
+from rl.config.schema import load_config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.objectives.advantages.grpo import grpo
 from rl.phases.policy_gradient import policy_loss
 
 END, VOCABULARY, LIMIT = 1, 16, 12

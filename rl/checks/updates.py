@@ -1,20 +1,22 @@
-"""The tokens that an update learned from, against those of its mini-batch, and what the update did."""
+"""Checks of an update: its learning rate, the tokens that it learned from, and what it did."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl.checks.batches import CheckFailed
 from rl.data.batch import Batch
-from rl.phases.batch_checks import CheckFailed
-from rl.phases.minibatches import MinibatchPlan
 from rl.runtime.collectives import gather_objects
 from rl.training.engine import UpdateResult
 from rl.training.grid import Grid
 from rl.training.loss import Totals
+from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES
 from rl.training.packing import MicroBatch
+from rl.training.schedule import Schedule
 
 TOLERANCE = 1e-9
 """Largest distance of the counted share from 1; its terms are float64."""
@@ -59,13 +61,13 @@ class Counts:
             gap = torch.where(counted, gaps, 0.0).sum() / self._totals.num_tokens
         return torch.stack((count / self._totals.num_tokens, codes, gap.double()))
 
-    def check(self, result: UpdateResult, batch: Batch, plan: MinibatchPlan, grid: Grid) -> None:
+    def check(self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid) -> None:
         """Raise WrongTokens unless every token of the mini-batch was counted once, with its own mask and id.
 
         Collective over the world if it was not, to find the ranks.
         """
         share, found, _ = result.observed
-        planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan.micro_batches]
+        planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
         if not total or (abs(share - 1.0) <= TOLERANCE and found == code):
             return
@@ -86,6 +88,42 @@ class Counts:
             f"{'; '.join(texts)}. Each token counts once, with its own mask and token id, and all ranks "
             "divide by their number."
         )
+
+
+class WrongLearningRate(RuntimeError):
+    """Raised on every rank if a resumed run's schedule does not continue that of the checkpoint."""
+
+
+class LearningRates:
+    """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
+
+    def __init__(self):
+        self.last: dict[str, dict[str, Any]] = {}
+
+    def check(self, name: str, schedule: Schedule, step: int) -> None:
+        """Note the rate of a step, and compare that of the step before a resume with the present schedule.
+
+        Raises CheckFailed if the rate is 0, and WrongLearningRate if the same schedule gives another rate for
+        the step before than the one used.
+        """
+        optimizer, rate = schedule.optimizer, schedule.rate(step)
+        if rate <= 0 < optimizer.lr:
+            raise CheckFailed(
+                f"learning rate check: {rate} in step {step} of {schedule.last_step}, with "
+                f"optimizer.lr={optimizer.lr} and schedule={optimizer.schedule}."
+            )
+        end = None if optimizer.schedule == "constant" else schedule.last_step
+        key = repr((optimizer, schedule.warmup_steps, end))
+        before = self.last.get(name)
+        self.last[name] = {"step": step, "rate": rate, "schedule": key}
+        if before is None or before["step"] != step - 1 or before["schedule"] != key:
+            return
+        now = schedule.rate(step - 1)
+        if now != before["rate"]:
+            raise WrongLearningRate(
+                f"the learning rate of the {name} was {before['rate']:g} in step {step - 1}, but the same "
+                f"schedule now gives {now:g} for that step: it does not continue where the checkpoint ended."
+            )
 
 
 def check_coverage(batch: Batch, samples: list[list[int]]) -> None:

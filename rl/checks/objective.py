@@ -17,9 +17,9 @@ import math
 import torch
 from torch import Tensor
 
+from rl.checks.batches import CheckFailed
 from rl.config.schema import Config
 from rl.data.batch import LOSS_COLUMNS
-from rl.phases.batch_checks import CheckFailed
 from rl.training.loss import LossFunction, Totals
 from rl.training.packing import MicroBatch
 
