@@ -116,11 +116,12 @@ class Checks:
         result: UpdateResult,
         *,
         lr: float,
+        schedule: Schedule,
     ) -> None:
         """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
         counts.check(result, batch, plan, model.grid)
-        assert model.adam is not None
-        check_update(result, lr=lr, peak_lr=model.adam.lr, dtype=self._config.model.dtype)
+        peak_lr = schedule.optimizer.lr
+        check_update(result, lr=lr, peak_lr=peak_lr, dtype=self._config.model.dtype)
 
     def _against_engine(self, batch: Batch, plans: list[MicroBatchPlan]) -> dict[str, float]:
         """Compare the policy's log-probs with the engine's, where they must be equal."""
@@ -140,13 +141,11 @@ class Checks:
         )
 
     def _weights(self, name: str, model: TrainingEngine) -> None:
-        """Compare weights that several ranks hold, and with adapters what learned."""
+        """Compare weights that several ranks hold, and what parts of the model check."""
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
-        if model.adapters is not None:
-            from rl.training.adapter_checks import check_learning
-
-            check_learning(name, model)
+        for part in model.parts:
+            part.check(model, name)
 
     def _objective(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once per start the gradient of the loss.

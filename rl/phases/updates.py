@@ -88,7 +88,7 @@ class Updates:
         With `objective.adaptive_entropy` an entropy bonus is added to the loss.
         """
         config, policy, loss = self._config, self._engines.policy, Loss.of(loss)
-        lr = self._begin("policy", batch, loss, config.training.optimizer, config.critic.warmup_steps)
+        schedule = self._begin("policy", batch, loss, config.training.optimizer, config.critic.warmup_steps)
         self._complete(batch)
         plans, first_update = self._planner.plans(batch), policy.num_updates
         self._log_batch(batch, plans)
@@ -114,7 +114,7 @@ class Updates:
             else:
                 yield loss
 
-        means = self._learn(policy, batch, lr, timing="update_actor", update_of=update_of)
+        means = self._learn(policy, batch, schedule, timing="update_actor", update_of=update_of)
         policy.version += 1
         self._step.metrics |= _prefixed("actor", means)
         if "actor/kl_loss" in self._step.metrics:
@@ -122,11 +122,12 @@ class Updates:
 
     def critic(self, batch: Batch) -> None:
         """Update the critic with the value loss; reads `returns` and `old_values`."""
-        assert self._engines.critic is not None and batch.old_values is not None
+        assert batch.old_values is not None
         loss = Loss(partial(critic_loss, clip=self._config.critic.value_clip), reads=("values",))
-        lr = self._begin("critic", batch, loss, self._config.critic.optimizer)
+        schedule = self._begin("critic", batch, loss, self._config.critic.optimizer)
+        model = self._engines.training["critic"]
         means = self._learn(
-            self._engines.critic, batch, lr, timing="update_critic", update_of=lambda plan: nullcontext(loss)
+            model, batch, schedule, timing="update_critic", update_of=lambda plan: nullcontext(loss)
         )
         metrics, counted = self._step.metrics, batch.mask > 0
         metrics |= _prefixed("critic", means)
@@ -136,18 +137,18 @@ class Updates:
 
     def implicit_reward(self, batch: Batch, loss: Loss | LossFunction) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
-        model, name, loss = self._engines.implicit_reward, "implicit_reward", Loss.of(loss)
-        assert model is not None, "this run has no implicit reward model"
-        lr = self._begin(name, batch, loss, self._config.implicit_reward.optimizer)
+        name, loss = "implicit_reward", Loss.of(loss)
+        schedule = self._begin(name, batch, loss, self._config.implicit_reward.optimizer)
+        model = self._engines.training[name]
         means = self._learn(
-            model, batch, lr, timing=f"update_{name}", update_of=lambda plan: nullcontext(loss)
+            model, batch, schedule, timing=f"update_{name}", update_of=lambda plan: nullcontext(loss)
         )
         self._step.metrics |= _prefixed(name, means)
 
     def _begin(
         self, name: str, batch: Batch, loss: Loss, optimizer: Optimizer, warmup_steps: int = 0
-    ) -> float:
-        """Prepare and check the update of a model; return its learning rate.
+    ) -> Schedule:
+        """Prepare and check the update of a model; return its learning rates.
 
         warmup_steps: number of steps before the learning rate schedule of this model starts.
         """
@@ -160,7 +161,7 @@ class Updates:
         with step.timed("agreement"):
             self._checks.before_update(
                 name,
-                self._engines.learning[name],
+                self._engines.training[name],
                 batch,
                 loss,
                 schedule,
@@ -168,7 +169,7 @@ class Updates:
                 samples=[plan.samples for plan in self._planner.plans(batch)],
                 compare_weights=bool(every) and (step.number % every == 0 or step.is_first_of_start),
             )
-        return schedule.rate(step.number)
+        return schedule
 
     def _complete(self, batch: Batch) -> None:
         """Fill the columns that are computed from others: the teacher's part of the advantages, and the sizes
@@ -207,7 +208,7 @@ class Updates:
         self,
         model: TrainingEngine,
         batch: Batch,
-        lr: float,
+        schedule: Schedule,
         *,
         timing: str,
         update_of: Callable[[MinibatchPlan], AbstractContextManager[Loss]],
@@ -218,6 +219,7 @@ class Updates:
         """
         step, epochs, plans = self._step, self._config.training.epochs, self._planner.plans(batch)
         sums: dict[str, float] = {}
+        lr = schedule.rate(step.number)
         is_first = model is self._engines.policy and self._inference.has_old_logprobs
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
@@ -234,14 +236,16 @@ class Updates:
                         observe=counts,
                         progress=bar,
                     )
-                    self._checks.after_update(model, batch, plan.micro_batches, counts, result, lr=lr)
+                    self._checks.after_update(
+                        model, batch, plan.micro_batches, counts, result, lr=lr, schedule=schedule
+                    )
                     is_first = False
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] = sums.get(name, 0.0) + value
         if step.peak_tflops:
             # A backward pass takes as many operations as a forward pass for the input's gradients, and as
             # many for the weights' gradients.
-            passes = 3 if model.adapters is None else 2
+            passes = 2 if model.has_frozen_weights else 3
             step.operations[timing] += passes * epochs * self._planner.operations(batch, plans, model)
         num_updates = len(plans) * epochs
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}

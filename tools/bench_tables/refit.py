@@ -127,16 +127,11 @@ def build(model: str, train: str, rollout_tp: int, dtype: str, device):
     from rl.rollout.engine import RolloutEngine
     from rl.training.engine import TrainingEngine
     from rl.training.grid import build_grid
+    from rl.training.spec import ModelSpec
 
     tp, pp = map(int, train.split("x"))
-    trainer = TrainingEngine(
-        model,
-        read_hf_config(model),
-        training=Training(tp=tp, pp=pp),
-        dtype=dtype,
-        grid=build_grid(tp=tp, pp=pp, seed=1),
-        device=device,
-    )
+    spec, grid = ModelSpec(model, read_hf_config(model), dtype), build_grid(tp=tp, pp=pp, seed=1)
+    trainer = TrainingEngine(spec, Training(tp=tp, pp=pp), grid, device)
     rollout = Rollout(tp=rollout_tp, max_response_tokens=64, max_concurrent_samples=4, cpu_kv_cache_mib=16)
     return trainer, RolloutEngine(model, rollout, dtype=dtype, max_tokens=128, seed=1, device=device)
 

@@ -105,18 +105,12 @@ def _trainer(device, model: str, num_prompts: int):
     from rl.training.engine import TrainingEngine
     from rl.training.grid import build_grid
     from rl.training.micro_batch_plans import Cost
+    from rl.training.spec import ModelSpec
 
     grid, config = build_grid(tp=1, pp=1, seed=1), Config()
     config.data.prompts_per_step = num_prompts
-    engine = TrainingEngine(
-        model,
-        read_hf_config(model),
-        training=config.training,
-        dtype="float32",
-        grid=grid,
-        device=device,
-        optimizer=Optimizer(lr=0.0),
-    )
+    spec = ModelSpec(model, read_hf_config(model), "float32", optimizer=Optimizer(lr=0.0))
+    engine = TrainingEngine(spec, config.training, grid, device)
     weights = engine.weight_map
     cost = Cost.of_model(weights.hf, weights.weights)
     return engine, MinibatchPlanner(config, grid.dp, cost, shares_prompts=engine.shares_prompts)

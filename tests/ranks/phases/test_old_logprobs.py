@@ -1,4 +1,4 @@
-"""A step with old log-probs from the first update equals a step with a separate pass, bitwise; several updates have the pass."""
+"""A step with old log-probs from the first update equals a step with a separate pass, bitwise."""
 
 from pathlib import Path
 
