@@ -105,7 +105,10 @@ def program_files() -> list[Path]:
 
 
 def _uses_in(file: Path, packages: tuple[str, ...]) -> Iterator[Use]:
-    tree = ast.parse(file.read_text())
+    text = file.read_text()
+    if not any(all(part in text for part in package.split(".")) for package in packages):
+        return  # without parsing, which takes seconds for all files
+    tree = ast.parse(text)
     aliases: dict[str, str] = {}
     path = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
 

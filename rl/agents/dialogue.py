@@ -1,8 +1,8 @@
 """The dialogue with environments: each sample is a trajectory, whose turns are requests of the engine.
 
-Only the replica's leader has the environments. A trajectory goes through reset, turns
-of the policy with the environment's answers between them, and score. A turn is one request of the engine,
-named `prompt.number.turn`.
+Only the replica's leader has the environments. A trajectory goes through reset, turns of the policy with the
+environment's answers between them, and score. A turn is one request of the engine, named
+`prompt.number.turn`.
 
 With `agents.order=arrival` an answer is used before the next engine step that has a record
 (`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the
@@ -45,7 +45,7 @@ SESSIONS_PER_REQUEST = 4
 for their environments; the limit bounds the cached prefixes that they hold."""
 
 WAIT_S = 1.0
-"""Longest wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
+"""Maximum wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
 
 
 @dataclass

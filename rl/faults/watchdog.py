@@ -101,7 +101,7 @@ class Watchdog:
         self._board = FaultBoard(store)
         self.excluded: ExcludedReplicas | None = None
         """Replicas that are left out of the run; None if all must live."""
-        self._left_out: set[int] = set()
+        self._excluded_ranks: set[int] = set()
         self._stop = threading.Event()
         self._failing = threading.Event()
         self._once = threading.Lock()
@@ -170,11 +170,11 @@ class Watchdog:
 
     def _check(self) -> None:
         if self.excluded is not None:
-            self._left_out = self.excluded.ranks_left_out()
+            self._excluded_ranks = self.excluded.excluded_ranks()
         fault = self._board.first()
         if fault is not None:
             self._end_for(fault)
-        elif self.rank in self._left_out:
+        elif self.rank in self._excluded_ranks:
             self._report(f"rank {self.rank} ({self._host}) ends, because the run goes on without its replica")
             self._exit()
         elif (entry := self.tracker.current).seconds > entry.limit_s:
@@ -188,11 +188,11 @@ class Watchdog:
         if not decides or not (lost := lost_ranks(heartbeats, self.config.lost_s)):
             return
         message = _lost_message(lost, heartbeats)
-        if self.excluded is not None and (replicas := self.excluded.leave_out(lost)):
+        if self.excluded is not None and (replicas := self.excluded.exclude(lost)):
             names = ", ".join(map(str, replicas))
             self._warn(
                 f"{message} The run goes on without replica {names} until its next start; "
-                f"rollout.min_replicas={self.excluded.least}"
+                f"rollout.min_replicas={self.excluded.minimum}"
             )
             return
         self._end_for(self._board.post(Fault("lost", self.rank, message)))
@@ -399,7 +399,7 @@ class Watchdog:
 
     def _heartbeats(self) -> list[Heartbeat | None]:
         found = enumerate(self._reader.read())
-        return [None if rank in self._left_out else beat for rank, beat in found]
+        return [None if rank in self._excluded_ranks else beat for rank, beat in found]
 
     def _report(self, message: str) -> None:
         """Print the cause on stderr, once, although the thread and the main thread may both call this."""
@@ -422,7 +422,7 @@ class Watchdog:
 
     @property
     def _num_present(self) -> int:
-        return self.world_size - len(self._left_out)
+        return self.world_size - len(self._excluded_ranks)
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until the condition holds, the time is over, or the store's process has ended."""

@@ -96,9 +96,9 @@ class CarryOver(Generation):
         self._consumed += taken
         self._dropped += [group for group in rest if group.oldest < oldest_allowed]
         self._log_metrics()
-        ids, prompts = [g.prompt.token_ids for g in taken], [g.prompt for g in taken]
+        ids, owners = [g.prompt.token_ids for g in taken], [g.prompt for g in taken]
         n = config.samples_per_prompt
-        return self._noted(batch_of(samples_of(taken), ids, prompts=prompts, samples_per_prompt=n))
+        return self._noted(batch_of(samples_of(taken), ids, prompts=owners, samples_per_prompt=n))
 
     def _continue(self, groups: list[Group], due: set[int], num_missing: int) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""

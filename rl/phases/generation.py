@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rl.config.schema import Config
-from rl.data.batch import Batch, fingerprint
+from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
@@ -90,24 +90,19 @@ class Generation(Sampler):
         engine, step = self._engine, self._step
         refit_phase = partial(step.phase, "refit", timing="update_weights")
         step.metrics |= self._memory.to_generation(step.number, refit_phase)
-        abortable = timing != "testing" and self._stop is not None and not step.is_committed
-        started = time.perf_counter()
-        with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
+        with self._call("generate", ids, total, timing, self._stop) as (bar, interrupt):
             began = time.perf_counter()  # all ranks have arrived
-            interrupt = self._stop.is_requested if abortable and self._stop is not None else None
             with tracing.span("engine", replica=engine.replica):
                 own = generate(progress=AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
             busy = time.perf_counter() - began
             with tracing.span("exchange samples"):  # waits for the slowest replica
-                if abortable and any_rank(own is None):
+                if interrupt is not None and any_rank(own is None):
                     raise StepAborted
                 step.events = engine.events.digest
                 reward = self._config.reward
                 is_read = bool(reward.model.path or reward.judge.path)
                 samples = exchange(own or [], step.device, conversations=is_read)
             step.metrics |= self._idle_metrics(timing, busy, samples, len(ids))
-        if abortable:
-            step.abortable_s += time.perf_counter() - started
         return samples
 
     def _idle_metrics(

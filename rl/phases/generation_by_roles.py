@@ -1,7 +1,6 @@
 """Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,9 @@ from rl.training.engine import TrainingEngine
 
 WAIT_S = 1.0
 """Time between two looks for a stop request while samples are awaited, in seconds."""
+
+Interrupt = Callable[[], bool] | None
+"""Returns whether a stop was requested; None if the call cannot be aborted."""
 
 
 class GenerationByRoles(Sampler):
@@ -193,8 +195,8 @@ class GenerationByRoles(Sampler):
         self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
         ids = [prompt.token_ids for prompt in prompts]
 
-        def receive(bar, abortable: bool) -> list[Sample]:
-            self._receive(lambda: all(group in self._groups for group in groups), bar, abortable=abortable)
+        def receive(bar, interrupt: Interrupt) -> list[Sample]:
+            self._receive(lambda: all(group in self._groups for group in groups), bar, interrupt)
             self._check_groups(groups, ids)
             self._next_batch += 1
             self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
@@ -215,12 +217,12 @@ class GenerationByRoles(Sampler):
         ids = [prompt.token_ids for prompt in prompts]
         seeds = self._seeds(purpose, len(prompts))
 
-        def receive(bar, abortable: bool) -> list[Sample]:
+        def receive(bar, interrupt: Interrupt) -> list[Sample]:
             samples: list[Sample] = []
             places = list(range(len(prompts)))
             while places:  # again only if a replica has died
                 asked = [ids[place] for place in places], sampling, [seeds[place] for place in places]
-                answers = self._generate(*asked, bar, abortable)
+                answers = self._generate(*asked, bar, interrupt)
                 found = [replace(s, prompt=places[s.prompt]) for s in answers]
                 samples += found
                 places = sorted({*places} - {sample.prompt for sample in found})
@@ -229,12 +231,12 @@ class GenerationByRoles(Sampler):
         return self._awaited(receive, prompts, sampling, timing=timing)
 
     def _generate(
-        self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, abortable: bool
+        self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, interrupt: Interrupt
     ) -> list[Sample]:
-        """Message for samples of these prompts; return those of the replicas that live."""
+        """Ask for samples of these prompts; return those of the replicas that live."""
         name = self._send(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
         answers = self._answers[name] = {}
-        self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, abortable=abortable)
+        self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, interrupt)
         del self._answers[name]
         if dist.get_rank() == 0:
             self._messages.remove(name)
@@ -242,28 +244,18 @@ class GenerationByRoles(Sampler):
 
     def _awaited(
         self,
-        receive: Callable[[Any, bool], list[Sample]],
+        receive: Callable[[Any, Interrupt], list[Sample]],
         prompts: list[Prompt],
         sampling: Sampling,
         *,
         timing: str,
     ) -> Batch:
         """Return the samples of `receive` as a batch, and log for how long they were awaited."""
-        step, ids = self._step, [prompt.token_ids for prompt in prompts]
-        total = len(prompts) * sampling.samples_per_prompt
-        started = time.perf_counter()
-        abortable = timing != "testing" and self._stop is not None and not step.is_committed
-        with (
-            step.phase("wait_samples", timing=timing, batch=fingerprint(ids)),
-            step.bar(timing, total) as bar,
-        ):
-            samples = receive(bar, abortable)
-            batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
-        if abortable:
-            step.abortable_s += time.perf_counter() - started
-        return batch
+        ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
+        with self._call("wait_samples", ids, len(ids) * n, timing, self._stop) as (bar, interrupt):
+            return batch_of(receive(bar, interrupt), ids, prompts=prompts, samples_per_prompt=n)
 
-    def _receive(self, done: Callable[[], bool], bar=None, *, abortable: bool = False) -> None:
+    def _receive(self, done: Callable[[], bool], bar=None, interrupt: Interrupt = None) -> None:
         """Take what the generators send until `done`. Raises StepAborted after a stop request."""
         while not done():
             for delivery in self._link.receive_samples(WAIT_S):
@@ -271,7 +263,7 @@ class GenerationByRoles(Sampler):
                     continue
                 if bar is not None:
                     bar.update(len(delivery.samples))
-            if abortable and self._stop is not None and any_rank(self._stop.is_requested()):
+            if interrupt is not None and any_rank(interrupt()):
                 raise StepAborted
 
     def _keep(self, delivery: Delivery) -> bool:

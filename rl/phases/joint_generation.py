@@ -23,7 +23,7 @@ from rl.training.engine import TrainingEngine
 
 @dataclass(frozen=True)
 class PointCall:
-    """The request of a point; see `Generation.sample`."""
+    """The call of a point; see `Generation.sample`."""
 
     step: Step
     prompts: list[Prompt]
@@ -97,11 +97,11 @@ class JointGeneration:
         would have if its point ran alone.
         """
         self._wake(calls)
-        alike: defaultdict[Sampling, dict[int, PointCall]] = defaultdict(dict)
+        by_sampling: defaultdict[Sampling, dict[int, PointCall]] = defaultdict(dict)
         for point, call in calls.items():
-            alike[call.sampling][point] = call
+            by_sampling[call.sampling][point] = call
         found: dict[int, Batch | None] = {}
-        for some in alike.values():
+        for some in by_sampling.values():
             found |= self._generate(some)
         if self._offload != "none":
             self._engine.sleep()

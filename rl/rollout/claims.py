@@ -39,12 +39,12 @@ class Claims:
         now = time.monotonic()
         if now < self._next_search:
             return None
-        left_out = {str(replica) for replica in self._excluded.left_out()}
+        excluded = {str(replica) for replica in self._excluded.numbers()}
         self._claimed = {item for item in self._claimed if item >= items.start}
-        if left_out:
+        if excluded:
             for item in range(items.start, min(items.stop, self._store.add("next", 0))):
                 # A replica may have died between the counter and the claim.
-                if item not in self._claimed and any(self._claim(item, owner) for owner in ("", *left_out)):
+                if item not in self._claimed and any(self._claim(item, owner) for owner in ("", *excluded)):
                     return item
         self._next_search = now + SEARCH_S
         return None

@@ -1,4 +1,4 @@
-"""What a replica generates: a schedule of samples, each of which proceeds as a dialogue.
+"""The samples of a replica: a schedule of samples, each of which proceeds as a dialogue.
 
     schedule    which samples start next, when the engine takes weights, and when it is done
     dialogue    how one sample proceeds: one turn, or a trajectory with an environment

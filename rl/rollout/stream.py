@@ -26,7 +26,7 @@ from rl.rollout.sampling import seed_of
 from rl.rollout.source import SampleSource, Start
 
 WAIT_S = 0.5
-"""Longest wait for a message in one call, in seconds."""
+"""Maximum wait for a message in one call, in seconds."""
 
 
 def batch_size(config: Config) -> int:

@@ -46,7 +46,7 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
 
         rollout, tp = ranks["rollout"], config.rollout.tp
         replicas = [range(first, first + tp) for first in rollout[::tp]]
-        excluded = ExcludedReplicas(store, replicas, least=config.rollout.min_replicas)
+        excluded = ExcludedReplicas(store, replicas, minimum=config.rollout.min_replicas)
         watchdog.excluded = excluded
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
     return Link(store, session.job().torch_store, rank=rank, device=device, excluded=excluded, **members)

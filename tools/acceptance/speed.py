@@ -104,27 +104,25 @@ def _prompts(task: Task) -> list:
 
 def bare_vllm(task: Task) -> None:
     """Generate the same number of samples with LLM.generate and vLLM's own defaults."""
-    import os
+    from tools.bare_vllm import generations
 
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    if task.is_rehearsal:
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    from vllm import LLM, SamplingParams
-
-    _, prompt, response = _sizes(task)
-    cpu = dict(enforce_eager=True, kv_cache_memory_bytes=64 << 20)
-    options = task.size(dict(gpu_memory_utilization=0.5, max_num_seqs=256), cpu)
-    llm = LLM(str(checkpoint(task)), dtype="bfloat16", max_model_len=prompt + response, seed=1, **options)
-    sampling = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=response, logprobs=0, detokenize=False)
-    requests: list = [{"prompt_token_ids": ids.tolist()} for ids in _prompts(task)]
-    seconds = []
-    for _ in range(2):
-        llm.reset_prefix_cache()
-        start = time.perf_counter()
-        outputs = llm.generate(requests, sampling, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    task.findings.note("tokens per second", tokens / seconds[-1], text=f"{tokens} tokens, second call")
+    prompts, (_, _, response) = [ids.tolist() for ids in _prompts(task)], _sizes(task)
+    options = task.size(
+        dict(gpu_memory_utilization=0.5, max_num_seqs=256), dict(kv_cache_memory_bytes=64 << 20)
+    )
+    model = str(checkpoint(task))
+    taken = generations(
+        model=model,
+        prompts=prompts,
+        samples=SAMPLES,
+        max_tokens=response,
+        dtype="bfloat16",
+        seed=1,
+        **options,
+    )
+    next(taken)  # compiles and allocates
+    tokens, seconds = next(taken)
+    task.findings.note("tokens per second", tokens / seconds, text=f"{tokens} tokens, second call")
 
 
 def run(task: Task) -> None:
@@ -212,7 +210,7 @@ class _Speed:
         import torch
 
         from rl.data.batch import Batch
-        from rl.training.micro_batch_plans import plan_minibatch
+        from rl.training.micro_batch_plans import Cost, plan_minibatch
 
         _, prompt, response = _sizes(self.task)
         count = self.task.size(64, 8)
@@ -234,7 +232,9 @@ class _Speed:
             value = -micro.logprobs.sum() / (count * response)
             return value, {"loss": value}
 
-        work = _forward_work(self.hf, count, prompt, response)
+        cost, length = Cost.of_model(self.hf, self.policy.weight_map.weights), prompt + response
+        tokens, pairs = cost.per_token * length, cost.per_pair * length * (length + 1) // 2
+        work = count * (tokens + cost.per_answer_token * response + pairs)
         ways: dict[str, tuple[Callable, int, float]] = {
             "log-prob pass": (lambda: self.policy.forward(batch, [plan], ("logprobs",)), 1, FORWARD_MFU),
             "update": (lambda: self.policy.update(batch, plan, loss, lr=1e-6), 3, TRAIN_MFU),
@@ -353,13 +353,3 @@ def _matrix_rate(task: Task, device) -> float:
         device.synchronize()
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 * repeats / min(seconds[1:])
-
-
-def _forward_work(hf: dict, count: int, prompt: int, response: int) -> float:
-    """Return the operations of a forward pass, with the head at answer tokens only."""
-    hidden, layers, length = hf["hidden_size"], hf["num_hidden_layers"], prompt + response
-    kv = hidden * hf["num_key_value_heads"] // hf["num_attention_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * hf["intermediate_size"]
-    attention = hidden * length  # products of scores and values per token, half of them masked
-    body = 2 * layers * (layer + attention) * count * length
-    return body + 2 * hf["vocab_size"] * hidden * count * response

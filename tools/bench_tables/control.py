@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.bench_tables import grpo
+from tools.bench_tables.program import of_task, run_alone, turn_seconds
 from tools.bench_tables.report import ROOT, Row, middle
 from tools.bench_tables.tasks import SIZES, save_task
 
@@ -46,18 +46,17 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
 
 def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
     """Return control's share of the step, from metrics.jsonl of a run on this many ranks."""
-    case = grpo.Case(args.size, 128, mean_length=80)
     task = save_task(runs / "task", args.size, mean_length=80, max_length=128)
-    records = grpo.run_alone(runs / "lockstep", grpo.write_config(runs, case), task, ranks, args.rounds)
+    records = run_alone(runs / "lockstep", ranks, of_task(task), args.rounds)
     shares: dict[str, list[float]] = {}
     for record in records:
-        total = grpo.turn_seconds([record])
+        total = turn_seconds([record])
         for key in ("reward", "agreement", "adv"):
             shares.setdefault(key, []).append(record.get(f"timing_s/{key}", 0.0) / total)
         outside = total - sum(record.get(f"timing_s/{key}", 0.0) for key in WORK)
         shares.setdefault("control", []).append(outside / total)
     columns: dict[str, float | int | str] = {
-        "s of a step": middle([grpo.turn_seconds([record]) for record in records])
+        "s of a step": middle([turn_seconds([record]) for record in records])
     }
     columns |= {f"share of {key}": middle(values) for key, values in shares.items()}
     return Row(f"{ranks} ranks on this machine", columns, middle(shares["control"]), shares)
@@ -87,10 +86,8 @@ def simulated_world(world: int):
 def simulated_step(world: int, args: Namespace) -> Row:
     """Return the seconds that one rank spends in the parts of a step that grow with the world.
 
-    In the exchange this rank has all samples, because the other ranks do not exist.
+    Its exchange reads the messages of all ranks and builds the batch.
     """
-    import torch
-
     import rl.refit.plan  # noqa: F401  its import is not part of the plan
     from rl.config.schema import Config
     from rl.faults.agreement import PhaseAgreement
@@ -98,10 +95,8 @@ def simulated_step(world: int, args: Namespace) -> Row:
     from rl.phases.batch_metrics import balance_metrics, length_metrics
     from rl.phases.minibatches import MinibatchPlanner
     from rl.rollout.batches import batch_of
-    from rl.rollout.exchange import exchange
-    from rl.rollout.samples import pack
-    from rl.runtime.device import Device
-    from rl.runtime.plain_data import encode
+    from rl.rollout.samples import pack, unpack
+    from rl.runtime.plain_data import decode, encode
     from rl.training.micro_batch_plans import Cost
 
     group_size, num_samples = 8, world * args.samples_per_rank
@@ -109,12 +104,14 @@ def simulated_step(world: int, args: Namespace) -> Row:
     columns: dict[str, float | int | str] = {"samples": num_samples}
     config = Config()
     config.data.prompts_per_step = len(prompts)
+    share = args.samples_per_rank
+    messages = [encode(pack(samples[at : at + share])) for at in range(0, num_samples, share)]
+
+    def exchanged():
+        found = [unpack(decode(message), rank=rank) for rank, message in enumerate(messages)]
+        return batch_of([sample for own in found for sample in own], prompts, samples_per_prompt=group_size)
+
     with simulated_world(world) as group:
-        device = Device(torch.device("cpu"), "gloo")
-
-        def exchanged():
-            return batch_of(exchange(samples, device), prompts, samples_per_prompt=group_size)
-
         batch = timed(columns, "exchange, s", exchanged)
         num_tokens = batch.prompt_lengths + batch.lengths
         timed(columns, "fingerprint, s", lambda: batch.fingerprint)
@@ -131,7 +128,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
 
     timed(columns, "metrics, s", metrics)
     timed(columns, "refit plan, s", lambda: refit_plan(hf, weights, world))
-    columns["exchange, MiB"] = len(encode(pack(samples))) / 2**20
+    columns["exchange, MiB"] = sum(map(len, messages)) / 2**20
     most = float(max(columns["micro-batch plan, s"], columns["refit plan, s"]))  # type: ignore[type-var]
     return Row(f"{world} simulated ranks, seconds of the longest plan", columns, most)
 

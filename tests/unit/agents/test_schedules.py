@@ -10,7 +10,7 @@ from rl.config.agents import Agents
 from rl.config.schema import load_config
 from rl.data.prompts import Prompt
 from rl.rollout.carry_over import Group, Quota, QuotaSchedule
-from rl.rollout.events import Abort, Done
+from rl.rollout.events import Done
 from rl.rollout.messages import Begin, Complete, NextBatch
 from rl.rollout.queue import StaticQueue, own_counter
 from rl.rollout.samples import Completion
@@ -101,14 +101,3 @@ def test_every_schedule_generates_with_every_dialogue(kind, agents):
     samples = sent if kind == "stream" else schedule.samples
     assert len(samples) == 6 and not any(sample.is_unfinished for sample in samples)
     assert {sample.outcome is not None for sample in samples} == {agents}
-
-
-def test_a_quota_aborts_what_still_runs():
-    groups = [Group.of(Prompt.of_tokens(np.array([n], np.int32)), 2) for n in range(3)]
-    quota = Quota(1, 0, own_counter())
-    schedule = QuotaSchedule(groups, set(), SAMPLING, SEEDS, queue=queue(), quota=quota)
-    source = SampleSource(schedule, SingleTurn(SAMPLING, capacity=8))
-    source.next_events(0, 0)
-    for name in ("1.0", "1.1"):
-        source.receive(name, completion(1))
-    assert source.next_events(4, 1) == [*map(Abort, ["0.0", "0.1", "2.0", "2.1"]), Done()]

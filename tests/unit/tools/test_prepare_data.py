@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.tables import cells, rows
-from tools.dataset_rows import code_row, countdown_row, dapo_row, last_boxed, math_row
-from tools.prepare_data import DATASETS, main, prepare_gsm8k
+from tests.tables import cells
+from tools.dataset_rows import code_row, countdown_row, dapo_row, math_row
+from tools.prepare_data import main, prepare_gsm8k
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GSM8K = REPOSITORY / "tests/data/gsm8k"
@@ -87,20 +87,6 @@ def refusal(capsys, *arguments):
         main([*map(str, arguments), "--out", "nowhere"])
     assert exited.value.code == 2
     return capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "solution, answer",
-    rows(r"""
-        So $x=\boxed{5}$. => 5 ;;
-        First \boxed{1}, at last $\boxed{\frac{1}{\sqrt{2}}}$. => \frac{1}{\sqrt{2}} ;;
-        $\fbox{(-\infty, 2]}$ => (-\infty, 2] ;; $\boxed{\left\{ 1, 2 \right\}}$ => \left\{ 1, 2 \right\} ;;
-        $\boxed 7$ apples => 7
-        """)
-    + [(r"$\boxed{5", None), (r"$\boxedx{5}$", None), ("no answer", None)],
-)
-def test_the_answer_of_a_solution_is_in_its_last_box(solution, answer):
-    assert last_boxed(solution) == answer
 
 
 def test_math_reads_the_folders_of_hendrycks(tmp_path, caplog):
@@ -373,18 +359,3 @@ def test_rows_of_gsm8k_have_whole_numbers(tmp_path):
     for split in ("train", "test"):
         for number in truths(pq.read_table(tmp_path / f"{split}.parquet").to_pylist()):
             assert number == str(int(number))
-
-
-@pytest.mark.parametrize("name", DATASETS)
-def test_a_failed_download_is_refused_in_one_sentence(tmp_path, name, monkeypatch, capsys):
-    def fail(*arguments):
-        raise ConnectionError("no route to host.\nmore")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(SystemExit):
-        main([name, "--from-hub", "--out", str(tmp_path / "out")])
-    error = capsys.readouterr().err.strip().split("error: ")[1]
-    reason = "cannot be loaded from the Hugging Face hub (no route to host)"
-    assert error.startswith(f"{DATASETS[name].hub} {reason}")
-    assert error.endswith("pass its files with --source.") and "\n" not in error
-    assert not (tmp_path / "out").exists()
