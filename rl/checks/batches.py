@@ -31,6 +31,10 @@ ORDERED = frozenset({"rewards", "groups", "baselines"})
 """Columns of the estimators whose advantages follow the order of the rewards in a group."""
 
 
+class AllTrajectoriesFailed(Exception):
+    """No group of a call has enough trajectories whose environments did not fail."""
+
+
 class CheckFailed(RuntimeError):
     """Raised if a check finds that the run would learn from something wrong."""
 
@@ -181,7 +185,7 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
 
 
 def describe_failures(counts: Counter[str]) -> str:
-    """Return 'error 3, time 1' from the counts of `rl.agents.source.AgentSource`."""
+    """Return 'error 3, time 1' from the counts of `rl.agents.dialogue.Trajectories`."""
     found = {name.removeprefix("failures/"): n for name, n in counts.items() if name.startswith("failures/")}
     return ", ".join(f"{cause} {number}" for cause, number in sorted(found.items()))
 

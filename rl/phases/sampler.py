@@ -87,7 +87,7 @@ class Sampler:
     def check(self, batch: Batch) -> None:
         """Raise StaleTokens if tokens of the batch that is about to be learned from are too old."""
         # A user's algorithm may keep samples of older weights.
-        if self._config.algorithm in shipped() and batch.weight_versions is not None:
+        if self._config.algorithm in shipped():
             check_staleness(batch, self._policy.version, limit=0)
 
     def learned(self) -> None:

@@ -46,7 +46,7 @@ from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
 
 if TYPE_CHECKING:  # a run in which all replicas must live does not import it
-    from rl.runtime.living import LivingReplicas
+    from rl.runtime.excluded_replicas import ExcludedReplicas
 
 UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
@@ -75,7 +75,7 @@ class Link:
         torch_store: torch's store of the job, for the addresses of the link's groups.
         rank: this process's rank in the job.
         train, rollout: the job's ranks in the two roles, ascending; together all ranks of the job.
-        living: which replicas the run goes on without; None if all must live.
+        excluded: which replicas the run goes on without; None if all must live.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class Link:
         train: tuple[int, ...],
         rollout: tuple[int, ...],
         device: Device,
-        living: "LivingReplicas | None" = None,
+        excluded: "ExcludedReplicas | None" = None,
     ):
-        self.rank, self.train, self.rollout, self.device, self.living = rank, train, rollout, device, living
+        self.rank, self.train, self.rollout, self.device = rank, train, rollout, device
+        self.excluded = excluded
         self._torch_store = torch_store
         # Two, because a wait of one thread must not block the other.
         self._store, self._thread_store = (store.clone("link") for _ in range(2))
@@ -186,8 +187,8 @@ class Link:
             assert self._planned is not None
             sources = training_parameters(values, self._planned)
             moved, _ = self._move(number, version, sources, {})
-            if self.living is not None:
-                self.living.release()
+            if self.excluded is not None:
+                self.excluded.release()
             return moved
 
         def send() -> BytesMoved | None:
@@ -264,8 +265,8 @@ class Link:
             return store.check(keys)
 
         def hold() -> tuple[int, ...] | None:
-            if self.living is not None:
-                return self.living.hold(is_ready)
+            if self.excluded is not None:
+                return self.excluded.hold(is_ready)
             return () if is_ready(()) else None
 
         while (left_out := hold()) is None:
@@ -280,7 +281,7 @@ class Link:
         return tuple(json.loads(store.get(key) or "[]"))
 
     def _ranks(self, left_out: tuple[int, ...]) -> tuple[int, ...]:
-        return self.rollout if self.living is None else self.living.ranks(left_out)
+        return self.rollout if self.excluded is None else self.excluded.ranks(left_out)
 
     def _connect(self, left_out: tuple[int, ...]) -> None:
         """Connect the ranks that live, and plan their refits. Collective over them.
@@ -353,15 +354,15 @@ class Link:
         """
         self.check_threads()
         arrived: list[bytes] = []
-        if self.living is not None and self.rank == self.train[0]:
-            self.leaders = self.living.ranks(self.living.left_out())[:: self._tp]
+        if self.excluded is not None and self.rank == self.train[0]:
+            self.leaders = self.excluded.ranks(self.excluded.left_out())[:: self._tp]
         while self.rank == self.train[0] and self._wait(_SAMPLES, 0 if arrived else timeout_s):
             source, num_bytes = json.loads(self._store.pop(_SAMPLES) or "")
             content = torch.empty(num_bytes, dtype=torch.uint8)
             try:
                 self._control.recv([content], source, 0).wait()
             except RuntimeError:  # the sender has died
-                if self.living is None:
+                if self.excluded is None:
                     raise
                 continue
             arrived.append(content.numpy().tobytes())

@@ -21,11 +21,11 @@ from rl.faults.fault_board import Disagreement
 from rl.phases.sampler import Sampler
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
-from rl.rollout.asks import Ask, Asks, Begin, Complete, Generate, NextBatch
 from rl.rollout.batches import batch_of
-from rl.rollout.group_stream import batch_size
+from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
 from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
 from rl.rollout.sampling import Sampling, train_sampling
+from rl.rollout.stream import batch_size
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -36,7 +36,7 @@ WAIT_S = 1.0
 """Time between two looks for a stop request while samples are awaited, in seconds."""
 
 
-class SplitGeneration(Sampler):
+class GenerationByRoles(Sampler):
     """Asks the generators for samples, and gives them the weights. Methods are collective over the trainers.
 
     Batches are consumed whole and in their order, so the groups before a batch are consumed exactly once. A
@@ -60,7 +60,7 @@ class SplitGeneration(Sampler):
     ):
         super().__init__(config, step, policy)
         self._stop = stop
-        self._link, self._asks = link, Asks(job().store)
+        self._link, self._messages = link, Messages(job().store)
         self._sampling, self._size = train_sampling(config), batch_size(config)
         memory.wait_for_readers = self._wait_for_readers
         self._next_batch = 0
@@ -79,10 +79,10 @@ class SplitGeneration(Sampler):
         """Number of the first group of this start."""
         self._kept = 0
         """Number of the first claim that is not forgotten."""
-        if link.living is not None:
+        if link.excluded is not None:
             from rl.rollout.claims import Claims
 
-            self._claims = Claims(job().store, link.living)
+            self._claims = Claims(job().store, link.excluded)
         self._sent_version: int | None = None
 
     # The run ----------------------------------------------------------------------------------------------
@@ -90,12 +90,12 @@ class SplitGeneration(Sampler):
     def begin(self, cursor: Mapping[str, Any]) -> None:
         """Start the generators."""
         self._first = self._num_learned * self._size
-        self._ask(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
+        self._send(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
         """End the generators, which drop what they generate. code: exit code of the run."""
         if dist.get_rank() == 0:
-            self._asks.end(code)
+            self._messages.end(code)
 
     def check(self, batch: Batch) -> None:
         """Log the staleness of the batch too."""
@@ -129,13 +129,13 @@ class SplitGeneration(Sampler):
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
             groups = range(self._num_learned * self._size, self._num_asked * self._size)
-            self._ask(Complete())
+            self._send(Complete())
             with self._step.phase("wait_samples", timing="save_checkpoint"):
                 self._receive(lambda: all(group in self._groups for group in groups))
 
     def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
         """Return plain data for a checkpoint. Not collective."""
-        return dict(cursor) | {"split": self._stream_state()}
+        return dict(cursor) | {"roles": self._stream_state()}
 
     def _stream_state(self) -> dict[str, Any]:
         deliveries = [self._groups[group] for group in sorted(self._groups)]
@@ -152,7 +152,8 @@ class SplitGeneration(Sampler):
         Raises ConfigError if batches or groups have another size.
         """
         super().load_state_dict(state)
-        state = state.get("split") or {"batch": state["step"]}  # of a run without roles
+        # "split" in version 0.9, and neither in a run without roles
+        state = state.get("roles") or state.get("split") or {"batch": state["step"]}
         if state.get("batch_size", self._size) != self._size:
             raise ConfigError(
                 f"batches have {self._size} prompts (data.prompts_per_step, or with dynamic sampling "
@@ -188,7 +189,8 @@ class SplitGeneration(Sampler):
         groups = range(first, first + self._size)
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
-        self._ask(NextBatch(step.number, self._policy.version, number, self._num_asked, self._purpose(round)))
+        purpose = self._purpose(round)
+        self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
         ids = [prompt.token_ids for prompt in prompts]
 
         def receive(bar, abortable: bool) -> list[Sample]:
@@ -229,13 +231,13 @@ class SplitGeneration(Sampler):
     def _generate(
         self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, abortable: bool
     ) -> list[Sample]:
-        """Ask for samples of these prompts; return those of the replicas that live."""
-        name = self._ask(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
+        """Message for samples of these prompts; return those of the replicas that live."""
+        name = self._send(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
         answers = self._answers[name] = {}
         self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, abortable=abortable)
         del self._answers[name]
         if dist.get_rank() == 0:
-            self._asks.remove(name)
+            self._messages.remove(name)
         return [sample for own in answers.values() for sample in own]
 
     def _awaited(
@@ -312,8 +314,8 @@ class SplitGeneration(Sampler):
 
     # Messages and weights ---------------------------------------------------------------------------------
 
-    def _ask(self, ask: Ask) -> str:
-        return self._asks.put(ask) if dist.get_rank() == 0 else self._asks.skip()
+    def _send(self, message: Message) -> str:
+        return self._messages.put(message) if dist.get_rank() == 0 else self._messages.skip()
 
     def _send_weights(self) -> None:
         """Begin to send the policy's weights, if the generators have others."""

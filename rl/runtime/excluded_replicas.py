@@ -15,7 +15,7 @@ POLL_S = 0.1
 """Time between two looks for the other ranks at the end of a run, in seconds."""
 
 
-class LivingReplicas:
+class ExcludedReplicas:
     """The replicas of the generators. No method is collective, except `meet`.
 
     Args:
@@ -25,7 +25,7 @@ class LivingReplicas:
     """
 
     def __init__(self, store: JobStore, replicas: Sequence[range], *, least: int):
-        self._store = store.clone("living")
+        self._store = store.clone("excluded")
         self.replicas, self.least = replicas, least
         self._lock = threading.Lock()
         self._is_held = True
