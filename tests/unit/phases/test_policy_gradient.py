@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks.objective import Point, total_weight
 from rl.config.options import ConfigError
 from rl.config.schema import ADVANTAGES, LOSSES, load_config
 from rl.data.batch import Batch
@@ -613,3 +614,31 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
 def test_a_loss_reads_the_entropy_only_for_its_bonus(loss):
     assert policy_loss(config_of(loss=loss)).reads == ("logprobs",)
     assert policy_loss(config_of(loss=loss, entropy_coef=0.1)).reads == ("logprobs", "entropy")
+
+
+UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
+"""Losses whose derivative at ratio 1 and advantage -1 is 1."""
+
+
+@pytest.mark.parametrize("name", UNIT_SLOPES)
+@pytest.mark.parametrize("aggregation", MODES)
+def test_weights_of_all_tokens_have_the_sum_of_the_aggregation(name, aggregation):
+    config = config_of(loss=name, aggregation=aggregation)
+    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
+    total = Point(policy_loss(config), config, advantages=advantages).slope.abs().sum()
+    assert float(total) == pytest.approx(total_weight(config), rel=1e-4)
+
+
+@pytest.mark.parametrize("low, high, dual", [(0.2, 0.28, 3.0), (0.01, 0.02, 1.025), (0.3, 2.0, 0.0)])
+def test_the_composed_loss_clips_exactly_at_its_keys(low, high, dual):
+    """Keys that are swapped, or not passed on to the loss."""
+    config = config_of(loss="ppo", clip_low=low, clip_high=high, dual_clip=dual)
+    for edge in (1 - low, 1 + high, *([dual] if dual else [])):
+        for ratio in (edge - 1e-3, edge + 1e-3):
+            ratios = torch.full((9,), ratio, dtype=torch.float64)
+            for advantage in (1.0, -1.0):
+                advantages = torch.full_like(ratios, advantage)
+                point = Point(policy_loss(config), config, advantages=advantages, ratios=ratios)
+                slopes = point.slope[point.mask > 0]
+                is_cut = ratio > 1 + high if advantage > 0 else ratio < 1 - low or 0 < dual < ratio
+                assert (slopes == 0).all() if is_cut else (slopes != 0).all(), (ratio, advantage)
