@@ -4,10 +4,10 @@ from rl.config.options import ConfigError, flatten
 from rl.config.schema import Config, learns_from_samples
 
 CHANGED = {
-    "rollout.top_p": (1.0, "the exact log-softmax is over the whole vocabulary"),
-    "rollout.top_k": (0, "the exact log-softmax is over the whole vocabulary"),
-    "rollout.min_p": (0.0, "the exact log-softmax is over the whole vocabulary"),
-    "agents.structured_tool_calls": (False, "the exact log-softmax is over the whole vocabulary"),
+    "rollout.top_p": (1.0, "the bitwise log-softmax is over the whole vocabulary"),
+    "rollout.top_k": (0, "the bitwise log-softmax is over the whole vocabulary"),
+    "rollout.min_p": (0.0, "the bitwise log-softmax is over the whole vocabulary"),
+    "agents.structured_tool_calls": (False, "the bitwise log-softmax is over the whole vocabulary"),
     "rollout.carry_over": (False, "older weights then sample a part of the tokens"),
     "training.ep": (1, "experts of several ranks are not summed in one order"),
     "training.router_replay": ("none", "both choose the same experts without it"),

@@ -17,7 +17,7 @@ OF_SEQUENCE = ("routes",)
 columns belong to the tokens of the response."""
 
 SAMPLING_MASKS = ("kept_ids", "kept_counts")
-"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.kept_sets`)."""
+"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.sampling_masks`)."""
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""Layers of a transformer with bitwise reproducible results: the arithmetic of `rl.numerics.exact`.
+"""Layers of a transformer with bitwise reproducible results: the arithmetic of `rl.numerics.arithmetic`.
 
 A result is a function of one token's inputs and the weights. It depends neither on the other tokens of a
 batch, nor on padding, nor on the number of tensor parallel ranks. Intermediate values are float64; each layer
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.numerics.exact import (
+from rl.numerics.arithmetic import (
     MAX_TERMS,
     bits_for,
     combine,

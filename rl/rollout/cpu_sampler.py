@@ -36,7 +36,7 @@ class HashedSampler(Sampler):
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
         self.topk_topp_sampler.forward = self._draw
-        self.kept: dict[str, dict[int, np.ndarray]] | None = None
+        self.masks: dict[str, dict[int, np.ndarray]] | None = None
         """Sorted ids of the tokens that each token was sampled from, by request (vLLM's internal id) and the
         token's position; None: not recorded."""
 
@@ -54,13 +54,13 @@ class HashedSampler(Sampler):
             [requests[name].sampling_params.extra_args["seed"] for name in batch.req_ids], np.uint64
         )
         positions = batch.num_tokens_no_spec[: len(seeds)]
-        if self.kept is not None:
-            self._record(self.kept, logprobs, batch.req_ids, positions)
+        if self.masks is not None:
+            self._record(self.masks, logprobs, batch.req_ids, positions)
         return invert(logprobs, torch.from_numpy(uniforms(seeds, positions))), logprobs
 
     @staticmethod
-    def _record(kept, logprobs, names, positions):
-        """Store the kept set of each row. A token that is drawn again replaces its entry.
+    def _record(masks, logprobs, names, positions):
+        """Store the sampling mask of each row. A token that is drawn again replaces its entry.
 
         vLLM also draws a token after each chunk of a prompt, and ignores it; its position is that of the
         first token.
@@ -68,7 +68,7 @@ class HashedSampler(Sampler):
         row, token = (logprobs > -torch.inf).nonzero(as_tuple=True)
         ends = row.bincount(minlength=len(names)).cumsum(0)[:-1].numpy()
         for name, position, ids in zip(names, positions.tolist(), np.split(token.int().numpy(), ends)):
-            kept.setdefault(name, {})[position] = ids
+            masks.setdefault(name, {})[position] = ids
 
     @staticmethod
     def gather_logprobs(logprobs, num_logprobs, token_ids):

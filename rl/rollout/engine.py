@@ -45,7 +45,7 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
-        returns_masks: whether completions have the kept sets of their tokens (`rl.rollout.kept_sets`).
+        returns_masks: whether completions have the masks of their tokens (`rl.rollout.sampling_masks`).
         routes: return the experts that were chosen for each token, as the held column "routes".
         bitwise: compute log-probs that are bitwise those of a trainer in the same mode.
         adapters: the low-rank adapters that it keeps beside the weights (`adapter.in_engine=adapter`), of the
@@ -114,7 +114,7 @@ class RolloutEngine:
             ranks = [adapter.rank for adapter in adapters]
             self.adapters = in_vllm.AdapterSlots(self._runner, layers, ranks)
         self._vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
-        self._returns_kept = returns_masks
+        self._returns_masks = returns_masks
         self._cpu_cache = None
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
@@ -123,7 +123,7 @@ class RolloutEngine:
             self._cpu_cache = cpu_support.KvCache(self._runner.kv_caches)
             self._runner.sampler = cpu_support.make_sampler(self._runner)
         if bitwise:
-            from rl.rollout.bitwise import make_bitwise
+            from rl.rollout.bitwise_numerics import make_bitwise
 
             sampler = None if device.is_cuda else self._runner.sampler
             make_bitwise(self.model, read_hf_config(path), sampler)
@@ -323,7 +323,7 @@ class RolloutEngine:
         engine, running = self.llm.llm_engine, self._running
         self.events = EventLog(self.replica_group, keep_records=keep_records)
         if not self.device.is_cuda:
-            self._runner.sampler.kept = {} if self._returns_kept else None
+            self._runner.sampler.masks = {} if self._returns_masks else None
         step = last_record = 0
         has_finished = waits = False
         while True:
@@ -392,24 +392,24 @@ class RolloutEngine:
         engine.abort_request([name])
         return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
 
-    def _kept_sets(self, internal_id: str, output) -> dict[str, np.ndarray]:
+    def _masks(self, internal_id: str, output) -> dict[str, np.ndarray]:
         """Return the held columns of the sets from which the tokens of a finished request were sampled."""
-        from rl.rollout.kept_sets import columns_of
+        from rl.rollout.sampling_masks import columns_of
 
         if self.device.is_cuda:
             sets = output.sampling_mask.token_ids
         else:  # none if the request was greedy; one too many if tokens were sampled after a stop string
-            sets = list(self._runner.sampler.kept.pop(internal_id, {}).values())[: len(output.token_ids)]
+            sets = list(self._runner.sampler.masks.pop(internal_id, {}).values())[: len(output.token_ids)]
             sets = sets or [()] * len(output.token_ids)
-        assert len(sets) == len(output.token_ids), "the engine did not return a kept set for every token"
+        assert len(sets) == len(output.token_ids), "the engine did not return a sampling mask for every token"
         return columns_of(sets, self._vocab_size)
 
     def _completion(self, finished, live: "_Live") -> Completion:
         """Return the tokens of a finished request, with the held columns."""
         output = finished.outputs[0]
         held = {} if self._routes is None else {"routes": self._routes.take(live.internal_id, output)}
-        if self._returns_kept:
-            held |= self._kept_sets(live.internal_id, output)
+        if self._returns_masks:
+            held |= self._masks(live.internal_id, output)
         return Completion(
             token_ids=np.asarray(output.token_ids, np.int32),
             logprobs=np.asarray(output.logprobs.logprobs, np.float32),
@@ -439,8 +439,8 @@ class RolloutEngine:
         # admit the request at the same step (vLLM #29996).
         grammar = request.grammar and StructuredOutputsParams(structural_tag=request.grammar)
         temperature, top_k = sampling.temperature, sampling.top_k
-        if self.device.is_cuda and self._returns_kept:
-            # An engine that returns kept sets refuses requests without top_k, and greedy ones.
+        if self.device.is_cuda and self._returns_masks:
+            # An engine that returns sampling masks refuses requests without top_k, and greedy ones.
             temperature, top_k = (temperature, top_k or self._vocab_size) if temperature else (1.0, 1)
         return SamplingParams(
             temperature=temperature,

@@ -56,7 +56,9 @@ def build_llm(
             moe_backend="auto" if frozen else "triton",
             gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
-        if bitwise:  # `rl.rollout.bitwise` reads lengths on the host and knows the cache of this backend
+        if (
+            bitwise
+        ):  # `rl.rollout.bitwise_numerics` reads lengths on the host and knows the cache of this backend
             options["enforce_eager"] = True
             if "kv_lora_rank" not in hf:
                 options["attention_backend"] = "TRITON_ATTN"
@@ -64,7 +66,7 @@ def build_llm(
             # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
             options["sleep_mode_offload_cudagraph"] = not frozen and not rollout.enforce_eager
         if returns_masks:
-            # vLLM raises an error if it would use its first model runner, which does not return the sets.
+            # vLLM raises an error if it would use its first model runner, which does not return the masks.
             options |= _mask_option(EngineArgs.__dataclass_fields__)
     else:
         options |= dict(
@@ -102,7 +104,7 @@ def build_llm(
 
 
 def _mask_option(known) -> dict[str, bool]:
-    """Return the option with which completions have kept sets. known: names of vLLM's options."""
+    """Return the option with which completions have sampling masks. known: names of vLLM's options."""
     if "return_sampling_mask" not in known:
         raise ConfigError(
             "rollout.top_p, top_k or min_p truncates the distribution, but this vLLM does not return the "

@@ -250,8 +250,8 @@ def build_model(
     """Build this rank's part of a policy or a value model, with uninitialised weights.
 
     hf: for a value model, the result of `rl.models.value_model`. bitwise: compute a policy's log-probs as
-    `rl.training.bitwise` does, without Transformer Engine. is_adapted: build layers to which adapters can be
-    added. Collective over the world (Megatron's tied embeddings).
+    `rl.training.bitwise_numerics` does, without Transformer Engine. is_adapted: build layers to which
+    adapters can be added. Collective over the world (Megatron's tied embeddings).
     """
     config = transformer_config(hf, training, dtype, bitwise=bitwise)
     layers = block_spec(config, fuses_norms=not is_adapted)
@@ -280,7 +280,7 @@ def build_model(
         model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
     model.rotary = rotate_by_row(model, fused=config.apply_rope_fusion)
     if bitwise and not values:
-        from rl.training.bitwise import make_bitwise
+        from rl.training.bitwise_numerics import make_bitwise
 
         make_bitwise(model, hf)
     return model

@@ -92,8 +92,8 @@ def _apply(t: Tensor, freqs: Tensor, config, **options) -> Tensor:
     """Replace Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: from `RowRotary.of`."""
     if config.apply_rope_fusion:  # another model of this process
         return _megatrons_apply(t, freqs, config, **options)
-    if freqs.dtype is torch.float64:  # from `rl.training.bitwise.BitwiseRotary`
-        from rl.training.bitwise import rotate
+    if freqs.dtype is torch.float64:  # from `rl.training.bitwise_numerics.BitwiseRotary`
+        from rl.training.bitwise_numerics import rotate
 
         return rotate(t, freqs, config.multi_latent_attention)
     return _Rotate.apply(t, freqs, config.multi_latent_attention)

@@ -74,7 +74,7 @@ def test_agents_are_imported_by_their_users_only():
     assert importing == []
 
 
-def test_exact_numerics_are_imported_by_their_users_only():
+def test_bitwise_numerics_are_imported_by_their_users_only():
     """A run with model.numerics=fast imports none of them: others import them inside of functions."""
     importing = {
         str(file.relative_to(ROOT))
@@ -84,7 +84,7 @@ def test_exact_numerics_are_imported_by_their_users_only():
         if isinstance(node, (ast.Import, ast.ImportFrom))
         and re.search("rl.numerics|bitwise", ast.unparse(node))
     }
-    assert importing == {"rl/rollout/bitwise.py", "rl/training/bitwise.py"}
+    assert importing == {"rl/rollout/bitwise_numerics.py", "rl/training/bitwise_numerics.py"}
 
 
 def test_runs_without_traces_and_checks_import_none_of_them():

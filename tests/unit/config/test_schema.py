@@ -342,7 +342,7 @@ def test_what_is_unlikely_to_be_meant_is_one_warning(overrides, words):
         (["roles={train: 0-1, rollout: 2-3, lag: 0}"], "roles.rollout=2-3"),
     ],
 )
-def test_truncation_needs_kept_sets_at_the_trainer(overrides, key):
+def test_truncation_needs_masks_at_the_trainer(overrides, key):
     error = check_error("rollout.top_k=20", *overrides)
     assert f"but {key}" in error and "rollout.biased_truncation=true" in error
     (warning,) = check(config_with("rollout.top_k=20", "rollout.biased_truncation=true", *overrides))

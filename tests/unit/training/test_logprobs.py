@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.data.batch import Batch
 from rl.data.held import SAMPLING_MASKS, HeldColumn
-from rl.rollout.kept_sets import columns_of
+from rl.rollout.sampling_masks import columns_of
 from rl.rollout.turns import Sample, Segment
 from rl.training.logprobs import linear_logprobs
 from rl.training.sampling_masks import SamplingMasks, masks_of

@@ -9,7 +9,7 @@ from tests import bounds
 from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
-WORKER = Path(__file__).parent / "bitwise_worker.py"
+WORKER = Path(__file__).parent / "bitwise_numerics_worker.py"
 FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 GRADIENT = bounds.of_gradient(3, SIZES["hidden_size"])
 

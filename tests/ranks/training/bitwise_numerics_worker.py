@@ -1,6 +1,6 @@
-"""One rank of the zero mode's tests: log-probs of the engine and of the trainer in several layouts.
+"""One rank of test_bitwise_numerics.py: log-probs of the engine and of the trainer in several layouts.
 
-    bitwise_worker.py CHECKPOINT OUT_FILE DTYPE SAMPLES ROLLOUT_TP LAYOUT [LAYOUT ...]
+    bitwise_numerics_worker.py CHECKPOINT OUT_FILE DTYPE SAMPLES ROLLOUT_TP LAYOUT [LAYOUT ...]
 
 LAYOUT is TPxPP, with a suffix r for recompute or p for rows without shared prompts. Rank 0 writes, per
 layout, the numbers of tokens and of those whose log-probs differ in a bit. For the last layout it also writes

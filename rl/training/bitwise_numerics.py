@@ -1,7 +1,7 @@
 """Megatron's layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
 
-The forward pass is computed by functions that the engine calls too (`rl.rollout.bitwise`). The backward pass
-is that of the ordinary layer at the same inputs, which it computes again.
+The forward pass is computed by functions that the engine calls too (`rl.rollout.bitwise_numerics`). The
+backward pass is that of the ordinary layer at the same inputs, which it computes again.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""Exact layers equal torch's within rounding, and a token's result depends on no other token or split."""
+"""Bitwise layers equal torch's within rounding, and a token's result depends on no other token or split."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.numerics import exact, layers
+from rl.numerics import arithmetic, layers
 from tests import bounds
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -33,27 +33,29 @@ def test_linear_ignores_order_batch_and_split(dtype):
     # Output channels do not depend on which others a rank holds.
     assert torch.equal(layers.linear(x, weight[20:33], bias[20:33]), found[:, 20:33])
     # Two ranks hold half of the input channels each: common scales, then the parts are added.
-    scale = exact.scale_above(weight, 1)
+    scale = arithmetic.scale_above(weight, 1)
     weights = [layers.SlicedWeight.scaled(part, scale, 96) for part in weight.chunk(2, 1)]
-    halves, rows = x.double().chunk(2, 1), exact.scale_above(x, -1)
+    halves, rows = x.double().chunk(2, 1), arithmetic.scale_above(x, -1)
     parts = [
-        exact.product(exact.slices(part / rows, of.bits, len(of.parts)), of.parts)
+        arithmetic.product(arithmetic.slices(part / rows, of.bits, len(of.parts)), of.parts)
         for part, of in zip(halves, weights)
     ]
     total = [sum(both) for both in zip(*parts)]
-    whole = exact.combine(total, weights[0].bits) * rows * scale.T + bias.double()
+    whole = arithmetic.combine(total, weights[0].bits) * rows * scale.T + bias.double()
     assert torch.equal(whole.to(dtype), found)
 
 
 def test_elementwise_functions_do_not_depend_on_layout():
     x = random(7, 33) * 3
-    for function in (layers.silu, exact.exp):
+    for function in (layers.silu, arithmetic.exp):
         found = function(x.double())
         assert torch.equal(function(x.T.double()).T, found)
         assert torch.equal(torch.stack([function(row) for row in x.double()]), found)
     small = x.double().clamp(-600, 600)
-    assert torch.allclose(exact.exp(small), small.exp(), rtol=1e-12)
-    assert torch.allclose(exact.log(small.abs() + 1e-9), (small.abs() + 1e-9).log(), rtol=1e-13, atol=1e-15)
+    assert torch.allclose(arithmetic.exp(small), small.exp(), rtol=1e-12)
+    assert torch.allclose(
+        arithmetic.log(small.abs() + 1e-9), (small.abs() + 1e-9).log(), rtol=1e-13, atol=1e-15
+    )
     assert torch.allclose(layers.silu(x), F.silu(x), rtol=1e-6, atol=1e-37)
 
 

@@ -1,7 +1,7 @@
 """vLLM's CPU layers with the arithmetic of `rl.numerics`, for model.numerics=bitwise.
 
-The trainer calls the same functions (`rl.training.bitwise`). A token's log-prob depends only on the weights
-and on the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests.
+The trainer calls the same functions (`rl.training.bitwise_numerics`). A token's log-prob depends only on the
+weights and the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from rl.numerics import layers
 from rl.rollout.cpu_support import PackedLinear
 
 
-class ExactLinear(PackedLinear):
+class BitwiseLinear(PackedLinear):
     """Computes a linear layer from slices of its weight, which the first call after a refit makes."""
 
     def sliced(self) -> layers.SlicedWeight:
@@ -42,17 +42,17 @@ class ExactLinear(PackedLinear):
         return layers.linear(x, self.sliced(), bias)
 
 
-class ExactLinearMethod(UnquantizedLinearMethod):
+class BitwiseLinearMethod(UnquantizedLinearMethod):
     """Computes a linear layer on CUDA."""
 
     def apply(self, layer, x, bias=None):
         return layers.linear(x, layer.weight, bias)
 
 
-class ExactEmbeddingMethod(UnquantizedEmbeddingMethod):
+class BitwiseEmbeddingMethod(UnquantizedEmbeddingMethod):
     """Computes a head on CUDA."""
 
-    apply = ExactLinearMethod.apply
+    apply = BitwiseLinearMethod.apply
 
 
 def _weight_of(layer) -> Tensor | layers.SlicedWeight:
@@ -61,14 +61,14 @@ def _weight_of(layer) -> Tensor | layers.SlicedWeight:
     return layer.weight if packed is None else packed.sliced()
 
 
-class ExactRow(RowParallelLinear):
+class BitwiseRow(RowParallelLinear):
     def forward(self, input_):
         assert self.input_is_parallel and self.bias is None
         out = layers.linear(input_, _weight_of(self), group=get_tp_group().device_group)
         return (out, None) if self.return_bias else out
 
 
-class ExactNorm(RMSNorm):
+class BitwiseNorm(RMSNorm):
     def forward(self, x, residual=None):
         if residual is not None:
             x = residual = x + residual
@@ -76,12 +76,12 @@ class ExactNorm(RMSNorm):
         return out if residual is None else (out, residual)
 
 
-class ExactSiluAndMul(SiluAndMul):
+class BitwiseSiluAndMul(SiluAndMul):
     def forward(self, x):
         return layers.gated(x)
 
 
-class ExactRotary(nn.Module):
+class BitwiseRotary(nn.Module):
     """Replaces a rotary embedding."""
 
     def __init__(self, original: RotaryEmbeddingBase, hf: dict):
@@ -134,7 +134,7 @@ def _slots(block_table: Tensor, size: int) -> Tensor:
     return (block_table.long()[:, :, None] * size + within).flatten(1)
 
 
-class ExactMLA(MLAAttention):
+class BitwiseMLA(MLAAttention):
     """Latent attention over keys and values that are projected up from the latents in every step."""
 
     def forward(self, q, kv_c_normed, k_pe, output_shape=None, q_dcp_replicated=None):
@@ -174,7 +174,7 @@ class ExactMLA(MLAAttention):
         return output
 
 
-class _ExactMoE:
+class _BitwiseMoE:
     """Forward pass of a block of experts, in place of vLLM's runner."""
 
     routing: layers.Routing
@@ -190,30 +190,30 @@ class _ExactMoE:
         return out if shared is None else out + shared(hidden_states)
 
 
-class ExactDeepseekMoE(_ExactMoE, DeepseekV2MoE):
+class BitwiseDeepseekMoE(_BitwiseMoE, DeepseekV2MoE):
     pass
 
 
-class ExactMixtralMoE(_ExactMoE, MixtralMoE):
+class BitwiseMixtralMoE(_BitwiseMoE, MixtralMoE):
     pass
 
 
-class ExactQwen3MoE(_ExactMoE, Qwen3MoeSparseMoeBlock):
+class BitwiseQwen3MoE(_BitwiseMoE, Qwen3MoeSparseMoeBlock):
     pass
 
 
 CLASSES = {
-    RowParallelLinear: ExactRow,
-    RMSNorm: ExactNorm,
-    SiluAndMul: ExactSiluAndMul,
-    MLAAttention: ExactMLA,
-    DeepseekV2MoE: ExactDeepseekMoE,
-    MixtralMoE: ExactMixtralMoE,
-    Qwen3MoeSparseMoeBlock: ExactQwen3MoE,
+    RowParallelLinear: BitwiseRow,
+    RMSNorm: BitwiseNorm,
+    SiluAndMul: BitwiseSiluAndMul,
+    MLAAttention: BitwiseMLA,
+    DeepseekV2MoE: BitwiseDeepseekMoE,
+    MixtralMoE: BitwiseMixtralMoE,
+    Qwen3MoeSparseMoeBlock: BitwiseQwen3MoE,
 }
 
 
-METHODS = {UnquantizedLinearMethod: ExactLinearMethod, UnquantizedEmbeddingMethod: ExactEmbeddingMethod}
+METHODS = {UnquantizedLinearMethod: BitwiseLinearMethod, UnquantizedEmbeddingMethod: BitwiseEmbeddingMethod}
 
 
 def make_bitwise(model: nn.Module, hf: dict, sampler) -> None:
@@ -223,18 +223,18 @@ def make_bitwise(model: nn.Module, hf: dict, sampler) -> None:
     """
     for module in list(model.modules()):
         if "cpu_linear" in module.__dict__:
-            module.cpu_linear = ExactLinear(module)
+            module.cpu_linear = BitwiseLinear(module)
         elif type(method := getattr(module, "quant_method", None)) in METHODS:
             method.__class__ = METHODS[type(method)]
         module.__class__ = CLASSES.get(type(module), type(module))
-        if isinstance(module, _ExactMoE):
+        if isinstance(module, _BitwiseMoE):
             module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
         impl = getattr(module, "impl", None)
         if impl is not None and not isinstance(module, MLAAttention):
             impl.forward, impl.do_kv_cache_update = partial(attend, impl.scale), store
         for name, child in list(module.named_children()):
             if isinstance(child, RotaryEmbeddingBase):
-                setattr(module, name, ExactRotary(child, hf))
+                setattr(module, name, BitwiseRotary(child, hf))
     if sampler is not None:
         sampler.log_softmax = layers.log_softmax
         return
