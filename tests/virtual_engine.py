@@ -14,7 +14,7 @@ from rl.agents.environment import Reply, Run, Score, Step, ToolCalls
 from rl.agents.source import AgentSource
 from rl.agents.trajectory import Limits
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Waiting
-from rl.rollout.turns import Completion, Request
+from rl.rollout.samples import Completion, Request
 
 __all__ = ["Limits", "VirtualEngine", "VirtualPool", "prompts_of", "steps_of"]
 

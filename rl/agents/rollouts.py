@@ -17,9 +17,9 @@ from rl.data.prompts import Prompt, end_token_ids
 from rl.rewards.pool.pool import default_workers
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue import OrderedQueue, Queue, StaticQueue
+from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
 from rl.rollout.stored_log import DIRECTORY, Recorder, store
-from rl.rollout.turns import Sample
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from rl.config.agents import Agents
 from rl.data.prompts import Prompt
 from rl.rollout.events import Abort, Add, Done, Event, Waiting
 from rl.rollout.queue import Queue
+from rl.rollout.samples import Completion, Request, Sample
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import Completion, Request, Sample
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.agents.endpoint import Endpoint, EndpointRequest

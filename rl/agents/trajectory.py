@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rl.rollout.samples import Completion, Request, Sample, Segment
 from rl.rollout.sampling import seed_of
-from rl.rollout.turns import Completion, Request, Sample, Segment
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Trajectory:
                 self.prompt,
                 self.number,
                 tuple(row.segments),
-                truncated=self.is_cut or self.end == "length",
+                "length" if self.is_cut or self.end == "length" else "stop",
                 row=index,
                 prompt_ids=None if np.array_equal(row.prompt_ids, prompt_ids) else row.prompt_ids,
                 outcome=outcome,

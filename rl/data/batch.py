@@ -53,7 +53,7 @@ class Batch:
     """int64 [N]: index of the trajectory of each row, if a trajectory has several rows."""
     turns: Tensor | None = None
     """int32 [T]: number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given
-    to it (minus the index of their source in `rl.rollout.turns.SOURCES`). None: responses of one turn."""
+    to it (minus the index of their source in `rl.rollout.samples.SOURCES`). None: responses of one turn."""
     turn_rewards: Tensor | None = None
     """Reward of each turn by its environment on the turn's last token, 0 elsewhere; filled with `turns`."""
     mask: Tensor | None = None

@@ -34,6 +34,17 @@ def row_key(prompt_ids: np.ndarray, response_ids: np.ndarray) -> int:
     return zlib.crc32(response_ids.tobytes(), zlib.crc32(prompt_ids.tobytes()))
 
 
+@dataclass(frozen=True)
+class Absent:
+    """Stands for an array of values that another rank has."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
 @dataclass
 class HeldColumn:
     """One column of N samples."""

@@ -21,9 +21,10 @@ from rl.engines.engines import Engines
 from rl.phases.generation import Generation
 from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
-from rl.rollout.carry_over import CarriedTurns, Frontier, Group, batch_of, extend, quota_of
+from rl.rollout.batches import batch_of
+from rl.rollout.carry_over import CarriedTurns, Frontier, Group, extend, quota_of, samples_of
+from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
-from rl.rollout.turns import Sample
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 
 
@@ -79,9 +80,11 @@ class CarryOver:
         self._consumed += taken
         self._dropped += [group for group in rest if group.oldest < oldest_allowed]
         self._log_metrics()
-        return batch_of(taken)
+        ids, prompts = [g.prompt.token_ids for g in taken], [g.prompt for g in taken]
+        n = config.samples_per_prompt
+        return batch_of(samples_of(taken), ids, prompts=prompts, samples_per_prompt=n)
 
-    def _sample(self, groups: list[Group], due: set[int], num_missing: int) -> Batch:
+    def _sample(self, groups: list[Group], due: set[int], num_missing: int) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
         engine, sampling = self._engines.rollout, self._sampling
         assert engine is not None, "this run has no generation engine"

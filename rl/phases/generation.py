@@ -18,10 +18,11 @@ from rl.engines.memory import MemorySharing
 from rl.phases.batch_checks import describe_failures, warn_of_failures
 from rl.phases.batch_metrics import agent_metrics
 from rl.phases.step import Step
+from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
+from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import Sample
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
@@ -100,9 +101,8 @@ class Generation:
         options: dict[str, Any] = dict(total=len(ids) * n, timing=timing, abortable=abortable)
         if self._agents is None:
             generate = partial(engine.generate, ids, sampling, seeds, order=order)
-            batch = self.run(ids, generate, samples_per_prompt=n, **options)
-            batch.prompts = prompts
-            return batch
+            samples = self.run(ids, generate, **options)
+            return batch_of(samples, ids, prompts=prompts, samples_per_prompt=n)
         counts: Counter[str] = Counter()
 
         def generate_trajectories(progress, interrupt) -> list[Sample] | None:
@@ -116,8 +116,7 @@ class Generation:
             counts.update(found)
             return own
 
-        batch = self.run(ids, generate_trajectories, **options)
-        batch.prompts = prompts
+        batch = batch_of(self.run(ids, generate_trajectories, **options), ids, prompts=prompts, turns=True)
         return self._complete_groups(batch, sampling, counts, timing)
 
     def run(
@@ -125,12 +124,11 @@ class Generation:
         ids: list[np.ndarray],
         generate: Callable[..., list[Sample] | None],
         *,
-        samples_per_prompt: int | None = None,
         total: int,
         timing: str,
         abortable: bool = False,
-    ) -> Batch:
-        """Call `generate` as a phase with the engine awake, and exchange its samples.
+    ) -> list[Sample]:
+        """Call `generate` as a phase with the engine awake; return the samples of all ranks.
 
         Collective over the world.
 
@@ -138,7 +136,6 @@ class Generation:
             ids: contexts of the samples, int32 [P_i].
             generate: called with the keyword arguments `progress` and `interrupt` on every rank; returns this
                 rank's samples, or None after an interrupt.
-            samples_per_prompt: number that every context must have; None if samples may be missing.
             total: expected number of samples, for the progress bar.
             timing: the seconds are logged as timing_s/<timing>.
             abortable: whether a stop request ends the generation; ignored once this step has updated a model.
@@ -161,15 +158,13 @@ class Generation:
                 if abortable and any_rank(own is None):
                     raise StepAborted
                 step.events = engine.events.digest
-                has_turns = self._agents is not None
                 reward = self._config.reward
-                is_read = has_turns and bool(reward.model.path or reward.judge.path)
-                columns = dict(turns=has_turns, held=engine.held_columns, conversations=is_read)
-                batch = exchange(ids, own or [], samples_per_prompt, self._step.device, **columns)
-            step.metrics |= self._idle_metrics(timing, busy, batch, len(ids))
+                is_read = bool(reward.model.path or reward.judge.path)
+                samples = exchange(own or [], step.device, conversations=is_read)
+            step.metrics |= self._idle_metrics(timing, busy, samples, len(ids))
         if abortable:
             step.abortable_s += time.perf_counter() - started
-        return batch
+        return samples
 
     def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str], timing: str) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.
@@ -205,7 +200,9 @@ class Generation:
             step.number, lambda: step.phase("refit", timing="update_weights")
         )
 
-    def _idle_metrics(self, timing: str, busy: float, batch: Batch, num_groups: int) -> dict[str, float]:
+    def _idle_metrics(
+        self, timing: str, busy: float, samples: list[Sample], num_groups: int
+    ) -> dict[str, float]:
         """Return the mean and maximum share of the generation time in which a replica waited for the slowest.
 
         `greedy` is the mean share that longest-first assignment of groups would have had. Collective over the
@@ -220,9 +217,9 @@ class Generation:
         mean, most = idle_shares(seconds.tolist())
         late = (seconds - seconds.min()).numpy()
         self._step.agreement.late_s += late.repeat(len(self._step.agreement.late_s) // len(late))
-        lengths = torch.tensor([len(ids) for ids in batch.response_ids])
-        loads = torch.zeros(num_groups, dtype=lengths.dtype)
-        loads.index_add_(0, batch.groups, lengths)
-        greedy = greedy_idle(loads.tolist(), engine.num_replicas)
+        loads = [0] * num_groups
+        for sample in samples:
+            loads[sample.prompt] += len(sample.token_ids)
+        greedy = greedy_idle(loads, engine.num_replicas)
         name = f"perf/idle_share_{timing}"
         return {f"{name}/mean": mean, f"{name}/max": most, f"{name}/greedy": greedy}

@@ -10,10 +10,11 @@ from rl.data.prompts import Prompt
 from rl.phases.generation import AllReplicas
 from rl.phases.step import Step
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
+from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
+from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import Sample
 from rl.runtime.collectives import any_rank
 from rl.stopping.requests import StopRequests
 from rl.training.engine import TrainingEngine
@@ -164,10 +165,12 @@ class JointGeneration:
         first = 0
         for point, ask in asks.items():
             mine = _within(own or [], first, len(ask.prompts))
-            batch = exchange(
-                ids[point], mine, sampling.samples_per_prompt, step.device, held=engine.held_columns
+            batch = batch_of(
+                exchange(mine, step.device),
+                ids[point],
+                prompts=ask.prompts,
+                samples_per_prompt=sampling.samples_per_prompt,
             )
-            batch.prompts = ask.prompts
             # All points wait for the whole call, so each one's time is that of the call.
             key = f"timing_s/{ask.timing}"
             ask.step.metrics[key] = ask.step.metrics.get(key, 0.0) + seconds

@@ -22,6 +22,7 @@ from rl.faults.agreement import fail_together
 from rl.phases.batch_checks import CheckFailed, place
 from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rewards.score import Score, digest
+from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
@@ -167,7 +168,8 @@ class Scorer:
         engine.wake_cache()
         samples = engine.generate(questions_asked, sampling, [seed_of(self.seed, "judge", i) for i in asked])
         engine.sleep()
-        answers = exchange(questions_asked, samples, 1, self.device)
+        assert samples is not None
+        answers = batch_of(exchange(samples, self.device), questions_asked, samples_per_prompt=1)
         values, failed = torch.zeros(len(batch)), torch.ones(len(batch))
         for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
             try:

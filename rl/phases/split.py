@@ -21,10 +21,10 @@ from rl.phases.staleness import StaleTokens, check_staleness
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
 from rl.rollout.asks import Ask, Asks, Begin, Complete, Generate, NextBatch
-from rl.rollout.exchange import exchange
+from rl.rollout.batches import batch_of
 from rl.rollout.group_stream import batch_size
+from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
-from rl.rollout.turns import COLUMNS, Sample, Segment, columns_of
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -130,20 +130,13 @@ class SplitGeneration:
                 self._receive(lambda: all(group in self._groups for group in groups))
 
     def state_dict(self) -> dict:
-        """Return plain data for a checkpoint, with an array of all tokens for each column. Not collective."""
+        """Return plain data for a checkpoint. Not collective."""
         deliveries = [self._groups[group] for group in sorted(self._groups)]
-        samples = [sample for delivery in deliveries for sample in delivery.samples]
-        return columns_of(samples) | {
+        return {
             "batch": self._num_learned,
             "batch_size": self._size,
-            "groups": [
-                [
-                    *delivery.key,
-                    delivery.source,
-                    [[s.number, s.truncated, len(s.token_ids)] for s in delivery.samples],
-                ]
-                for delivery in deliveries
-            ],
+            "groups": [[*each.key, each.source, len(each.samples)] for each in deliveries],
+            "samples": pack([sample for delivery in deliveries for sample in delivery.samples]),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -159,21 +152,18 @@ class SplitGeneration:
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
-        start = 0
+        samples = iter(_stored_samples(state))
         for group, prompt, source, rows in state.get("groups", []):
-            if len(rows) != self._sampling.samples_per_prompt:
+            number = rows if isinstance(rows, int) else len(rows)
+            if number != self._sampling.samples_per_prompt:
                 raise ConfigError(
                     f"rollout.samples_per_prompt={self._sampling.samples_per_prompt}, but the checkpoint "
-                    f"holds a group of {len(rows)} samples; resume with that of the saved run."
+                    f"holds a group of {number} samples; resume with that of the saved run."
                 )
-            samples = []
-            for number, truncated, length in rows:
-                segment = Segment(*(state[name][start : start + length] for name in COLUMNS))
-                samples.append(Sample(group % self._size, number, (segment,), truncated))
-                start += length
+            own = [next(samples) for _ in range(number)]
             version = self._policy.version + group // self._size - self._num_learned
-            if _oldest(samples) >= version - self._config.roles.lag:
-                self._groups[group] = Delivery((group, prompt), source, samples)
+            if _oldest(own) >= version - self._config.roles.lag:
+                self._groups[group] = Delivery((group, prompt), source, own)
 
     # Generation -------------------------------------------------------------------------------------------
 
@@ -264,9 +254,7 @@ class SplitGeneration:
             step.bar(timing, total) as bar,
         ):
             samples = receive(bar, abortable)
-            own = samples if dist.get_rank() == 0 else []
-            batch = exchange(ids, own, sampling.samples_per_prompt, step.device)
-            batch.prompts = prompts
+            batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
         if abortable:
             step.abortable_s += time.perf_counter() - started
         return batch
@@ -339,6 +327,15 @@ class SplitGeneration:
             sent = torch.tensor(moved.sent)
             dist.all_reduce(sent)
             self._step.metrics["perf/refit_bytes_received"] = int(sent)
+
+
+def _stored_samples(state: dict) -> list[Sample]:
+    """Return the samples of all groups of a checkpoint."""
+    if "samples" in state or not state.get("groups"):
+        return unpack(state["samples"]) if "samples" in state else []
+    rows = ((g % state["batch_size"], row) for g, _, _, own in state["groups"] for row in own)
+    ends = ("stop", "length")
+    return samples_of_columns(state, ((place, k, length, ends[cut]) for place, (k, cut, length) in rows))
 
 
 def _oldest(samples: list[Sample]) -> int:

@@ -17,6 +17,7 @@ from rl.objectives.distillation import divergence_of
 from rl.phases.batch_metrics import token_mean
 from rl.phases.minibatches import MinibatchPlanner
 from rl.phases.step import Step
+from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.training.divergence import Targets, head_rows, top_k
@@ -105,9 +106,9 @@ class Teaching:
             engine.wake_cache()
             samples = engine.generate(ids, sampling, seeds)
             engine.sleep()
-            batch = exchange(ids, samples, sampling.samples_per_prompt, self._step.device)
-        batch.prompts = prompts
-        return batch
+            assert samples is not None
+            samples = exchange(samples, self._step.device)
+        return batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
 
     def _lessons(
         self, batch: Batch

@@ -36,7 +36,7 @@ from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_we
 from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.refit.values import values_of
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.turns import Sample, Segment
+from rl.rollout.samples import Sample, pack, unpack
 from rl.runtime.collectives import broadcast_object
 from rl.runtime.device import Device
 from rl.runtime.job_store import JobStore
@@ -65,10 +65,6 @@ class Delivery(NamedTuple):
     source: int
     """Rank of the job that sent them."""
     samples: list[Sample]
-
-
-_TYPES = (Delivery, Sample, Segment)
-"""Types that a message with samples may contain."""
 
 
 class Link:
@@ -340,7 +336,7 @@ class Link:
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
         self.check_threads()
-        self._outgoing.put(encode(Delivery(key, self.rank, samples), *_TYPES))
+        self._outgoing.put(encode([key, self.rank, pack(samples)]))
 
     def _send_queued(self) -> None:
         while True:
@@ -376,7 +372,8 @@ class Link:
             moved: Future = Future()
             moved.set_result(self.wait_sent())
             self._sending = moved
-        return [decode(content, *_TYPES) for content in arrived]
+        messages = map(decode, arrived)
+        return [Delivery(key, source, unpack(packed)) for key, source, packed in messages]
 
     def check_threads(self) -> None:
         """Raise what a sending thread has raised. Not collective."""

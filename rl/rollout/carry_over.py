@@ -10,55 +10,42 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from rl.data.batch import Batch, fingerprint
+from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Add, Done, Event
 from rl.rollout.queue import Queue, own_counter, shared_counter
+from rl.rollout.samples import Completion, Request, Sample, Segment, pack, samples_of_columns, unpack
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import COLUMNS, Completion, Request, Sample, Segment, columns_of
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of a prompt so far; those that end with "abort" are unfinished."""
+    """The samples of a prompt so far, by number."""
 
     prompt: Prompt
-    samples: tuple[Completion, ...]
+    samples: tuple[Sample, ...]
 
     @classmethod
     def of(cls, prompt: Prompt, num_samples: int) -> "Group":
         """Return a group whose samples have not been started."""
-        empty = Completion(**{name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}, end="abort")
-        return cls(prompt, (empty,) * num_samples)
+        return cls(prompt, tuple(Sample(0, number, (), "abort") for number in range(num_samples)))
 
     def within(self, max_tokens: int) -> "Group":
-        """Return the group whose samples have at most `max_tokens` tokens; longer ones are truncated there.
-
-        The result equals that of a generation with this limit.
-        """
-        return replace(self, samples=tuple(_within(sample, max_tokens) for sample in self.samples))
+        """Return the group as a generation with this limit of tokens would have left it."""
+        return replace(self, samples=tuple(sample.within(max_tokens) for sample in self.samples))
 
     @property
     def unfinished(self) -> list[int]:
         """Numbers of the unfinished samples."""
-        return [number for number, sample in enumerate(self.samples) if sample.end == "abort"]
+        return [number for number, sample in enumerate(self.samples) if sample.is_unfinished]
 
     @property
     def oldest(self) -> float:
         """Version of the weights that sampled the oldest token; infinite without tokens."""
         versions = (sample.weight_versions for sample in self.samples)
         return min((int(own.min()) for own in versions if len(own)), default=np.inf)
-
-
-def _within(sample: Completion, max_tokens: int) -> Completion:
-    length = len(sample.token_ids)
-    if length < max_tokens or length == max_tokens and sample.end != "abort":
-        return sample
-    columns = {name: getattr(sample, name)[:max_tokens] for name in COLUMNS}
-    return replace(sample, **columns, end="length")
 
 
 class Quota:
@@ -125,7 +112,7 @@ class CarriedTurns:
         self._running: dict[str, tuple[int, int]] = {}
         self._is_drained = False
         self.parts: list[Sample] = []
-        """The new tokens of every sample that was started or continued; the outcome is `unfinished`."""
+        """The new tokens of every sample that was started or continued, as samples."""
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
         if self._quota.is_met():
@@ -154,17 +141,9 @@ class CarriedTurns:
 
     def receive(self, name: str, completion: Completion) -> None:
         item, number = self._running.pop(name)
-        is_unfinished = completion.end == "abort"
-        self.parts.append(
-            Sample(
-                item,
-                number,
-                (Segment.of(completion),),
-                truncated=completion.end == "length",
-                outcome={"unfinished": float(is_unfinished)},
-            )
-        )
-        if is_unfinished:
+        segments, digest = (Segment.of(completion),), completion.context_digest
+        self.parts.append(Sample(item, number, segments, completion.end, context_digest=digest))
+        if self.parts[-1].is_unfinished:
             return
         self._num_left[item] -= 1
         if self._num_left[item] == 0:
@@ -173,50 +152,26 @@ class CarriedTurns:
             self._progress.update(1)
 
 
-def extend(groups: Sequence[Group], parts: Batch) -> list[Group]:
+def extend(groups: Sequence[Group], parts: Sequence[Sample]) -> list[Group]:
     """Return the groups with the new tokens of their unfinished samples.
 
-    parts: the exchanged `CarriedTurns.parts`: all unfinished samples of a group, in their order, or none.
+    parts: the exchanged `CarriedTurns.parts`: all unfinished samples of a group, or none.
     """
-    rows: list[list[int]] = [[] for _ in groups]
-    for row, index in enumerate(parts.groups.tolist()):
-        rows[index].append(row)
+    found: list[dict[int, Sample]] = [{} for _ in groups]
+    for part in parts:
+        found[part.prompt][part.number] = part
+    assert sum(map(len, found)) == len(parts), "a sample was continued twice"
     extended = []
-    for group, own in zip(groups, rows):
-        samples = list(group.samples)
-        for number, row in zip(group.unfinished, own, strict=bool(own)):
-            samples[number] = _joined(samples[number], parts, row)
-        extended.append(Group(group.prompt, tuple(samples)))
+    for group, new in zip(groups, found):
+        assert not new or sorted(new) == group.unfinished, "a sample was not continued with its group"
+        samples = [s.continued(new[s.number]) if s.number in new else s for s in group.samples]
+        extended.append(replace(group, samples=tuple(samples)))
     return extended
 
 
-def _joined(sample: Completion, parts: Batch, row: int) -> Completion:
-    """Return the sample with the tokens of a row of `parts`."""
-    assert parts.rollout_logprobs is not None and parts.weight_versions is not None
-    span = slice(int(parts.offsets[row]), int(parts.offsets[row + 1]))
-    end = "length" if parts.truncated[row] else "stop"
-    return Completion(
-        np.concatenate([sample.token_ids, parts.response_ids[row]]),
-        np.concatenate([sample.logprobs, parts.rollout_logprobs[span].numpy()]),
-        "abort" if parts.score_details["unfinished"][row] > 0 else end,
-        np.concatenate([sample.weight_versions, parts.weight_versions[span].numpy()]),
-    )
-
-
-def batch_of(groups: Sequence[Group]) -> Batch:
-    """Return the samples of complete groups as a batch."""
-    samples = [sample for group in groups for sample in group.samples]
-    columns = {name: torch.from_numpy(column) for name, column in columns_of(samples).items()}
-    sizes = torch.tensor([len(group.samples) for group in groups])
-    return Batch(
-        prompt_ids=[group.prompt.token_ids for group in groups for _ in group.samples],
-        response_ids=[sample.token_ids for sample in samples],
-        groups=torch.arange(len(groups)).repeat_interleave(sizes),
-        truncated=torch.tensor([sample.end == "length" for sample in samples]),
-        prompts=[group.prompt for group in groups],
-        rollout_logprobs=columns["logprobs"],
-        weight_versions=columns["weight_versions"],
-    )
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    """Return the samples of groups; `prompt` is the index of the group."""
+    return [replace(sample, prompt=index) for index, group in enumerate(groups) for sample in group.samples]
 
 
 @dataclass(frozen=True)
@@ -228,14 +183,12 @@ class Frontier:
     """Number of prompts that the run has drawn."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the frontier as plain data, with an array of all tokens for each column."""
-        samples = [sample for group in self.groups for sample in group.samples]
-        return columns_of(samples) | {
+        """Return the frontier as plain data."""
+        return {
             "num_drawn": self.num_drawn,
             "prompts": [[group.prompt.index, group.prompt.draw] for group in self.groups],
             "fingerprints": [fingerprint([group.prompt.token_ids]) for group in self.groups],
-            "lengths": [[len(sample.token_ids) for sample in group.samples] for group in self.groups],
-            "ends": [[sample.end for sample in group.samples] for group in self.groups],
+            "samples": pack(samples_of(self.groups)),
         }
 
     @classmethod
@@ -249,12 +202,13 @@ class Frontier:
         changed = [p.index for p, own in zip(prompts, known) if own not in (None, fingerprint([p.token_ids]))]
         if changed:
             raise ValueError(f"prompts {changed} have other tokens than when they were sampled")
-        groups, start = [], 0
-        for prompt, lengths, ends in zip(prompts, state["lengths"], state["ends"], strict=True):
-            samples = []
-            for length, end in zip(lengths, ends):
-                parts = {name: state[name][start : start + length] for name in COLUMNS}
-                samples.append(Completion(**parts, end=end))
-                start += length
-            groups.append(Group(prompt, tuple(samples)))
-        return cls(tuple(groups), state["num_drawn"])
+        if "samples" in state:
+            found = unpack(state["samples"])
+        else:
+            sizes = enumerate(zip(state["lengths"], state["ends"], strict=True))
+            rows = ((i, k, *row) for i, own in sizes for k, row in enumerate(zip(*own)))
+            found = samples_of_columns(state, rows)
+        samples: list[list[Sample]] = [[] for _ in prompts]
+        for sample in found:
+            samples[sample.prompt].append(sample)
+        return cls(tuple(map(Group, prompts, map(tuple, samples))), state["num_drawn"])

@@ -21,9 +21,9 @@ from rl.models import read_hf_config
 from rl.rollout import cpu_support
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
+from rl.rollout.samples import Completion, Request, Sample, context_digest
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turns import SingleTurns
-from rl.rollout.turns import Completion, Request, Sample, context_digest
 from rl.rollout.vllm_model import build_llm
 from rl.runtime import tracing
 from rl.runtime.device import Device

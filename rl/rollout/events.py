@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.rollout.turns import Completion, Request
+from rl.rollout.samples import Completion, Request
 from rl.runtime.plain_data import decode, encode
 
 INTERVAL = 8

@@ -21,8 +21,8 @@ from rl.data.batch import fingerprint
 from rl.rollout.asks import Ask, Asks, Begin, NextBatch
 from rl.rollout.events import Add, Done, Event, Waiting, Weights
 from rl.rollout.queue import Queue
+from rl.rollout.samples import Completion, Request, Sample, Segment
 from rl.rollout.sampling import seed_of, train_sampling
-from rl.rollout.turns import Completion, Request, Sample, Segment
 
 WAIT_S = 0.5
 """Longest wait for a message in one call, in seconds."""
@@ -109,9 +109,9 @@ class GroupStream:
     def receive(self, name: str, completion: Completion) -> None:
         group, number = map(int, name.split("."))
         place = group % self._size
-        truncated = completion.end == "length"
         samples = self._open[group]
-        samples.append(Sample(place, number, (Segment.of(completion),), truncated))
+        segments, digest = (Segment.of(completion),), completion.context_digest
+        samples.append(Sample(place, number, segments, completion.end, context_digest=digest))
         if len(samples) == self._sampling.samples_per_prompt:
             del self._open[group]
             prompt = self._prompts[group // self._size][place]

@@ -4,8 +4,8 @@ import numpy as np
 
 from rl.rollout.events import Add, Done, Event
 from rl.rollout.queue import Queue
+from rl.rollout.samples import Completion, Request, Sample, Segment
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import Completion, Request, Sample, Segment
 
 
 class SingleTurns:
@@ -55,8 +55,7 @@ class SingleTurns:
 
     def receive(self, name: str, completion: Completion) -> None:
         prompt, number = map(int, name.split("."))
-        truncated = completion.end == "length"
         segments, digest = (Segment.of(completion),), completion.context_digest
-        self.samples.append(Sample(prompt, number, segments, truncated, context_digest=digest))
+        self.samples.append(Sample(prompt, number, segments, completion.end, context_digest=digest))
         if self._progress is not None:
             self._progress.update(1)

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from rl.rollout.events import Abort, Add, Done, Event, EventLog, Source, Weights
+from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling
-from rl.rollout.turns import Completion, Request
 
 DIRECTORY = "events"
 

@@ -14,7 +14,7 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.rollout.turns import SOURCES
+from rl.rollout.samples import SOURCES
 from rl.run_directory.rollouts import COLUMNS, RolloutLog, ground_truth, read, stored_steps
 
 SAMPLED_GROUPS = 4

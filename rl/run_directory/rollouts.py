@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # pyarrow is imported by the runs that store or read rollouts
 DIRECTORY = "rollouts"
 TOKENS_FILE = "tokens.json"
 GIVEN_BY = ("tool", "user", "environment")
-"""Sources of tokens whose entry in `turns` is 0, -1 and -2 (`rl.rollout.turns.SOURCES`)."""
+"""Sources of tokens whose entry in `turns` is 0, -1 and -2 (`rl.rollout.samples.SOURCES`)."""
 WAITING_STEPS = 2
 """Number of steps that may wait to be written; the next one blocks, which bounds the memory."""
 

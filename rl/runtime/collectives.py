@@ -65,6 +65,20 @@ def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved.cpu()
 
 
+def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
+    """Return every rank's bytes, in the order of the ranks. Collective over the world.
+
+    Ranks with nothing to send cost nothing: each byte is written by one rank and is 0 on the others.
+    """
+    rank, sizes = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[rank] = len(content)
+    sizes = sum_over_world(sizes, device)
+    everything = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+    everything.split(sizes.tolist())[rank].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    everything = sum_over_world(everything, device)
+    return [part.numpy().tobytes() for part in everything.split(sizes.tolist())]
+
+
 def any_rank(here: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether `here` is true on any rank of the group."""
     anywhere = torch.tensor(int(here))

@@ -116,12 +116,12 @@ def exchanged(bug: Bug) -> None:
 def interleaved(bug: Bug) -> None:
     from rl.phases import generation
 
-    @bug.replaces(generation, "exchange")
-    def tiled(exchange, prompts, *args, **options):
+    @bug.replaces(generation, "batch_of")
+    def tiled(batch_of, samples, contexts, **options):
         import torch
 
-        batch = exchange(prompts, *args, **options)
-        batch.groups = torch.arange(len(batch)) % len(prompts)
+        batch = batch_of(samples, contexts, **options)
+        batch.groups = torch.arange(len(batch)) % len(contexts)
         return batch
 
 
@@ -135,9 +135,9 @@ def interleaved(bug: Bug) -> None:
 def retokenised(bug: Bug) -> None:
     from rl.phases import generation
 
-    @bug.replaces(generation, "exchange")
-    def encoded(exchange, *args, **options):
-        batch = exchange(*args, **options)
+    @bug.replaces(generation, "batch_of")
+    def encoded(batch_of, *args, **options):
+        batch = batch_of(*args, **options)
         # The digit tokens of the toy; a real tokenizer splits the same text into other tokens.
         batch.response_ids = [
             ids if len(ids) < 3 else ids[[1, 0, *range(2, len(ids))]] for ids in batch.response_ids

@@ -154,6 +154,7 @@ class _Case:
         import torch.distributed as dist
 
         from rl.refit.refit import check_refit, refit
+        from rl.rollout.batches import batch_of
         from rl.rollout.engine import RolloutEngine
         from rl.rollout.exchange import exchange
         from rl.rollout.sampling import train_sampling
@@ -174,7 +175,8 @@ class _Case:
         def generate():
             drawn = engine.generate(self.batch.prompt_ids, sampling, list(range(len(self.batch))))
             mine = drawn if engine.rank_in_replica == 0 else []
-            return exchange(self.batch.prompt_ids, mine, sampling.samples_per_prompt, self.device)
+            samples = exchange(mine, self.device)
+            return batch_of(samples, self.batch.prompt_ids, samples_per_prompt=sampling.samples_per_prompt)
 
         first = generate()
         engine.sleep()

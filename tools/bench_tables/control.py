@@ -97,8 +97,11 @@ def simulated_step(world: int, args: Namespace) -> Row:
     from rl.faults.phase_tracker import PhaseEntry
     from rl.phases.batch_metrics import balance_metrics, length_metrics
     from rl.phases.minibatches import MinibatchPlanner
+    from rl.rollout.batches import batch_of
     from rl.rollout.exchange import exchange
+    from rl.rollout.samples import pack
     from rl.runtime.device import Device
+    from rl.runtime.plain_data import encode
     from rl.training.micro_batch_plans import Cost
 
     group_size, num_samples = 8, world * args.samples_per_rank
@@ -108,7 +111,11 @@ def simulated_step(world: int, args: Namespace) -> Row:
     config.data.prompts_per_step = len(prompts)
     with simulated_world(world) as group:
         device = Device(torch.device("cpu"), "gloo")
-        batch = timed(columns, "exchange, s", lambda: exchange(prompts, samples, group_size, device))
+
+        def exchanged():
+            return batch_of(exchange(samples, device), prompts, samples_per_prompt=group_size)
+
+        batch = timed(columns, "exchange, s", exchanged)
         num_tokens = batch.prompt_lengths + batch.lengths
         timed(columns, "fingerprint, s", lambda: batch.fingerprint)
         agreement = PhaseAgreement(config, "", group)
@@ -124,7 +131,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
 
     timed(columns, "metrics, s", metrics)
     timed(columns, "refit plan, s", lambda: refit_plan(hf, weights, world))
-    columns["exchange, MiB"] = (3 * 8 * num_samples + 4 * 4 * int(batch.lengths.sum())) / 2**20
+    columns["exchange, MiB"] = len(encode(pack(samples))) / 2**20
     most = float(max(columns["micro-batch plan, s"], columns["refit plan, s"]))  # type: ignore[type-var]
     return Row(f"{world} simulated ranks, seconds of the longest plan", columns, most)
 
@@ -139,7 +146,7 @@ def timed(columns: dict, name: str, function: Callable):
 
 def fake_samples(num_samples: int, group_size: int, mean_tokens: int) -> tuple[list[np.ndarray], list]:
     """Return prompts and samples of random tokens, with geometric lengths."""
-    from rl.rollout.turns import Sample, Segment
+    from rl.rollout.samples import Sample, Segment
 
     rng = np.random.default_rng(0)
     lengths = rng.geometric(1 / mean_tokens, num_samples).clip(max=8 * mean_tokens)
@@ -149,7 +156,7 @@ def fake_samples(num_samples: int, group_size: int, mean_tokens: int) -> tuple[l
         prompt, number = divmod(place, group_size)
         token_ids = rng.integers(6, 102, length).astype(np.int32)
         segment = Segment(token_ids, np.zeros(length, np.float32), np.zeros(length, np.int32))
-        samples.append(Sample(prompt, number, (segment,), truncated=False))
+        samples.append(Sample(prompt, number, (segment,)))
     return prompts, samples
 
 

@@ -26,6 +26,7 @@ from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # 
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
+from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
@@ -122,7 +123,7 @@ class Checks:
     def check_turns_equal_one_forward_pass(self):
         prompts, source, _ = self.generate(3)
         ids = [prompt.token_ids for prompt in prompts]
-        batch = exchange(ids, source.samples if source else [], None, self.device, turns=True)
+        batch = batch_of(exchange(source.samples if source else [], self.device), ids, turns=True)
         assert len(batch) == 12 and batch.turns.max() == TURNS
         if source is not None:  # the requests of a trajectory are prefixes of its row
             for event in [event for _, events in self.engine.events.records for event in events]:

@@ -38,8 +38,9 @@ from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
 from rl.phases.step import Step
+from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
-from rl.rollout.turns import Sample, Segment
+from rl.rollout.samples import Sample, Segment
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
@@ -291,7 +292,11 @@ class SampledRun(Phases):
             rng = random.Random(f"owners {round}")
             owners = [rng.randrange(min(dist.get_world_size(), 3)) for _ in samples]
             mine = [sample for sample, owner in zip(samples, owners) if owner == dist.get_rank()]
-            batch = exchange(prompt_ids, rng.sample(mine, len(mine)), NUM_SAMPLES, self.step.device)
+            batch = batch_of(
+                exchange(rng.sample(mine, len(mine)), self.step.device),
+                prompt_ids,
+                samples_per_prompt=NUM_SAMPLES,
+            )
         batch.mask = torch.from_numpy(np.concatenate(batch.response_ids) % 5 != 0).float()
         return batch
 
@@ -322,7 +327,7 @@ def sample_of(prompts: list[int], i: int, number: int) -> Sample:
     logprobs = -rng.gamma(2.0, 1.0, length).astype(np.float32)
     token_ids = rng.integers(VOCAB, size=length).astype(np.int32)
     segment = Segment(token_ids, logprobs, np.zeros(length, np.int32))
-    return Sample(i, number, (segment,), truncated=length > 20)
+    return Sample(i, number, (segment,), "length" if length > 20 else "stop")
 
 
 def trained_batch(config: Config, *, direct: bool) -> dict:

@@ -25,6 +25,7 @@ from rl.engines.engines import build_policy, build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, check_weights, refit, traffic_metrics  # noqa: E402
+from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -69,7 +70,9 @@ def largest_gap(trainers, engine, batch, device) -> float:
     of = [i % len(trainers) for i in range(len(batch))]
     drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))), adapters=of)
     mine = drawn if engine.rank_in_replica == 0 else []
-    sampled = exchange(batch.prompt_ids, mine, SAMPLING.samples_per_prompt, device)
+    sampled = batch_of(
+        exchange(mine, device), batch.prompt_ids, samples_per_prompt=SAMPLING.samples_per_prompt
+    )
     gaps = []
     for number, trainer in enumerate(trainers):
         plan = [plan_minibatch(sampled, list(range(len(sampled))), dp=trainer.grid.dp, max_tokens=96)]

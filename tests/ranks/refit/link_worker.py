@@ -21,7 +21,7 @@ from rl.models.boxes import volume, whole  # noqa: E402
 from rl.models.files import TensorReader, tensor_files  # noqa: E402
 from rl.refit.gather import RefitMismatch  # noqa: E402
 from rl.refit.link import Link  # noqa: E402
-from rl.rollout.turns import Sample, Segment  # noqa: E402
+from rl.rollout.samples import Sample, Segment  # noqa: E402
 from rl.runtime import session  # noqa: E402
 from rl.runtime.device import choose_device  # noqa: E402
 from rl.runtime.job_store import StoreProcess, connect_to  # noqa: E402
@@ -96,7 +96,7 @@ def generate(link, config, hf, store) -> dict:
         tokens = np.arange(rank, rank + 3, dtype=np.int32)
         segment = Segment(tokens, tokens.astype(np.float32) / 3, np.zeros(3, np.int32))
         for number in range(2):
-            link.send_samples(["group", number], [Sample(number, 0, (segment,), False)] * 2)
+            link.send_samples(["group", number], [Sample(number, 0, (segment,))] * 2)
     return out
 
 

@@ -33,8 +33,8 @@ from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
+from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
-from rl.rollout.turns import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.vllm_model import build_llm  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -310,7 +310,6 @@ class Checks:
 
     def carried(self, groups, is_met) -> list:
         """Return the groups after a generation that ends when `is_met` returns true on the leader."""
-        contexts = [group.prompt.token_ids for group in groups]
         turns = CarriedTurns(
             groups,
             set(),
@@ -321,7 +320,7 @@ class Checks:
             capacity=12,
         )
         assert self.engine.run(turns if self.engine.leads else None, PLAIN)
-        return extend(groups, exchange(contexts, turns.parts, None, self.engine.device))
+        return extend(groups, exchange(turns.parts, self.engine.device))
 
     def check_a_kept_cache_serves_carried_samples_only(self):
         engine, ids = self.engine, LONG_PROMPTS[0]

@@ -12,8 +12,9 @@ def test_every_column_of_a_sample_reaches_every_rank():
         import json
         import numpy as np
         import torch.distributed as dist
+        from rl.rollout.batches import batch_of
         from rl.rollout.exchange import exchange
-        from rl.rollout.turns import Sample, Segment
+        from rl.rollout.samples import Sample, Segment
         from rl.runtime.device import choose_device
 
         dist.init_process_group("gloo")
@@ -25,11 +26,12 @@ def test_every_column_of_a_sample_reaches_every_rank():
             logprobs = -ids.astype(np.float32)
             segments = (
                 Segment(ids[:1], logprobs[:1], ids[:1] + 1000),
-                Segment(ids[1:], logprobs[1:], ids[1:] + 1000, is_sampled=False, source="tool"),
+                Segment(ids[1:], logprobs[1:], ids[1:] + 1000, source="tool"),
             )
-            return Sample(prompt, rank, segments, bool(prompt))
+            return Sample(prompt, rank, segments, ["stop", "length"][prompt])
 
-        batch = exchange([np.ones(2, np.int32)] * 2, [sample(1), sample(0)], 2, choose_device(0))
+        samples = exchange([sample(1), sample(0)], choose_device(0))
+        batch = batch_of(samples, [np.ones(2, np.int32)] * 2, samples_per_prompt=2)
         columns = (batch.mask, batch.rollout_logprobs, batch.weight_versions, batch.truncated, batch.groups)
         print(json.dumps([[ids.tolist() for ids in batch.response_ids], *(c.tolist() for c in columns)]))
         dist.destroy_process_group()
@@ -52,8 +54,9 @@ def test_rows_contexts_outcomes_and_missing_samples():
         import json
         import numpy as np
         import torch.distributed as dist
+        from rl.rollout.batches import batch_of
         from rl.rollout.exchange import exchange
-        from rl.rollout.turns import Sample, Segment
+        from rl.rollout.samples import Sample, Segment
         from rl.runtime.device import choose_device
 
         dist.init_process_group("gloo")
@@ -62,14 +65,14 @@ def test_rows_contexts_outcomes_and_missing_samples():
         def sample(prompt, number, row, token, **options):
             ids = np.array([token], np.int32)
             segment = Segment(ids, np.zeros(1, np.float32), np.zeros(1, np.int32))
-            return Sample(prompt, number, (segment,), False, row=row, **options)
+            return Sample(prompt, number, (segment,), row=row, **options)
 
         # Prompt 0 lost sample 0; sample 1 of prompt 1 has two rows, the second with a context of its own.
         own = [
             [sample(1, 1, 1, 7, prompt_ids=np.array([3, 4], np.int32)), sample(0, 1, 0, 5)],
             [sample(1, 0, 0, 6, outcome={"score": 0.5}), sample(1, 1, 0, 8)],
         ][rank]
-        batch = exchange([np.ones(1, np.int32)] * 2, own, None, choose_device(0))
+        batch = batch_of(exchange(own, choose_device(0)), [np.ones(1, np.int32)] * 2)
         columns = batch.groups.tolist(), batch.trajectories.tolist(), batch.score_details["score"].tolist()
         ids = [x.tolist() for x in batch.response_ids], [x.tolist() for x in batch.prompt_ids]
         print(json.dumps([*columns, *ids]))

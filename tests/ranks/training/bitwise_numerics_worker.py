@@ -25,6 +25,7 @@ from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, 
 from rl.engines.engines import build_policy, build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
+from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -115,7 +116,7 @@ def main(checkpoint: str, out: str, dtype: str, samples: str, rollout_tp: str, *
                 asked = prompts(hf["vocab_size"], int(samples) // SAMPLES_PER_PROMPT)
                 drawn = engine.generate(asked, sampling, list(range(len(asked))))
                 mine = drawn if engine.rank_in_replica == 0 else []
-                batch = exchange(asked, mine, SAMPLES_PER_PROMPT, device)
+                batch = batch_of(exchange(mine, device), asked, samples_per_prompt=SAMPLES_PER_PROMPT)
             plan = plan_minibatch(batch, list(range(len(batch))), dp=grid.dp, max_tokens=96)
             (found,) = trainer.forward(batch, [plan], ("logprobs",))
             differ = found.view(torch.int32) != batch.rollout_logprobs.view(torch.int32)

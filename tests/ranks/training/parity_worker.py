@@ -28,6 +28,7 @@ from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, 
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.refit.refit import check_refit, refit  # noqa: E402
+from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
@@ -125,7 +126,9 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                 check_refit(trainer, engine)
                 drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
                 mine = drawn if engine.rank_in_replica == 0 else []
-                sampled = exchange(batch.prompt_ids, mine, SAMPLING.samples_per_prompt, device)
+                sampled = batch_of(
+                    exchange(mine, device), batch.prompt_ids, samples_per_prompt=SAMPLING.samples_per_prompt
+                )
                 if RANKS.rank > 0:
                     continue
                 kinds = ("megatron", "entropy", "sum_p_squared")

@@ -25,6 +25,7 @@ from megatron_groups import new_grid  # noqa: E402
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
+from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
@@ -224,7 +225,7 @@ def main(checkpoint: str, dtype: str, out_dir: str, *layouts: str) -> None:
             engine._scheduler.max_num_scheduled_tokens = CHUNK
         drawn = engine.generate(PROMPTS, SAMPLING, list(range(len(PROMPTS))))
         mine = drawn if engine.leads else []
-        batch = exchange(PROMPTS, mine, SAMPLING.samples_per_prompt, device, held=engine.held_columns)
+        batch = batch_of(exchange(mine, device), PROMPTS, samples_per_prompt=SAMPLING.samples_per_prompt)
         for layout in layouts:
             fresh = batch.select(list(range(len(batch))))
             results[layout] = run_layout(checkpoint, dtype, layout, hf, fresh, device)

@@ -23,6 +23,7 @@ from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # 
 from rl.engines.engines import build_policy, build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
+from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.sampling import train_sampling  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
@@ -58,7 +59,7 @@ def main(checkpoint: str, *layouts: str) -> None:
                 engine = build_rollout(config, device)
                 refit(trainer, engine)
                 own = engine.generate(prompts, train_sampling(config), list(range(len(prompts))))
-            batch = exchange(prompts, own, rollout.samples_per_prompt, device, held=engine.held_columns)
+            batch = batch_of(exchange(own, device), prompts, samples_per_prompt=rollout.samples_per_prompt)
             plans = [plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)]
             logprobs, entropy, squares = trainer.forward(batch, plans, OUTPUTS)
             moved, trainer.needs = trainer.held_metrics(), {}

@@ -9,8 +9,9 @@ PROGRAM = """
     import numpy as np
     import torch
     import torch.distributed as dist
+    from rl.rollout.batches import batch_of
     from rl.rollout.exchange import exchange
-    from rl.rollout.turns import Sample, Segment
+    from rl.rollout.samples import Sample, Segment
     from rl.runtime.device import choose_device
     from rl.training import held_transfer
     from rl.training.grid import Grid
@@ -27,11 +28,11 @@ PROGRAM = """
             "routes": np.arange((4 + number) * 6, dtype=np.uint8).reshape(-1, 3, 2) + number,
             "kept": np.arange(2 * number, dtype=np.int32),
         }
-        return Sample(0, number, (Segment(ids, np.zeros(len(ids), np.float32), ids, held=held),), False)
+        return Sample(0, number, (Segment(ids, np.zeros(len(ids), np.float32), ids, held=held),))
 
     own = [sample(i) for i in range(6) if i % 4 * 2 == rank]  # leaders of engines of tp 2
     prompt = np.ones(2, np.int32)
-    batch = exchange([prompt], own, 6, device, held=("routes", "kept"))
+    batch = batch_of(exchange(own, device), [prompt], samples_per_prompt=6)
     assert batch.held["routes"].holders.tolist() == [0, 2, 4, 6, 0, 2]
     if sys.argv[1] == "swapped" and rank == 2:
         rows = batch.held["routes"].rows

@@ -4,17 +4,17 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.shards import ShardReader, check_file, in_file_order, read_index, write_shards
-from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.rollout.carry_over import CarriedTurns, Frontier, Group, Quota, batch_of, extend
+from rl.rollout.batches import batch_of
+from rl.rollout.carry_over import CarriedTurns, Frontier, Group, Quota, extend, samples_of
 from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, StaticQueue, own_counter
+from rl.rollout.samples import COLUMNS, Completion, Sample, Segment, pack
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.turns import Completion
+from rl.runtime.plain_data import encode
 
 SAMPLING = Sampling(
     samples_per_prompt=2, temperature=1, top_p=1, top_k=0, min_p=0, max_tokens=6, stop=(), stop_token_ids=()
@@ -30,9 +30,14 @@ def completion(*tokens, end="stop", version=9):
     return Completion(ids, -ids.astype(np.float32) / 3, end, np.full(len(ids), version, np.int32))
 
 
+def sample(number, *tokens, **options):
+    begun = completion(*tokens, **options)
+    return Sample(0, number, (Segment.of(begun),), begun.end)
+
+
 def groups():
     """A group with one unfinished sample of two tokens, and one that has not been started."""
-    samples = completion(4, 1), completion(5, 6, end="abort", version=7)
+    samples = sample(0, 4, 1), sample(1, 5, 6, end="abort", version=7)
     return [Group(prompt(3, 20), samples), Group.of(prompt(4, 30, 31), 2)]
 
 
@@ -40,20 +45,6 @@ def turns_of(groups, num_groups=1, due=()):
     quota = Quota(num_groups, len(due), own_counter())
     queue = StaticQueue(len(groups), replica=0, num_replicas=1)
     return CarriedTurns(groups, set(due), SAMPLING, [50, 60], queue=queue, quota=quota, capacity=4)
-
-
-def exchanged(parts):
-    """Return a replica's parts as `exchange` does."""
-    parts = sorted(parts, key=lambda part: (part.prompt, part.number))
-    return Batch(
-        prompt_ids=[np.zeros(1, np.int32)] * len(parts),
-        response_ids=[part.token_ids for part in parts],
-        groups=torch.tensor([part.prompt for part in parts]),
-        truncated=torch.tensor([part.truncated for part in parts]),
-        rollout_logprobs=torch.from_numpy(np.concatenate([part.logprobs for part in parts])),
-        weight_versions=torch.from_numpy(np.concatenate([part.weight_versions for part in parts])),
-        score_details={"unfinished": torch.tensor([part.outcome["unfinished"] for part in parts])},
-    )
 
 
 def test_a_sample_continues_until_the_quota_is_met():
@@ -69,11 +60,11 @@ def test_a_sample_continues_until_the_quota_is_met():
     turns.receive("0.1", completion(7, 1))
     assert turns.next_events(1, 2) == [Abort("1.1"), Done()]
     turns.receive("1.1", completion(9, end="abort"))
-    first, second = extend(groups(), exchanged(turns.parts))
+    first, second = extend(groups(), turns.parts)
     assert not first.unfinished and second.unfinished == [1]
     assert first.samples[1].token_ids.tolist() == [5, 6, 7, 1] and first.oldest == 7
     assert first.samples[1].weight_versions.tolist() == [7, 7, 9, 9]
-    batch = batch_of([first])
+    batch = batch_of(samples_of([first]), [np.array([20], np.int32)], prompts=[first.prompt])
     assert batch.rollout_logprobs.tolist() == pytest.approx([-4 / 3, -1 / 3, -5 / 3, -2, -7 / 3, -1 / 3])
     assert batch.prompts[0].draw == 3 and batch.truncated.tolist() == [False, False]
 
@@ -110,16 +101,24 @@ def test_a_frontier_is_exact_after_a_checkpoint(tmp_path, number):
     prompts = {group.prompt.index: group.prompt for group in frontier.groups}
     again = Frontier.from_state(state, lambda index, draw: prompts[index])
     assert again.num_drawn == 5 and [group.prompt.index for group in again.groups] == [30, 40][:number]
-    for group, other in zip(frontier.groups, again.groups, strict=True):
-        for sample, copy in zip(group.samples, other.samples, strict=True):
-            assert sample.end == copy.end
-            for name in ("token_ids", "logprobs", "weight_versions"):
-                values, copies = getattr(sample, name), getattr(copy, name)
-                assert values.dtype == copies.dtype and values.tobytes() == copies.tobytes()
+    assert encode(pack(samples_of(again.groups))) == encode(pack(samples_of(frontier.groups)))
+
+
+def test_a_frontier_of_version_0_1_is_read():
+    frontier = Frontier(tuple(groups()), num_drawn=5)
+    samples = samples_of(frontier.groups)
+    state = {name: np.concatenate([getattr(s, name) for s in samples]) for name in COLUMNS}
+    state |= {"num_drawn": 5, "prompts": [[30, 3], [40, 4]], "lengths": [[2, 2], [0, 0]]}
+    state |= {"ends": [["stop", "abort"], ["abort", "abort"]]}
+    prompts = {group.prompt.index: group.prompt for group in frontier.groups}
+    again = samples_of(Frontier.from_state(state, lambda index, draw: prompts[index]).groups)
+    for name in ("prompt", "number", "end", *COLUMNS):
+        found, expected = ([np.array(getattr(s, name)).tolist() for s in some] for some in (again, samples))
+        assert found == expected
 
 
 def test_samples_are_those_of_a_shorter_limit():
-    samples = completion(4, 1), completion(5, 6, end="abort", version=7), completion(7, 8, 1, end="abort")
+    samples = sample(0, 4, 1), sample(1, 5, 6, end="abort", version=7), sample(2, 7, 8, 1, end="abort")
     ended = Group(prompt(3, 20), samples).within(2).samples
     assert [sample.end for sample in ended] == ["stop", "length", "length"]
     for before, after in zip(samples, ended):

@@ -8,7 +8,7 @@ from rl.rollout.asks import Begin, Complete, NextBatch
 from rl.rollout.events import Add, Done, Waiting, Weights
 from rl.rollout.group_stream import GroupStream
 from rl.rollout.queue import StaticQueue
-from rl.rollout.turns import Completion
+from rl.rollout.samples import Completion
 
 
 class Messages:

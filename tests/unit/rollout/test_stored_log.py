@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rl.rollout.events import Abort, Add, Done
+from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling
 from rl.rollout.stored_log import DIRECTORY, Replay, load, remove_after, store
-from rl.rollout.turns import Completion, Request
 
 SAMPLING = Sampling(
     samples_per_prompt=1,

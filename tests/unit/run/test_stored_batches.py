@@ -10,7 +10,7 @@ import torch
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Run
-from rl.rollout.turns import SOURCES
+from rl.rollout.samples import SOURCES
 from rl.run.rollouts import StoredBatches
 from rl.run_directory.rollouts import COLUMNS, GIVEN_BY, RolloutLog, read, remove_after, stored_steps
 from tests.stored_run import TOKENS, batch, columns, save_rollouts

@@ -6,7 +6,7 @@ import torch
 
 from rl.data.batch import Batch, concatenate
 from rl.data.held import HeldColumn, Row, row_key
-from rl.rollout.turns import Sample, Segment
+from rl.rollout.samples import Sample, Segment
 from rl.training.held_transfer import Move, plan_moves
 
 
@@ -59,7 +59,7 @@ def test_segments_join_their_values_without_repeated_context():
     # A context of one token, then 2 sampled, 2 given and 2 sampled ones: the routes of 2, then of 6 tokens.
     first = segment(routes=[1, 2], kept=[7])
     given = Segment.given(ids, version=0, turn=0, source="tool")
-    sample = Sample(0, 0, (first, given, segment(routes=[9, 9, 3, 4, 5, 6], kept=[8, 8])), False)
+    sample = Sample(0, 0, (first, given, segment(routes=[9, 9, 3, 4, 5, 6], kept=[8, 8])))
     assert sample.held("routes").tolist() == [1, 2, 3, 4, 5, 6]
     assert sample.held("kept").tolist() == [7, 8, 8]
 

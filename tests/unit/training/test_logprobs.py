@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.data.batch import Batch
 from rl.data.held import SAMPLING_MASKS, HeldColumn
+from rl.rollout.samples import Sample, Segment
 from rl.rollout.sampling_masks import columns_of
-from rl.rollout.turns import Sample, Segment
 from rl.training.logprobs import linear_logprobs
 from rl.training.sampling_masks import SamplingMasks, masks_of
 from tests import bounds
@@ -134,7 +134,7 @@ def test_tokens_that_were_given_keep_the_whole_vocabulary():
         for turn, (ids, columns) in enumerate(zip(sampled, held))
     )
     given = Segment.given(np.array([8, 9], np.int32), version=0, turn=1, source="tool")
-    sample = Sample(0, 0, (first, given, last), False)
+    sample = Sample(0, 0, (first, given, last))
     batch = Batch([np.array([1])], [sample.token_ids], torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     batch.turns = torch.from_numpy(sample.turns)
     for name in SAMPLING_MASKS:

@@ -1,0 +1,345 @@
+"""Requests to the engine, its completions, and the samples that consist of them.
+
+Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
+`pack` is the one serialised form of samples, in checkpoints and in messages between ranks.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rl.data.held import OF_SEQUENCE, Absent
+
+SOURCES = ("tool", "user", "environment")
+"""Sources of tokens that the policy did not sample."""
+ENDS = ("stop", "length", "abort")
+"""Why a completion or a sample ended: a stop token or string, a limit of tokens, or a request to abort it."""
+COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
+"""Values of a segment per token, and their types."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of the engine."""
+
+    name: str
+    """Unique among the requests of one `RolloutEngine.run`."""
+    token_ids: np.ndarray
+    """int32 [C]: the context to continue."""
+    seed: int
+    max_tokens: int
+    grammar: str | None = None
+    """A structural tag (JSON of xgrammar) that the tokens must follow; None: any tokens."""
+    first_version: int | None = None
+    """Version of the weights at which a carried sample began; None: the engine's present one."""
+    adapter: int = 0
+    """Index of the low-rank adapter of an engine that has several."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens that the engine sampled for a request."""
+
+    token_ids: np.ndarray
+    """int32 [R], with the end-of-sequence token if there is one."""
+    logprobs: np.ndarray
+    """float32 [R], in the sampling distribution (after temperature, top-p, ...)."""
+    end: str
+    """One of ENDS."""
+    weight_versions: np.ndarray
+    """int32 [R]: version of the policy that sampled each token (`TrainingEngine.version`)."""
+    held: dict[str, np.ndarray] = field(default_factory=dict)
+    """Values of held columns (`rl.data.held`) by name: first those of the first token, and so on. Columns in
+    OF_SEQUENCE have C + R - 1 values, for a context of C tokens."""
+    context_digest: int = -1
+    """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
+
+
+def context_digest(token_ids: Sequence[int] | np.ndarray) -> int:
+    """Return a 32-bit hash of the tokens of a context."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32))
+
+
+def segment_digest(token_ids: np.ndarray, is_sampled: np.ndarray) -> int:
+    """Return a 32-bit hash of tokens, int32 [S], and of which ones the policy sampled, bool [S]."""
+    return zlib.crc32(is_sampled.astype(np.uint8), context_digest(token_ids))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Adjacent tokens of a response from one source."""
+
+    token_ids: np.ndarray
+    """int32 [S]."""
+    logprobs: np.ndarray
+    """float32 [S], as in `Completion`; 0 for tokens that the policy did not sample."""
+    weight_versions: np.ndarray
+    """int32 [S], as in `Completion`; for other tokens the version at which they were given."""
+    turn: int = 0
+    source: str = "policy"
+    """Who gave the tokens: "policy", or one of SOURCES."""
+    reward: float = 0.0
+    """Reward of the turn, by an environment that rewards single turns."""
+    held: dict[str, np.ndarray | Absent] = field(default_factory=dict)
+    """As in `Completion`; `Absent` on ranks that have received the sample without these values."""
+    digest: int = -1
+    """`segment_digest` where the segment was made; -1 if unknown."""
+
+    @classmethod
+    def of(cls, completion: Completion, turn: int = 0) -> "Segment":
+        """Return the tokens of a completion as a segment."""
+        columns = completion.token_ids, completion.logprobs, completion.weight_versions
+        return cls(*columns, turn=turn, held=dict(completion.held))._with_digest()
+
+    @classmethod
+    def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
+        """Return tokens that the policy did not sample as a segment."""
+        zeros = np.zeros(len(token_ids), np.float32)
+        versions = np.full(len(token_ids), version, np.int32)
+        return cls(token_ids, zeros, versions, turn=turn, source=source)._with_digest()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy sampled the tokens; else they were given to it, such as the output of a tool."""
+        return self.source == "policy"
+
+    def _with_digest(self) -> "Segment":
+        flags = np.full(len(self.token_ids), self.is_sampled)
+        return replace(self, digest=segment_digest(self.token_ids, flags))
+
+    def first(self, num_tokens: int) -> "Segment":
+        """Return the first tokens of the segment. Values of held columns are not cut."""
+        assert not self.held, "held values of a part of a segment"
+        return replace(self, **{name: getattr(self, name)[:num_tokens] for name in COLUMNS})._with_digest()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response, or one row of it: a trajectory whose context was rewritten has several rows."""
+
+    prompt: int
+    """Index of the prompt in the call that generated the sample."""
+    number: int
+    """Index of the sample among those of its prompt."""
+    segments: tuple[Segment, ...]
+    end: str = "stop"
+    """One of ENDS; a sample that ended with "abort" is unfinished."""
+    row: int = 0
+    """Index of the row among those of the response."""
+    prompt_ids: np.ndarray | None = None
+    """int32 [P]: context before the first segment, if it is not that of the prompt."""
+    context_digest: int = -1
+    """Hash of the context by the engine's account, which `batch_of` compares; -1 if unknown."""
+    outcome: dict[str, float] | None = None
+    """Numbers that an environment reports, such as `score`; None if the reward function gives them."""
+    conversation: list[dict] | None = None
+    """Messages of the trajectory; None for a response of one turn."""
+    rank: int = -1
+    """Rank that generated the sample, after an exchange; -1 if unknown."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.end == "abort"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response ended at the length limit."""
+        return self.end == "length"
+
+    def continued(self, part: "Sample") -> "Sample":
+        """Return this unfinished sample with the tokens of `part` after its own, and the end of `part`."""
+        digest = self.context_digest if self.segments else part.context_digest
+        return replace(self, segments=self.segments + part.segments, end=part.end, context_digest=digest)
+
+    def within(self, max_tokens: int) -> "Sample":
+        """Return the sample as a generation with this limit of tokens would have ended it."""
+        length = len(self.token_ids)
+        if length < max_tokens or length == max_tokens and not self.is_unfinished:
+            return self
+        segments, room = [], max_tokens
+        for segment in self.segments:
+            if room > 0:
+                segments.append(segment if len(segment.token_ids) <= room else segment.first(room))
+            room -= len(segment.token_ids)
+        return replace(self, segments=tuple(segments), end="length")
+
+    def _column(self, name: str) -> np.ndarray:
+        parts = [getattr(segment, name) for segment in self.segments]
+        return np.concatenate(parts) if parts else np.zeros(0, COLUMNS[name])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [R]."""
+        return self._column("token_ids")
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [R], as in `Segment`."""
+        return self._column("logprobs")
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """int32 [R], as in `Segment`."""
+        return self._column("weight_versions")
+
+    @property
+    def turns(self) -> np.ndarray:
+        """int32 [R]: number of the turn, from 1, for tokens that the policy sampled; else minus the index of
+        their source in SOURCES."""
+        numbers = [s.turn + 1 if s.is_sampled else -SOURCES.index(s.source) for s in self.segments]
+        return np.array(numbers, np.int32).repeat([len(s.token_ids) for s in self.segments])
+
+    def held(self, name: str) -> np.ndarray | None:
+        """Return the values of a held column, those of all segments end to end; None if others have them.
+
+        A later segment of a column in OF_SEQUENCE repeats the tokens before it; the first value counts.
+        """
+        parts, covered = [], 0
+        for segment in self.segments:
+            if name in segment.held:
+                values = segment.held[name]
+                if isinstance(values, Absent):
+                    return None
+                parts.append(values[covered:])
+                covered = len(values) if name in OF_SEQUENCE else 0
+        return np.concatenate(parts) if parts else None
+
+    def held_length(self, name: str) -> int:
+        """Return the number of values of a held column, also if other ranks have them."""
+        lengths = [len(segment.held[name]) for segment in self.segments if name in segment.held]
+        return sum(lengths[-1:] if name in OF_SEQUENCE else lengths)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """int32 [R]: 1 for tokens that the policy sampled, 0 for others."""
+        return (self.turns > 0).astype(np.int32)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [R]: reward of each turn on its last token, 0 elsewhere."""
+        rewards = np.zeros(len(self.token_ids), np.float32)
+        ends = np.cumsum([len(segment.token_ids) for segment in self.segments])
+        for segment, end in zip(self.segments, ends):
+            rewards[end - 1] += segment.reward
+        return rewards
+
+
+# Serialised form --------------------------------------------------------------------------------------------
+
+
+def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = True) -> dict[str, Any]:
+    """Return samples as plain data: arrays of one dimension, lists, numbers and texts.
+
+    held: with the values of held columns, not only their sizes. conversations: with those.
+    """
+    segments = [segment for sample in samples for segment in sample.segments]
+    contexts = [sample.prompt_ids for sample in samples if sample.prompt_ids is not None]
+    per_sample = {
+        "prompt": [sample.prompt for sample in samples],
+        "number": [sample.number for sample in samples],
+        "row": [sample.row for sample in samples],
+        "end": [ENDS.index(sample.end) for sample in samples],
+        "num_segments": [len(sample.segments) for sample in samples],
+        "context_length": [-1 if s.prompt_ids is None else len(s.prompt_ids) for s in samples],
+        "context_digest": [sample.context_digest for sample in samples],
+    }
+    per_segment = {
+        "length": [len(segment.token_ids) for segment in segments],
+        "turn": [segment.turn for segment in segments],
+        "source": [-1 if segment.is_sampled else SOURCES.index(segment.source) for segment in segments],
+        "digest": [segment.digest for segment in segments],
+    }
+    return {
+        **{name: np.array(values, np.int64) for name, values in (per_sample | per_segment).items()},
+        "reward": np.array([segment.reward for segment in segments], np.float64),
+        **{name: _joined((getattr(s, name) for s in segments), kind) for name, kind in COLUMNS.items()},
+        "contexts": _joined(contexts, np.int32),
+        "outcomes": [sample.outcome for sample in samples],
+        "conversations": [sample.conversation if conversations else None for sample in samples],
+        "held": {
+            name: _pack_held([segment.held.get(name) for segment in segments], with_values=held)
+            for name in dict.fromkeys(name for segment in segments for name in segment.held)
+        },
+    }
+
+
+def _pack_held(values: list, *, with_values: bool) -> dict[str, Any]:
+    """Return the values of a held column, one entry per segment; None for segments without them."""
+    first = next(entry for entry in values if entry is not None)
+    packed = {
+        "lengths": np.array([-1 if entry is None else len(entry) for entry in values], np.int64),
+        "dtype": first.dtype.str,
+        "shape": list(first.shape[1:]),
+    }
+    if with_values:
+        packed["values"] = _joined((entry.ravel() for entry in values if entry is not None), first.dtype)
+    return packed
+
+
+def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
+    """Return the samples of `pack`. rank: that of the samples."""
+    segments = iter(_segments(packed))
+    per_sample = ("prompt", "number", "row", "end", "num_segments", "context_length", "context_digest")
+    rows = zip(*(packed[name].tolist() for name in per_sample), packed["outcomes"], packed["conversations"])
+    samples, start = [], 0
+    for prompt, number, row, end, count, length, digest, outcome, conversation in rows:
+        samples.append(
+            Sample(
+                prompt,
+                number,
+                tuple(next(segments) for _ in range(count)),
+                ENDS[end],
+                row=row,
+                prompt_ids=packed["contexts"][start : start + length] if length >= 0 else None,
+                context_digest=digest,
+                outcome=outcome,
+                conversation=conversation,
+                rank=rank,
+            )
+        )
+        start += max(length, 0)
+    return samples
+
+
+def samples_of_columns(
+    columns: dict[str, np.ndarray], rows: Iterable[tuple[int, int, int, str]]
+) -> list[Sample]:
+    """Return the samples of a checkpoint of version 0.1, which has an array of all tokens for each column.
+
+    rows: prompt, number, length and end of each sample.
+    """
+    rows = list(rows)
+    lengths = np.array([length for _, _, length, _ in rows], np.int64)
+    parts = zip(*(cut(columns[name], lengths) for name in COLUMNS))
+    return [Sample(i, number, (Segment(*part),), end) for (i, number, _, end), part in zip(rows, parts)]
+
+
+def _segments(packed: dict[str, Any]) -> list[Segment]:
+    columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
+    per_segment = zip(*(packed[name].tolist() for name in ("turn", "source", "reward", "digest")))
+    segments = [
+        Segment(*tokens, turn, "policy" if source < 0 else SOURCES[source], reward, digest=digest)
+        for tokens, (turn, source, reward, digest) in zip(columns, per_segment)
+    ]
+    for name, column in packed["held"].items():
+        dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])
+        if "values" in column:
+            parts = cut(column["values"].reshape(-1, *shape), column["lengths"].clip(min=0))
+        else:
+            parts = [Absent(dtype, (max(length, 0), *shape)) for length in column["lengths"].tolist()]
+        for segment, length, part in zip(segments, column["lengths"], parts):
+            if length >= 0:
+                segment.held[name] = part
+    return segments
+
+
+def _joined(parts: Iterable[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Return parts of these lengths, which cover the values."""
+    return np.split(values, lengths.cumsum()[:-1]) if len(lengths) else []
