@@ -31,17 +31,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import (  # noqa: E402
-    carry_over,
-    checkpoint,
-    control,
-    generation,
-    grpo,
-    numerics,
-    refit,
-    sweep,
-    training,
-)
+from tools.bench_tables import checkpoint, configs, control, generation, grpo, packing, sweep  # noqa: E402
 from tools.bench_tables.report import (  # noqa: E402
     Result,
     describe_machine,
@@ -82,40 +72,33 @@ TABLES = {
         generation.add_arguments,
         generation.measure,
     ),
-    "rate": Table(
-        "Update and log-prob pass beside a matrix product, one rank with one thread",
-        "share of the matrix rate",
-        "higher",
-        training.add_rate_arguments,
-        training.measure_rate,
-    ),
     "packing": Table(
         "An update on packed against padded samples",
         "padded / packed",
         "higher",
-        training.add_packing_arguments,
-        training.measure_packing,
+        packing.add_arguments,
+        packing.measure,
     ),
     "queue": Table(
-        "Idle share of two replicas with static and shared queues",
-        "idle share of the shared queue",
+        "Idle share of two replicas with static and shared queues, log-normal lengths (sigma 1)",
+        "idle share",
         "lower",
-        generation.add_queue_arguments,
-        generation.measure_queues,
+        configs.add_queue_arguments,
+        configs.measure_queues,
     ),
     "carry_over": Table(
         "Carry-over against synchronous steps on the same ranks, log-normal lengths (sigma 1)",
         "carry-over / synchronous, tokens per second of whole steps",
         "higher",
-        carry_over.add_arguments,
-        carry_over.measure,
+        configs.add_carry_over_arguments,
+        configs.measure_carry_over,
     ),
     "numerics": Table(
         "A GRPO step with model.numerics=bitwise against fast",
         "bitwise / fast, seconds of a step",
         "lower",
-        numerics.add_arguments,
-        numerics.measure,
+        configs.add_numerics_arguments,
+        configs.measure_numerics,
     ),
     "sweep": Table(
         "A sweep of adapters in one job against the same points alone",
@@ -131,22 +114,12 @@ TABLES = {
         control.add_arguments,
         control.measure,
     ),
-    "refit": Table(
-        "A refit by plan against gathering", "gather / plan", "higher", refit.add_arguments, refit.measure
-    ),
     "checkpoint": Table(
         "Seconds for which a checkpoint blocks training",
         "background / foreground",
         "lower",
         checkpoint.add_arguments,
         checkpoint.measure,
-    ),
-    "memory": Table(
-        "Peak memory of rank 0 in each phase of a GRPO step",
-        "GiB",
-        "lower",
-        training.add_memory_arguments,
-        training.measure_memory,
     ),
 }
 

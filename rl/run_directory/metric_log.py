@@ -1,6 +1,6 @@
 """The metrics of a run: per step a JSON object in `metrics.jsonl`, which trackers follow, and a console line.
 
-Metric names are verl's, so that its dashboards can be used; `rl.run_directory.metric_names` has all of them.
+Metric names are verl's, so that its dashboards can be used; metrics.yaml has all of them.
 Nothing here is collective: the metrics given to `write` are already those of the whole run, and only rank 0
 has a `MetricLog`.
 """

@@ -1,12 +1,55 @@
-"""Checks of config keys that name a metric."""
+"""Every metric that a run logs, from metrics.yaml, and checks of config keys that name a metric."""
 
 import difflib
+import re
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import yaml
 
 from rl.config.declarations import shipped
 from rl.config.options import ConfigError, listed
 from rl.config.schema import Config, validates
-from rl.run_directory.metric_names import alternatives, find
+
+
+@cache
+def metrics() -> dict[str, dict[str, dict[str, str]]]:
+    """Return section -> name -> unit, formula and meaning of a bad value; metrics.yaml has their form."""
+    return yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def alternatives() -> list[str]:
+    """Return all names, one for each alternative of `{a,b}`; `<x>` stays."""
+    names = []
+    for name in (name for section in metrics().values() for name in section):
+        parts = re.split(r"\{([^}]*)\}", name)
+        choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
+        names += ["".join(chosen) for chosen in product(*choices)]
+    return names
+
+
+@cache
+def _names() -> re.Pattern:
+    """Return the regular expression of all names."""
+    forms = []
+    for name in alternatives():
+        parts = re.split("(<[^>]*>)", name)
+        placeholders = {"<k>": r"\d+", "<n>": r"\d+"}
+        forms.append(
+            "".join(
+                placeholders.get(part, ".+") if place % 2 else re.escape(part)
+                for place, part in enumerate(parts)
+            )
+        )
+    return re.compile("|".join(forms))
+
+
+def is_documented(name: str) -> bool:
+    """Whether metrics.yaml has a metric of this name."""
+    return _names().fullmatch(name) is not None
 
 
 def check_named_metrics(config: Config, points: Sequence[Config] = ()) -> None:
@@ -23,7 +66,7 @@ def check_named_metrics(config: Config, points: Sequence[Config] = ()) -> None:
         named["checkpoint.best_metric"] = config.checkpoint.best_metric
     runs = points or [config]
     for key, name in named.items():
-        if find(name) is None and all(run.algorithm in shipped() for run in runs):
+        if not is_documented(name) and all(run.algorithm in shipped() for run in runs):
             near = difflib.get_close_matches(name, alternatives(), cutoff=0.7)
             advice = f"did you mean {listed(near, 'or')}?" if near else "docs/metrics.md lists them."
             raise ConfigError(f"{key}={name} is not a metric that runs log; {advice}")

@@ -14,12 +14,12 @@ from rl.config.agent_plan import EnvironmentSpec
 from rl.config.checks import check
 from rl.config.options import ConfigError, help_text
 from rl.config.schema import Config, load_config
-from rl.config.tables import tables
 from rl.data.batch import Batch
 from rl.models import SUPPORTED, aquila, architecture
 from rl.phases.policy_gradient import advantages, policy_loss
 from rl.training.loss import Totals
 from rl.training.packing import pack
+from tools.docs.tables import formula_tables
 
 
 def config_with(*overrides):
@@ -41,8 +41,8 @@ assert check(config) == []
 assert "ppo-kl reads it" in error("objective.ppo_kl_coef=0.5")
 assert "0 or more and finite" in error("objective.loss=ppo-kl", "objective.ppo_kl_coef=-1")
 assert "ppo-kl: weight of the divergence from the old policy" in " ".join(help_text(Config, 110).split())
-assert "| `grpo-median` | r - median_G r |  | worked example |" in tables()["advantages"]
-assert "`ppo_kl_coef` 1.0" in tables()["losses"]
+assert "| `grpo-median` | r - median_G r |  | worked example |" in formula_tables()["advantages"]
+assert "`ppo_kl_coef` 1.0" in formula_tables()["losses"]
 
 # Advantage and loss
 batch = Batch(

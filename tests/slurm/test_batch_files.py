@@ -117,11 +117,6 @@ def test_a_batch_file_asks_for_what_its_run_needs(path):
         if config != "my.yaml":
             load_config(str(ROOT / "configs" / config))
 
-    for config, nodes in re.findall(
-        r'^train "\$LOCKSTEP_ROOT/configs/(\S*?_(\d+)x8\.yaml)', text, re.MULTILINE
-    ):
-        assert f"--nodes={nodes}" in header, config
-
 
 def test_a_rank_per_gpu_each_of_which_sees_all(site):
     job = Job(site, "ppo_deepseek671b", "run.max_steps=3", "training.ep=16")
@@ -137,7 +132,7 @@ def test_a_rank_per_gpu_each_of_which_sees_all(site):
 
 @pytest.mark.parametrize("nodes, gpus", [(64, 8), (128, 4), (1, 1)])
 def test_the_world_is_that_of_the_allocation(site, nodes, gpus):
-    job = Job(site, "grpo_qwen2.5_7b", SLURM_JOB_NUM_NODES=str(nodes), SLURM_GPUS_ON_NODE=str(gpus))
+    job = Job(site, "train", "my.yaml", SLURM_JOB_NUM_NODES=str(nodes), SLURM_GPUS_ON_NODE=str(gpus))
     assert f"--ntasks={nodes * gpus}" in job.options and f"--gpus-per-node={gpus}" in job.options
     assert f"--cpus-per-task={64 // gpus}" in job.options
 

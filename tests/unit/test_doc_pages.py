@@ -9,7 +9,7 @@ from rl.config.checks import check
 from rl.config.declarations import shipped
 from rl.config.options import tree_keys
 from rl.config.schema import Config, load_config
-from rl.run_directory.metric_names import METRICS, find
+from rl.run_directory.named_metrics import alternatives, is_documented
 from tests.doc_commands import MODES, PAGES, ROOT, blocks
 from tools.docs.generate import files
 
@@ -44,22 +44,13 @@ def test_the_keys_that_pages_name_exist():
     assert unknown == []
 
 
-def alternatives(name: str) -> list[str]:
-    """Return the names that `a/{b,c}` stands for."""
-    match = re.search(r"\{([^}]*)\}", name)
-    if match is None:
-        return [name]
-    parts = match[1].split(",")
-    return [one for part in parts for one in alternatives(name[: match.start()] + part + name[match.end() :])]
-
-
 def test_the_metrics_that_pages_name_exist():
-    known = [name for rows in METRICS.values() for each in rows for name in alternatives(each.name)]
+    known = alternatives()
     groups = {name.split("/")[0] for name in known}
 
     def exists(name: str) -> bool:
         start = name.partition("*")[0]
-        return any(each.startswith(start) for each in known) if "*" in name else find(name) is not None
+        return any(each.startswith(start) for each in known) if "*" in name else is_documented(name)
 
     unknown = [
         f"{page.name}: {name}"
@@ -98,6 +89,17 @@ def test_the_files_that_pages_name_exist():
     }
     assert len(named) > 100
     assert {(page, name) for page, name in named if not (ROOT / name).exists()} == set()
+
+
+def test_lines_are_below_150_columns():
+    """Except for output of programs in blocks of text."""
+    wide = [
+        f"{page.name}: {line[:40]}"
+        for page in PAGES
+        for line in re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
+        if len(line) >= 150
+    ]
+    assert wide == []
 
 
 def test_links_between_pages_lead_to_files():

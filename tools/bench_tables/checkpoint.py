@@ -10,7 +10,6 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from tools.bench_tables.refit import save_model
 from tools.bench_tables.report import Row, middle
 from tools.bench_tables.sides import BenchFailed, on_ranks
 
@@ -37,14 +36,10 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
         raise BenchFailed(
             f"--rounds={args.rounds} must be at least 2: the first background save is not counted."
         )
-    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), args.hidden // 64)
-    sizes = {"hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, **heads}
     disk = args.disk or runs / "disk"
     disk.mkdir(parents=True)
     try:
-        model = save_model(
-            disk / "model", "bfloat16", **sizes, num_hidden_layers=args.layers, tie_word_embeddings=True
-        )
+        model = save_model(disk / "model", args.hidden, args.layers)
         asked = {key: getattr(args, key) for key in ("dtype", "tp", "step_seconds", "rounds")}
         found = on_ranks(
             "checkpoint:save_both_ways",
@@ -66,6 +61,29 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
     }
     name = f"{args.layers} layers of {args.hidden}, {args.ranks} ranks, tp {args.tp}"
     return [Row(name, columns, middle(later) / middle(foreground), rounds)], {}
+
+
+def save_model(directory: Path, hidden: int, layers: int) -> Path:
+    """Write a random Qwen2 in bfloat16, with a tokenizer."""
+    import torch
+    import transformers
+
+    from tools.make_toy import build_tokenizer
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.Qwen2Config(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
 
 
 def save_both_ways(

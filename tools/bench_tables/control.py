@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.bench_tables import grpo
+from tools.bench_tables.program import of_task, run_alone, turn_seconds
 from tools.bench_tables.report import ROOT, Row, middle
 from tools.bench_tables.tasks import SIZES, save_task
 
@@ -46,18 +46,17 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
 
 def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
     """Return control's share of the step, from metrics.jsonl of a run on this many ranks."""
-    case = grpo.Case(args.size, 128, mean_length=80)
     task = save_task(runs / "task", args.size, mean_length=80, max_length=128)
-    records = grpo.run_alone(runs / "lockstep", grpo.write_config(runs, case), task, ranks, args.rounds)
+    records = run_alone(runs / "lockstep", ranks, of_task(task), args.rounds)
     shares: dict[str, list[float]] = {}
     for record in records:
-        total = grpo.turn_seconds([record])
+        total = turn_seconds([record])
         for key in ("reward", "agreement", "adv"):
             shares.setdefault(key, []).append(record.get(f"timing_s/{key}", 0.0) / total)
         outside = total - sum(record.get(f"timing_s/{key}", 0.0) for key in WORK)
         shares.setdefault("control", []).append(outside / total)
     columns: dict[str, float | int | str] = {
-        "s of a step": middle([grpo.turn_seconds([record]) for record in records])
+        "s of a step": middle([turn_seconds([record]) for record in records])
     }
     columns |= {f"share of {key}": middle(values) for key, values in shares.items()}
     return Row(f"{ranks} ranks on this machine", columns, middle(shares["control"]), shares)

@@ -17,8 +17,9 @@ from pathlib import Path
 import yaml
 
 from tools.bench_tables import peer
+from tools.bench_tables.program import CONFIG, CORES, start_lockstep, turn_seconds
 from tools.bench_tables.report import ROOT, Row, middle
-from tools.bench_tables.sides import STEPS_PER_TURN, BenchFailed, Side, Turn, alternate, torchrun
+from tools.bench_tables.sides import BenchFailed, Turn, alternate, torchrun
 from tools.bench_tables.tasks import save_task
 
 OURS = "Lockstep"
@@ -30,8 +31,9 @@ PHASES = {
     "reward": "reward",
 }
 """timing_s/<key> -> its name in the table."""
-NO_VALIDATION = ("data.val=[]", "validation.every=0")
 ACCURACY = "val-core/addition/acc/mean@1"
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+NOTHING_WRITTEN = ("checkpoint.every=0", "checkpoint.export_hf=false", "logging.rollouts=none")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ CASES = {
 def add_arguments(add) -> None:
     add("--rows", nargs="+", default=list(CASES), help="prefixes of the names of the rows to measure (all)")
     add("--rounds", type=int, default=5, help="counted steps of each side (5)")
-    add("--ranks", type=int, default=len(os.sched_getaffinity(0)), help="ranks of Lockstep (one per core)")
+    add("--ranks", type=int, default=CORES, help="ranks of Lockstep (one per core)")
     add("--peer-venv", type=Path, metavar="DIR", help="TRL's virtual environment (WORK/trl)")
     add("--peer-processes", type=int, nargs="+", help="processes of TRL to try (1, and one per core)")
     add("--peer-micro-batch", type=int, help="micro-batch of TRL, in samples (depends on the row)")
@@ -84,13 +86,17 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
 def measure_case(name: str, case: Case, args: Namespace, work: Path, runs: Path, python: Path) -> Row:
     """Return the row of a case. python: the interpreter of the peer's environment."""
     runs.mkdir()
-    quickstart = None if case.size else prepare_quickstart(work)
-    if quickstart is None:
+    if case.size:
         chain = dict(mean_length=case.mean_length, long_share=case.long_share)
         task = save_task(runs / "task", case.size, max_length=case.max_tokens, **chain)
-        model, reward, config = task / "model", task / "reward.py", write_config(runs, case)
+        model, reward, config = task / "model", task / "reward.py", CONFIG
+        sizes = [
+            f"rollout.max_response_tokens={case.max_tokens}",
+            f"rollout.cpu_kv_cache_mib={512 if case.size == '21M' else 64}",
+        ]
     else:
-        task, model, config = quickstart / "toy", quickstart / "sft" / "hf", ROOT / "configs/quickstart.yaml"
+        quickstart, sizes = prepare_quickstart(work), ["data.val=[]", "validation.every=0", *NOTHING_WRITTEN]
+        task, model, config = quickstart / "toy", quickstart / "sft" / "hf", QUICKSTART
         reward = ROOT / "rl/rewards/exact.py"
     steps = args.rounds + 1
     overrides = [
@@ -99,9 +105,9 @@ def measure_case(name: str, case: Case, args: Namespace, work: Path, runs: Path,
         f"reward.function={reward}:score",
         f"run.max_steps={steps}",
         "data.shuffle=false",
-        *NO_VALIDATION,
         "training.optimizer={lr: 1.0e-6, schedule: constant, warmup_steps: 0, beta2: 0.95}",
         "rollout.deterministic=false",
+        *sizes,
         *args.set,
     ]
     spec = trl_spec(case, task, model, reward, steps=steps) | {
@@ -109,7 +115,7 @@ def measure_case(name: str, case: Case, args: Namespace, work: Path, runs: Path,
         "micro_batch": args.peer_micro_batch or case.micro_batch,
     }
     peers = trl_sides(args, python, runs, spec)
-    ours = partial(start_ours, runs / "lockstep", config, args.ranks, overrides)
+    ours = partial(start_lockstep, OURS, runs / "lockstep", args.ranks, overrides, config=config)
     turns = alternate({OURS: ours, **peers}, args.rounds, rivals=list(peers), seconds=turn_seconds)
     theirs = next(side for side in turns if side != OURS)
     return compare(name, theirs, turns)
@@ -135,60 +141,14 @@ def compare(name: str, theirs: str, turns: dict[str, list[Turn]]) -> Row:
     return Row(name, columns, middle(rounds[theirs]) / middle(rounds[OURS]), rounds)
 
 
-def turn_seconds(turn: Turn) -> float:
-    """Return the seconds of a turn's steps, without the wait for the turn and without validation."""
-    return sum(record["timing_s/step"] - record.get("timing_s/turn", 0.0) for record in turn)
-
-
 # Sides --------------------------------------------------------------------------------------------------
-
-
-def start_ours(
-    directory: Path, config: Path, ranks: int, overrides: list[str], steps_per_turn: int = 1
-) -> Side:
-    """Start train_rl.py like a user on `ranks` ranks, with GRPO that waits for its turns."""
-    run_dir = directory / "run"
-    fixed = [
-        f"algorithm={ROOT}/tools/bench_tables/grpo_in_turns.py",
-        f"run.dir={run_dir}",
-        "checkpoint.every=0",
-        "checkpoint.export_hf=false",
-        "logging.rollouts=none",
-    ]
-    command = [*torchrun(ranks), "train_rl.py", "--config", str(config), *fixed, *overrides]
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    environment = {"OMP_NUM_THREADS": str(threads), STEPS_PER_TURN: str(steps_per_turn)}
-    records = run_dir / "metrics.jsonl"
-    return Side(
-        OURS,
-        command,
-        directory=directory / "side",
-        records=records,
-        steps_per_turn=steps_per_turn,
-        environment=environment,
-    )
-
-
-def run_alone(directory: Path, config: Path, task: Path, ranks: int, rounds: int) -> Turn:
-    """Run Lockstep without another side; return the records of all steps but the first."""
-    overrides = [
-        f"model.path={task}/model",
-        f"data.train=[{task}/train.parquet]",
-        f"reward.function={task}/reward.py:score",
-        f"run.max_steps={rounds + 1}",
-        *NO_VALIDATION,
-    ]
-    ours = partial(start_ours, directory, config, ranks, overrides, steps_per_turn=rounds + 1)
-    (turn,) = alternate({OURS: ours}, 1, warm_up=0)[OURS]
-    return turn[1:]
 
 
 def trl_sides(args: Namespace, python: Path, runs: Path, spec: dict) -> dict:
     """Return a function that starts TRL for each number of processes, by the name of the side."""
-    cores = len(os.sched_getaffinity(0))
     sides = {}
-    for processes in args.peer_processes or sorted({1, cores}):
-        directory, threads = runs / f"trl-{processes}", max(1, cores // processes)
+    for processes in args.peer_processes or sorted({1, CORES}):
+        directory, threads = runs / f"trl-{processes}", max(1, CORES // processes)
         start = partial(peer.start_trl, python, directory, processes=processes, threads=threads, **spec)
         sides[f"TRL, {processes} x {threads}"] = start
     return sides
@@ -214,26 +174,6 @@ def trl_spec(case: Case, task: Path, model: Path, reward: Path, *, steps: int) -
         "seed": 1,
         "validation_every": 0,
     }
-
-
-def write_config(directory: Path, case: Case) -> Path:
-    """Write the config of a case; return the file."""
-    config = {
-        "algorithm": "grpo",
-        "run": {"name": "bench"},
-        "model": {"dtype": "float32"},
-        "data": {"max_prompt_tokens": 16, "prompts_per_step": case.prompts},
-        "training": {"prompts_per_minibatch": case.prompts // case.updates},
-        "rollout": {
-            "samples_per_prompt": case.samples_per_prompt,
-            "max_response_tokens": case.max_tokens,
-            "max_concurrent_samples": 256,
-            "cpu_kv_cache_mib": 512 if case.size == "21M" else 64,
-        },
-    }
-    path = directory / "config.yaml"
-    path.write_text(yaml.dump(config))
-    return path
 
 
 # The quickstart -----------------------------------------------------------------------------------------
@@ -279,7 +219,7 @@ def measure_learning(args: Namespace, work: Path, runs: Path) -> tuple[list[Row]
 
     python = peer.install(args.peer_venv or work / "trl")
     quickstart, every = prepare_quickstart(work), args.every
-    config = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
+    config = yaml.safe_load(QUICKSTART.read_text())
     adam = Optimizer(**config["training"]["optimizer"])
     task, model = quickstart / "toy", quickstart / "sft" / "hf"
     reward, steps = ROOT / "rl/rewards/exact.py", args.max_steps
@@ -290,6 +230,7 @@ def measure_learning(args: Namespace, work: Path, runs: Path) -> tuple[list[Row]
         f"run.max_steps={steps}",
         f"run.seed={args.seed}",
         f"validation.every={every}",
+        *NOTHING_WRITTEN,
     ]
     case = next(case for case in CASES.values() if not case.size)
     spec = trl_spec(case, task, model, reward, steps=steps) | {
@@ -301,11 +242,12 @@ def measure_learning(args: Namespace, work: Path, runs: Path) -> tuple[list[Row]
     }
     sides = {
         OURS: partial(
-            start_ours,
+            start_lockstep,
+            OURS,
             runs / "lockstep",
-            ROOT / "configs/quickstart.yaml",
             args.ranks,
             overrides,
+            config=QUICKSTART,
             steps_per_turn=every,
         ),
         **trl_sides(args, python, runs, spec),

@@ -9,15 +9,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from rl.config.point_names import name_of, short_names
+from tools.bench_tables.program import CONFIG, of_task
 from tools.bench_tables.report import Row
 from tools.bench_tables.sides import ROOT, BenchFailed, torchrun
 from tools.bench_tables.tasks import SIZES, save_task
 
 TIMES = re.compile(r"time$|timing_|perf/")
 """Metrics that depend on the machine."""
+POINTS = (
+    "adapter={kind: lora, in_engine: adapter}",
+    "rollout={samples_per_prompt: 4, max_response_tokens: 8, deterministic: true}",
+)
+"""Overrides of all points."""
 LR, SEED, RANK, ALGORITHM = "training.optimizer.lr", "run.seed", "adapter.rank", "algorithm"
 
 
@@ -32,16 +36,15 @@ def add_arguments(add) -> None:
 def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return one row: user and system seconds of all processes on both sides."""
     task = save_task(runs / "task", args.size, mean_length=4, max_length=8)
-    config = write_config(runs, task, args)
+    common = [*of_task(task), f"run.max_steps={args.steps}", f"data.prompts_per_step={args.prompts}", *POINTS]
     values = itertools.product((5e-4, 2e-3), (1, 2), (4, 8), ("grpo", "rloo"))
     points = [dict(zip((LR, SEED, RANK, ALGORITHM), some)) for some in values][: args.points]
-    joint = run_seconds(args.ranks, config, runs / "joint", [f"sweep.adapters={json.dumps(points)}"])
+    joint = run_seconds(args.ranks, runs / "joint", [*common, f"sweep.adapters={json.dumps(points)}"])
     alone, equal, largest = 0.0, 0, 0.0
     for number, point in enumerate(points):
         directory = runs / f"alone-{number}"
-        alone += run_seconds(
-            args.ranks, config, directory, [f"{key}={value}" for key, value in point.items()]
-        )
+        own_keys = [f"{key}={value}" for key, value in point.items()]
+        alone += run_seconds(args.ranks, directory, [*common, *own_keys])
         own = runs / "joint" / name_of(point, short_names(list(point)))
         differences = [
             abs(one[name] - other[name])
@@ -59,10 +62,10 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
     return [Row(f"{len(points)} points, {args.ranks} ranks, {args.steps} steps", columns, joint / alone)], {}
 
 
-def run_seconds(ranks: int, config: Path, directory: Path, overrides: Sequence[str]) -> float:
+def run_seconds(ranks: int, directory: Path, overrides: Sequence[str]) -> float:
     """Run train_rl.py; return the user and system seconds of its processes. Raises BenchFailed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [*torchrun(ranks), "train_rl.py", "--config", str(config), f"run.dir={directory}", *overrides]
+    command = [*torchrun(ranks), "train_rl.py", "--config", str(CONFIG), f"run.dir={directory}", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise BenchFailed(f"{' '.join(overrides)} failed: {done.stderr[-2000:]}")
@@ -76,24 +79,3 @@ def records(directory: Path) -> list[dict[str, float]]:
     return [
         {name: value for name, value in json.loads(line).items() if not TIMES.match(name)} for line in lines
     ]
-
-
-def write_config(directory: Path, task: Path, args: Namespace) -> Path:
-    """Write the config of all points; return the file."""
-    config = {
-        "run": {"name": "bench", "max_steps": args.steps},
-        "model": {"path": f"{task}/model", "dtype": "float32"},
-        "adapter": {"kind": "lora", "in_engine": "adapter"},
-        "data": {
-            "train": [f"{task}/train.parquet"],
-            "max_prompt_tokens": 16,
-            "prompts_per_step": args.prompts,
-        },
-        "reward": {"function": f"{task}/reward.py:score"},
-        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "deterministic": True},
-        "validation": {"every": 0},
-        "logging": {"tensorboard": False, "rollouts": "none"},
-    }
-    path = directory / "config.yaml"
-    path.write_text(yaml.dump(config))
-    return path

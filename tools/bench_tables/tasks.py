@@ -109,18 +109,12 @@ def make_chain(model, tokenizer, end: float, long_share: float) -> None:
     head[:, channels] = logits / scale
 
 
-def first_token(length_class: int) -> int:
-    """Return the token with which answers of a class of log-normal lengths begin."""
-    return 6 + STAGES * length_class
-
-
 def make_log_normal(model, tokenizer, median: float) -> None:
     """Overwrite channels of the model such that the lengths of answers are about log-normal, with sigma 1.
 
     The first token of an answer draws one of CLASSES classes, each with the same probability. An answer
     passes through STAGES tokens of its class, and repeats each a geometric number of times. The mean lengths
-    of the classes are quantiles of a log-normal distribution. A prompt that ends with `first_token` of a
-    class has answers of that class.
+    of the classes are quantiles of a log-normal distribution.
     """
     import torch
 
@@ -134,8 +128,8 @@ def make_log_normal(model, tokenizer, median: float) -> None:
     head[:] = 0.0
     logits = torch.full((size, size), NEVER)  # of the next token, by the last token
     spread = math.sqrt(1 - 0.3 / STAGES)  # the rest is due to the stages
-    first = [first_token(number) for number in range(CLASSES)]
-    logits[tokenizer.convert_tokens_to_ids("<assistant>"), first] = 0.0
+    first = range(6, 6 + STAGES * CLASSES, STAGES)
+    logits[tokenizer.convert_tokens_to_ids("<assistant>"), list(first)] = 0.0
     for number, token in enumerate(first):
         mean = median * math.exp(spread * NormalDist().inv_cdf((number + 0.5) / CLASSES))
         leave = min(0.99, STAGES / mean)

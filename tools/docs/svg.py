@@ -26,34 +26,27 @@ class Drawing:
     def add(self, shape: str) -> None:
         self.parts.append(shape)
 
-    def rect(self, x: float, y: float, w: float, h: float, fill: str = "var(--box)", more: str = "") -> None:
-        edge = more or 'stroke="var(--faint)" stroke-width="0.8"'
-        self.add(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" fill="{fill}" {edge}/>'
-        )
-
     def text(self, x: float, y: float, text: str, classes: str = "", anchor: str = "middle") -> None:
         style = f' class="{classes}"' if classes else ""
         self.add(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>')
 
-    def box(self, x: float, y: float, w: float, h: float, *lines: str, fill: str = "var(--box)") -> None:
-        """Draw a rectangle with centred lines of text, the first in bold if there are several."""
-        self.rect(x, y, w, h, fill)
-        for i, line in enumerate(lines):
-            classes = "" if len(lines) == 1 else "small" if i else "bold"
-            self.text(x + w / 2, y + h / 2 + 4.5 + 15 * (i - (len(lines) - 1) / 2), line, classes)
+    def box(self, x: float, y: float, w: float, h: float, line: str) -> None:
+        """Draw a rectangle around a line of text."""
+        edge = 'fill="var(--box)" stroke="var(--faint)" stroke-width="0.8"'
+        self.add(f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" {edge}/>')
+        self.text(x + w / 2, y + h / 2 + 4.5, line)
 
-    def path(self, points: list[tuple[float, float]], classes: str = "ink", arrow: bool = False) -> None:
+    def path(self, points: list[tuple[float, float]], classes: str) -> None:
         d = "M" + " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.add(f'<path d="{d}" class="{classes}"{ARROW if arrow else ""}/>')
+        self.add(f'<path d="{d}" class="{classes}"/>')
 
-    def curve(self, points: list[tuple[float, float]], classes: str = "ink") -> None:
+    def curve(self, points: list[tuple[float, float]]) -> None:
         """Draw an arrow through the points that leaves and enters each of them vertically."""
         d = f"M{points[0][0]:.1f},{points[0][1]:.1f}"
         for (x0, y0), (x1, y1) in zip(points, points[1:]):
             middle = (y0 + y1) / 2
             d += f" C{x0:.1f},{middle:.1f} {x1:.1f},{middle:.1f} {x1:.1f},{y1:.1f}"
-        self.add(f'<path d="{d}" class="{classes}"{ARROW}/>')
+        self.add(f'<path d="{d}" class="ink" marker-end="url(#head)"/>')
 
     def svg(self) -> str:
         head = (
@@ -65,6 +58,3 @@ class Drawing:
             '<rect width="100%" height="100%" fill="var(--paper)"/>\n'
         )
         return head + "\n".join(self.parts) + "\n</svg>\n"
-
-
-ARROW = ' marker-end="url(#head)"'

@@ -58,36 +58,25 @@ def outcomes():
     return [json.loads(out) for out in run_ranks(2, PROGRAM)]
 
 
-def test_ranks_go_on_if_none_fails(outcomes):
-    assert [rank["nobody"] for rank in outcomes] == ["went on"] * 2
-
-
-@pytest.mark.parametrize(("case", "culprit"), [("first", 0), ("second", 1)])
-def test_every_rank_fails_if_one_does(outcomes, case, culprit):
-    assert [rank[case] for rank in outcomes] == [
-        f"ConfigError: no file on host {culprit} (on rank {culprit})"
-    ] * 2
-
-
-def test_an_error_of_all_ranks_names_none(outcomes):
-    assert [rank["both"] for rank in outcomes] == ["ConfigError: no file on host 0"] * 2
-
-
-def test_equal_configs_agree(outcomes):
-    assert [rank[case] for rank in outcomes for case in ("same", "after")] == ["agreed"] * 4
+DIFFERS = "ConfigError: {} differs between ranks: rank 1 and rank 0 were started differently."
 
 
 @pytest.mark.parametrize(
-    ("case", "key"),
+    ("case", "expected"),
     [
-        ("seed", "run.seed"),
-        ("nested", "training.optimizer.lr"),
-        ("list", "data.train"),
-        ("type", "training.tp"),
+        ("nobody", "went on"),
+        ("first", "ConfigError: no file on host 0 (on rank 0)"),
+        ("second", "ConfigError: no file on host 1 (on rank 1)"),
+        ("both", "ConfigError: no file on host 0"),
+        ("same", "agreed"),
+        ("seed", DIFFERS.format("run.seed")),
+        ("nested", DIFFERS.format("training.optimizer.lr")),
+        ("list", DIFFERS.format("data.train")),
+        ("type", DIFFERS.format("training.tp")),
+        ("after", "agreed"),
     ],
 )
-def test_a_config_that_differs_is_named_by_key_and_rank(outcomes, case, key):
-    expected = f"ConfigError: {key} differs between ranks: rank 1 and rank 0 were started differently."
+def test_ranks_fail_together_and_name_the_culprit(outcomes, case, expected):
     assert [rank[case] for rank in outcomes] == [expected] * 2
 
 
@@ -194,49 +183,33 @@ def test_every_rank_names_the_field_and_the_odd_rank(found, case, field, rank):
         assert text.count("rank ") == 1 and "the other 2 ranks: " in text
 
 
-def test_a_replica_whose_event_logs_differ_names_the_rank(found):
-    text = "rank 1 generated other tokens than the first rank of its replica"
-    assert all(rank["event log"].endswith(text) for rank in found)
+OTHERS = "the other replicas (the first, where there are two)"
+
+
+@pytest.mark.parametrize(
+    ("case", "end"),
+    [
+        ("event log", "rank 1 generated other tokens than the first rank of its replica"),
+        ("table", "rank 0 run different programs."),
+        ("lacking", "rank 0 run different programs."),
+        ("linear.weight", f"linear.weight of the policy on rank 1 differ from {OTHERS}"),
+        ("norm.weight", f"norm.weight of the policy on rank 1 differ from {OTHERS}"),
+        ("none", "identical"),
+    ],
+)
+def test_what_differs_between_replicas_is_named(found, case, end):
+    assert all(rank[case].endswith(end) for rank in found)
+    if case in ("table", "lacking"):
+        assert all(rank[case].startswith("rl/x.py differs between ranks: rank 1") for rank in found)
 
 
 def test_different_phases_are_named(found):
     assert all(") has update; the other 2 ranks: score" in rank["phase"] for rank in found)
 
 
-@pytest.mark.parametrize("case", ["table", "lacking"])
-def test_a_program_file_that_differs_or_is_lacking_is_named(found, case):
-    for rank in found:
-        assert rank[case].startswith("rl/x.py differs between ranks: rank 1") and rank[case].endswith(
-            "rank 0 run different programs."
-        )
-
-
-@pytest.mark.parametrize("name", ["linear.weight", "norm.weight"])
-def test_one_flipped_bit_names_the_weight_and_the_rank(found, name):
-    others = "the other replicas (the first, where there are two)"
-    expected = f"{name} of the policy on rank 1 differ from {others}"
-    assert [rank[name] for rank in found] == [expected] * 3
-
-
-def test_identical_replicas_pass(found):
-    assert [rank["none"] for rank in found] == ["identical"] * 3
-
-
 def test_fingerprints_differ_by_token_and_boundary():
     def of(*arrays):
         return fingerprint([np.array(array, np.int32) for array in arrays])
 
-    assert of([1, 2], [3]) == of([1, 2], [3])
-    assert (
-        len(
-            {
-                of([1, 2], [3]),
-                of([1], [2, 3]),
-                of([1, 2], [4]),
-                of([3], [1, 2]),
-                of([1, 2, 3]),
-                of([1, 2], [3], []),
-            }
-        )
-        == 6
-    )
+    cases = ([1, 2], [3]), ([1], [2, 3]), ([1, 2], [4]), ([3], [1, 2]), ([1, 2, 3],), ([1, 2], [3], [])
+    assert of([1, 2], [3]) == of([1, 2], [3]) and len({of(*case) for case in cases}) == len(cases)

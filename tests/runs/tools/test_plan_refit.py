@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import re
 import resource
@@ -6,12 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from rl.models import experts, qwen2
-from rl.models.layout import COLUMN, REPLICATED, VOCAB, Weight, index
-from rl.models.placement import RolloutPlacement, TrainingPlacement
+from tools import plan_refit
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tools" / "plan_refit.py"
@@ -22,10 +18,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
 """
 """Program that runs a script and prints its peak memory in KiB to stderr."""
-spec = importlib.util.spec_from_file_location("lockstep_plan_refit", SCRIPT)
-plan_refit = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = plan_refit
-spec.loader.exec_module(plan_refit)
 
 DENSE = dict(
     architectures=["Qwen2ForCausalLM"],
@@ -38,91 +30,6 @@ DENSE = dict(
     head_dim=4,
     tie_word_embeddings=True,
 )
-
-
-def mixture(layers=4, num_experts=8, hidden=16, ffn=8):
-    out = [Weight(("embed.weight",), ((150, hidden),), "embed", "embed", VOCAB, first_stage=True)]
-    for layer in range(layers):
-        name = f"layers.{layer}.q.weight"
-        out.append(Weight((name,), ((32, hidden),), "q", name, COLUMN, layer))
-        hf = dict(hidden_size=hidden, num_experts=num_experts, moe_intermediate_size=ffn)
-        out += [experts.router(hf, layer, "mlp"), *experts.routed(hf, layer, "mlp")]
-    return [*out, Weight(("norm.weight",), ((hidden,),), "norm", "norm", REPLICATED)]
-
-
-def held(weights, pieces_of):
-    """bool array over all elements of all tensors."""
-    parts = []
-    for weight in weights:
-        masks = {name: np.zeros(shape, bool) for name, shape in zip(weight.hf, weight.shapes)}
-        for piece in pieces_of(weight):
-            masks[piece.hf][index(piece.hf_box)] = True
-        parts += [mask.reshape(-1) for mask in masks.values()]
-    return np.concatenate(parts)
-
-
-@pytest.mark.parametrize(
-    "model, world, train, rollout",
-    [
-        ("dense", 16, dict(tp=2, pp=2), 4),
-        ("dense", 8, dict(tp=4, pp=1), 1),
-        ("mixture", 16, dict(tp=2, pp=2, ep=4, etp=1), 4),
-        ("mixture", 16, dict(tp=2, pp=2, ep=2, etp=2), 8),
-    ],
-)
-def test_traffic_equals_a_count_of_elements(model, world, train, rollout):
-    weights = qwen2.weights(DENSE) if model == "dense" else mixture()
-    training = TrainingPlacement(world, num_layers=4, num_experts=8, **train)
-    traffic = plan_refit.refit_traffic(
-        weights,
-        training,
-        RolloutPlacement(world, rollout, 4),
-        ranks_per_node=4,
-        itemsize=2,
-        buffer_bytes=1 << 20,
-    )
-    per_stage, etp, ep = world // train["pp"], train.get("etp", 1), train.get("ep", 1)
-
-    def trained(rank):
-        def pieces(weight):
-            stage, local = divmod(rank, per_stage)
-            stages = (
-                {0, train["pp"] - 1}
-                if weight.tied_to_head
-                else {0}
-                if weight.first_stage
-                else {train["pp"] - 1}
-            )
-            if stage not in (stages if weight.layer is None else {weight.layer * train["pp"] // 4}):
-                return []
-            if weight.expert is None:
-                return weight.megatron_pieces(train["tp"], local % train["tp"])
-            return (
-                weight.megatron_pieces(etp, local % etp)
-                if local // etp % ep == weight.expert // (8 // ep)
-                else []
-            )
-
-        return held(weights, pieces)
-
-    have = [trained(rank) for rank in range(world)]
-    on_node = [
-        np.any([have[other] for other in range(world) if other // 4 == rank // 4], axis=0)
-        for rank in range(world)
-    ]
-    for rank in range(world):
-        need = held(weights, lambda weight, rank=rank: weight.vllm_pieces(rollout, rank % rollout))
-        counts = [
-            need & have[rank],
-            need & ~have[rank] & on_node[rank],
-            need & ~on_node[rank],
-            need & ~have[rank],
-            ~have[rank],
-        ]
-        found = [traffic.stays, traffic.near_in, traffic.far_in, traffic.lower_bound, traffic.gather]
-        assert [int(values[rank]) for values in found] == [2 * int(mask.sum()) for mask in counts], rank
-    assert traffic.near_out.sum() == traffic.near_in.sum() and traffic.far_out.sum() == traffic.far_in.sum()
-    assert traffic.peak_buffer.max() <= 1 << 20
 
 
 def test_the_table_of_a_published_model(capsys):

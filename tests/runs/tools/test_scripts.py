@@ -1,6 +1,5 @@
 """The tools run as scripts from any directory and report errors without a traceback."""
 
-import json
 import os
 import subprocess
 import sys
@@ -14,15 +13,6 @@ def run(directory, name, *arguments, **environment):
     command = [sys.executable, ROOT / "tools" / name, *arguments]
     environment = {**os.environ, **environment}
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, env=environment)
-
-
-def test_make_toy(tmp_path):
-    sizes = "--hidden 32 --layers 1 --heads 4 --kv-heads 4 --intermediate 32 --tie".split()
-    done = run(tmp_path, "make_toy.py", "--out", "toy", *sizes)
-    assert done.returncode == 0, done.stderr
-    files = ["labels.parquet", "model", "pairs.parquet", "test.parquet", "train.parquet"]
-    assert sorted(path.name for path in (tmp_path / "toy").iterdir()) == files
-    assert json.loads((tmp_path / "toy/model/config.json").read_text())["hidden_size"] == 32
 
 
 def test_prepare_data(tmp_path):
@@ -48,14 +38,3 @@ def test_plan_refit_with_uneven_stages(tmp_path):
     )
     done = run(tmp_path, "plan_refit.py", "--model", model, *layouts)
     assert done.returncode == 0 and "least possible" in done.stdout, done.stderr
-
-
-def test_report(tmp_path):
-    records = [{"training/global_step": 0, "val-core/add/acc/mean@1": 0.25}, {"training/global_step": 10}]
-    records[1]["val-core/add/acc/mean@1"] = 0.75
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = run(tmp_path, "report.py", "run")
-    assert done.returncode == 0 and "accuracy after, add" in done.stdout and done.stderr == ""
-    done = run(tmp_path, "report.py", "nowhere")
-    assert done.returncode == 1 and done.stderr == "report: there is no directory nowhere.\n"

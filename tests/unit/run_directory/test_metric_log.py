@@ -72,18 +72,13 @@ def test_resume_drops_later_steps_and_incomplete_lines(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_resume_logs_and_drops_a_broken_line(tmp_path, caplog):
+def test_resume_logs_and_drops_a_broken_line_and_a_new_run_all(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text(
         '{"training/global_step": 1}\n\0\0\0\n{"training/global_step": 2}\n'
     )
     MetricLog(tmp_path, resume_step=5)
     assert steps(tmp_path) == [1, 2]
     assert "line 2" in caplog.text
-
-
-def test_a_new_run_starts_with_an_empty_file(tmp_path):
-    MetricLog(tmp_path, resume_step=3).write(4, {})
-    assert steps(tmp_path) == [4]
     MetricLog(tmp_path, resume_step=None).write(0, {})
     assert steps(tmp_path) == [0]
 
@@ -103,15 +98,11 @@ def test_a_job_killed_during_the_rewrite_leaves_the_old_file(tmp_path, monkeypat
 @pytest.mark.parametrize("bad", ["{", "[1]", '{"x": 1}', '{"training/global_step": null}'])
 def test_reader_names_the_line_that_is_no_record(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
+    path.write_text('{"training/global_step": 1}\n' + bad)  # incomplete, which is left out
+    assert read_records(path) == [{"training/global_step": 1}]
     path.write_text('{"training/global_step": 1}\n' + bad + "\n")
     with pytest.raises(ValueError, match="metrics.jsonl, line 2 is not"):
         read_records(path)
-
-
-def test_reader_leaves_out_an_incomplete_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"training/global_step": 1}\n{"training/global_step": 2}')
-    assert read_records(path) == [{"training/global_step": 1}]
 
 
 def test_tensorboard_has_finite_values_of_current_steps(tmp_path):
@@ -132,14 +123,6 @@ def test_tensorboard_has_finite_values_of_current_steps(tmp_path):
     ]
 
 
-def test_failed_trajectories_stand_beside_the_accuracy():
-    metrics = {"val-core/game/acc/mean@1": 0.141, "timing_s/testing": 2.0}
-    assert step_line(1, 2, metrics).endswith("acc 0.141")
-    assert step_line(1, 2, metrics | {"val-core/game/failed/mean@1": 0.859}).endswith(
-        "acc 0.141 (86% failed)"
-    )
-
-
 def test_accuracies_by_data_source():
     metrics = {
         "val-core/gsm8k/acc/mean@1": 0.5,
@@ -150,21 +133,32 @@ def test_accuracies_by_data_source():
     assert accuracies(metrics) == {"a/b": 0.2, "gsm8k": 0.5}
 
 
-def test_step_line_shows_every_headline_number():
-    line = step_line(7, 100, FULL | {"val-core/gsm8k/acc/mean@1": 0.4123, "timing_s/testing": 123.4})
-    assert line == (
-        "step   7/100 | reward  0.531 len   213 tok/s  5235 grad    0.12 loss -0.00123 |  45.6 s: gen 12.3 "
-        "train 30.1 logp  2.0 refit  1.2 score  0.1 | val  123 acc 0.412"
-    )
-
-
-def test_step_line_leaves_out_what_is_absent():
-    assert step_line(0, 50, {"val-core/x/acc/mean@1": 0.25}) == "step  0/50 | acc 0.250"
-    assert (
-        step_line(3, 50, {"sft/loss": 2.345678, "timing_s/step": 1.5})
-        == "step  3/50 | loss     2.35 |   1.5 s"
-    )
-    assert step_line(3, 50, {}) == "step  3/50"
+@pytest.mark.parametrize(
+    "step, metrics, line",
+    [
+        (
+            7,
+            FULL | {"val-core/gsm8k/acc/mean@1": 0.4123, "timing_s/testing": 123.4},
+            "step  7/50 | reward  0.531 len   213 tok/s  5235 grad    0.12 loss -0.00123 |  45.6 s: gen 12.3 "
+            "train 30.1 logp  2.0 refit  1.2 score  0.1 | val  123 acc 0.412",
+        ),
+        (0, {"val-core/x/acc/mean@1": 0.25}, "step  0/50 | acc 0.250"),
+        (3, {"sft/loss": 2.345678, "timing_s/step": 1.5}, "step  3/50 | loss     2.35 |   1.5 s"),
+        (3, {}, "step  3/50"),
+        (
+            1,
+            {"val-core/gsm8k/acc/mean@1": 0.5, "val-core/math/acc/mean@1": 0.2},
+            "step  1/50 | acc gsm8k 0.500 math 0.200",
+        ),
+        (
+            1,
+            {"val-core/x/acc/mean@1": 0.141, "val-core/x/failed/mean@1": 0.859},
+            "step  1/50 | acc 0.141 (86% failed)",
+        ),
+    ],
+)
+def test_step_line_shows_what_a_step_has(step, metrics, line):
+    assert step_line(step, 50, metrics) == line
 
 
 def test_step_lines_form_columns():
@@ -188,11 +182,6 @@ def test_a_validation_step_shows_the_same_phases_as_the_others():
     assert step_line(9, 100, phases | {"val-core/x/acc/mean@1": 0.5, "timing_s/testing": 9.5}).startswith(
         quiet
     )
-
-
-def test_step_line_names_several_data_sources():
-    metrics = {"val-core/gsm8k/acc/mean@1": 0.5, "val-core/math/acc/mean@1": 0.2}
-    assert step_line(1, 5, metrics) == "step 1/5 | acc gsm8k 0.500 math 0.200"
 
 
 def test_step_line_is_bounded_and_keeps_main_timings():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -77,76 +78,61 @@ def no_mpi(monkeypatch):
 # torchrun, one process ----------------------------------------------------------------------------------
 
 
-def test_torchrun():
+def test_torchrun(monkeypatch):
     assert discover(TORCHRUN) == Ranks(5, 8, 1, 4, "torchrun", "node1", 29511)
-
-
-def test_missing_variables_of_torchrun_are_named():
-    for missing in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env = {name: value for name, value in TORCHRUN.items() if name != missing}
-        with pytest.raises(ValueError, match=f"RANK and WORLD_SIZE are set but {missing} is not"):
-            discover(env)
-    with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"):
-        discover({"RANK": "0", "WORLD_SIZE": "2"})
-
-
-@pytest.mark.parametrize("rank", ["8", "-1"])
-def test_a_rank_outside_of_the_world_is_refused(rank):
-    with pytest.raises(ValueError, match="RANK"):
-        discover(TORCHRUN | {"RANK": rank})
-
-
-def test_a_plain_python_is_a_world_of_one():
-    assert discover({"HOME": "/root"}) == Ranks(0, 1, 0, 1, "single", "127.0.0.1")
-
-
-@pytest.mark.parametrize("alone", ["RANK", "WORLD_SIZE"])
-def test_half_of_torchruns_variables_is_not_torchrun(alone):
-    assert discover({alone: "1"}).launcher == "single"
-
-
-def test_default_is_the_environment_of_the_process(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert discover() == discover(TORCHRUN)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        *[
+            ({name: None}, f"RANK and WORLD_SIZE are set but {name} is not")
+            for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        ],
+        (
+            dict.fromkeys(("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")),
+            "LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not",
+        ),
+        ({"RANK": "8"}, "RANK"),
+        ({"RANK": "-1"}, "RANK"),
+    ],
+)
+def test_wrong_variables_of_torchrun_are_refused(changes, message):
+    env = {name: value for name, value in (TORCHRUN | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        discover(env)
+
+
+@pytest.mark.parametrize("env", [{"HOME": "/root"}, {"RANK": "1"}, {"WORLD_SIZE": "1"}])
+def test_a_plain_python_is_a_world_of_one(env):
+    assert discover(env) == Ranks(0, 1, 0, 1, "single", "127.0.0.1")
+
+
 def test_export_writes_what_torch_reads():
     env = {"KEPT": "1", "RANK": "9"}
-    Ranks(3, 4, 1, 2, "slurm", "node1", 12345).export(env)
-    assert env == {
-        "KEPT": "1",
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": "12345",
-    }
-    assert place(discover(env)) == (3, 1, 2)
+    ranks = Ranks(3, 4, 1, 2, "slurm", "node1", 12345)
+    ranks.export(env)
+    assert env["KEPT"] == "1" and discover(env) == replace(ranks, launcher="torchrun")
 
 
 # srun ---------------------------------------------------------------------------------------------------
 
 
-def test_a_step_of_two_nodes_with_two_tasks_each():
-    all_ranks = [discover(slurm_step(rank, rank % 2, rank // 2)) for rank in range(4)]
-    assert [place(ranks) for ranks in all_ranks] == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)]
+@pytest.mark.parametrize(
+    "where, tasks, sizes",
+    [
+        ([(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)], "2(x2)", (2, 2, 2, 2)),
+        ([(0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1)], "3,1", (3, 3, 3, 1)),  # srun without --ntasks-per-node
+        ([(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)], "2(x2)", (2, 2, 2, 2)),  # srun -m cyclic
+    ],
+)
+def test_a_step_of_two_nodes(where, tasks, sizes):
+    all_ranks = [discover(slurm_step(*each, tasks=tasks)) for each in where]
+    assert [place(ranks) for ranks in all_ranks] == [(r, local, n) for (r, local, _), n in zip(where, sizes)]
     assert {(r.world_size, r.launcher, r.master_addr) for r in all_ranks} == {(4, "slurm", "node1")}
-
-
-def test_three_tasks_on_one_node_and_one_on_the_other():
-    """`srun -N2 -n4` without --ntasks-per-node."""
-    where = [(0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1)]
-    all_ranks = [discover(slurm_step(*w, tasks="3,1")) for w in where]
-    assert [place(ranks) for ranks in all_ranks] == [(0, 0, 3), (1, 1, 3), (2, 2, 3), (3, 0, 1)]
-
-
-def test_cyclic_distribution():
-    """`srun -m cyclic`: neighbours in rank are on different nodes."""
-    where = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
-    all_ranks = [discover(slurm_step(*w)) for w in where]
-    assert [place(ranks) for ranks in all_ranks] == [(0, 0, 2), (1, 0, 2), (2, 1, 2), (3, 1, 2)]
 
 
 def test_a_step_uses_its_own_first_node():
@@ -186,13 +172,10 @@ def test_master_addr_may_be_given_in_the_batch_script():
     assert (ranks.launcher, ranks.master_addr) == ("slurm", "10.0.0.7")
 
 
-def test_a_batch_script_without_a_step_is_refused():
+def test_a_batch_script_runs_one_process_of_one_task_only():
     message = r"SLURM_NTASKS=4, but this is a batch script, not a step: .* `srun python train_rl\.py"
     with pytest.raises(ValueError, match=message):
         discover(slurm_batch())
-
-
-def test_a_batch_script_of_one_task_runs_one_process():
     assert discover(slurm_batch(SLURM_NTASKS="1")).launcher == "single"
 
 
@@ -244,14 +227,11 @@ def fake_mpi(monkeypatch, *, size, local_size):
     monkeypatch.setitem(sys.modules, "mpi4py", package)
 
 
-def test_mpi_on_several_hosts_uses_the_first_hosts_name(monkeypatch):
+def test_the_address_of_mpi_is_a_name_only_for_several_hosts(monkeypatch):
     fake_mpi(monkeypatch, size=8, local_size=4)
     ranks = discover({"OMPI_COMM_WORLD_SIZE": "8"})
     assert (ranks.launcher, ranks.world_size, ranks.local_world_size) == ("mpi", 8, 4)
     assert ranks.master_addr == socket.gethostname()
-
-
-def test_mpi_on_one_host_uses_the_loopback_address(monkeypatch):
     fake_mpi(monkeypatch, size=4, local_size=4)
     assert discover({"OMPI_COMM_WORLD_SIZE": "4"}).master_addr == "127.0.0.1"
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tools.make_toy import addition_problems, make_toy
 
@@ -39,11 +39,6 @@ def test_splits_are_disjoint_complete_and_right(toy):
             }
     assert len(problems) == 8100
     assert set(problems) == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
-
-
-def test_the_seed_decides_what_is_held_out():
-    assert addition_problems(0) == addition_problems(0)
-    assert set(addition_problems(0)["test"]) != set(addition_problems(1)["test"])
 
 
 def test_every_character_is_one_token_and_decodes_to_itself(toy, tokenizer):
@@ -87,14 +82,6 @@ def test_the_model_is_qwen2_of_the_tokenizer_size(toy, tokenizer):
     assert 0.03 < weights["model.layers.0.mlp.up_proj.weight"].std() < 0.05
 
 
-def test_the_model_generates_from_a_rendered_prompt(toy, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(toy / "model")
-    ids = tokenizer("<user>37+58=<assistant>", return_tensors="pt")
-    output = model.generate(**ids, max_new_tokens=4, do_sample=False)
-    assert output.shape[1] <= ids["input_ids"].shape[1] + 4
-    assert model(**ids).logits.isfinite().all()
-
-
 def test_files_depend_only_on_the_seed(toy, tmp_path):
     random_state = torch.random.get_rng_state()
     again = make_toy(tmp_path / "again")
@@ -106,6 +93,7 @@ def test_files_depend_only_on_the_seed(toy, tmp_path):
     assert first == second
     other = make_toy(tmp_path / "other", seed=1)
     assert (toy / "model/model.safetensors").read_bytes() != (other / "model/model.safetensors").read_bytes()
+    assert set(addition_problems(0)["test"]) != set(addition_problems(1)["test"])
 
 
 def test_sizes_and_tying_follow_the_arguments(tmp_path):

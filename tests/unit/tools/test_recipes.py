@@ -42,11 +42,6 @@ def test_recipes_do_not_share_a_run_directory():
     assert len(set(directories)) == len(NAMES)
 
 
-def test_the_page_has_every_recipe():
-    page = recipes.PAGE.read_text(encoding="utf-8")
-    assert [name for name in NAMES if recipes.section(name, recipes.read_recipe(name)) not in page] == []
-
-
 @pytest.mark.parametrize("points", ["{}", "{a: 1}", "{a: {1: 0.5}}", "{a: {one: [0, 1]}}"])
 def test_malformed_points_are_refused(tmp_path, points):
     file = tmp_path / "own.yaml"

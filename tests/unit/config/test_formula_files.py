@@ -1,17 +1,10 @@
-"""The generated tables of docs/algorithms.md, and what they are generated from."""
+"""Declarations of formulas: names follow from file names, and an unfit file is named."""
 
 import pytest
 
 from rl.config.declarations import read_formula
 from rl.config.options import ConfigError
 from rl.config.schema import ADVANTAGES, LOSSES
-from rl.config.tables import MARK, PAGE, tables, with_tables
-
-
-def test_the_tables_of_the_page_are_up_to_date():
-    page = PAGE.read_text()
-    assert [match[2] for match in MARK.finditer(page)] == list(tables())
-    assert with_tables(page) == page, "run python -m rl.config.tables"
 
 
 def test_names_follow_from_file_names():
