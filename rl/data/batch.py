@@ -103,11 +103,6 @@ class Batch:
     """Columns whose rows only some ranks have, by name."""
     conversations: list[Messages] | None = None
     """N conversations of trajectories, if a reward model or a judge reads them."""
-    cursor: dict[str, Any] | None = None
-    """Where the draw stood after the prompts of this batch were drawn (`Phases.cursor`).
-
-    A checkpoint after the update on this batch stores it, so that a resumed run draws the next prompts.
-    """
 
     def __post_init__(self):
         if self.mask is None:

@@ -7,8 +7,10 @@ rules.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
+from rl.engines.memory import MemorySharing
 from rl.phases.generation import Generation
 from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
@@ -26,14 +29,30 @@ from rl.rollout.carry_over import CarriedTurns, Frontier, Group, extend, quota_o
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.run_directory.consumed import FILE_NAME, append_consumed
+from rl.stopping.requests import StopRequests
 
 
-class CarryOver:
-    """The prompts that were drawn and not consumed. Methods are collective over the world."""
+class CarryOver(Generation):
+    """Generation that keeps the groups that were drawn and not consumed.
 
-    def __init__(self, config: Config, step: Step, engines: Engines, generation: Generation):
-        self._config, self._step, self._engines, self._generation = config, step, engines, generation
-        self._sampling = train_sampling(config)
+    Args:
+        prompts: all prompts of the data, for the groups of a checkpoint.
+    """
+
+    varies_limits = True
+
+    def __init__(
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        stop: StopRequests | None,
+        *,
+        prompts: Sequence[Prompt],
+    ):
+        super().__init__(config, step, engines, memory, stop)
+        self._prompts, self._sampling = prompts, train_sampling(config)
         self.frontier = Frontier()
         """The carried groups; a checkpoint stores it."""
         self._num_wanted = 0
@@ -41,27 +60,22 @@ class CarryOver:
         self._dropped: list[Group] = []
 
     def num_to_draw(self, num_wanted: int) -> int:
-        """Return how many prompts the next `generate` needs in order to return `num_wanted` groups."""
         self._num_wanted = num_wanted
         total = math.ceil(num_wanted * self._config.rollout.oversample - 1e-9)
         return max(0, total - len(self.frontier.groups))
 
-    def number(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Return prompts that were just drawn, with the numbers of their draws."""
-        first = self.frontier.num_drawn
-        self.frontier = replace(self.frontier, num_drawn=first + len(prompts))
-        return [replace(prompt, draw=first + place) for place, prompt in enumerate(prompts)]
-
-    def generate(self, prompts: list[Prompt]) -> Batch:
+    def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Continue the carried groups and start those of the prompts, until enough are complete.
 
         Returns the batch of as many groups as the last `num_to_draw` named, those with the oldest tokens
         first. Raises StepAborted on every rank after a stop request; the frontier is then unchanged.
         """
-        config, version = self._config.rollout, self._engines.policy.version
+        config, version = self._config.rollout, self._policy.version
         oldest_allowed = version + 1 - config.max_staleness  # in the next step
-        carried = self.frontier.groups
-        groups = [*carried, *(Group.of(prompt, config.samples_per_prompt) for prompt in prompts)]
+        carried, first = self.frontier.groups, self.frontier.num_drawn
+        new = [replace(prompt, draw=first + place) for place, prompt in enumerate(prompts)]
+        new = [new[place] for place in self._order(prompts) or range(len(new))]
+        groups = [*carried, *(Group.of(prompt, config.samples_per_prompt) for prompt in new)]
         complete = [group for group in carried if not group.unfinished]
         # Groups without tokens come last, in the given order.
         unfinished = sorted((group for group in groups if group.unfinished), key=lambda group: group.oldest)
@@ -70,21 +84,21 @@ class CarryOver:
             due = {i for i, group in enumerate(unfinished) if group.oldest < oldest_allowed}
         num_missing = self._num_wanted - len(complete)
         if num_missing > 0 or due:
-            unfinished = extend(unfinished, self._sample(unfinished, due, num_missing))
+            unfinished = extend(unfinished, self._continue(unfinished, due, num_missing))
             complete += [group for group in unfinished if not group.unfinished]
         complete.sort(key=lambda group: (group.oldest, group.prompt.draw))
         taken = complete[: self._num_wanted]
         rest = [*complete[self._num_wanted :], *(group for group in unfinished if group.unfinished)]
         kept = sorted((g for g in rest if g.oldest >= oldest_allowed), key=lambda group: group.prompt.draw)
-        self.frontier = replace(self.frontier, groups=tuple(kept))
+        self.frontier = Frontier(tuple(kept), first + len(prompts))
         self._consumed += taken
         self._dropped += [group for group in rest if group.oldest < oldest_allowed]
         self._log_metrics()
         ids, prompts = [g.prompt.token_ids for g in taken], [g.prompt for g in taken]
         n = config.samples_per_prompt
-        return batch_of(samples_of(taken), ids, prompts=prompts, samples_per_prompt=n)
+        return self._noted(batch_of(samples_of(taken), ids, prompts=prompts, samples_per_prompt=n))
 
-    def _sample(self, groups: list[Group], due: set[int], num_missing: int) -> list[Sample]:
+    def _continue(self, groups: list[Group], due: set[int], num_missing: int) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
         engine, sampling = self._engines.rollout, self._sampling
         assert engine is not None, "this run has no generation engine"
@@ -106,7 +120,7 @@ class CarryOver:
             return turns.parts if is_whole else None
 
         total = num_missing * sampling.samples_per_prompt
-        return self._generation.run(contexts, generate, total=total, timing="gen", abortable=True)
+        return self.run(contexts, generate, total=total, timing="gen")
 
     def _log_metrics(self) -> None:
         groups = self.frontier.groups
@@ -121,9 +135,9 @@ class CarryOver:
         }
 
     def check(self, batch: Batch) -> None:
-        """Log the staleness of the batch that is about to be learned from. Raises StaleTokens."""
+        """Log the staleness of the batch too."""
         limit = self._config.rollout.max_staleness
-        self._step.metrics |= check_staleness(batch, self._engines.policy.version, limit)
+        self._step.metrics |= check_staleness(batch, self._policy.version, limit)
 
     def learned(self) -> None:
         """Note in `consumed.jsonl` the prompts that this step consumed. Rank 0 writes."""
@@ -138,15 +152,24 @@ class CarryOver:
             )
         self._consumed, self._dropped = [], []
 
-    def load_state_dict(self, state: dict, prompts: list[Prompt]) -> None:
-        """Continue from `Frontier.state_dict`. Raises ConfigError if the data or the groups have changed.
+    def cursor(self) -> dict[str, Any]:
+        return super().cursor() | {"carry_over": self.frontier}
+
+    def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(cursor) | {"carry_over": cursor["carry_over"].state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Raises ConfigError if the data or the groups have changed.
 
         Samples longer than `rollout.max_response_tokens` are truncated; the saved run had a larger limit.
         """
-        by_index = {prompt.index: prompt for prompt in prompts}
+        self._load_lengths(state)
+        if "carry_over" not in state:  # of a run without
+            return
+        by_index = {prompt.index: prompt for prompt in self._prompts}
         try:
             prompt_of = lambda index, draw: replace(by_index[index], draw=draw)  # noqa: E731
-            frontier = Frontier.from_state(state, prompt_of)
+            frontier = Frontier.from_state(state["carry_over"], prompt_of)
         except KeyError as error:
             raise ConfigError(
                 f"the checkpoint holds unfinished samples of prompt {error}, but data.train has no such "

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,13 @@ from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.batch_checks import describe_failures, warn_of_failures
 from rl.phases.batch_metrics import agent_metrics
+from rl.phases.sampler import Sampler
 from rl.phases.step import Step
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.samples import Sample
-from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.sampling import Sampling
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
@@ -46,11 +47,11 @@ class AllReplicas:
         self.bar.update(n * self.num_replicas)
 
 
-class Generation:
-    """Generates responses with the current weights of the policy.
+class Generation(Sampler):
+    """Generates responses with the current weights of the policy, in turn with the training.
 
     Args:
-        stop: requests that may abort the generation of a training step; None if none may.
+        stop: requests that may abort a generation; None if none may.
         agents: generates trajectories with environments; None: responses of one turn.
     """
 
@@ -63,7 +64,8 @@ class Generation:
         stop: StopRequests | None,
         agents: "AgentRollouts | None" = None,
     ):
-        self._config, self._step, self._engines = config, step, engines
+        super().__init__(config, step, engines.policy)
+        self._engines = engines
         self._memory, self._stop, self._agents = memory, stop, agents
         self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
         """Counts of environments in this step, by its number and the timing of the calls."""
@@ -74,31 +76,20 @@ class Generation:
         sampling: Sampling,
         *,
         purpose: str,
-        timing: str,
-        abortable: bool = False,
-        order: list[int] | None = None,
+        timing: str = "gen",
+        order: Sequence[int] | None = None,
     ) -> Batch:
-        """Sample responses to the prompts. Collective over the world.
-
-        Args:
-            sampling: sampling parameters, and the number of responses per prompt.
-            purpose: distinguishes the seeds of this call from those of other calls in the run.
-            timing, abortable: see `run`.
-            order: the prompts in the order in which they start; None: as given.
+        """Sample responses to the prompts, as `Sampler.sample`.
 
         With environments a group may have fewer responses, or be missing (`batch.prompts`). In validation
-        (timing "testing") a failed trajectory is a sample of which `failed` is 1.
-
-        Raises:
-            StepAborted: on every rank, after a stop request.
-            AllTrajectoriesFailed: on every rank, if environments failed for every group.
+        a failed trajectory is a sample of which `failed` is 1. Raises AllTrajectoriesFailed on every rank if
+        environments failed for every group.
         """
         engine = self._engines.rollout
         assert engine is not None, "this run has no generation engine"
-        # The seed depends on the position in the draw, so that a prompt drawn twice gets different samples.
-        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
+        seeds = self._seeds(purpose, len(prompts))
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
-        options: dict[str, Any] = dict(total=len(ids) * n, timing=timing, abortable=abortable)
+        options: dict[str, Any] = dict(total=len(ids) * n, timing=timing)
         if self._agents is None:
             generate = partial(engine.generate, ids, sampling, seeds, order=order)
             samples = self.run(ids, generate, **options)
@@ -110,8 +101,9 @@ class Generation:
             on_wait = self._step.watchdog.tracker.wait
             waits: dict[str, Any] = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
             # Validation is not repeated, so its log is not stored.
-            waits["log_name"] = f"step_{self._step.number}/{purpose}" if abortable else ""
-            waits["keeps_failed"] = timing == "testing"
+            is_validation = timing == "testing"
+            waits["log_name"] = "" if is_validation else f"step_{self._step.number}/{purpose}"
+            waits["keeps_failed"] = is_validation
             own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
             counts.update(found)
             return own
@@ -120,13 +112,7 @@ class Generation:
         return self._complete_groups(batch, sampling, counts, timing)
 
     def run(
-        self,
-        ids: list[np.ndarray],
-        generate: Callable[..., list[Sample] | None],
-        *,
-        total: int,
-        timing: str,
-        abortable: bool = False,
+        self, ids: list[np.ndarray], generate: Callable[..., list[Sample] | None], *, total: int, timing: str
     ) -> list[Sample]:
         """Call `generate` as a phase with the engine awake; return the samples of all ranks.
 
@@ -137,16 +123,14 @@ class Generation:
             generate: called with the keyword arguments `progress` and `interrupt` on every rank; returns this
                 rank's samples, or None after an interrupt.
             total: expected number of samples, for the progress bar.
-            timing: the seconds are logged as timing_s/<timing>.
-            abortable: whether a stop request ends the generation; ignored once this step has updated a model.
+            timing: see `Sampler.sample`.
 
-        Raises:
-            StepAborted: on every rank, after a stop request.
+        Raises StepAborted on every rank after a stop request.
         """
         self._wake_engine()
         engine, step = self._engines.rollout, self._step
         assert engine is not None, "this run has no generation engine"
-        abortable = abortable and self._stop is not None and not step.is_committed
+        abortable = timing != "testing" and self._stop is not None and not step.is_committed
         started = time.perf_counter()
         with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
             began = time.perf_counter()  # all ranks have arrived

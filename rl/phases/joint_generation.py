@@ -1,22 +1,23 @@
 """Generation for all points of a sweep in one call of the engine, with the interface of `Generation`."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.phases.generation import AllReplicas
+from rl.phases.sampler import Sampler
 from rl.phases.step import Step
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.samples import Sample
-from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.sampling import Sampling
 from rl.runtime.collectives import any_rank
-from rl.stopping.requests import StopRequests
+from rl.stopping.requests import StepAborted, StopRequests
 from rl.training.engine import TrainingEngine
 
 
@@ -30,19 +31,22 @@ class Ask:
     seeds: list[int]
     timing: str
     abortable: bool
-    order: list[int]
+    order: Sequence[int]
     """The prompts in the order in which they start."""
 
 
-class PointGeneration:
+class PointGeneration(Sampler):
     """Generation of one point: hands in its prompts, and waits until the engine has generated for all.
 
     Args:
-        wait: gives the request to `JointGeneration.serve` and returns its batch. Raises StepAborted.
+        wait: gives the request to `JointGeneration.serve` and returns its batch, None after a stop request.
     """
 
-    def __init__(self, config: Config, step: Step, wait: Callable[[Ask], Batch]):
-        self._config, self._step, self._wait = config, step, wait
+    def __init__(
+        self, config: Config, step: Step, policy: TrainingEngine, wait: Callable[[Ask], Batch | None]
+    ):
+        super().__init__(config, step, policy)
+        self._wait = wait
 
     def sample(
         self,
@@ -50,15 +54,15 @@ class PointGeneration:
         sampling: Sampling,
         *,
         purpose: str,
-        timing: str,
-        abortable: bool = False,
-        order: list[int] | None = None,
+        timing: str = "gen",
+        order: Sequence[int] | None = None,
     ) -> Batch:
-        """Sample responses to the prompts, as `Generation.sample` does. Collective over the world."""
-        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
-        abortable = abortable and not self._step.is_committed
-        order = list(range(len(prompts))) if order is None else order
-        return self._wait(Ask(self._step, prompts, sampling, seeds, timing, abortable, order))
+        seeds, order = self._seeds(purpose, len(prompts)), order or range(len(prompts))
+        abortable = timing != "testing" and not self._step.is_committed
+        batch = self._wait(Ask(self._step, prompts, sampling, seeds, timing, abortable, order))
+        if batch is None:
+            raise StepAborted
+        return batch
 
 
 class JointGeneration:

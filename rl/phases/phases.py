@@ -15,30 +15,25 @@ from rl.config.schema import Config, uses_teacher
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
-from rl.data.sampler import EpochSampler, MixedSampler
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import CheckFailed, check_duplicates, check_endings, check_groups
+from rl.phases.batch_checks import check_duplicates, check_endings, check_groups
 from rl.phases.batch_metrics import length_metrics, score_metrics
-from rl.phases.generation import Generation
+from rl.phases.draw import Draw
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlanner
 from rl.phases.reward_shaping import KlPenalty
+from rl.phases.sampler import Sampler
 from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
 from rl.phases.step import Step
 from rl.phases.updates import TokenSelection, Updates
-from rl.rollout.queue import PastLengths
-from rl.rollout.sampling import greedy_sampling, train_sampling
-from rl.stopping.requests import StopRequests
+from rl.rollout.sampling import greedy_sampling
 from rl.training.loss import Loss
 from rl.training.micro_batch_plans import Cost
 
-if TYPE_CHECKING:  # only for runs with roles, with a teacher, and for points of a sweep
+if TYPE_CHECKING:  # only for runs with a teacher
     from transformers import PreTrainedTokenizerBase
-
-    from rl.phases.joint_generation import PointGeneration
-    from rl.refit.link import Link
 
 
 class Phases:
@@ -47,8 +42,6 @@ class Phases:
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
 
-    link: the link to the ranks that generate, if these do not (`roles`). generation: that of a point of a
-    sweep, which shares the engine with others.
     tokenizer: the policy's, for prompts of teachers.
     """
 
@@ -58,31 +51,18 @@ class Phases:
         *,
         step: Step,
         engines: Engines,
-        prompts: list[Prompt] | list[Preference] | list[Labelled],
-        sampler: EpochSampler | MixedSampler,
+        memory: MemorySharing,
+        draw: Draw,
+        sampler: Sampler,
         scorer: Scorer | None,
         end_ids: frozenset[int] = frozenset(),
-        stop: StopRequests | None = None,
-        agents=None,
-        link: "Link | None" = None,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
-        generation: "PointGeneration | None" = None,
     ):
-        self.config, self.step, self.engines = config, step, engines
-        self.prompts, self.sampler = prompts, sampler
-        self.memory = MemorySharing(config, step.device, engines)
-        stop = stop if config.run.on_stop_in_generation == "redo" else None
+        self.config, self.step, self.engines, self.memory = config, step, engines, memory
+        self.draw, self.sampler = draw, sampler
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.generation = generation or Generation(config, step, engines, self.memory, stop, agents)
-        self.split = None
-        """`generation`, if other ranks generate (`roles`)."""
-        if link is not None:
-            from rl.phases.split import SplitGeneration
-
-            stop = None if config.rollout.deterministic else stop
-            self.generation = self.split = SplitGeneration(config, step, policy, self.memory, stop, link=link)
         self.inference = Inference(config, step, engines, self.memory, planner)
         self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
         self.teaching = None
@@ -96,14 +76,6 @@ class Phases:
         self.kl_penalty = KlPenalty(config)
         self.end_ids = end_ids
         """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
-        self.num_drawn = 0
-        """Prompts that the steps of the run have drawn, those before a resume included."""
-        self.past_lengths = PastLengths() if config.rollout.longest_first else None
-        self.carry_over = None
-        if config.rollout.carry_over:
-            from rl.phases.carry_over import CarryOver
-
-            self.carry_over = CarryOver(config, step, engines, self.generation)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -117,26 +89,10 @@ class Phases:
     # Collect: the data of a step --------------------------------------------------------------------------
 
     def draw_prompts(self, number: int = 0) -> list:
-        """Return the next prompts in the epoch's order: data.prompts_per_step, or the given number.
-
-        With `rollout.carry_over`, they are those that `generate` needs to return so many groups.
-        """
+        """Return the next prompts in the epoch's order, as many as `generate` needs to return a number of
+        groups: data.prompts_per_step, or the given number."""
         number = number or self.config.data.prompts_per_step
-        self._check_cursor()
-        if self.carry_over is not None:
-            number = self.carry_over.num_to_draw(number)
-        drawn = [self.prompts[i] for i in self.sampler.draw(number)]
-        self.num_drawn += number
-        return drawn if self.carry_over is None else self.carry_over.number(drawn)
-
-    def _check_cursor(self) -> None:
-        """Raise CheckFailed if the sampler has passed another number of prompts than the steps have drawn."""
-        passed = self.sampler.num_drawn
-        if passed is not None and passed != self.num_drawn:
-            raise CheckFailed(
-                f"draw check: the data cursor is behind {passed} prompts, but the steps so far have drawn "
-                f"{self.num_drawn}: prompts are {'skipped' if passed > self.num_drawn else 'repeated'}."
-            )
+        return self.draw.next(self.sampler.num_to_draw(number))
 
     def draw_pairs(self) -> Batch:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
@@ -166,45 +122,21 @@ class Phases:
     def generate(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt with the current weights.
 
-        With `rollout.carry_over`, the batch has the groups that were complete first, also of prompts of other
-        steps (`Batch.prompts`).
+        The batch may have groups of other prompts than these (`Batch.prompts`).
 
         round: number of the call within the step; calls with different numbers sample with different seeds.
         """
-        indices = [prompt.index for prompt in prompts]
-        order = None if self.past_lengths is None else self.past_lengths.longest_first(indices)
-        if self.carry_over is not None:
-            batch = self.carry_over.generate([prompts[i] for i in order] if order else prompts)
-        else:
-            purpose = f"train.{self.step.number}.{round}" if round else f"train.{self.step.number}"
-            if self.split is not None:
-                batch = self.split.next_batch(prompts, purpose=purpose)
-            else:
-                batch = self.generation.sample(
-                    prompts,
-                    train_sampling(self.config),
-                    purpose=purpose,
-                    timing="gen",
-                    abortable=True,
-                    order=order,
-                )
-        config = self.config
+        batch, config = self.sampler.batch(prompts, round=round), self.config
         # Not before the update: an algorithm may learn from some samples of a group.
         check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
         check_endings(
             batch,
-            # Groups in flight at a resume may have been generated with another limit.
-            max_tokens=None
-            if config.rollout.carry_over or self.split
-            else config.rollout.max_response_tokens,
+            max_tokens=None if self.sampler.varies_limits else config.rollout.max_response_tokens,
             stop_ids=self.end_ids | set(config.rollout.stop_token_ids),
             ends_at_text=bool(config.rollout.stop),
         )
         if config.rollout.temperature:
             check_duplicates(batch)
-        if self.past_lengths is not None:
-            indices = [prompt.index for prompt in batch.prompts]
-            self.past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())
         return self._with_lengths_logged(batch)
 
     def score_samples(self, batch: Batch) -> None:
@@ -219,8 +151,7 @@ class Phases:
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
         sampling = greedy_sampling(self.config)
-        batch = self.generation.sample(prompts, sampling, purpose="greedy", timing="gen", abortable=True)
-        return self.scoring.greedy_rewards(batch)
+        return self.scoring.greedy_rewards(self.sampler.sample(prompts, sampling, purpose="greedy"))
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""
@@ -284,13 +215,7 @@ class Phases:
 
     def cursor(self) -> dict[str, Any]:
         """Return where the draw of prompts stands. Later phases do not change what it holds."""
-        cursor: dict[str, Any] = {"sampler": self.sampler.state_dict(), "num_drawn": self.num_drawn}
-        cursor["num_prompts"] = len(self.prompts)
-        if self.carry_over is not None:
-            cursor["carry_over"] = self.carry_over.frontier
-        if self.past_lengths is not None:
-            cursor["past_lengths"] = dict(self.past_lengths.means)
-        return cursor
+        return self.draw.state_dict() | self.sampler.cursor()
 
     @contextmanager
     def saving(self):

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
+from rl.phases.sampler import Sampler
 from rl.phases.staleness import StaleTokens, check_staleness
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
@@ -24,7 +25,7 @@ from rl.rollout.asks import Ask, Asks, Begin, Complete, Generate, NextBatch
 from rl.rollout.batches import batch_of
 from rl.rollout.group_stream import batch_size
 from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
-from rl.rollout.sampling import Sampling, seed_of, train_sampling
+from rl.rollout.sampling import Sampling, train_sampling
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -35,7 +36,7 @@ WAIT_S = 1.0
 """Time between two looks for a stop request while samples are awaited, in seconds."""
 
 
-class SplitGeneration:
+class SplitGeneration(Sampler):
     """Asks the generators for samples, and gives them the weights. Methods are collective over the trainers.
 
     Batches are consumed whole and in their order, so the groups before a batch are consumed exactly once. A
@@ -44,6 +45,8 @@ class SplitGeneration:
     Args:
         stop: requests that may abort the wait for a batch; None if none may.
     """
+
+    varies_limits = True
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class SplitGeneration:
         *,
         link: Link,
     ):
-        self._config, self._step, self._policy, self._stop = config, step, policy, stop
+        super().__init__(config, step, policy)
+        self._stop = stop
         self._link, self._asks = link, Asks(job().store)
         self._sampling, self._size = train_sampling(config), batch_size(config)
         memory.wait_for_readers = self._wait_for_readers
@@ -83,10 +87,10 @@ class SplitGeneration:
 
     # The run ----------------------------------------------------------------------------------------------
 
-    def begin(self, cursor: dict[str, Any]) -> None:
-        """Start the generators. cursor: state of the sampler before the next batch."""
+    def begin(self, cursor: Mapping[str, Any]) -> None:
+        """Start the generators."""
         self._first = self._num_learned * self._size
-        self._ask(Begin(cursor, self._num_learned, frozenset(self._groups)))
+        self._ask(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
         """End the generators, which drop what they generate. code: exit code of the run."""
@@ -94,7 +98,7 @@ class SplitGeneration:
             self._asks.end(code)
 
     def check(self, batch: Batch) -> None:
-        """Log the staleness of the batch that is about to be learned from. Raises StaleTokens."""
+        """Log the staleness of the batch too."""
         self._step.metrics |= check_staleness(batch, self._policy.version, self._config.roles.lag)
 
     def learned(self) -> None:
@@ -117,7 +121,7 @@ class SplitGeneration:
         self._taken = []
         self._groups = {group: found for group, found in self._groups.items() if group >= first}
 
-    def drain(self) -> None:
+    def before_save(self) -> None:
         """Wait for all groups that the generators may have begun, so that a checkpoint holds them.
 
         Without it they would be generated again after a resume, with newer weights. Only for runs that are
@@ -129,8 +133,11 @@ class SplitGeneration:
             with self._step.phase("wait_samples", timing="save_checkpoint"):
                 self._receive(lambda: all(group in self._groups for group in groups))
 
-    def state_dict(self) -> dict:
+    def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
         """Return plain data for a checkpoint. Not collective."""
+        return dict(cursor) | {"split": self._stream_state()}
+
+    def _stream_state(self) -> dict[str, Any]:
         deliveries = [self._groups[group] for group in sorted(self._groups)]
         return {
             "batch": self._num_learned,
@@ -139,12 +146,13 @@ class SplitGeneration:
             "samples": pack([sample for delivery in deliveries for sample in delivery.samples]),
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint. Groups that would be too old by the time of their batch are dropped.
 
-        state: from `state_dict`, or only `batch`, from a run without roles. Raises ConfigError if batches or
-        groups have another size.
+        Raises ConfigError if batches or groups have another size.
         """
+        super().load_state_dict(state)
+        state = state.get("split") or {"batch": state["step"]}  # of a run without roles
         if state.get("batch_size", self._size) != self._size:
             raise ConfigError(
                 f"batches have {self._size} prompts (data.prompts_per_step, or with dynamic sampling "
@@ -167,11 +175,8 @@ class SplitGeneration:
 
     # Generation -------------------------------------------------------------------------------------------
 
-    def next_batch(self, prompts: list[Prompt], *, purpose: str) -> Batch:
-        """Return the next batch of the stream, whose prompts the trainers have drawn too.
-
-        purpose: as in `Generation.sample`. Raises StepAborted on every rank after a stop request.
-        """
+    def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
+        """Return the next batch of the stream, whose prompts the trainers have drawn too."""
         if len(prompts) != self._size:
             raise ValueError(
                 f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
@@ -183,7 +188,7 @@ class SplitGeneration:
         groups = range(first, first + self._size)
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
-        self._ask(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
+        self._ask(NextBatch(step.number, self._policy.version, number, self._num_asked, self._purpose(round)))
         ids = [prompt.token_ids for prompt in prompts]
 
         def receive(bar, abortable: bool) -> list[Sample]:
@@ -193,7 +198,7 @@ class SplitGeneration:
             self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
             return [sample for group in groups for sample in self._groups[group].samples]
 
-        return self._awaited(receive, prompts, self._sampling, timing="gen", abortable=True)
+        return self._awaited(receive, prompts, self._sampling, timing="gen")
 
     def sample(
         self,
@@ -201,14 +206,12 @@ class SplitGeneration:
         sampling: Sampling,
         *,
         purpose: str,
-        timing: str,
-        abortable: bool = False,
-        order: None = None,
+        timing: str = "gen",
+        order: Sequence[int] | None = None,
     ) -> Batch:
-        """Return samples of these prompts by the present weights, as `Generation.sample`."""
         self._send_weights()
         ids = [prompt.token_ids for prompt in prompts]
-        seeds = [seed_of(self._config.run.seed, purpose, place) for place in range(len(prompts))]
+        seeds = self._seeds(purpose, len(prompts))
 
         def receive(bar, abortable: bool) -> list[Sample]:
             samples: list[Sample] = []
@@ -221,7 +224,7 @@ class SplitGeneration:
                 places = sorted({*places} - {sample.prompt for sample in found})
             return samples
 
-        return self._awaited(receive, prompts, sampling, timing=timing, abortable=abortable)
+        return self._awaited(receive, prompts, sampling, timing=timing)
 
     def _generate(
         self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, abortable: bool
@@ -242,13 +245,12 @@ class SplitGeneration:
         sampling: Sampling,
         *,
         timing: str,
-        abortable: bool,
     ) -> Batch:
         """Return the samples of `receive` as a batch, and log for how long they were awaited."""
         step, ids = self._step, [prompt.token_ids for prompt in prompts]
         total = len(prompts) * sampling.samples_per_prompt
         started = time.perf_counter()
-        abortable = abortable and self._stop is not None and not step.is_committed
+        abortable = timing != "testing" and self._stop is not None and not step.is_committed
         with (
             step.phase("wait_samples", timing=timing, batch=fingerprint(ids)),
             step.bar(timing, total) as bar,

@@ -61,41 +61,26 @@ class RunCheckpoints:
         if entropy_control is not None and "entropy_control" in state:  # absent after a fixed weight
             entropy_control.load_state_dict(state["entropy_control"])
         try:
-            phases.sampler.load_state_dict(state["sampler"])
+            phases.draw.load_state_dict(state)
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
-        is_same = state.get("num_prompts") == len(phases.prompts)  # else the data has other prompts now
-        phases.num_drawn = state["num_drawn"] if is_same else phases.sampler.num_drawn or 0
-        if phases.carry_over is not None and "carry_over" in state:
-            phases.carry_over.load_state_dict(state["carry_over"], phases.prompts)
-        elif state.get("carry_over", {}).get("prompts"):
-            raise ConfigError(
-                f"rollout.carry_over=false, but {saved.path} holds {len(state['carry_over']['prompts'])} "
-                "prompts that were drawn and not consumed; set rollout.carry_over=true."
-            )
-        if phases.past_lengths is not None:
-            phases.past_lengths.means = {int(i): mean for i, mean in state.get("past_lengths", {}).items()}
         phases.engines.policy.version = state.get("policy_version", state["step"])  # absent in version 0.1
         phases.updates.rates = dict(state.get("learning_rates", {}))
-        if phases.split is not None:
-            phases.split.load_state_dict(state.get("split") or {"batch": state["step"]})
+        phases.sampler.load_state_dict(state)
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
         """Return what a checkpoint holds besides the models. Not collective.
 
-        cursor: where the draw stood after the last batch that was learned from (`Batch.cursor`).
+        cursor: `Phases.cursor` after the last batch that was learned from.
         """
-        split, entropy_control = self._phases.split, self._phases.updates.entropy_control
-        if "carry_over" in cursor:
-            cursor = cursor | {"carry_over": cursor["carry_over"].state_dict()}
+        entropy_control = self._phases.updates.entropy_control
         return {
-            **cursor,
+            **self._phases.sampler.state_dict(cursor),
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
             "learning_rates": self._phases.updates.rates,
             **({} if entropy_control is None else {"entropy_control": entropy_control.state_dict()}),
-            **({} if split is None else {"split": split.state_dict()}),
         }
 
     def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:

@@ -53,8 +53,7 @@ class FirstStep(Training):
         """
         phases, config = self._phases, self._config
         step, policy = phases.step, phases.engines.policy
-        if self._split is not None:
-            self._split.begin(self._cursor["sampler"])
+        phases.sampler.begin(self._cursor)
         self._batch: Batch | None = None
         self._memory: dict[str, dict[str, float]] = {}
         step.after_phase = self._note_memory

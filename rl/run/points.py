@@ -28,33 +28,32 @@ from rl.data.batch import Batch
 from rl.data.curriculum import load_order
 from rl.engines.engines import Engines, build_policy, build_rollout, finish_imports, offload_of
 from rl.engines.inputs import Inputs
-from rl.faults.agreement import PhaseAgreement, fail_together
+from rl.engines.memory import MemorySharing
+from rl.faults.agreement import fail_together
 from rl.faults.lock import LockLost, check_lock, is_of_another, make_run_directory
 from rl.faults.watchdog import Watchdog
 from rl.models import architecture
 from rl.models.peft import check_peft
+from rl.phases.draw import Draw
 from rl.phases.joint_generation import Ask, JointGeneration, PointGeneration
 from rl.phases.phases import Phases
 from rl.phases.scorer import Scorer, start_pool
-from rl.phases.step import Step
 from rl.rollout.engine import RolloutEngine
 from rl.run.checkpoints import find_checkpoint
 from rl.run.early_stop import ENDED_EARLY, EarlyStop, PointStop
-from rl.run.loop import end_ids, is_complete, note_end, take_steps
+from rl.run.loop import is_complete, note_end, take_steps
+from rl.run.set_up import end_ids, make_grid, make_step
 from rl.run.turns import Turns
 from rl.run_directory.metric_log import read_records
 from rl.run_directory.progress import Progress
-from rl.run_directory.record import code_hashes
 from rl.run_directory.status import FILE_NAME as STATUS
 from rl.run_directory.status import Status
 from rl.runtime import start_up
 from rl.runtime.collectives import broadcast_object
 from rl.runtime.device import Device
-from rl.runtime.group_warm_up import limit_collectives, warm_up
-from rl.runtime.session import control_group
-from rl.stopping.requests import StepAborted, StopRequests
+from rl.runtime.group_warm_up import limit_collectives
+from rl.stopping.requests import StopRequests
 from rl.training.engine import TrainingEngine
-from rl.training.grid import build_grid
 
 
 class PointFailed(RuntimeError):
@@ -248,7 +247,7 @@ def _run(
     if generates:
         away = offload_of(config, device)
         rollout = _build_rollout(config, points, policies, device, away)
-        step = _step(config, device, watchdog, progress)
+        step = make_step(config, device, watchdog, progress, fence=lambda: None)
         redo = stop if config.run.on_stop_in_generation == "redo" else None
         joint = JointGeneration(config, rollout, policies, step, redo, offload=away)
     start_up.mark("engine")
@@ -258,17 +257,17 @@ def _run(
         """Run one point to its end; return the exit code, and why it stopped before its end."""
         point = points[index]
         own, inputs = point.config, point.inputs
-        step = _step(own, device, watchdog, PointProgress(progress, own.run.name), point.fence)
+        step = make_step(own, device, watchdog, PointProgress(progress, own.run.name), point.fence)
         engines = Engines(policies[index])
         phases = Phases(
             own,
             step=step,
             engines=engines,
-            prompts=inputs.prompts,
-            sampler=inputs.sampler(),
+            memory=MemorySharing(own, device, engines),
+            draw=Draw(inputs.prompts, inputs.sampler()),
+            sampler=PointGeneration(own, step, policies[index], wait),
             scorer=None if pool is None else Scorer(own, inputs, device, engines, pool),
             end_ids=end_ids(own, inputs),
-            generation=PointGeneration(own, step, partial(_wait_for, wait)),
         )
         files = StopRequests(own.run.dir, max_time="")
         requests = PointStop(files, stop, early, to_save, point.number, step, own.run.max_steps)
@@ -310,10 +309,7 @@ def _run(
 
 def _build_policies(config: Config, points: list[Point], device: Device) -> list[TrainingEngine]:
     """Build the policy of each point on the weights of the first. Collective over the world."""
-    layout = config.training
-    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
-    warm_up(device)
-    start_up.mark("groups")
+    grid = make_grid(config, device)
     policies: list[TrainingEngine] = []
     for point in points:
         hf, base = point.inputs.models["policy"].hf, policies[0] if policies else None
@@ -337,22 +333,6 @@ def _build_rollout(
         for policy in policies:
             policy.reload()
     return rollout
-
-
-def _wait_for(wait: Callable[[Ask], Batch | None], ask: Ask) -> Batch:
-    batch = wait(ask)
-    if batch is None:
-        raise StepAborted
-    return batch
-
-
-def _step(
-    config: Config, device: Device, watchdog: Watchdog, progress, fence: Callable[[], None] = lambda: None
-) -> Step:
-    agreement = PhaseAgreement(
-        config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
-    )
-    return Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement, fence=fence)
 
 
 class PointProgress(Progress):

@@ -71,7 +71,7 @@ def validation_sampling(config: Config) -> Sampling:
 
 
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
-    batch = phases.generation.sample(prompts, sampling, purpose=purpose, timing="testing")
+    batch = phases.sampler.sample(prompts, sampling, purpose=purpose, timing="testing")
     if batch.turns is not None:
         batch = batch.merge_rows()
         turns = spread("num_turns", num_turns(batch))

@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from rl.config.durations import seconds_of
 from rl.runtime import session
-from rl.runtime.job_store import JobStore
-from rl.runtime.session import Job
 from rl.stopping import deadline
 from rl.stopping.signals import requested_signal
 
@@ -69,16 +67,10 @@ class StopDecision:
 class StopRequests:
     """The stop requests of one rank."""
 
-    def __init__(
-        self, run_dir: str, *, max_time: str, environ: Mapping[str, str] | None = None, job: Job | None = None
-    ):
-        """Read the deadlines.
-
-        max_time: `run.max_time`, '' for no limit. job: with roles, the ranks of both.
-        """
+    def __init__(self, run_dir: str, *, max_time: str, environ: Mapping[str, str] | None = None):
+        """Read the deadlines. max_time: `run.max_time`, '' for no limit."""
         env = os.environ if environ is None else environ
-        self._job = job
-        self._leads = (dist.get_rank() if job is None else job.rank) == 0
+        self._store, self._leads = session.job().store, session.job().rank == 0
         self._directory = Path(run_dir)
         self._deadline = deadline.STARTED + seconds_of(max_time) if max_time else None
         self._job_end = deadline.job_end(env)
@@ -113,10 +105,6 @@ class StopRequests:
             self._is_shared = True
         return self._store.check([_KEY])
 
-    @property
-    def _store(self) -> JobStore:
-        return session.job().store if self._job is None else self._job.store
-
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
         """Record the seconds of a step without its checkpoint, and of its checkpoint (0 if none).
 
@@ -150,7 +138,8 @@ class StopRequests:
             return 5
         if number is not None:
             return REASONS.index(number.name)
-        if self._job is not None and (shared := self._store.get(_KEY)):
+        is_part = dist.get_world_size() < session.job().world_size
+        if is_part and (shared := self._store.get(_KEY)):
             return int(shared)  # of any rank of the other role
         now = time.time()
         if self._deadline is not None and now >= self._deadline:

@@ -20,14 +20,14 @@ PLACES = {
     "log_probs": ("rl.training.engine", "TrainingEngine.forward"),
     "update": ("rl.training.engine", "TrainingEngine.update"),
     "refit": ("rl.engines.memory", "refit"),
-    "build_engines": ("rl.run.loop", "build_engines"),
+    "build_engines": ("rl.run.set_up", "build_engines"),
     "build_rollout": ("rl.run.generators", "build_rollout"),
     "begin_group": ("rl.rollout.group_stream", "GroupStream._open_group"),
     "deliver": ("rl.rollout.group_stream", "GroupStream.receive"),
     "answer": ("rl.run.generators", "Generators._answer"),
     "receive_weights": ("rl.refit.link", "Link.receive_weights"),
     "save": ("rl.checkpoint.store", "CheckpointStore.save"),
-    "draw": ("rl.phases.phases", "Phases.draw_prompts"),
+    "draw": ("rl.phases.draw", "Draw.next"),
     "targets": ("rl.phases.phases", "Phases.targets"),
     "learned": ("rl.phases.carry_over", "CarryOver.learned"),
     "export": ("rl.run.loop", "export_hf"),
@@ -117,8 +117,8 @@ def set_the_clock_back(*args):
     time.sleep(14)
 
 
-def read_other_data(phases, *args):
-    phases.prompts = [*phases.prompts[1:], phases.prompts[0]]
+def read_other_data(draw, *args):
+    draw.rows = [*draw.rows[1:], draw.rows[0]]
 
 
 KINDS = {

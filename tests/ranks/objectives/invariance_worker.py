@@ -30,6 +30,7 @@ from rl.algorithms import load
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
+from rl.engines.memory import MemorySharing
 from rl.faults.agreement import PhaseAgreement
 from rl.faults.phase_tracker import PhaseTracker
 from rl.objectives.rollout_correction import sequence_weights, token_weights
@@ -148,6 +149,7 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     config.agreement.weights_every = 0  # of weights that a toy has not
     config.agreement.logprob_slack = 0.0  # no engine sampled the tokens
     engine, nowhere = ToyEngine(), open(os.devnull, "w")
+    engines = Engines(engine, critic=engine, implicit_reward=engine)
     phases = kind(
         config,
         step=Step(
@@ -156,8 +158,9 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
             watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, nowhere)),
             agreement=PhaseAgreement(config, "", dist.group.WORLD),
         ),
-        engines=Engines(engine, critic=engine, implicit_reward=engine),
-        prompts=[],
+        engines=engines,
+        memory=MemorySharing(config, CPU, engines),
+        draw=None,
         sampler=None,
         scorer=None,
     )

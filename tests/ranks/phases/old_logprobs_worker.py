@@ -23,6 +23,7 @@ from rl.algorithms import load  # noqa: E402
 from rl.config.schema import load_config, needs_early_logprobs  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines.engines import Engines, build_policy  # noqa: E402
+from rl.engines.memory import MemorySharing  # noqa: E402
 from rl.faults.agreement import PhaseAgreement  # noqa: E402
 from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
@@ -94,7 +95,8 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
             agreement=PhaseAgreement(config, "", dist.group.WORLD),
         ),
         engines=engines,
-        prompts=[],
+        memory=MemorySharing(config, DEVICE, engines),
+        draw=None,
         sampler=None,
         scorer=None,
     )

@@ -31,6 +31,7 @@ from rl.config.teachers import Teacher  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
 from rl.data.prompts import Prompt  # noqa: E402
 from rl.engines.engines import Engines, build_policy  # noqa: E402
+from rl.engines.memory import MemorySharing  # noqa: E402
 from rl.faults.agreement import PhaseAgreement  # noqa: E402
 from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
@@ -89,7 +90,14 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
         agreement=PhaseAgreement(config, "", control_group()),
     )
     phases = Phases(
-        config, step=step, engines=engines, prompts=[], sampler=None, scorer=None, tokenizer=build_tokenizer()
+        config,
+        step=step,
+        engines=engines,
+        memory=MemorySharing(config, device, engines),
+        draw=None,
+        sampler=None,
+        scorer=None,
+        tokenizer=build_tokenizer(),
     )
     step.begin(1)
     before = {name: tensor.clone() for name, tensor in engines.policy.full_weights()}

@@ -1,0 +1,147 @@
+"""What produces the samples of a run's steps. The loop and the phases know this class and none of its forms.
+
+    draw:   num_to_draw -> prompts -> batch       of each step, several times with dynamic sampling
+    learn:  check -> update -> learned
+    save:   before_save -> state_dict
+
+`rl.run.samplers` chooses the form: in turn with the training (`rl.phases.generation`), with samples carried
+over to later steps, by ranks of their own, together with other points of a sweep, or from stored rollouts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl.config.declarations import shipped
+from rl.config.options import ConfigError
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.phases.staleness import check_staleness
+from rl.phases.step import Step
+from rl.rollout.queue import PastLengths
+from rl.rollout.sampling import Sampling, seed_of, train_sampling
+from rl.training.engine import TrainingEngine
+
+if TYPE_CHECKING:
+    from rl.phases.phases import Phases
+
+
+class Sampler:
+    """Produces samples. Methods are collective over the world, with the same arguments on every rank."""
+
+    varies_limits = False
+    """Whether samples of a training batch may have been generated with another limit of tokens, before the
+    run was resumed."""
+
+    def __init__(self, config: Config, step: Step, policy: TrainingEngine):
+        self._config, self._step, self._policy = config, step, policy
+        self._past_lengths = PastLengths() if config.rollout.longest_first else None
+
+    # Samples ----------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        *,
+        purpose: str,
+        timing: str = "gen",
+        order: Sequence[int] | None = None,
+    ) -> Batch:
+        """Return samples of the prompts by the present weights, for a baseline or a validation too.
+
+        Args:
+            sampling: sampling parameters, and the number of responses per prompt.
+            purpose: distinguishes the seeds of this call from those of other calls in the run.
+            timing: the seconds are logged as timing_s/<timing>. "testing" is a validation; all other calls
+                end at a stop request, unless this step has updated a model.
+            order: the prompts in the order in which they start; None: as given.
+
+        Raises StepAborted on every rank after a stop request.
+        """
+        raise NotImplementedError
+
+    def num_to_draw(self, num_groups: int) -> int:
+        """Return how many prompts the next `batch` needs in order to return `num_groups` groups."""
+        return num_groups
+
+    def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
+        """Return a training batch of rollout.samples_per_prompt responses per prompt.
+
+        The prompts are those just drawn. The batch may have groups of other prompts (`Batch.prompts`).
+
+        round: number of the call within the step; calls with different numbers sample with different seeds.
+        """
+        sampling, order = train_sampling(self._config), self._order(prompts)
+        return self._noted(self.sample(prompts, sampling, purpose=self._purpose(round), order=order))
+
+    def collect(self, phases: "Phases", collect: Callable[["Phases"], Batch]) -> Batch:
+        """Return the batch of a step by the algorithm's `collect`."""
+        return collect(phases)
+
+    # Steps ------------------------------------------------------------------------------------------------
+
+    def begin(self, cursor: Mapping[str, Any]) -> None:
+        """Begin the run. cursor: that of the draw before the first batch."""
+
+    def check(self, batch: Batch) -> None:
+        """Raise StaleTokens if tokens of the batch that is about to be learned from are too old."""
+        # A user's algorithm may keep samples of older weights.
+        if self._config.algorithm in shipped() and batch.weight_versions is not None:
+            check_staleness(batch, self._policy.version, limit=0)
+
+    def learned(self) -> None:
+        """Note that the step has learned from the batch."""
+
+    def end(self, code: int) -> None:
+        """End the run. code: its exit code."""
+
+    # Checkpoints ------------------------------------------------------------------------------------------
+
+    def cursor(self) -> dict[str, Any]:
+        """Return what belongs to the cursor of a batch besides the draw. Later calls do not change it."""
+        return {} if self._past_lengths is None else {"past_lengths": dict(self._past_lengths.means)}
+
+    def before_save(self) -> None:
+        """Complete what a checkpoint must hold."""
+
+    def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
+        """Return plain data for a checkpoint. cursor: of the last batch that was learned from."""
+        return dict(cursor)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Raises ConfigError if it does not suit the config."""
+        if num_carried := len(state.get("carry_over", {}).get("prompts", ())):
+            raise ConfigError(
+                f"rollout.carry_over=false, but the checkpoint holds {num_carried} prompts that were drawn "
+                "and not consumed; set rollout.carry_over=true."
+            )
+        self._load_lengths(state)
+
+    def _load_lengths(self, state: Mapping[str, Any]) -> None:
+        if self._past_lengths is not None:
+            means = state.get("past_lengths", {}).items()
+            self._past_lengths.means = {int(index): mean for index, mean in means}
+
+    # Parts of `batch` -------------------------------------------------------------------------------------
+
+    def _seeds(self, purpose: str, number: int) -> list[int]:
+        """Return the seed of each prompt, which depends on its place: one drawn twice has other samples."""
+        return [seed_of(self._config.run.seed, purpose, place) for place in range(number)]
+
+    def _purpose(self, round: int) -> str:
+        """Return what distinguishes the seeds of the training batch from those of other calls."""
+        return f"train.{self._step.number}.{round}" if round else f"train.{self._step.number}"
+
+    def _order(self, prompts: Sequence[Prompt]) -> list[int] | None:
+        """Return the places of the prompts in the order in which they start; None: as given."""
+        if self._past_lengths is None:
+            return None
+        return self._past_lengths.longest_first([prompt.index for prompt in prompts])
+
+    def _noted(self, batch: Batch) -> Batch:
+        """Return the batch, whose lengths count in the order of later ones."""
+        if self._past_lengths is not None:
+            indices = [prompt.index for prompt in batch.prompts]
+            self._past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())
+        return batch

@@ -1,0 +1,110 @@
+"""What rank 0 writes of each step: metrics, the console line, and the samples."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from rl.config.schema import Config, learns_from_samples
+from rl.data.batch import Batch
+from rl.data.prompts import num_shared
+from rl.engines.inputs import Inputs
+from rl.phases.step import Step
+from rl.rollout import stored_log
+from rl.run_directory import consumed, rollouts
+from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
+from rl.run_directory.record import record_run
+from rl.run_directory.status import Status
+from rl.run_directory.trackers import followers
+from rl.runtime import start_up, tracing
+from rl.runtime.session import job
+
+if TYPE_CHECKING:  # pyarrow is imported by the runs that store samples
+    from rl.run.rollouts import RolloutWriter
+
+
+class RunLog:
+    """The files of a run's steps. Only rank 0 writes; no method is collective.
+
+    Args:
+        metrics: those of `last_step`, from the checkpoint from which the run continues, if `resumes`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        step: Step,
+        status: Status,
+        *,
+        last_step: int,
+        metrics: dict[str, float],
+        resumes: bool,
+    ):
+        self._max_steps, self._step, self._status = config.run.max_steps, step, status
+        self._metrics: MetricLog | None = None
+        self._rollouts: RolloutWriter | None = None
+        resumed = f", resuming after step {last_step}" if last_step else ""
+        if dist.get_rank() == 0:
+            self._metrics = _open_metrics(config, last_step, step.fence)
+            if resumes and last_step > self._metrics.last_step:  # killed after the checkpoint, before this
+                self._metrics.write(last_step, metrics)
+            self._rollouts = _open_rollouts(config, inputs, step.fence)
+        start_up.mark("record")
+        step.progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
+        if dist.get_rank() == 0 and (shared := num_shared(inputs.prompts, inputs.held_out)):
+            step.progress.line(
+                f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
+                "data.train too, so validation does not measure what the policy generalises."
+            )
+
+    def store(self, collected: Batch, learned: Batch) -> None:
+        """Store the step's samples. collected: a shallow copy of the batch from before `learn`."""
+        if self._rollouts is not None:
+            self._rollouts.write(self._step.number, collected, learned)
+
+    def flush(self) -> None:
+        """Wait until the samples of all steps are stored: a resumed run does not repeat them."""
+        if self._rollouts is not None:
+            self._rollouts.flush()
+
+    def write_step(self) -> None:
+        """Write the step's metrics to log, console and status."""
+        step = self._step
+        step.fence()
+        if self._metrics is not None:
+            self._metrics.write(step.number, step.metrics)
+            step.progress.record(step.number, step.metrics)
+            step.progress.line(step_line(step.number, self._max_steps, step.metrics))
+        self._status.write(step=step.number)
+        tracing.end_step()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._metrics, self._rollouts):
+            if file is not None:
+                file.close()
+
+
+def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> MetricLog:
+    """Remove the files of later steps, open the metric log, and record what runs."""
+    fence()
+    shown = [] if config.run.mode == "check" else followers(config, fence)
+    log = MetricLog(config.run.dir, resume_step=last_step or None, followers=shown)
+    if (path := Path(config.run.dir, consumed.FILE_NAME)).exists():
+        keep_lines_up_to(path, last_step or None)
+    rollouts.remove_after(config.run.dir, last_step)
+    stored_log.remove_after(config.run.dir, last_step)
+    record_run(config, last_step, world_size=job().world_size, start_up_s=start_up.parts)
+    return log
+
+
+def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) -> "RolloutWriter | None":
+    """Return the writer of `logging.rollouts`. Batches of the data or of stored rollouts are not stored."""
+    is_generated = learns_from_samples(config) and config.run.mode != "train_only"
+    if config.logging.rollouts == "none" or not is_generated:
+        return None
+    from rl.run.rollouts import RolloutWriter
+
+    return RolloutWriter(config, inputs.tokenizer, fence=fence)

@@ -1,0 +1,114 @@
+"""Set-up of a run: its imports, its processes for rewards, its models and its phases."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+
+from rl.config.schema import Config, needs_reward
+from rl.data.prompts import end_token_ids
+from rl.engines.engines import build_engines, finish_imports
+from rl.engines.inputs import Inputs
+from rl.engines.memory import MemorySharing
+from rl.faults.agreement import PhaseAgreement, fail_together
+from rl.faults.lock import check_lock
+from rl.faults.watchdog import Watchdog
+from rl.phases.draw import Draw
+from rl.phases.phases import Phases
+from rl.phases.scorer import Scorer, start_pool
+from rl.phases.step import Step
+from rl.run.samplers import SamplerSetUp
+from rl.run_directory.progress import Progress
+from rl.run_directory.record import code_hashes
+from rl.runtime import start_up, tracing
+from rl.runtime.device import Device
+from rl.runtime.group_warm_up import limit_collectives, warm_up
+from rl.runtime.session import control_group
+from rl.stopping.requests import StopRequests
+from rl.training.grid import Grid, build_grid
+
+
+class SetUp:
+    """Builds what the steps of a run need. Collective over the job.
+
+    Args:
+        is_finished: whether the run has no step left; then nothing that generates or scores is built.
+    """
+
+    def __init__(
+        self, config: Config, inputs: Inputs, device: Device, watchdog: Watchdog, *, is_finished: bool
+    ):
+        self._config, self._inputs, self._device, self._watchdog = config, inputs, device, watchdog
+        self._is_finished = is_finished
+        if config.trace.steps:
+            from rl.runtime.trace_recorder import Tracing
+
+            tracing.control = Tracing(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
+        self._samplers = samplers = SamplerSetUp(config, inputs, is_finished=is_finished)
+        finish_imports(config, generate=samplers.has_engine and not is_finished)
+        self._pool = None
+        with fail_together():
+            samplers.check()
+            if needs_reward(config) and samplers.trains and not is_finished:
+                self._pool = start_pool(config, inputs)
+        start_up.mark("rewards")
+        samplers.start(device, watchdog)
+        self.trains = samplers.trains
+        """Whether this rank takes the steps of the run; else `generate` is its part."""
+
+    def generate(self, stop: StopRequests) -> int:
+        """Do the work of a rank that does not train; return the exit code. Collective over those ranks."""
+        return self._samplers.generate(self._device, self._watchdog, stop)
+
+    def phases(self, progress: Progress, stop: StopRequests) -> Phases:
+        """Build grid, engines and phases. Collective over the ranks that train."""
+        config, inputs, device = self._config, self._inputs, self._device
+        fence = partial(check_lock, self._watchdog.lock)
+        step = make_step(config, device, self._watchdog, progress, fence)
+        self._engines = engines = build_engines(
+            config, inputs, make_grid(config, device), device, generate=not self._is_finished
+        )
+        self._samplers.plan_weights(engines)
+        limit_collectives(config.watchdog.limits)
+        memory, draw = MemorySharing(config, device, engines), Draw(inputs.prompts, inputs.sampler())
+        return Phases(
+            config,
+            step=step,
+            engines=engines,
+            memory=memory,
+            draw=draw,
+            sampler=self._samplers.sampler(step, engines, memory, draw.rows, stop),
+            scorer=None if self._pool is None else Scorer(config, inputs, device, engines, self._pool),
+            end_ids=end_ids(config, inputs),
+            tokenizer=inputs.tokenizer,
+        )
+
+    def close(self) -> None:
+        """End the processes and the engines that `phases` has built."""
+        if self._pool is not None:
+            self._pool.close()
+        self._samplers.close()
+        self._engines.close()
+
+
+def make_step(
+    config: Config, device: Device, watchdog: Watchdog, progress: Progress, fence: Callable[[], None]
+) -> Step:
+    """Return the step object of a run. fence: see `Step.fence`. Collective over the world."""
+    agreement = PhaseAgreement(
+        config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
+    )
+    return Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement, fence=fence)
+
+
+def make_grid(config: Config, device: Device) -> Grid:
+    """Return the grid of the ranks that train. Collective over the world."""
+    layout = config.training
+    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
+    warm_up(device)
+    start_up.mark("groups")
+    return grid
+
+
+def end_ids(config: Config, inputs: Inputs) -> frozenset[int]:
+    """Return the ids of the model's tokens that end a response."""
+    return frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}
