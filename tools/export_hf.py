@@ -56,8 +56,10 @@ def export(ranks, args: argparse.Namespace) -> None:
         from rl.checkpoint.hf import export_hf
         from rl.checkpoint.peft import export_peft
         from rl.checkpoint.store import CheckpointStore
+        from rl.engines.parts import adapter_parts
         from rl.training.engine import TrainingEngine
         from rl.training.grid import build_grid
+        from rl.training.spec import ModelSpec
 
         if Path(args.out).exists():
             raise ValueError(f"--out {args.out} exists already: name another directory.")
@@ -72,18 +74,10 @@ def export(ranks, args: argparse.Namespace) -> None:
         if args.adapter and not config.adapter.is_on:
             raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")
         saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
-        training = Training(tp=args.tp, pp=args.pp)
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
-        policy = TrainingEngine(
-            config.model.path,
-            read_hf_config(config.model.path),
-            training=training,
-            dtype=config.model.dtype,
-            grid=grid,
-            device=device,
-            adapter=replace(config.adapter, path=""),  # the checkpoint has its values
-            seed=config.run.seed,
-        )
+        spec = ModelSpec(config.model.path, read_hf_config(config.model.path), config.model.dtype)
+        parts = adapter_parts(replace(config.adapter, path=""), seed=0)  # the checkpoint has their values
+        policy = TrainingEngine(spec, Training(tp=args.tp, pp=args.pp), grid, device, parts)
         store.load_weights(saved, {"policy": policy})
         if args.adapter:
             export_peft(policy, config.model.path, args.out)

@@ -17,6 +17,7 @@ from rl.checkpoint.regions import FlatRegion, regions
 from rl.checkpoint.shards import Shard, ShardReader
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
+from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import optimizer_parts
 from rl.training.weights import WeightMap
@@ -49,8 +50,9 @@ def dtype_of(engine: TrainingEngine) -> str:
 
 def adapter_of(engine: TrainingEngine) -> dict[str, str | int | float]:
     """Return the keys of the section `adapter` on which A, B and their scale depend; {} without adapters."""
-    used = engine.adapter if engine.adapter is not None and engine.adapter.is_on else None
-    return {} if used is None else {key: getattr(used, key) for key in ("kind", "rank", "alpha", "init")}
+    if (adapters := engine.parts.get(Adapters)) is None:
+        return {}
+    return {key: getattr(adapters.config, key) for key in ("kind", "rank", "alpha", "init")}
 
 
 def tensor_shapes(engine: TrainingEngine) -> dict[str, list[int]]:
@@ -80,7 +82,7 @@ def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = Fa
     weight_map, optimizers = engine.learned_map, _optimizers(engine)
     references: dict[int, Tensor] = {}
     if with_reference and engine.reference is not None:
-        references = {id(own): kept for own, kept in zip(engine.learned, engine.reference)}
+        references = {id(own): kept for own, kept in zip(engine.learned, engine.reference.weights)}
     for weight, parameter, writes in _written_weights(engine, weight_map):
         start, tensors = _optimizer_tensors(optimizers, parameter)
         parts = [(part, tensor, start) for part, tensor in tensors.items()]
@@ -96,8 +98,8 @@ def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = Fa
 def _base_shards(name: str, engine: TrainingEngine) -> Iterator[Shard]:
     """Yield this rank's shards of the weights that do not learn."""
     for weight, parameter, writes in _written_weights(engine, engine.weight_map):
-        if writes and engine.adapter_map is not None and not parameter.requires_grad:
-            value = engine.adapters.base_value(weight, parameter)
+        if writes and engine.has_frozen_weights and not parameter.requires_grad:
+            value = engine.parts.value(weight, parameter)
             for region, view in _views(engine, weight, parameter, value, 0):
                 yield Shard(f"{name}/{BASE}/{region.hf}", region.box, view)
 

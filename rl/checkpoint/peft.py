@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rl.models.peft import CONFIG, TENSORS, peft_config
+from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
 
@@ -25,11 +26,12 @@ def export_peft(
     Collective over the world; rank 0 writes, and needs memory for all adapters. The directory gets its name
     when it is complete. fence: as in `export_hf`.
     """
-    assert trainer.adapter is not None and trainer.adapter_map is not None, "the model has no adapters"
+    adapters = trainer.parts.get(Adapters)
+    assert adapters is not None, "the model has no adapters"
     final, partial = Path(target), Path(target + ".partial")
-    writes, initial = dist.get_rank() == 0, trainer.adapters.initial_map
+    writes, initial = dist.get_rank() == 0, adapters.initial_map
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in full_weights(trainer.adapter_map):
+    for name, tensor in full_weights(adapters.learned_map):
         if writes:
             tensors[name] = tensor.cpu().contiguous()
     for name, tensor in full_weights(initial) if initial is not None else ():
@@ -43,10 +45,10 @@ def export_peft(
         partial.mkdir(parents=True)
         save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
         config = peft_config(
-            trainer.pairs,
+            adapters.pairs,
             trainer.weight_map.weights,
-            rank=trainer.adapter.rank * (1 if initial is None else 2),
-            scale=trainer.adapter.scale,
+            rank=adapters.config.rank * (1 if initial is None else 2),
+            scale=adapters.config.scale,
             source=source,
         )
         (partial / CONFIG).write_text(json.dumps(config, indent=2))

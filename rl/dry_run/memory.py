@@ -215,7 +215,7 @@ def estimate_memory(
 ) -> Memory:
     """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
     layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
-    on_grid = {name: model for name, model in models.items() if model.on_training_grid}
+    on_grid = {name: model for name, model in models.items() if model.run.on_training_grid}
     counts = {name: count_stages(model.parts, layout.placement(model)) for name, model in on_grid.items()}
     adapters = {
         name: count_stages(model.adapter_parts, layout.placement(model))
@@ -234,22 +234,22 @@ def estimate_memory(
                 counts[name][stage],
                 layout,
                 itemsize,
-                learns=on_grid[name].learns,
+                learns=on_grid[name].run.learns,
                 adapters=adapters[name][stage] if name in adapters else None,
                 points=points,
-                shares_base=on_grid[name].shares_base,
+                shares_base=on_grid[name].run.shares_base,
                 in_fp8=in_fp8[name][stage].parameters if name in in_fp8 else 0,
             )
             for name in counts
         }
-        learning = [model for model in on_grid.values() if model.learns]
+        learning = [model for model in on_grid.values() if model.run.learns]
         # One model computes at a time, so the largest counts.
         work = max(_activations(config, layout, model, stage, hardware) for model in learning)
         stages.append(StageMemory(states, *work))
     references = [
         adapters.get(name, counts[name])[0 if layout.pp == 1 else 1]
         for name, model in on_grid.items()
-        if model.keeps_reference
+        if model.run.keeps_reference
     ]
     judge = models["judge"] if "judge" in models else None
     return Memory(

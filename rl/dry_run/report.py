@@ -79,10 +79,10 @@ def _head(estimate: Estimate) -> str:
         f"GPUs of {hardware.gpu_memory_gib:g} GiB, {config.model.dtype}"
     ]
     for model in estimate.models.values():
-        words = f"{model.parameters / 1e9:.2f} B parameters" + ("" if model.learns else ", frozen")
+        words = f"{model.parameters / 1e9:.2f} B parameters" + ("" if model.run.learns else ", frozen")
         if model.num_experts:
             words += f", {model.multiplied / 1e9:.1f} B of them active per token"
-        lines.append(f"{model.name:<16}{words}")
+        lines.append(f"{model.run.name:<16}{words}")
     adapter, policy = config.adapter, estimate.models["policy"]
     if policy.adapters:
         learned = count_parameters(policy.adapter_parts)
@@ -106,7 +106,7 @@ def _stages(estimate: Estimate) -> str:
     counts = {
         name: count_stages(model.parts, estimate.layout.placement(model))
         for name, model in estimate.models.items()
-        if model.on_training_grid
+        if model.run.on_training_grid
     }
     rows: list[tuple[int, int, tuple[str, ...]]] = []
     for stage, memory in enumerate(estimate.memory.stages):

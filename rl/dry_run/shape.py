@@ -9,7 +9,8 @@ from pathlib import Path
 from rl.config.adapter_checks import adapters_of
 from rl.config.layout_checks import check_has_experts, check_judge, check_layout
 from rl.config.options import ConfigError, listed
-from rl.config.schema import Config, algorithm_of, keeps_reference, needs_reward, uses_teacher, validates
+from rl.config.run_models import RunModel, run_models
+from rl.config.schema import Config, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
@@ -22,29 +23,14 @@ SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
 class Model:
     """One model of the run."""
 
-    name: str
-    """policy, critic, implicit_reward, reward_model, judge, or teacher and its number."""
+    run: RunModel
     hf: dict
     weights: tuple[Weight, ...]
     parts: tuple[Part, ...]
-    path: str | None = None
-    """The model's own path in the config; None if it is model.path."""
-    keeps_reference: bool = False
-    """Whether host memory holds a copy of what its initial weights were, of its adapters if it has some."""
     adapters: tuple[Weight, ...] = ()
     """A, B and with DoRA the lengths of its adapters, and a critic's value head; all that learns. None: all
     weights learn."""
     adapter_parts: tuple[Part, ...] = ()
-    shares_base: bool = False
-    """Whether its other weights are those of the policy."""
-
-    @property
-    def learns(self) -> bool:
-        return self.name not in ("reward_model", "judge") and not self.name.startswith("teacher")
-
-    @property
-    def on_training_grid(self) -> bool:
-        return self.name != "judge"
 
     @property
     def num_layers(self) -> int:
@@ -114,11 +100,11 @@ class Model:
 def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) -> None:
     """Raise ConfigError if a model or the number of ranks does not fit the layouts of the config."""
     for model in models.values():
-        if model.on_training_grid:
-            check_layout(config, world_size, model.hf, SUPPORTED, path=model.path)
+        if model.run.on_training_grid:
+            check_layout(config, world_size, model.hf, SUPPORTED, path=model.run.own_path or None)
         else:
             check_judge(config, world_size, model.hf)
-    check_has_experts(config, [model.hf for model in models.values() if model.on_training_grid])
+    check_has_experts(config, [model.hf for model in models.values() if model.run.on_training_grid])
 
 
 def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], list[str]]:
@@ -127,55 +113,35 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
     shape: config.json, or its directory, to use instead of model.path's. Raises ConfigError as
     `rl.engines.inputs` does.
     """
-    needs = algorithm_of(config).needs
     notes: list[str] = []
-    paths = {"policy": ("model.path", config.model.path)}
-    if "critic" in needs:
-        paths["critic"] = ("critic.path", config.critic.path)
-    if "implicit_reward" in needs:
-        paths["implicit_reward"] = ("implicit_reward.path", config.implicit_reward.path)
-    if config.reward.model.path and needs_reward(config):
-        paths["reward_model"] = ("reward.model.path", config.reward.model.path)
-    if config.reward.judge.path and needs_reward(config):
-        paths["judge"] = ("reward.judge.path", config.reward.judge.path)
-    if uses_teacher(config):
-        for number, path in enumerate(config.teacher.paths, 1):
-            paths[f"teacher {number}"] = ("teacher.path", path)
     models = {}
-    for name, (key, own_path) in paths.items():
-        path = own_path or config.model.path
-        use_shape = path == config.model.path and name != "judge"
-        hf = _read(path, key if own_path else "model.path", shape if use_shape else "", notes)
-        values = name in ("critic", "reward_model")
+    for name, model in run_models(config).items():
+        use_shape = model.path == config.model.path and model.on_training_grid
+        key = model.key if model.own_path else "model.path"
+        hf = _read(model.path, key, shape if use_shape else "", notes)
+        values = bool(model.head)
         body = value_model(hf) if values else hf
-        _check_known(body, path)
+        _check_known(body, model.path)
         try:
-            if name != "judge":
+            if model.on_training_grid:
                 architecture(body).check(body)
             weights = value_weights(body, needs_head=False) if values else architecture(body).weights(body)
         except KeyError as missing:
-            raise ConfigError(f"{path}/config.json lacks the key {missing}.") from missing
-        keeps = name == "implicit_reward" or (name == "policy" and keeps_reference(config))
-        parts = tuple(group_parts(weights))
-        own = None if name == "policy" else own_path or None
-        shares = name == "critic" and config.critic.share_base
+            raise ConfigError(f"{model.path}/config.json lacks the key {missing}.") from missing
         learned = [
             weight
-            for pair in (adapters_of(config, weights) if name == "policy" or shares else [])
+            for pair in (adapters_of(config, weights) if model.has_adapters else [])
             for weight in pair.weights
         ]
-        if shares:
+        if model.shares_base:
             learned += [weight for weight in weights if weight.hf == ("score.weight",)]
         models[name] = Model(
-            name,
+            model,
             body,
             tuple(weights),
-            parts,
-            own,
-            keeps_reference=keeps,
+            tuple(group_parts(weights)),
             adapters=tuple(learned),
             adapter_parts=tuple(group_parts(learned)),
-            shares_base=shares,
         )
     return models, notes + _absent(config)
 

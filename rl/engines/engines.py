@@ -5,71 +5,61 @@ from dataclasses import dataclass, field, replace
 
 from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
-from rl.config.schema import (
-    Config,
-    algorithm_of,
-    keeps_reference,
-    learns_from_samples,
-    needs_engine,
-    needs_reward,
-    needs_sampling_masks,
-    uses_teacher,
-)
-from rl.data.held import SAMPLING_MASKS
+from rl.config.run_models import RunModel, run_models
+from rl.config.schema import Config, needs_engine, needs_reward, needs_sampling_masks
 from rl.engines.inputs import Inputs
+from rl.engines.parts import training_parts
 from rl.rollout import cpu_support
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import start_up
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.grid import Grid
+from rl.training.spec import ModelSpec
 
 
 @dataclass
 class Engines:
-    """The models of a run. A model that the run does not need is None."""
+    """The models of a run on this rank, by their names in `rl.config.run_models`."""
 
-    policy: TrainingEngine
-    critic: TrainingEngine | None = None
-    implicit_reward: TrainingEngine | None = None
-    reward_model: TrainingEngine | None = None
-    rollout: RolloutEngine | None = None
-    judge: RolloutEngine | None = None
+    training: dict[str, TrainingEngine]
+    """Models of the training grid, learning and frozen, but for teachers."""
+    generating: dict[str, RolloutEngine] = field(default_factory=dict)
+    """Engines that generate: of the policy, of a judge, and of a teacher."""
     teachers: dict[str, TrainingEngine] = field(default_factory=dict)
     """Teachers by path. Their weights are on the device only while they compute (`MemorySharing.lent`)."""
-    teacher_engine: RolloutEngine | None = None
-    """Generates with the teacher (`teacher.teacher_share`)."""
+
+    @property
+    def policy(self) -> TrainingEngine:
+        return self.training["policy"]
+
+    @property
+    def rollout(self) -> RolloutEngine | None:
+        """The engine that generates with the policy."""
+        return self.generating.get("policy")
 
     @property
     def learning(self) -> dict[str, TrainingEngine]:
         """The models whose weights change, by their name in checkpoints."""
-        models = {"policy": self.policy, "critic": self.critic, "implicit_reward": self.implicit_reward}
-        return {name: model for name, model in models.items() if model is not None}
-
-    @property
-    def training(self) -> list[TrainingEngine]:
-        """All models of the training grid, including the reward model, which does not learn."""
-        return [*self.learning.values(), *([self.reward_model] if self.reward_model is not None else [])]
+        return {name: model for name, model in self.training.items() if model.optimizer is not None}
 
     def offload(self, *, weights: bool) -> None:
-        """Release the device memory of gradients and optimizer states of all training models.
+        """Release the device memory of gradients and optimizer states of the models in `training`.
 
         weights: also release the memory of the weights.
         """
-        for model in self.training:
+        for model in self.training.values():
             model.offload(weights=weights)
 
     def reload(self) -> None:
         """Restore what `offload` released."""
-        for model in self.training:
+        for model in self.training.values():
             model.reload()
 
     def close(self) -> None:
         """Destroy vLLM's groups. Collective over the world."""
-        engines = (self.rollout, self.judge, self.teacher_engine)
-        generating = [engine for engine in engines if engine is not None]
-        if generating:
-            generating[0].close()  # all use the same groups
+        for engine in list(self.generating.values())[:1]:
+            engine.close()  # all use the same groups
 
 
 def finish_imports(config: Config, *, generate: bool) -> None:
@@ -89,28 +79,23 @@ def finish_imports(config: Config, *, generate: bool) -> None:
 def build_policy(
     config: Config, hf: dict, grid: Grid, device: Device, *, base_of: TrainingEngine | None = None
 ) -> TrainingEngine:
-    """Return the policy in training. Collective over the world. base_of: see `TrainingEngine`."""
-    policy = TrainingEngine(
-        config.model.path,
+    """Return the policy in training. Collective over the world. base_of: see `training_parts`."""
+    return _build(config, run_models(config)["policy"], hf, grid, device, base_of)
+
+
+def _build(config: Config, model: RunModel, hf: dict, grid: Grid, device: Device, base_of=None):
+    """Return a model of the training grid."""
+    spec = ModelSpec(
+        model.path,
         hf,
-        training=config.training,
-        dtype=config.model.dtype,
-        grid=grid,
-        device=device,
-        optimizer=config.training.optimizer,
-        temperature=config.rollout.temperature if learns_from_samples(config) else 1.0,
-        keep_reference=keeps_reference(config),
-        router_replay=config.training.router_replay,
-        bitwise=config.model.numerics == "bitwise",
-        adapter=config.adapter,
-        seed=config.run.seed,
-        base_of=base_of,
+        config.model.dtype,
+        has_values=bool(model.head),
+        optimizer=model.optimizer,
+        temperature=model.temperature,
+        keeps_reference=model.keeps_reference,
     )
-    if needs_sampling_masks(config):
-        policy.needs |= dict.fromkeys(
-            SAMPLING_MASKS, lambda stage: slice(None) if stage == grid.pp - 1 else None
-        )
-    return policy
+    parts = training_parts(config, model, base_of=base_of)
+    return TrainingEngine(spec, config.training, grid, device, parts)
 
 
 def offload_of(config: Config, device: Device) -> str:
@@ -147,7 +132,6 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
 
     generate: also build the models that generate or score; with roles, those that score.
     """
-    needs = algorithm_of(config).needs
     if device.is_cuda and config.rollout.carry_over_cache == "keep":
         raise ConfigError(
             "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
@@ -158,48 +142,24 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
             f"model.numerics=bitwise with rollout.temperature={config.rollout.temperature} is for CPU: on a "
             "GPU vLLM's kernel divides by it with another rounding than torch; use 1.0."
         )
-    engines = Engines(build_policy(config, inputs.models["policy"].hf, grid, device))
-
-    def build(name: str, **options) -> TrainingEngine:
-        model = inputs.models[name]
-        return TrainingEngine(
-            model.path,
-            model.hf,
-            training=config.training,
-            dtype=config.model.dtype,
-            grid=grid,
-            device=device,
-            bitwise=config.model.numerics == "bitwise",
-            **options,
-        )
-
-    if "critic" in needs:
-        options = dict(adapter=replace(config.adapter, path=""), base_of=engines.policy)
-        engines.critic = build(
-            "critic",
-            values=True,
-            optimizer=config.critic.optimizer,
-            seed=config.run.seed,
-            **(options if config.critic.share_base else {}),
-        )
-    if "implicit_reward" in needs:
-        engines.implicit_reward = build(
-            "implicit_reward", optimizer=config.implicit_reward.optimizer, keep_reference=True
-        )
-    if generate and config.reward.model.path and needs_reward(config):
-        engines.reward_model = build("reward_model", values=True)
-    away = offload_of(config, device)
-    if generate and uses_teacher(config):
-        for path in config.teacher.paths:
-            engines.teachers[path] = build(f"teacher {path}", temperature=config.rollout.temperature)
-            if away == "all":
-                engines.teachers[path].offload(weights=True)
+    engines, away = Engines({}), offload_of(config, device)
+    for name, model in run_models(config).items():
+        if not model.on_training_grid or not (generate or model.learns):
+            continue
+        base_of = engines.policy if model.shares_base else None
+        built = _build(config, model, inputs.models[name].hf, grid, device, base_of)
+        if not model.is_teacher:
+            engines.training[name] = built
+            continue
+        engines.teachers[model.path] = built
+        if away == "all":
+            built.offload(weights=True)
     if away != "none" and generate:
         # vLLM requires its memory fraction to be free while it initialises.
         engines.offload(weights=away == "all")
     start_up.mark("trainer")
     if generate and needs_engine(config) and not config.roles.is_on:
-        engines.rollout = build_rollout(config, device)
+        engines.generating["policy"] = build_rollout(config, device)
     judge = config.reward.judge
 
     def build_frozen(name: str, path: str, share: float, max_tokens: int) -> RolloutEngine:
@@ -221,12 +181,12 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
 
     if generate and judge.path and needs_reward(config):
         longest = judge.max_prompt_tokens + judge.max_response_tokens
-        engines.judge = build_frozen("judge", judge.path, judge.gpu_memory_utilization, longest)
+        engines.generating["judge"] = build_frozen("judge", judge.path, judge.gpu_memory_utilization, longest)
     teacher = config.teacher
     if generate and teacher.teacher_share:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         [path] = teacher.paths
-        engines.teacher_engine = build_frozen("teacher", path, teacher.gpu_memory_utilization, longest)
+        engines.generating["teacher"] = build_frozen("teacher", path, teacher.gpu_memory_utilization, longest)
     if away != "none" and engines.rollout is not None and engines.rollout.awake:
         engines.rollout.sleep()
     engines.reload()

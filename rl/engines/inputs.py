@@ -1,7 +1,6 @@
 """The input of a run, read before any model is built, so that invalid input is refused within seconds."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from rl.config.functions import load_function
 from rl.config.layout_checks import check_has_experts, check_judge, check_layout, check_positions
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
+from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, algorithm_of, learns_from_data, needs_reward, uses_teacher, validates
 from rl.data.curriculum import CurriculumSampler, load_order
 from rl.data.preferences import load_labelled, load_preferences
@@ -40,36 +40,24 @@ class Inputs:
     def __init__(self, config: Config, world_size: int):
         self.config = config
         needs = algorithm_of(config).needs
-        self.models = {"policy": self._model("model.path", "", world_size)}
+        models = run_models(config)
+        on_grid = [model for model in models.values() if model.on_training_grid]
+        self.models = {model.name: self._read(model, world_size) for model in on_grid}
         self.tokenizer = load_tokenizer(config.model.path)
-        if "critic" in needs:
-            self.models["critic"] = self._model(
-                "critic.path", config.critic.path, world_size, head="optional"
-            )
-        if "implicit_reward" in needs:
-            self.models["implicit_reward"] = self._model(
-                "implicit_reward.path", config.implicit_reward.path, world_size
-            )
-        for name in ("critic", "implicit_reward"):
-            if name in self.models:
-                self._same_tokens(name, f"{name}.path")
+        for model in on_grid:
+            if model.reads_tokens:
+                self._same_tokens(model)
         if uses_teacher(config):
-            self._add_teachers(world_size)
-        if config.reward.model.path and needs_reward(config):
-            self.models["reward_model"] = self._model(
-                "reward.model.path", config.reward.model.path, world_size, head="needed"
-            )
-        check_has_experts(config, [model.hf for model in self.models.values()])
+            self._check_teacher()
+        check_has_experts(config, [files.hf for files in self.models.values()])
         self.judge_parser = None
-        judge = config.reward.judge
-        if judge.path and needs_reward(config):
+        if "judge" in models:
+            judge = config.reward.judge
             check_judge(config, world_size, read_hf_config(judge.path, key="reward.judge.path"))
             check_template(judge.template)
             self.judge_parser = load_function(judge.parser, key="reward.judge.parser")
-        others = (
-            {"reward_model": config.reward.model.path, "judge": judge.path} if needs_reward(config) else {}
-        )
-        self.tokenizers = {name: load_tokenizer(path) for name, path in others.items() if path}
+        others = models.keys() & {"reward_model", "judge"}
+        self.tokenizers = {name: load_tokenizer(models[name].path) for name in others}
         self.prompts = (
             self._preferences()
             if "pairs" in needs
@@ -102,18 +90,11 @@ class Inputs:
             return MixedSampler(sources, data.train_weights, seed=seed, shuffle=data.shuffle)
         return PromptSampler(len(self.prompts), seed=seed, shuffle=data.shuffle)
 
-    def _model(
-        self, key: str, own_path: str, world_size: int, *, head: Literal["", "optional", "needed"] = ""
-    ) -> ModelFiles:
-        """Return the checkpoint that the config's `key` names, else the policy's, after checking it.
-
-        Checks its architecture, layout and tensors, and of the policy the adapters. head: whether the
-        checkpoint of a value model may have a value head ("optional") or must have one ("needed"); "" for a
-        language model.
-        """
-        path = own_path or self.config.model.path
+    def _read(self, model: RunModel, world_size: int) -> ModelFiles:
+        """Return a model's files after checking architecture, layout, tensors and the policy's adapters."""
+        path, own_path, key = model.path, model.own_path, model.key
         hf = read_hf_config(path, key=key if own_path else "model.path")
-        body = value_model(hf) if head else hf
+        body = value_model(hf) if model.head else hf
         try:
             check_layout(self.config, world_size, body, SUPPORTED, path=path if own_path else None)
         except ConfigError as error:
@@ -122,24 +103,20 @@ class Inputs:
         try:
             file.check(body)
             file.megatron_config(body)
-            weights = value_weights(body, needs_head=head == "needed") if head else file.weights(body)
+            needs_head = model.head == "needed"
+            weights = value_weights(body, needs_head=needs_head) if model.head else file.weights(body)
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
-        if key == "model.path":
+        if model.name == "policy":
             pairs, adapter = adapters_of(self.config, weights), self.config.adapter
             if adapter.path:
                 check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
 
-    def _add_teachers(self, world_size: int) -> None:
-        """Read and check the teachers, and the length of the prompts of a self-taught policy."""
+    def _check_teacher(self) -> None:
+        """Check teacher.top_k, and the length of the prompts of a self-taught policy."""
         teacher, limit = self.config.teacher, self.config.rollout.max_response_tokens
-        for path in teacher.paths:
-            keys = [f"teacher.sources.{source}" for source, own in teacher.sources.items() if own == path]
-            key = "teacher.path" if path == teacher.path else keys[0]
-            self.models[f"teacher {path}"] = self._model(key, path, world_size)
-            self._same_tokens(f"teacher {path}", key)
         if teacher.self_taught != "none":
             prompt = "teacher.max_prompt_tokens", teacher.max_prompt_tokens
             check_positions(self.models["policy"].hf, prompt, ("rollout.max_response_tokens", limit))
@@ -150,13 +127,13 @@ class Inputs:
                 "smaller number, or 0 for the whole vocabulary."
             )
 
-    def _same_tokens(self, name: str, key: str) -> None:
+    def _same_tokens(self, model: RunModel) -> None:
         """Raise ConfigError if a model that reads the policy's token ids has another vocabulary."""
-        model, policy = self.models[name], self.models["policy"]
-        if model.path == policy.path:
+        policy = self.config.model.path
+        if model.path == policy:
             return
         theirs, own = load_tokenizer(model.path).get_vocab(), self.tokenizer.get_vocab()
-        sizes = model.hf["vocab_size"], policy.hf["vocab_size"]
+        sizes = [self.models[name].hf["vocab_size"] for name in (model.name, "policy")]
         differing = sorted(theirs.items() ^ own.items(), key=lambda pair: (pair[1], pair[0]))
         if differing:
             token = differing[0][0]
@@ -166,7 +143,7 @@ class Inputs:
         else:
             return
         raise ConfigError(
-            f"{key}={model.path} has another vocabulary than model.path={policy.path}, whose token ids it "
+            f"{model.key}={model.path} has another vocabulary than model.path={policy}, whose token ids it "
             f"reads: {reason}; use a checkpoint with the same tokenizer."
         )
 

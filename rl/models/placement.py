@@ -1,10 +1,9 @@
 """The ranks that hold a weight, in training and in generation.
 
 Plain data, identical on all ranks, without communication. Tensor parallel ranks are innermost in both.
-Megatron (`RankGenerator`, order "tp-cp-ep-dp-pp") puts pipeline stages outermost, so that a stage is a range
-of ranks. vLLM puts replicas outermost, and stages next to tensor parallel ranks. Within a Megatron stage,
-routed experts have their own grid over the same ranks: etp innermost, then ep, then the replicas of an
-expert.
+Megatron puts pipeline stages outermost, so that a stage is a range of ranks (`training_ranks`). vLLM puts
+replicas outermost, and stages next to tensor parallel ranks. Within a Megatron stage, routed experts have
+their own grid over the same ranks.
 """
 
 import functools
@@ -20,6 +19,15 @@ Ranges = tuple[tuple[int, int], ...]
 """(first, one past the last) layer of each pipeline stage."""
 JobRanks = tuple[int, ...]
 """Ranks of the job that form a grid, in the grid's order."""
+
+
+def training_ranks(world_size: int, *, tp: int, pp: int, ep: int = 1) -> np.ndarray:
+    """Return the ranks of the training grid by their place, int64 [pp, replicas, ep, tp].
+
+    This is Megatron's order, "tp-cp-ep-dp-pp" with the innermost first. Outside of routed experts ep is 1 and
+    the replicas are the data parallel ranks; for experts tp is etp.
+    """
+    return np.arange(world_size).reshape(pp, -1, ep, tp)
 
 
 class Place(NamedTuple):
@@ -89,14 +97,14 @@ class TrainingPlacement:
 
     def holders(self, place: Place) -> Holders:
         """Return every rank of the place, over all replicas."""
-        per_stage = self.world_size // self.pp
-        local = np.arange(per_stage)
-        tp = self.tp
-        if place.ep_rank is not None:
-            tp = self.expert_tp
-            local = local[local // tp % self.ep == place.ep_rank]
-        ranks = np.concatenate([stage * per_stage + local for stage in place.stages])
-        return Holders(tp, _in_job(ranks, self.ranks), ranks % per_stage % tp)
+        if place.ep_rank is None:
+            tp, at = self.tp, training_ranks(self.world_size, tp=self.tp, pp=self.pp)[:, :, 0]
+        else:
+            tp, sizes = self.expert_tp, dict(tp=self.expert_tp, pp=self.pp, ep=self.ep)
+            at = training_ranks(self.world_size, **sizes)[:, :, place.ep_rank]
+        ranks = at[list(place.stages)]
+        tp_ranks = np.broadcast_to(np.arange(tp), ranks.shape)
+        return Holders(tp, _in_job(ranks.flatten(), self.ranks), tp_ranks.flatten())
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,9 @@ class Inference:
 
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""
-        assert self._engines.critic is not None, "this run has no critic"
-        (batch.old_values,) = self._pass(self._engines.critic, batch, ("values",), "values", "values")
+        (batch.old_values,) = self._pass(
+            self._engines.training["critic"], batch, ("values",), "values", "values"
+        )
 
     def present_logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probs of a batch's tokens under the present weights, float32 [T].
@@ -180,8 +181,7 @@ class Inference:
         The reward is beta times the log-ratio of the implicit reward model to its initial weights (PRIME,
         arXiv:2502.01456).
         """
-        model, timing = self._engines.implicit_reward, "implicit_reward"
-        assert model is not None, "this run has no implicit reward model"
+        model, timing = self._engines.training["implicit_reward"], "implicit_reward"
         (logprobs,) = self._pass(model, batch, ("logprobs",), timing, timing)
         (batch.implicit_ref_logprobs,) = self._pass(
             model, batch, ("logprobs",), timing, timing, of_reference=True

@@ -47,15 +47,17 @@ class Scorer:
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
         self.keeps_feedback = needs_feedback(config)
         self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
-        self.model = (
-            None
-            if engines.reward_model is None
-            else (engines.reward_model, inputs.tokenizers["reward_model"])
-        )
-        self.judge = None
-        if engines.judge is not None:
+        self.model = self.judge = None
+        if "reward_model" in engines.training:
+            self.model = (engines.training["reward_model"], inputs.tokenizers["reward_model"])
+        if "judge" in engines.generating:
             assert inputs.judge_parser is not None
-            self.judge = (engines.judge, inputs.tokenizers["judge"], inputs.judge_parser)
+            self.judge = (engines.generating["judge"], inputs.tokenizers["judge"], inputs.judge_parser)
+
+    @property
+    def has_models(self) -> bool:
+        """Whether a reward model or a judge scores, for which the policy's engine sleeps."""
+        return self.model is not None or self.judge is not None
 
     def score(self, batch: Batch, *, predictions: bool) -> tuple[dict[str, Tensor], list[str | None] | None]:
         """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.

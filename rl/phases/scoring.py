@@ -37,7 +37,7 @@ class Scoring:
         reward function found in each response, None where it reports none.
         """
         assert self._scorer is not None, "this run has no reward"
-        if self._engines.reward_model is not None or self._engines.judge is not None:
+        if self._scorer.has_models:
             self._memory.to_training()
         with self._step.phase("score", timing=timing, batch=batch.fingerprint):
             columns, answers = self._scorer.score(batch, predictions=predictions)

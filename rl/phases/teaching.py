@@ -83,7 +83,7 @@ class Teaching:
                 micro.hidden,
                 model.model.head_weight,
                 k,
-                temperature=model.temperature,
+                temperature=model.spec.temperature,
                 vocab_size=policy.model.real_vocab_size,  # a teacher may have more rows, of no token
                 group=policy.grid.groups.tp,
                 chunk=max(1, model.model.head_chunk_tokens // 4),
@@ -93,8 +93,7 @@ class Teaching:
 
     def responses(self, prompts: list[Prompt]) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt from the teacher."""
-        engine, sampling = self._engines.teacher_engine, train_sampling(self._config)
-        assert engine is not None, "this run has no teacher that generates"
+        engine, sampling = self._engines.generating["teacher"], train_sampling(self._config)
         ids = [prompt.token_ids for prompt in prompts]
         seeds = [
             seed_of(self._config.run.seed, f"teacher.{self._step.number}", place)

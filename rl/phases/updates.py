@@ -160,7 +160,7 @@ class Updates:
 
     def critic(self, batch: Batch) -> None:
         """Update the critic with the value loss; reads `returns` and `old_values`."""
-        assert self._engines.critic is not None and batch.old_values is not None
+        assert batch.old_values is not None
         clip = self._config.critic.value_clip
 
         def loss(micro: MicroBatch, totals: Totals):
@@ -180,7 +180,7 @@ class Updates:
             }
 
         adam, metrics = self._config.critic.optimizer, self._step.metrics
-        means = self._learn(self._engines.critic, batch, loss, adam, timing="update_critic")
+        means = self._learn(self._engines.training["critic"], batch, loss, adam, timing="update_critic")
         counted = batch.mask > 0
         metrics |= _prefixed("critic", means)
         metrics |= spread("critic/values", batch.old_values[counted])
@@ -189,8 +189,7 @@ class Updates:
 
     def implicit_reward(self, batch: Batch, loss: Loss) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
-        model, adam = self._engines.implicit_reward, self._config.implicit_reward.optimizer
-        assert model is not None, "this run has no implicit reward model"
+        model, adam = self._engines.training["implicit_reward"], self._config.implicit_reward.optimizer
         means = self._learn(model, batch, loss, adam, timing="update_implicit_reward")
         self._step.metrics |= _prefixed("implicit_reward", means)
 
@@ -274,7 +273,7 @@ class Updates:
         if step.peak_tflops:
             # A backward pass takes as many operations as a forward pass for the input's gradients, and as
             # many for the weights' gradients.
-            passes = 3 if model.adapters is None else 2
+            passes = 2 if model.has_frozen_weights else 3
             step.operations[timing] += passes * epochs * self._planner.operations(batch, plans, model)
         num_updates = len(plans) * epochs
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
@@ -327,10 +326,8 @@ class Updates:
             with step.timed("agreement"):
                 check_replicas(name, model.replicas(), control_group())
                 check_master_weights(name, model.stale_master_weights(), control_group())
-                if model.adapters is not None:
-                    from rl.training.adapter_checks import check_learning
-
-                    check_learning(name, model)
+                for part in model.parts:
+                    part.check(model, name)
 
     def _mismatch_kl(self, mismatched: Batch, plan: MinibatchPlan) -> float:
         """Return the estimate of the KL divergence for a mini-batch under the current weights."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rl.models.layout import Weight
+from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap, full_weights
 
@@ -71,14 +72,13 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     tensor parallel groups.
     """
     if not in_parts:
-        adapters = trainer.adapters
-        return [Values(trainer.weight_map, *([] if adapters is None else [adapters.merging()]))]
-    adapter_map, adapter = trainer.adapter_map, trainer.adapter
-    assert adapter_map is not None and adapter is not None, "the engine has adapters, but not the trainer"
-    scaled = functools.partial(_scaled, adapter.scale)
+        return [Values(trainer.weight_map, trainer.parts.merging())]
+    adapters = trainer.parts.get(Adapters)
+    assert adapters is not None, "the engine has adapters, but not the trainer"
+    scaled = functools.partial(_scaled, adapters.config.scale)
     return [
-        Values(trainer.weight_map, trainer.adapters.base_value),
-        Values(adapter_map, scaled, is_adapter=True),
+        Values(trainer.weight_map, trainer.parts.value),
+        Values(adapters.learned_map, scaled, is_adapter=True),
     ]
 
 

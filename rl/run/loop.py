@@ -229,8 +229,7 @@ class Training:
             phases.sampler.check(batch)
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
-                if (policy := phases.engines.policy).needs:
-                    phases.step.metrics |= policy.held_metrics()
+                phases.step.metrics |= phases.engines.policy.parts.metrics(phases.step.device.torch)
         self._log.store(collected, batch)
         phases.sampler.learned()
         return cursor

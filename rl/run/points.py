@@ -258,7 +258,7 @@ def _run(
         point = points[index]
         own, inputs = point.config, point.inputs
         step = make_step(own, device, watchdog, PointProgress(progress, own.run.name), point.fence)
-        engines = Engines(policies[index])
+        engines = Engines({"policy": policies[index]})
         phases = Phases(
             own,
             step=step,

@@ -27,23 +27,33 @@ from rl.config.adapter import Adapter
 from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
-from rl.training.weights import WeightMap, load_hf
+from rl.training.adapter_checks import check_learning
+from rl.training.parts import Part
+from rl.training.weights import WeightMap, load_hf, mark_split_weights
 
 if TYPE_CHECKING:
-    from rl.training.fp8_base import Fp8Base
+    from rl.training.engine import TrainingEngine
 
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
 
 
-class Adapters:
-    """The adapters of one model: their parameters on this rank, and what they add."""
+class Adapters(Part):
+    """The adapters of one model: their parameters on this rank, and what they add.
 
-    def __init__(self, adapter: Adapter, base: WeightMap, model: torch.nn.Module, *, seed: int):
-        """Freeze the model and add adapters. Collective over the world.
+    seed: of the initial values, which do not depend on the layout.
+    """
 
-        Their values depend on `seed` and not on the layout. A value head still learns.
-        """
+    fuses_norms = False
+    learned_map: WeightMap
+    """The adapters, and the value head of a value model."""
+
+    def __init__(self, config: Adapter, *, seed: int):
+        self.config, self._seed = config, seed
+
+    def attach(self, engine: "TrainingEngine") -> None:
+        """Freeze the model and add adapters. Collective over the world. A value head still learns."""
+        adapter, base, model = self.config, engine.weight_map, engine.model
         self.pairs = adapters(
             base.weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora"
         )
@@ -71,38 +81,34 @@ class Adapters:
         for module, sums in of_module.items():
             module.register_forward_hook(_grouped(sums) if hasattr(module, "num_gemms") else _single(sums[0]))
         weights = [weight for pair in self.pairs for weight in pair.weights]
-        self.weight_map = base.over([*weights, *head], parameters)
+        self.learned_map = base.over([*weights, *head], parameters)
+        mark_split_weights(self.learned_map)
         self.initial_map: WeightMap | None = None
         """With PiSSA the initial adapters: the original W is the present one and scale * B A of these."""
-        self.sums_of_frozen: dict[str, int] = {}
+        self._sums_of_frozen: dict[str, int] = {}
         """Checksums of the frozen weights at the first check (`rl.training.adapter_checks`)."""
         for added in self._sums.values():
             added.start_magnitudes()
-        self._start_random(seed)
+        self._start_random(self._seed)
         if adapter.init == "pissa":
             self._start_principal()
             copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-            self.initial_map = base.over(self.weight_map.weights, copies)
+            self.initial_map = base.over(self.learned_map.weights, copies)
         if adapter.path:
-            load_hf(adapter.path, self.weight_map)
-        self.fp8_base: Fp8Base | None = None
-        if adapter.base == "fp8":
-            from rl.training import fp8_base
+            load_hf(adapter.path, self.learned_map)
 
-            self.fp8_base = fp8_base.Fp8Base(base, model)
-
-    def base_value(self, weight: Weight, parameter: Tensor) -> Tensor:
-        """Return the values of a base weight on this rank, from its parameter."""
-        return parameter if self.fp8_base is None else self.fp8_base.value(parameter)
+    def check(self, engine: "TrainingEngine", name: str) -> None:
+        """Raise WrongLearning on every rank if other weights learn than the adapters."""
+        check_learning(name, engine, self._sums_of_frozen)
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
         """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
         whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for weight, parameter in self.weight_map.local():
+        for weight, parameter in self.learned_map.local():
             if not weight.cut.split:
-                name = self.weight_map.local_name(weight, self.weight_map.grid.pp_rank)
+                name = self.learned_map.local_name(weight, self._base.grid.pp_rank)
                 whole[weight.expert is not None][name] = parameter
-        groups = self.weight_map.grid.groups
+        groups = self._base.grid.groups
         return list(zip((groups.tp, groups.expt_tp), whole))
 
     def _held(self) -> dict[Weight, list[LowRank]]:
@@ -116,7 +122,7 @@ class Adapters:
     @torch.no_grad()
     def _start_random(self, seed: int) -> None:
         """Set A to Kaiming's random values, and B to 0."""
-        for weight, parameter in self.weight_map.local():
+        for weight, parameter in self.learned_map.local():
             if ".lora_A." in weight.megatron:
                 self._set(weight, _kaiming(weight, seed))
             elif ".lora_B." in weight.megatron:
@@ -124,8 +130,8 @@ class Adapters:
 
     def _set(self, weight: Weight, values: Tensor) -> None:
         """Set this rank's part of A or B to that of the whole tensor."""
-        parameter = self.weight_map.parameters[self.weight_map.local_name(weight, self._base.grid.pp_rank)]
-        for piece in weight.megatron_pieces(*self.weight_map.tensor_split(weight)):
+        parameter = self.learned_map.parameters[self.learned_map.local_name(weight, self._base.grid.pp_rank)]
+        for piece in weight.megatron_pieces(*self._base.tensor_split(weight)):
             parameter[index(piece.local_box)] = values[index(piece.hf_box)].to(parameter)
 
     @torch.no_grad()
@@ -158,17 +164,16 @@ class Adapters:
 
     @torch.no_grad()
     def merging(self) -> Callable[[Weight, Tensor], Tensor]:
-        """Return a function that maps a weight and its parameter on this rank to W + scale * B A.
+        """Return a function that maps a weight and its values W on this rank to W + scale * B A.
 
-        Computed in float32 and rounded once; W itself if it has no adapter. The function is not collective.
-        Collective over the tensor parallel groups (DoRA's lengths of rows), so that the weights can be read
-        in any order until A and B change.
+        Computed in float32 and rounded once; W itself if it has no adapter. Collective over the tensor
+        parallel groups (DoRA's lengths of rows).
         """
         factors = {name: added.factors() for name, added in self._sums.items()}
 
         @torch.no_grad()
-        def merged(weight: Weight, parameter: Tensor) -> Tensor:
-            found, value = self._sums.get(weight.hf), self.base_value(weight, parameter)
+        def merged(weight: Weight, value: Tensor) -> Tensor:
+            found = self._sums.get(weight.hf)
             return value if found is None else found.merged(value, factors[weight.hf])
 
         return merged

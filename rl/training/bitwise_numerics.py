@@ -6,6 +6,7 @@ backward pass is that of the ordinary layer at the same inputs, which it compute
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,11 @@ from rl.training.attention import CoreAttention, PackedRow
 from rl.training.layer_spec import DuplicatedLinear
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.model import Policy
+from rl.training.parts import Part
 from rl.training.rotary import RowRotary, _Rotate
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
 
 
 class _Bitwise(torch.autograd.Function):
@@ -243,6 +248,19 @@ CLASSES = {
     Policy: BitwisePolicy,
     RowRotary: BitwiseRotary,
 }
+
+
+class BitwiseNumerics(Part):
+    """Computes a policy's log-probs bitwise as an engine in the same mode does.
+
+    A value model computes as without it, but with Megatron's own layers.
+    """
+
+    uses_te = False
+
+    def attach(self, engine: "TrainingEngine") -> None:
+        if isinstance(engine.model, Policy):
+            make_bitwise(engine.model, engine.weight_map.hf)
 
 
 def make_bitwise(model: Policy, hf: dict) -> None:

@@ -14,14 +14,21 @@ policy reads it there. Nothing travels between ranks:
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
 from rl.training.logprobs import _add_product
+from rl.training.packing import MicroBatch
+from rl.training.parts import Part
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
 
 FLOOR = -1e20
 """Logit of no token: a padded row of the head, or the row of another rank. Its probability is 0."""
@@ -214,6 +221,17 @@ class Targets:
             columns = [torch.cat(column).to(device) for column in zip(*own)]
             parts.append((places.to(device), (*columns, *self.heads[number : number + 1])))
         return MicroTargets(self.divergence, linear_divergence if self.heads else top_k_divergence, parts)
+
+
+class TeacherTargets(Part):
+    """Gives the head the teachers' distributions (`Batch.teacher`) in passes that compute the divergence."""
+
+    def attach(self, engine: "TrainingEngine") -> None:
+        self._model = engine.model
+
+    def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
+        if "divergence" in self._model.outputs:
+            micro.teacher = batch.teacher.of(micro.samples, micro.tokens.device)
 
 
 @dataclass

@@ -10,6 +10,7 @@ trainer: refit, export and checksums read them through `value`.
 """
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,17 +18,22 @@ from torch.nn import Parameter
 
 from rl.models.adapters import adapters
 from rl.models.boxes import whole
-from rl.models.layout import FP8_BLOCK
-from rl.training.weights import WeightMap, dequantised
+from rl.models.layout import FP8_BLOCK, Weight
+from rl.training.parts import Part
+from rl.training.weights import dequantised
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-class Fp8Base:
-    """The frozen weights of a model's linear layers on this rank. Not collective."""
+class Fp8Base(Part):
+    """The frozen weights of a model's linear layers on this rank; the last part. Not collective."""
 
-    def __init__(self, base: WeightMap, model: torch.nn.Module):
-        """Quantise the weights and free their memory. Call it after all other hooks are registered."""
+    def attach(self, engine: "TrainingEngine") -> None:
+        """Quantise the weights and free their memory. The hooks of all other parts are registered before."""
+        base, model = engine.weight_map, engine.model
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
         """Address of the parameter's storage object -> (values, factors)."""
         layers = {pair.base.hf for pair in adapters(base.weights, rank=1)}
@@ -50,9 +56,16 @@ class Fp8Base:
         """Everything that is stored."""
         return [tensor for pair in self._stored.values() for tensor in pair]
 
-    @torch.no_grad()
-    def value(self, parameter: Tensor) -> Tensor:
+    def resident(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors and everything that is stored."""
+        return tensors + self.tensors
+
+    def value(self, weight: Weight, parameter: Tensor) -> Tensor:
         """Return the dequantised values of a parameter; one that is not quantised itself."""
+        return self._value(parameter)
+
+    @torch.no_grad()
+    def _value(self, parameter: Tensor) -> Tensor:
         if (stored := self._stored.get(_key(parameter))) is None:
             return parameter
         values, factors = stored
@@ -61,7 +74,7 @@ class Fp8Base:
     def _fill(self, parameters: list[Parameter]) -> None:
         for parameter in parameters:
             parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-            parameter.data.copy_(self.value(parameter))
+            parameter.data.copy_(self._value(parameter))
 
     def _free(self, parameters: list[Parameter]) -> None:
         for parameter in parameters:

@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from rl.models.placement import training_ranks
+
 
 @dataclass(frozen=True)
 class Grid:
-    """World = tp x dp x pp, tensor parallel ranks innermost, pipeline stages outermost (Megatron's order).
+    """World = tp x dp x pp in the order of `rl.models.placement.training_ranks`.
 
     For routed experts the same ranks are etp x ep x (expert data parallel) x pp.
     """
@@ -55,7 +58,7 @@ def build_grid(*, tp: int, pp: int, ep: int = 1, etp: int | None = None, seed: i
         create_gloo_process_groups=torch.cuda.is_available(),  # on CPU all groups use gloo
     )
     model_parallel_cuda_manual_seed(seed)
-    return Grid(
+    grid = Grid(
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         tp=tp,
         pp=pp,
@@ -68,3 +71,9 @@ def build_grid(*, tp: int, pp: int, ep: int = 1, etp: int | None = None, seed: i
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )
+    world, rank = dist.get_world_size(), dist.get_rank()
+    place = grid.pp_rank, grid.dp_rank, 0, grid.tp_rank
+    of_experts = grid.pp_rank, parallel_state.get_expert_data_parallel_rank(), grid.ep_rank, grid.etp_rank
+    assert training_ranks(world, tp=tp, pp=pp)[place] == rank, "Megatron's ranks have another order"
+    assert training_ranks(world, tp=etp, pp=pp, ep=ep)[of_experts] == rank, "or those of its experts have"
+    return grid

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.held import HeldColumn, row_key
+from rl.models.placement import training_ranks
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 
@@ -61,6 +62,7 @@ def plan_moves(
     """
     dp, holders, sizes = len(plan), column.holders.tolist(), column.num_bytes.tolist()
     moves, dp_ranks = [], {}
+    ranks = training_ranks(pp * dp * tp, tp=tp, pp=pp)
     parts = [(stage, part) for stage in range(pp) if (part := need(stage)) is not None]
     for dp_rank, micro_batches in enumerate(plan):
         for sample in (i for micro in micro_batches for i in micro):
@@ -70,10 +72,11 @@ def plan_moves(
                 continue
             dp_ranks[sample] = dp_rank
             for stage, part in parts:
-                size, first = sizes[sample], (stage * dp + dp_rank) * tp
+                size = sizes[sample]
                 if column.shape:
                     size = size // column.shape[0] * len(range(*part.indices(column.shape[0])))
-                moves += [Move(sample, holders[sample], first + k, part, size) for k in range(tp)]
+                targets = ranks[stage, dp_rank, 0].tolist()
+                moves += [Move(sample, holders[sample], target, part, size) for target in targets]
     return moves, dp_ranks
 
 

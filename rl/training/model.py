@@ -169,11 +169,9 @@ class ValueModel(Packed):
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def transformer_config(
-    hf: dict, training: Training, dtype: torch.dtype, *, bitwise: bool = False
-) -> TransformerConfig:
-    """Return Megatron's config for a model and the training section. bitwise: see `build_model`."""
-    on_cuda, te = torch.cuda.is_available(), use_te(dtype) and not bitwise
+def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: bool) -> TransformerConfig:
+    """Return Megatron's config for a model and the training section. te: with Transformer Engine's layers."""
+    on_cuda = torch.cuda.is_available()
     of_model = architecture(hf).megatron_config(hf)
     has_experts = "num_moe_experts" in of_model  # other models of the run may have them
     kind = MLATransformerConfig if of_model.get("multi_latent_attention") else TransformerConfig
@@ -244,17 +242,17 @@ def build_model(
     grid: Grid,
     *,
     values: bool,
-    bitwise: bool = False,
-    is_adapted: bool = False,
+    uses_te: bool = True,
+    fuses_norms: bool = True,
 ) -> Packed:
     """Build this rank's part of a policy or a value model, with uninitialised weights.
 
-    hf: for a value model, the result of `rl.models.value_model`. bitwise: compute a policy's log-probs as
-    `rl.training.bitwise_numerics` does, without Transformer Engine. is_adapted: build layers to which
-    adapters can be added. Collective over the world (Megatron's tied embeddings).
+    hf: for a value model, the result of `rl.models.value_model`. uses_te: use Transformer Engine's layers if
+    they support the dtype. fuses_norms: see `Part.fuses_norms`. Collective over the world (Megatron's tied
+    embeddings).
     """
-    config = transformer_config(hf, training, dtype, bitwise=bitwise)
-    layers = block_spec(config, fuses_norms=not is_adapted)
+    config = transformer_config(hf, training, dtype, te=uses_te and use_te(dtype))
+    layers = block_spec(config, fuses_norms=fuses_norms)
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=hf["max_position_embeddings"],
@@ -279,8 +277,4 @@ def build_model(
         # Megatron's rope_scaling option has a fixed original context and fixed frequency factors.
         model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
     model.rotary = rotate_by_row(model, fused=config.apply_rope_fusion)
-    if bitwise and not values:
-        from rl.training.bitwise_numerics import make_bitwise
-
-        make_bitwise(model, hf)
     return model

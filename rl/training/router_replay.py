@@ -11,6 +11,7 @@ micro-batch. A layer gives its router those of its packed row before every call,
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,10 +19,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from rl.data.batch import Batch
+from rl.models import architecture
 from rl.models.layout import stage_layers
 from rl.runtime.collectives import sum_over_world
-from rl.training.grid import Grid
 from rl.training.packing import MicroBatch
+from rl.training.parts import Part
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
 
 
 @dataclass
@@ -75,18 +80,17 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
 
-class RouterReplay:
-    """The routes of one policy on this rank.
+class RouterReplay(Part):
+    """The routes of one policy on this rank. mode: "engine" or "old_policy" (`training.router_replay`)."""
 
-    Args:
-        model: the policy's stage of the pipeline.
-        mode: "engine" or "old_policy" (`training.router_replay`).
-        frequencies: for each layer of the model, whether it is a mixture of experts.
-    """
+    def __init__(self, mode: str):
+        self.mode = mode
 
-    def __init__(self, model, mode: str, frequencies: list[int], grid: Grid):
-        self.mode, self._config = mode, model.config
-        self._device = next(model.parameters()).device
+    def attach(self, engine: "TrainingEngine") -> None:
+        """Give the routers of this rank their choice of experts. Not collective."""
+        model, grid, self._device = engine.model, engine.grid, engine.device.torch
+        self._config, hf = model.config, engine.weight_map.hf
+        frequencies = architecture(hf).megatron_config(hf)["moe_layer_freq"]  # by layer of the whole model
         self._parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
         self._part = grid.tp_rank if self._parts > 1 else 0
         ends = list(accumulate(stage_layers(len(frequencies), grid.pp), initial=0))
@@ -100,24 +104,25 @@ class RouterReplay:
             layer.register_forward_pre_hook(_give_routes, with_kwargs=True)
         self._counts = torch.zeros(2, dtype=torch.float64, device=self._device)
         """`Routes.counts` of the engine's routes since the last call of `metrics`."""
+        self.needs = {"routes": self.need} if self.mode == "engine" else {}
 
     def need(self, stage: int) -> slice | None:
         """Return the part of a token's routes that a pipeline stage needs: its layers."""
         layers = self._stages[stage]
         return layers if layers.start < layers.stop else None
 
-    def routes(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> Routes | None:
-        """Return the routes for a pass over a micro-batch.
+    def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
+        """Return the row with the routes for a pass over it.
 
         The engine's are also used by the reference policy, so that the divergence of equal weights is 0. With
         old_policy the policy's first pass records them, and the reference policy chooses its own. They are
         stored in `row`, which must be the one that the batch caches (`lay_out`).
         """
         if not self._num_layers or (is_reference and self.mode == "old_policy"):
-            return None
+            return replace(row, routes=None)
         if row.routes is None:
             row.routes = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)
-        return replace(row.routes, counts=None) if is_reference else row.routes
+        return replace(row, routes=replace(row.routes, counts=None) if is_reference else row.routes)
 
     def _recorder(self, row: MicroBatch) -> Routes:
         """Return routes that the first pass fills."""
@@ -162,6 +167,8 @@ class RouterReplay:
 
         It covers the engine's routes since the last call. Collective over the world.
         """
+        if not self.needs:
+            return {}
         different, given = sum_over_world(self._counts.cpu(), self._device).tolist()
         self._counts.zero_()
         return {"training/router_mismatch": different / max(given, 1.0)}

@@ -5,6 +5,7 @@ are the ones that were sampled from.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,11 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.data.held import SAMPLING_MASKS
+from rl.training.packing import MicroBatch
+from rl.training.parts import Part
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
 
 FLOOR = -1e20
 """Logit of a token outside of its set. Its probability is 0; sums of such logits are finite in float32."""
@@ -54,6 +60,18 @@ class SamplingMasks:
         return LocalMasks(
             index.to(device, non_blocking=True), cut.to(device, non_blocking=True), ends.tolist(), rows
         )
+
+
+class MaskedSampling(Part):
+    """Renormalises a policy's distributions over the sets from which its tokens were sampled."""
+
+    def attach(self, engine: "TrainingEngine") -> None:
+        """Only the last stage, which computes the head, needs the sets."""
+        last = engine.grid.pp - 1
+        self.needs = dict.fromkeys(SAMPLING_MASKS, lambda stage: slice(None) if stage == last else None)
+
+    def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
+        micro.masks = masks_of(batch, micro.samples)
 
 
 def masks_of(batch: Batch, samples: list[int]) -> SamplingMasks:

@@ -136,18 +136,6 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
             parameter[index(piece.local_box)] = values.to(parameter)
 
 
-def share_weights(weight_map: WeightMap, source: WeightMap) -> None:
-    """Make this rank's parameters use the memory of those of another model of the same layout.
-
-    A value head, which the other lacks, becomes 0.
-    """
-    for name, parameter in weight_map.parameters.items():
-        if name in source.parameters:
-            parameter.data = source.parameters[name].data
-        else:
-            parameter.data.zero_()
-
-
 def blocks_of(box: Box) -> Box:
     """Return the box of 128 x 128 blocks of the matrix that have elements in the box."""
     return tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in box)

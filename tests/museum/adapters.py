@@ -241,7 +241,7 @@ def copies_differ(bug: Bug) -> None:
     @bug.replaces(Updates, "_check_replicas")
     def after_a_change(check, self, model):
         if bug.rank == 1:
-            for name, parameter in model.adapter_map.parameters.items():
+            for name, parameter in model.learned_map.parameters.items():
                 if "linear_qkv.lora_A" in name:
                     parameter.data.mul_(1.001)
         check(self, model)

@@ -156,4 +156,4 @@ def reference_of_checkpoint(bug: Bug) -> None:
     @bug.replaces(store, "load_weights")
     def then_copied(load_weights, name, engine, reader):
         load_weights(name, engine, reader)
-        engine._keep_reference()
+        engine.reference.take()

@@ -121,7 +121,7 @@ def reference_is_policy(bug: Bug) -> None:
 
     @bug.replaces(TrainingEngine, "reference_weights")
     def of_policy(reference_weights, self):
-        self.reference = [parameter.detach() for parameter in self.model.parameters()]
+        self.reference.weights = [parameter.detach() for parameter in self.model.parameters()]
         return reference_weights(self)
 
 

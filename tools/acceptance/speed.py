@@ -174,7 +174,9 @@ class _Speed:
         device.release_cached_memory()
         options = dict(dtype="bfloat16", max_tokens=prompt + response, seed=1, device=device)
         self.engine = RolloutEngine(path, self.config.rollout, **options)
-        self.memory = MemorySharing(self.config, device, Engines(self.policy, rollout=self.engine))
+        self.memory = MemorySharing(
+            self.config, device, Engines({"policy": self.policy}, {"policy": self.engine})
+        )
 
     def measure(self) -> None:
         """Measure sleep, training, refit and generation, in this order."""

@@ -37,7 +37,7 @@ from tools.hf_reference import random_batch  # noqa: E402
 @torch.no_grad()
 def fill(trainer) -> None:
     """Move every A, B and length by random values that do not depend on the layout, as updates do."""
-    learned = trainer.adapter_map
+    learned = trainer.learned_map
     for weight, parameter in learned.local():
         generator = torch.Generator().manual_seed(sum(weight.hf[0].encode()))
         values = 0.1 * torch.randn(weight.shapes[0], generator=generator)

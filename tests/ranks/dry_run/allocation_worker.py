@@ -12,11 +12,13 @@ import torch
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
+from rl.engines.parts import adapter_parts
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import optimizer_parts
+from rl.training.spec import ModelSpec
 from tests.ranks.training.megatron_groups import new_grid
 
 
@@ -25,16 +27,9 @@ def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
     tp, pp, ep = map(int, sizes.split("x"))
     training = Training(tp=tp, pp=pp, ep=ep)
     grid = new_grid(tp, pp, ep, training.expert_tp)
-    engine = TrainingEngine(
-        checkpoint,
-        read_hf_config(checkpoint),
-        training=training,
-        dtype=dtype,
-        grid=grid,
-        device=device,
-        optimizer=Optimizer(lr=1e-3),
-        adapter=Adapter(kind=adapters or "none", rank=4),
-    )
+    spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=Optimizer(lr=1e-3))
+    parts = adapter_parts(Adapter(kind=adapters or "none", rank=4), seed=0)
+    engine = TrainingEngine(spec, training, grid, device, parts)
     engine.wrapped.zero_grad_buffer()
     engine.optimizer.step()  # Adam's moments are made in the first step
     buffers = [*engine.wrapped.buffers, *engine.wrapped.expert_parallel_buffers]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.config.run_models import RunModel
 from rl.dry_run.memory import Layout, model_state
 from rl.dry_run.parameters import count_stages, group_parts
 from rl.dry_run.shape import Model
@@ -50,7 +51,7 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     checkpoint = save(tmp_path / "model")
     hf = read_hf_config(checkpoint)
     weights = architecture(hf).weights(hf)
-    model = Model("policy", hf, tuple(weights), tuple(group_parts(weights)))
+    model = Model(RunModel("policy", "model.path", "", ""), hf, tuple(weights), tuple(group_parts(weights)))
     by_rank = [
         json.loads(out.strip().splitlines()[-1])
         for out in run_ranks(WORLD, WORKER, checkpoint, dtype, *layouts, timeout=300)

@@ -24,7 +24,7 @@ def printing_run(config, ranks, device):
 
     def and_print(self, *args):
         metrics = to_generation(self, *args)
-        print(json.dumps([bytes_held(model) for model in self.engines.training]))
+        print(json.dumps([bytes_held(model) for model in self.engines.training.values()]))
         return metrics
 
     MemorySharing.to_generation = and_print

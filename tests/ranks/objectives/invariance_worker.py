@@ -95,6 +95,7 @@ class ToyEngine:
         self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
+        self.optimizer = "plain steps"
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def micro_batches(self, batch, plan):
@@ -149,7 +150,7 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     config.agreement.weights_every = 0  # of weights that a toy has not
     config.agreement.logprob_slack = 0.0  # no engine sampled the tokens
     engine, nowhere = ToyEngine(), open(os.devnull, "w")
-    engines = Engines(engine, critic=engine, implicit_reward=engine)
+    engines = Engines(dict.fromkeys(("policy", "critic", "implicit_reward"), engine))
     phases = kind(
         config,
         step=Step(

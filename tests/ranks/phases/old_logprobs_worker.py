@@ -85,7 +85,7 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
     assert not needs_early_logprobs(config)
     inference.needs_early_logprobs = lambda config: separate
     hf = read_hf_config(config.model.path)
-    engines = Engines(build_policy(config, hf, GRID, DEVICE))
+    engines = Engines({"policy": build_policy(config, hf, GRID, DEVICE)})
     phases = Phases(
         config,
         step=Step(

@@ -55,7 +55,7 @@ SAMPLING = Sampling(
 @torch.no_grad()
 def fill(trainer, version: int) -> None:
     """Set every B to random values of this version, the same in every layout."""
-    learned = trainer.adapter_map
+    learned = trainer.learned_map
     trainer.version = version
     for weight, parameter in learned.local():
         if ".lora_B." in weight.megatron:

@@ -26,6 +26,7 @@ from rl.runtime import session  # noqa: E402
 from rl.runtime.device import choose_device  # noqa: E402
 from rl.runtime.job_store import StoreProcess, connect_to  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 from tests.ranks.refit.refit_worker import RANKS, PlainEngine, contents, differing, poison, rollout_config
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 
@@ -36,9 +37,7 @@ SECRET = bytes(32)
 def train(link, config, hf, store) -> dict:
     """Send two versions; the second is the first times 1.5. Then receive the samples of all replicas."""
     grid = new_grid(config.training.tp, config.training.pp, config.training.ep)
-    trainer = TrainingEngine(
-        config.model.path, hf, training=config.training, dtype="float32", grid=grid, device=link.device
-    )
+    trainer = TrainingEngine(ModelSpec(config.model.path, hf, "float32"), config.training, grid, link.device)
     link.plan_weights(config, hf, trainer=trainer)
     sent = []
     for version in (0, 1):

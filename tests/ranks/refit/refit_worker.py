@@ -31,6 +31,7 @@ from rl.refit.values import values_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 
 BUFFER_MIB = 1
@@ -253,9 +254,7 @@ def main(checkpoint: str, out: str, engine_kind: str, *layouts: str) -> None:
             tp, pp, *expert = map(int, layout.split("x"))
             training = Training(tp=tp, pp=pp, **dict(zip(("ep", "etp"), expert)))
             grid = new_grid(tp, pp, *expert)
-            trainer = TrainingEngine(
-                checkpoint, hf, training=training, dtype="float32", grid=grid, device=device
-            )
+            trainer = TrainingEngine(ModelSpec(checkpoint, hf, "float32"), training, grid, device)
             for rollout_tp in map(int, tps.split(",")):
                 if kind == "plain":
                     engine = PlainEngine(trainer.weight_map.weights, rollout_tp, device)

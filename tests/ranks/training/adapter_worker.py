@@ -48,7 +48,7 @@ KIND = ("adapter={kind: dora, init: pissa, rank: 4, alpha: 6.0}",)
 @torch.no_grad()
 def fill(trainer) -> None:
     """Add random values, the same in every layout, to every B and magnitude, as after some updates."""
-    learned = trainer.adapter_map
+    learned = trainer.learned_map
     for weight, parameter in learned.local():
         if ".lora_A." not in weight.megatron:
             generator = torch.Generator().manual_seed(sum(weight.hf[0].encode()))
@@ -78,7 +78,7 @@ def results(config: Config, layout: list[int], device) -> dict:
     (logprobs,) = trainer.forward(batch, plans, ("logprobs",))
     with trainer.reference_weights():
         (reference,) = trainer.forward(batch, plans, ("logprobs",))
-    before, merged = whole(full_weights(trainer.adapter_map)), whole(trainer.full_weights())
+    before, merged = whole(full_weights(trainer.learned_map)), whole(trainer.full_weights())
 
     def minus_logprobs(micro):
         loss = -micro.logprobs.sum()
@@ -86,7 +86,7 @@ def results(config: Config, layout: list[int], device) -> dict:
 
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
     terms = trainer.update(batch, plan, minus_logprobs, lr=EPS)
-    after = whole(full_weights(trainer.adapter_map))
+    after = whole(full_weights(trainer.learned_map))
     unchanged = whole(full_weights(trainer.weight_map))
     assert all(torch.equal(unchanged[name], tensor) for name, tensor in base.items())
     return {
@@ -121,7 +121,7 @@ def resume(overrides: list[str], out_dir: str, other: str, device) -> dict:
         trainer.update(batch, plan, lambda micro: (-micro.logprobs.sum() / 100, {}), lr=1e-3)
 
     def state(trainer) -> tuple[dict, dict]:
-        return whole(full_weights(trainer.adapter_map)), whole(trainer.full_weights())
+        return whole(full_weights(trainer.learned_map)), whole(trainer.full_weights())
 
     for dtype in ("bfloat16", "float32"):
         options = (f"model.dtype={dtype}", "training.optimizer={lr: 1e-3, eps: 1e-2, clip_grad: 1.0}")

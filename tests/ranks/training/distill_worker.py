@@ -40,6 +40,7 @@ from rl.phases.step import Step  # noqa: E402
 from rl.run_directory.progress import Progress  # noqa: E402
 from rl.runtime.session import control_group, session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 from tools.make_toy import build_tokenizer  # noqa: E402
 
 ANSWERS = ("abc", "de", "fghi", "j")
@@ -76,11 +77,10 @@ def batch_of(vocab_size: int) -> Batch:
 
 def megatron(config: Config, device, tp: int, pp: int) -> dict:
     grid, hf = new_grid(tp, pp), read_hf_config(config.model.path)
-    engines = Engines(build_policy(config, hf, grid, device))
+    engines = Engines({"policy": build_policy(config, hf, grid, device)})
     for path in config.teacher.paths:
-        options = dict(training=config.training, dtype="float32", grid=grid, device=device)
-        temperature = config.rollout.temperature
-        model = TrainingEngine(path, read_hf_config(path), **options, temperature=temperature)
+        spec = ModelSpec(path, read_hf_config(path), "float32", temperature=config.rollout.temperature)
+        model = TrainingEngine(spec, config.training, grid, device)
         engines.teachers[path] = model
     tracker = PhaseTracker(config.watchdog.limits, open(os.devnull, "w"))
     step = Step(

@@ -25,6 +25,7 @@ from rl.config.schema import Config, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
+from rl.training.fp8_base import Fp8Base  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from rl.training.weights import full_weights  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
@@ -42,11 +43,12 @@ def results(trainer) -> dict:
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
-    before = whole(full_weights(trainer.adapter_map))
+    before = whole(full_weights(trainer.learned_map))
     trainer.update(batch, plan, minus_logprobs, lr=EPS)
-    after = whole(full_weights(trainer.adapter_map))
+    after = whole(full_weights(trainer.learned_map))
     linear = [p for w, p in trainer.weight_map.local() if w.layer is not None and p.dim() == 2]
-    stored = [] if trainer.adapters.fp8_base is None else trainer.adapters.fp8_base.tensors
+    fp8_base = trainer.parts.get(Fp8Base)
+    stored = [] if fp8_base is None else fp8_base.tensors
     return {
         "logprobs": logprobs,
         "gradient": {name: before[name] - tensor for name, tensor in after.items()},

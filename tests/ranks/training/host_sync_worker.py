@@ -30,6 +30,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.grid import build_grid
 from rl.training.loss import Totals
 from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.spec import ModelSpec
 
 RANKS = discover()
 ROOT = Path(__file__).parents[3]
@@ -101,15 +102,8 @@ def main(checkpoint: str) -> None:
     results: dict[str, dict[int, dict]] = {"forward": {}, "update": {}, "update, per sample": {}}
     with session(RANKS) as device:
         grid = build_grid(tp=1, pp=1, seed=1)
-        model = TrainingEngine(
-            checkpoint,
-            read_hf_config(checkpoint),
-            training=config.training,
-            dtype="float32",
-            grid=grid,
-            device=device,
-            optimizer=Optimizer(),
-        )
+        spec = ModelSpec(checkpoint, read_hf_config(checkpoint), "float32", optimizer=Optimizer())
+        model = TrainingEngine(spec, config.training, grid, device)
         totals = Totals(num_tokens=48.0, num_samples=8.0, num_units=8.0)
         loss = partial(policy_loss(config), totals=totals)
         by_sample = replace(config, objective=replace(config.objective, loss="gspo"))

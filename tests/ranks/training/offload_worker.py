@@ -18,6 +18,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.grid import build_grid
 from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.optimizer import optimizer_tensors
+from rl.training.spec import ModelSpec
 
 RANKS = discover()
 
@@ -46,16 +47,9 @@ def storages(model: TrainingEngine) -> dict[str, int]:
 def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list, list]:
     overlap = "on" if mode == "all, overlapped" else "off"
     training = replace(Config().training, micro_batch_tokens=24, overlap_gradients=overlap)
-    model = TrainingEngine(
-        path,
-        read_hf_config(path),
-        training=training,
-        dtype=dtype,
-        grid=grid,
-        device=device,
-        optimizer=Optimizer(lr=1e-3),
-        keep_reference=True,
-    )
+    adam = Optimizer(lr=1e-3)
+    spec = ModelSpec(path, read_hf_config(path), dtype, optimizer=adam, keeps_reference=True)
+    model = TrainingEngine(spec, training, grid, device)
     rng, seen, sizes = np.random.default_rng(0), [], []
     first = None
     for _ in range(3):

@@ -33,6 +33,7 @@ from rl.phases.policy_gradient import policy_loss  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
 from rl.training.loss import Totals  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 
 GROUPS = [(30, (5, 9, 0, 12)), (70, (20, 31, 31)), (7, (20,)), (40, (3, 90))]
 """(tokens of the prompt, tokens of each response): a group that is one masked block, groups that are not, an
@@ -120,16 +121,9 @@ def run_case(how: str, device) -> dict:
     tp, pp = map(int, layout.split("x"))
     config = config_of(checkpoint, tp, pp, 4096)
     hf = read_hf_config(checkpoint)
-    trainer = TrainingEngine(
-        checkpoint,
-        hf,
-        training=replace(config.training, sequence_parallel="plain" not in options),
-        dtype="float32",
-        grid=new_grid(tp, pp),
-        device=device,
-        values="values" in options,
-        optimizer=Optimizer(),
-    )
+    training = replace(config.training, sequence_parallel="plain" not in options)
+    spec = ModelSpec(checkpoint, hf, "float32", has_values="values" in options, optimizer=Optimizer())
+    trainer = TrainingEngine(spec, training, new_grid(tp, pp), device)
     found = {}
     batch = batch_of(GROUPS, hf["vocab_size"])
     count = len(batch)

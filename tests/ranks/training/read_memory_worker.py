@@ -22,6 +22,7 @@ from rl.config.schema import Training  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 
 
 def resident(field: str) -> int:
@@ -35,9 +36,7 @@ def main(checkpoint: str, out_dir: str) -> None:
         grid, hf = new_grid(2, 1), read_hf_config(checkpoint)
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = resident("VmRSS")
-        trainer = TrainingEngine(
-            checkpoint, hf, training=Training(tp=2), dtype="bfloat16", grid=grid, device=device
-        )
+        trainer = TrainingEngine(ModelSpec(checkpoint, hf, "bfloat16"), Training(tp=2), grid, device)
         peak = resident("VmHWM") - before
         held = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
         Path(out_dir, f"{RANKS.rank}.json").write_text(json.dumps({"held": held, "peak": peak}))

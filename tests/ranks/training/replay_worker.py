@@ -34,6 +34,8 @@ from rl.runtime.session import session  # noqa: E402
 from rl.training.held_transfer import KEY  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from rl.training.packing import lay_out  # noqa: E402
+from rl.training.parts import Parts  # noqa: E402
+from rl.training.router_replay import RouterReplay  # noqa: E402
 
 SAMPLING = Sampling(
     samples_per_prompt=3,
@@ -128,7 +130,7 @@ def gradient_by_hand(trainer, batch, plan) -> dict[str, torch.Tensor]:
             own = batch.held["routes"].local[i].astype(np.int64)
             experts[start : start + len(own)] = torch.from_numpy(own)
         rows.append(experts.chunk(grid.tp)[grid.tp_rank])
-    replay, needs, trainer.replay, trainer.needs = trainer.replay, trainer.needs, None, {}
+    parts, trainer.parts = trainer.parts, Parts()
     config, hooks = trainer.model.config, [router.router_replay for router in routers_of(trainer)]
     recompute, config.recompute_granularity = config.recompute_granularity, None
     for k, router in enumerate(routers_of(trainer)):
@@ -137,7 +139,7 @@ def gradient_by_hand(trainer, batch, plan) -> dict[str, torch.Tensor]:
     config.recompute_granularity = recompute
     for hook, router in zip(hooks, routers_of(trainer)):
         router.router_replay = hook
-    trainer.replay, trainer.needs = replay, needs
+    trainer.parts = parts
     return found
 
 
@@ -149,7 +151,7 @@ def worst(found: dict, expected: dict) -> float:
 
 def expected_bytes(batch, plan, trainer) -> int:
     """Bytes of routes that this rank should receive: its stage's layers of the samples it trains on."""
-    column, layers = batch.held["routes"], trainer.replay.need(trainer.grid.pp_rank)
+    column, layers = batch.held["routes"], trainer.parts.get(RouterReplay).need(trainer.grid.pp_rank)
     if layers is None:
         return 0
     size = (layers.stop - layers.start) * column.shape[1]
@@ -166,10 +168,11 @@ def run_layout(checkpoint, dtype, layout, hf, batch, device) -> dict:
     assert min(len(rank) for rank in plan) > 1
     with choices(trainer) as calls:
         trainer.forward(batch, [plan], ("logprobs",))
-    moved = trainer._moved
+    moved = trainer.parts.get(RouterReplay).moved
     found = {"received": moved.received, "planned": moved.planned}
     found["expected"] = expected_bytes(batch, plan, trainer)
-    found |= {"without": trainer.held_metrics()["training/router_mismatch"], "with": share_of_others(calls)}
+    metrics = trainer.parts.metrics(device.torch)
+    found |= {"without": metrics["training/router_mismatch"], "with": share_of_others(calls)}
     if dtype == "float32":
         # With other experts than any router would choose, a replay that does nothing is seen.
         other = batch.select(everything)

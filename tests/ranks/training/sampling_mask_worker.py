@@ -29,6 +29,7 @@ from rl.rollout.sampling import train_sampling  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
+from rl.training.parts import Parts  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
@@ -62,7 +63,7 @@ def main(checkpoint: str, *layouts: str) -> None:
             batch = batch_of(exchange(own, device), prompts, samples_per_prompt=rollout.samples_per_prompt)
             plans = [plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)]
             logprobs, entropy, squares = trainer.forward(batch, plans, OUTPUTS)
-            moved, trainer.needs = trainer.held_metrics(), {}
+            moved, trainer.parts = trainer.parts.metrics(device.torch), Parts()
             whole = trainer.forward(batch, plans, ("logprobs",))[0]
             sizes = np.concatenate([sample.held("kept_counts") for sample in own])
             found[layout] = {

@@ -26,7 +26,9 @@ from rl.config.schema import Training  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.adapters import PREFIX  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
+from rl.training.adapter import Adapters  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 from rl.training.weights import full_weights  # noqa: E402
 
 SPLITS = (3, 0, 5, 1, 2, 0, 4, 1)
@@ -39,18 +41,11 @@ for name in ("permute", "unpermute", "sort_chunks_by_index"):  # Megatron requir
 def main(checkpoint: str) -> None:
     with session(RANKS) as device, torch.no_grad():
         adapter = Adapter(kind="lora", rank=4, alpha=8.0)
-        trainer = TrainingEngine(
-            checkpoint,
-            read_hf_config(checkpoint),
-            training=Training(),
-            dtype="bfloat16",
-            grid=new_grid(1, 1),
-            device=device,
-            adapter=adapter,
-        )
+        spec = ModelSpec(checkpoint, read_hf_config(checkpoint), "bfloat16")
+        trainer = TrainingEngine(spec, Training(), new_grid(1, 1), device, [Adapters(adapter, seed=0)])
         for parameter in trainer.learned:
             parameter.normal_(std=0.2)
-        tensors = dict(full_weights(trainer.weight_map)) | dict(full_weights(trainer.adapter_map))
+        tensors = dict(full_weights(trainer.weight_map)) | dict(full_weights(trainer.learned_map))
 
         def linear(name: str, x: torch.Tensor) -> torch.Tensor:
             name = f"model.layers.{name}"

@@ -26,6 +26,7 @@ from rl.objectives.value_loss import value_loss  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
+from rl.training.spec import ModelSpec  # noqa: E402
 
 CLIP = 0.3
 
@@ -40,16 +41,9 @@ def columns_of_a_critic(batch):
 def megatron(checkpoint: str, device, tp: int, pp: int, tokens: int) -> dict:
     hf = read_hf_config(checkpoint)
     training = Training(tp=tp, pp=pp, micro_batch_tokens=tokens)
-    critic = TrainingEngine(
-        checkpoint,
-        hf,
-        training=training,
-        dtype="float32",
-        grid=new_grid(tp, pp),
-        device=device,
-        values=True,
-        optimizer=Optimizer(lr=EPS, eps=EPS, clip_grad=0.0),
-    )
+    adam = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
+    spec = ModelSpec(checkpoint, hf, "float32", has_values=True, optimizer=adam)
+    critic = TrainingEngine(spec, training, new_grid(tp, pp), device)
     batch = columns_of_a_critic(fixed_batch(hf["vocab_size"]))
     plan = plan_minibatch(batch, list(range(len(batch))), dp=critic.grid.dp, max_tokens=tokens)
     (values,) = critic.forward(batch, [plan], ("values",))

@@ -1,0 +1,49 @@
+"""The features that take part in a model of the training grid, and their order. Only this file lists them."""
+
+from dataclasses import replace
+
+from rl.config.adapter import Adapter
+from rl.config.run_models import RunModel
+from rl.config.schema import Config, needs_sampling_masks, uses_teacher
+from rl.training.adapter import Adapters
+from rl.training.divergence import TeacherTargets
+from rl.training.engine import TrainingEngine
+from rl.training.fp8_base import Fp8Base
+from rl.training.parts import Part
+from rl.training.router_replay import RouterReplay
+from rl.training.sampling_masks import MaskedSampling
+from rl.training.shared_base import SharedBase
+
+
+def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine | None = None) -> list[Part]:
+    """Return the parts of a model.
+
+    base_of: a model with the same frozen weights, whose memory this one uses.
+    """
+    parts: list[Part] = []
+    if config.model.numerics == "bitwise":
+        # Imports rl.numerics, which a run with model.numerics=fast does not.
+        from rl.training.bitwise_numerics import BitwiseNumerics
+
+        parts.append(BitwiseNumerics())
+    if base_of is not None:
+        assert config.adapter.init != "pissa", "PiSSA changes the weights of another model"
+        parts.append(SharedBase(base_of))
+    if model.name == "policy":
+        if config.training.router_replay != "none":
+            parts.append(RouterReplay(config.training.router_replay))
+        if needs_sampling_masks(config):
+            parts.append(MaskedSampling())
+        if uses_teacher(config):
+            parts.append(TeacherTargets())
+    if model.has_adapters:
+        adapter = config.adapter if model.name == "policy" else replace(config.adapter, path="")
+        parts += adapter_parts(adapter, seed=config.run.seed)
+    return parts
+
+
+def adapter_parts(adapter: Adapter, *, seed: int) -> list[Part]:
+    """Return the parts of a model with low-rank adapters. seed: of their initial values."""
+    if not adapter.is_on:
+        return []
+    return [Adapters(adapter, seed=seed), *([Fp8Base()] if adapter.base == "fp8" else [])]

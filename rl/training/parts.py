@@ -1,0 +1,168 @@
+"""Parts of a training engine: the hooks through which a feature takes part in a model's passes.
+
+Each feature is a subclass of `Part` in its own file. The engine calls the hooks of its parts in their order
+and does not know which features they are; `rl.engines.parts` chooses them from the config.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.data.batch import Batch
+from rl.models.layout import Weight
+from rl.runtime.collectives import sum_over_world
+from rl.training.grid import Grid
+from rl.training.held_transfer import BytesMoved, Need, fetch
+from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.packing import MicroBatch
+from rl.training.weights import WeightMap
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
+
+
+class Part:
+    """One feature of one model. A hook that a part does not override has no effect."""
+
+    needs: dict[str, Need] = {}
+    """Held columns that the passes read, and which part of them."""
+    moved = BytesMoved()
+    """Bytes of these columns since the last call of `Parts.metrics`."""
+    fuses_norms = True
+    """Whether a layer may fuse its norm with the product that follows."""
+    uses_te = True
+    """Whether the layers may be those of Transformer Engine."""
+    learned_map: WeightMap | None = None
+    """The weights that learn; None: those of the model."""
+
+    # Construction
+
+    def load(self, weight_map: WeightMap) -> bool:
+        """Fill the model's weights instead of its checkpoint; return whether this was done."""
+        return False
+
+    def attach(self, engine: "TrainingEngine") -> None:
+        """Change the model after its weights are loaded, before gradients are allocated.
+
+        Collective over the world.
+        """
+
+    # Weights
+
+    def value(self, weight: Weight, parameter: Tensor) -> Tensor:
+        """Return the values of a weight on this rank, from its parameter."""
+        return parameter
+
+    def merging(self) -> Callable[[Weight, Tensor], Tensor] | None:
+        """Return a function that maps a weight and its values to those that the passes use.
+
+        None if they are the same. Collective over the tensor parallel groups; the function is not.
+        """
+        return None
+
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """Return (group, weights by Megatron's name) of further weights that the group's ranks replicate."""
+        return []
+
+    def check(self, engine: "TrainingEngine", name: str) -> None:
+        """Raise on every rank if the part finds an error between updates of the model `name`. Collective."""
+
+    # Memory
+
+    def resident(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors that leave the device with the weights. tensors: those without this part."""
+        return tensors
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights of other models that this one uses are on the device."""
+        return True
+
+    # Passes
+
+    def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
+        """Return the row of a micro-batch as this part changes it, on every stage, before it has columns.
+
+        is_reference: whether the pass is one of the reference weights.
+        """
+        return row
+
+    def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
+        """Add to a micro-batch what the head of the last stage needs."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the passes since the last call. Collective over the world."""
+        return {}
+
+
+P = TypeVar("P", bound=Part)
+
+
+class Parts(tuple[Part, ...]):
+    """The parts of one model, in the order of their hooks."""
+
+    def get(self, kind: type[P]) -> P | None:
+        """Return the part of this class, None if the model has none."""
+        return next((part for part in self if isinstance(part, kind)), None)
+
+    def learned_map(self, weight_map: WeightMap) -> WeightMap:
+        """Return the weights that learn. weight_map: those of the model."""
+        return next((part.learned_map for part in self if part.learned_map is not None), weight_map)
+
+    def value(self, weight: Weight, parameter: Tensor) -> Tensor:
+        """Return the values of a weight on this rank, from its parameter. Not collective."""
+        for part in self:
+            parameter = part.value(weight, parameter)
+        return parameter
+
+    def merging(self) -> Callable[[Weight, Tensor], Tensor]:
+        """Return a function that maps a weight and its parameter to the values that the passes use.
+
+        Collective over the tensor parallel groups. The function is not; it may be called for the weights in
+        any order until they change.
+        """
+        merges = [merge for part in self if (merge := part.merging()) is not None]
+
+        def merged(weight: Weight, parameter: Tensor) -> Tensor:
+            value = self.value(weight, parameter)
+            for merge in merges:
+                value = merge(weight, value)
+            return value
+
+        return merged
+
+    def resident(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors that leave the device with the weights. tensors: the model's parameters."""
+        for part in self:
+            tensors = part.resident(tensors)
+        return tensors
+
+    def fetch(self, batch: Batch, plan: MicroBatchPlan, grid: Grid, device: torch.device) -> None:
+        """Move the held columns that the parts need to the ranks of the plan. Collective over the world."""
+        for part in self:
+            part.moved += fetch(batch, plan, part.needs, grid, device)
+
+    def rows(self, batch: Batch, rows: list[MicroBatch], *, is_reference: bool) -> list[MicroBatch]:
+        """Return the rows of micro-batches as the parts change them."""
+        for part in self:
+            rows = [part.row(batch, row, is_reference=is_reference) for row in rows]
+        return rows
+
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """Return metrics of the passes since the last call. Collective over the world.
+
+        They are those of the parts and the bytes of held columns that all ranks received, and those that the
+        plans gave them.
+        """
+        metrics: dict[str, float] = {}
+        if any(part.needs for part in self):
+            moved = sum((part.moved for part in self), BytesMoved())
+            total = sum_over_world(torch.tensor([moved.received, moved.planned]), device).tolist()
+            metrics |= zip(("perf/held_bytes_received", "perf/held_bytes_planned"), total)
+        for part in self:
+            part.moved = BytesMoved()
+            metrics |= part.metrics()
+        return metrics

@@ -1,0 +1,72 @@
+"""A copy of the weights that a model learns from, with which it can compute as before it learned."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from rl.runtime.checksum import INTEGERS
+from rl.runtime.device import aligned, host_memory
+
+SAMPLED_ELEMENTS = 1024
+"""Number of elements of each reference weight that are compared before a pass with the reference."""
+
+
+class Reference:
+    """The initial values of the parameters that learn, in one block of host memory, page-locked on CUDA.
+
+    With adapters they are those of the adapters. Not collective.
+    """
+
+    def __init__(self, learned: Sequence[Parameter]):
+        self._learned = learned
+        self.is_applied = False
+        """Whether the model computes with the reference weights now."""
+        self.take()
+
+    def take(self) -> None:
+        """Make the present weights the reference."""
+        own = [parameter.detach() for parameter in self._learned]
+        sizes = [aligned(weight.nbytes) for weight in own]
+        parts = host_memory(sum(sizes)).split(sizes)
+        self.weights: list[Tensor] = [
+            part[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
+            for part, weight in zip(parts, own)
+        ]
+        self._sum = _sampled(self.weights)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Use the reference weights inside the context, from memory of the gradient buffers.
+
+        The trained weights stay in their own memory. Raises RuntimeError if the reference has changed.
+        """
+        if _sampled(self.weights) != self._sum:
+            raise RuntimeError(
+                f"the reference weights of rank {dist.get_rank()} have changed since the run started: "
+                "something trains them or writes into their memory."
+            )
+        own = [parameter.data for parameter in self._learned]
+        self.is_applied = True
+        try:
+            for parameter, weight in zip(self._learned, self.weights):
+                unused = parameter.main_grad.view(-1).view(weight.dtype)[: weight.numel()]
+                parameter.data = unused.view(weight.shape).copy_(weight, non_blocking=True)
+            yield
+        finally:
+            self.is_applied = False
+            for parameter, data in zip(self._learned, own):
+                parameter.data = data
+
+
+def _sampled(weights: list[Tensor]) -> int:
+    """Return the sum of the bits of about 1,000 elements of each weight."""
+    total = 0
+    for weight in weights:
+        flat = weight.detach().view(-1)
+        some = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)]
+        total += int(some.view(INTEGERS[some.element_size()]).sum(dtype=torch.int64))
+    return total
