@@ -178,8 +178,8 @@ def watched_run(config, points, ranks, device) -> int:
             code = run(config, inputs, device, watchdog)
             tracing.finish()
         check_lock(lock)
-        if watchdog.living is not None:
-            if not watchdog.living.meet(ranks.rank, ranks.world_size):
+        if watchdog.excluded is not None:
+            if not watchdog.excluded.meet(ranks.rank, ranks.world_size):
                 watchdog.close()
                 leave(code, together=False)  # process groups with a dead rank cannot be destroyed
         dist.monitored_barrier(job().group)  # otherwise the first rank to exit would look lost

@@ -1,14 +1,11 @@
 """The records of a run."""
 
 import json
-import re
 from pathlib import Path
 
 from rl.run_directory.named_metrics import is_documented
 from rl.run_directory.rollouts import read, stored_steps
-
-MACHINE = re.compile(r"time$|timing_|perf/")
-"""Metrics that depend on the clock, on the host or on interruptions: a resumed run refits once more."""
+from tools.records import MACHINE
 
 
 def records(run: Path) -> list[dict]:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from rl.agents.environment import Reply, Run, Score, Step, ToolCalls
-from rl.agents.source import AgentSource
 from rl.agents.trajectory import Limits
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Waiting
 from rl.rollout.samples import Completion, Request
+from rl.rollout.source import SampleSource
 
 __all__ = ["Limits", "VirtualEngine", "VirtualPool", "prompts_of", "steps_of"]
 
@@ -76,7 +76,7 @@ class VirtualEngine:
         self.requests: list[Request] = []
         self.num_busy_steps = 0
 
-    def run(self, source: AgentSource) -> None:
+    def run(self, source: SampleSource) -> None:
         live: dict[str, tuple[list[int], int]] = {}
         step = last_record = 0
         has_finished = False

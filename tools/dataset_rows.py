@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from rl.rewards.math import last_boxed
+
 Row = dict[str, Any]
 
 
@@ -79,27 +81,6 @@ def math_row(record: Mapping[str, Any], *, split: str, index: int) -> Row:
             "type": str(record.get("type", record.get("subject", ""))),
         },
     )
-
-
-def last_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed or \\fbox, for `\\boxed 5` up to a blank or a dollar sign.
-
-    Returns None if there is none or its brace is not closed.
-    """
-    starts = list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text))
-    if not starts:
-        return None
-    begin = starts[-1].end()
-    if text[begin : begin + 1] != "{":
-        return re.match(r"[^\s$]*", text[begin:])[0] or None
-    depth = 0
-    for position in range(begin, len(text)):
-        # An escaped brace is a character of the answer, as in \left\{ 1 \right\}.
-        if text[position] in "{}" and text[position - 1] != "\\":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return text[begin + 1 : position]
-    return None
 
 
 # ---- dapo-math and aime: rl.rewards.dapo ----

@@ -26,7 +26,7 @@ ON_CPU = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py")
 """Files that use names of the CPU builds."""
 ATTRIBUTES = {
     "vllm.v1.engine.llm_engine.LLMEngine": "engine_core model_executor step add_request abort_request",
-    "vllm.v1.engine.core_client.InprocClient": "abort_requests engine_core _finalizer?",
+    "vllm.v1.engine.core_client.InprocClient": "abort_requests engine_core _finalizer",
     "vllm.LLM": "llm_engine apply_model sleep wake_up reset_prefix_cache",
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": "driver_worker",
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
@@ -35,7 +35,7 @@ ATTRIBUTES = {
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason",
     "vllm.outputs.RequestOutput": "request_id outputs finished",
 }
-"""Class -> attributes that the program uses without naming the class; ? marks optional attributes."""
+"""Class -> attributes that the program uses without naming the class."""
 FORWARDED = {"vllm.LLM": "vllm.EngineArgs"}
 """Callable -> dataclass to which it passes its other keyword arguments."""
 
@@ -74,14 +74,13 @@ class Signature:
 # ---- what the program uses ---------------------------------------------------------------------------------
 
 
-def uses(files: list[Path], packages: tuple[str, ...] = CHECKED, *, optional: bool = False) -> list[Use]:
-    """Return the uses of the packages in the files and in ATTRIBUTES; `optional` adds those marked ?."""
+def uses(files: list[Path], packages: tuple[str, ...] = CHECKED) -> list[Use]:
+    """Return the uses of the packages in the files and in ATTRIBUTES."""
     found = [use for file in files for use in _uses_in(file, packages)]
     tops = {package.partition(".")[0] for package in packages}
     for owner, names in ATTRIBUTES.items():
         if owner.partition(".")[0] in tops:
-            kept = [name.rstrip("?") for name in names.split() if optional or not name.endswith("?")]
-            found += [Use("tools/library_names.py: ATTRIBUTES", f"{owner}.{name}") for name in kept]
+            found += [Use("tools/library_names.py: ATTRIBUTES", f"{owner}.{name}") for name in names.split()]
     return found
 
 
@@ -106,7 +105,10 @@ def program_files() -> list[Path]:
 
 
 def _uses_in(file: Path, packages: tuple[str, ...]) -> Iterator[Use]:
-    tree = ast.parse(file.read_text())
+    text = file.read_text()
+    if not any(all(part in text for part in package.split(".")) for package in packages):
+        return  # without parsing, which takes seconds for all files
+    tree = ast.parse(text)
     aliases: dict[str, str] = {}
     path = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
 

@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -39,9 +38,8 @@ from rl.checkpoint.directory import complete, expected_files, read_manifest  # n
 from rl.checkpoint.shards import check_file  # noqa: E402
 from rl.run_directory.consumed import FILE_NAME  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
+from tools.records import comparable  # noqa: E402
 
-MACHINE = re.compile(r"time$|timing_|perf/")
-"""Metrics that depend on the clock, or on the state of the engine before the step."""
 SECONDS_TO_FOLLOW = 2.0
 """Seconds in which ranks must end by themselves after one has died; then they are killed."""
 SECONDS_TO_END = 600.0
@@ -158,12 +156,8 @@ def read_checkpoints(run_dir: Path) -> int:
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
-    """Return the records of a run without the metrics in MACHINE, then those of the prompts it consumed."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [
-        {name: value for name, value in json.loads(line).items() if not MACHINE.match(name)} for line in lines
-    ]
-    consumed = run_dir / FILE_NAME
+    """Return the comparable records of a run, then those of the prompts that it consumed."""
+    records, consumed = comparable(run_dir), run_dir / FILE_NAME
     return records + [json.loads(line) for line in consumed.open()] if consumed.exists() else records
 
 

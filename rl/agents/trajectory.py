@@ -94,7 +94,7 @@ class Trajectory:
     def request(self, max_tokens: int = 0) -> Request | None:
         """Return the request for the next turn, or None if there is no room for one.
 
-        max_tokens: most tokens of this turn, if it is fewer than the limits allow; 0: the limits alone.
+        max_tokens: maximum tokens of this turn, if it is fewer than the limits allow; 0: the limits alone.
         """
         limits = [limit for limit in (self.room, self.limits.turn_tokens, max_tokens) if limit]
         if self.room <= 0:

@@ -55,6 +55,11 @@ class Prompt:
     draw: int = -1
     """Number of prompts that the run had drawn before it; -1 if the run does not number its draws."""
 
+    @classmethod
+    def of_tokens(cls, token_ids: np.ndarray) -> "Prompt":
+        """Return a prompt that is known by its tokens alone, int32 [P]."""
+        return cls(-1, token_ids, "", "", None, {})
+
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face checkpoint directory, without access to the hub.

@@ -1,12 +1,10 @@
 """The models of a run on this rank: those of the training grid and those that generate."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from rl.config.adapter import Adapter
-from rl.config.options import ConfigError
 from rl.config.run_models import RunModel, run_models
-from rl.config.schema import Config, needs_engine, needs_reward, needs_sampling_masks
+from rl.config.schema import Config, needs_engine, needs_reward
+from rl.engines.generation import build_frozen, build_rollout, check_device
 from rl.engines.inputs import Inputs
 from rl.engines.parts import training_parts
 from rl.rollout import cpu_support
@@ -107,41 +105,12 @@ def offload_of(config: Config, device: Device) -> str:
     return config.training.offload
 
 
-def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter] = ()) -> RolloutEngine:
-    """Return the engine that generates with the policy. Collective over the world.
-
-    adapters: those of a sweep's points; by default that of `config`, if the engine holds it.
-    """
-    adapter = config.adapter
-    return RolloutEngine(
-        config.model.path,
-        config.rollout,
-        dtype=config.model.dtype,
-        max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        seed=config.run.seed,
-        device=device,
-        returns_masks=needs_sampling_masks(config),
-        routes=config.training.router_replay == "engine",
-        bitwise=config.model.numerics == "bitwise",
-        adapters=adapters or ([adapter] if adapter.is_on and adapter.in_engine == "adapter" else []),
-    )
-
-
 def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *, generate: bool) -> Engines:
     """Build all models that the configuration needs. Collective over the world.
 
     generate: also build the models that generate or score; with roles, those that score.
     """
-    if device.is_cuda and config.rollout.carry_over_cache == "keep":
-        raise ConfigError(
-            "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
-            "trainer works (vLLM's sleep mode discards it); use recompute."
-        )
-    if device.is_cuda and config.model.numerics == "bitwise" and config.rollout.temperature != 1.0:
-        raise ConfigError(
-            f"model.numerics=bitwise with rollout.temperature={config.rollout.temperature} is for CPU: on a "
-            "GPU vLLM's kernel divides by it with another rounding than torch; use 1.0."
-        )
+    check_device(config, device)
     engines, away = Engines({}), offload_of(config, device)
     for name, model in run_models(config).items():
         if not model.on_training_grid or not (generate or model.learns):
@@ -160,33 +129,17 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     start_up.mark("trainer")
     if generate and needs_engine(config) and not config.roles.is_on:
         engines.generating["policy"] = build_rollout(config, device)
-    judge = config.reward.judge
-
-    def build_frozen(name: str, path: str, share: float, max_tokens: int) -> RolloutEngine:
-        """Return an engine whose weights stay; it sleeps."""
-        if engines.rollout is not None and engines.rollout.awake:
-            engines.rollout.sleep()
-        engine = RolloutEngine(
-            path,
-            replace(config.rollout, gpu_memory_utilization=share),
-            dtype=config.model.dtype,
-            max_tokens=max_tokens,
-            seed=config.run.seed,
-            device=device,
-            name=name,
-            frozen=True,
-        )
-        engine.sleep()
-        return engine
-
-    if generate and judge.path and needs_reward(config):
+    frozen = {}
+    if generate and needs_reward(config) and (judge := config.reward.judge).path:
         longest = judge.max_prompt_tokens + judge.max_response_tokens
-        engines.generating["judge"] = build_frozen("judge", judge.path, judge.gpu_memory_utilization, longest)
-    teacher = config.teacher
-    if generate and teacher.teacher_share:
+        frozen["judge"] = (judge.path, judge.gpu_memory_utilization, longest)
+    if generate and config.teacher.teacher_share:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        [path] = teacher.paths
-        engines.generating["teacher"] = build_frozen("teacher", path, teacher.gpu_memory_utilization, longest)
+        frozen["teacher"] = (*config.teacher.paths, config.teacher.gpu_memory_utilization, longest)
+    if frozen and engines.rollout is not None:
+        engines.rollout.sleep()
+    for name, options in frozen.items():
+        engines.generating[name] = build_frozen(config, device, name, *options)
     if away != "none" and engines.rollout is not None and engines.rollout.awake:
         engines.rollout.sleep()
     engines.reload()

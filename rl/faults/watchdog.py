@@ -33,7 +33,7 @@ from rl.runtime.device import Device
 from rl.runtime.job_store import JobStore, StoreError
 
 if TYPE_CHECKING:  # a run in which all replicas must live does not import it
-    from rl.runtime.living import LivingReplicas
+    from rl.runtime.excluded_replicas import ExcludedReplicas
 
 POLL_S = 0.5
 """Interval of the thread's checks, in seconds."""
@@ -99,9 +99,9 @@ class Watchdog:
         self._writer = HeartbeatWriter(run_dir, self.rank, self.tracker)
         self._reader = HeartbeatReader(run_dir, self.world_size)
         self._board = FaultBoard(store)
-        self.living: LivingReplicas | None = None
+        self.excluded: ExcludedReplicas | None = None
         """Replicas that are left out of the run; None if all must live."""
-        self._left_out: set[int] = set()
+        self._excluded_ranks: set[int] = set()
         self._stop = threading.Event()
         self._failing = threading.Event()
         self._once = threading.Lock()
@@ -169,12 +169,12 @@ class Watchdog:
             self._warn(f"rank {self.rank} cannot write its heartbeat: {error}")
 
     def _check(self) -> None:
-        if self.living is not None:
-            self._left_out = self.living.ranks_left_out()
+        if self.excluded is not None:
+            self._excluded_ranks = self.excluded.excluded_ranks()
         fault = self._board.first()
         if fault is not None:
             self._end_for(fault)
-        elif self.rank in self._left_out:
+        elif self.rank in self._excluded_ranks:
             self._report(f"rank {self.rank} ({self._host}) ends, because the run goes on without its replica")
             self._exit()
         elif (entry := self.tracker.current).seconds > entry.limit_s:
@@ -188,11 +188,11 @@ class Watchdog:
         if not decides or not (lost := lost_ranks(heartbeats, self.config.lost_s)):
             return
         message = _lost_message(lost, heartbeats)
-        if self.living is not None and (replicas := self.living.leave_out(lost)):
+        if self.excluded is not None and (replicas := self.excluded.exclude(lost)):
             names = ", ".join(map(str, replicas))
             self._warn(
                 f"{message} The run goes on without replica {names} until its next start; "
-                f"rollout.min_replicas={self.living.least}"
+                f"rollout.min_replicas={self.excluded.minimum}"
             )
             return
         self._end_for(self._board.post(Fault("lost", self.rank, message)))
@@ -358,7 +358,7 @@ class Watchdog:
         if first is None:
             own = Fault("error", self.rank, message)
             if may_be_secondary(error) and (lost := self._wait_for_lost_ranks()):
-                if self.living is not None and self.living.are_one_replica(self.rank, lost):
+                if self.excluded is not None and self.excluded.are_one_replica(self.rank, lost):
                     return 1  # rank 0 decides whether the run goes on without this replica
                 own = Fault(
                     "lost", self.rank, f"{_lost_message(lost, self._heartbeats())} Found by {message}"
@@ -399,7 +399,7 @@ class Watchdog:
 
     def _heartbeats(self) -> list[Heartbeat | None]:
         found = enumerate(self._reader.read())
-        return [None if rank in self._left_out else beat for rank, beat in found]
+        return [None if rank in self._excluded_ranks else beat for rank, beat in found]
 
     def _report(self, message: str) -> None:
         """Print the cause on stderr, once, although the thread and the main thread may both call this."""
@@ -422,7 +422,7 @@ class Watchdog:
 
     @property
     def _num_present(self) -> int:
-        return self.world_size - len(self._left_out)
+        return self.world_size - len(self._excluded_ranks)
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until the condition holds, the time is over, or the store's process has ended."""

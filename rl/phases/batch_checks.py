@@ -31,6 +31,10 @@ ORDERED = frozenset({"rewards", "groups", "baselines"})
 """Columns of the estimators whose advantages follow the order of the rewards in a group."""
 
 
+class AllTrajectoriesFailed(Exception):
+    """No group of a call has enough trajectories whose environments did not fail."""
+
+
 class CheckFailed(RuntimeError):
     """Raised if a check finds that the run would learn from something wrong."""
 
@@ -160,7 +164,7 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
     """Return a warning if every sample has the same score, by chance or not; "" otherwise.
 
     A reward that always returns one number, or only after some step, looks like that; so does a task that is
-    too hard or too easy, so the run goes on. There is no warning if earlier groups of this run often had this
+    too hard or easy, so the run continues. There is no warning if earlier groups of this run often had this
     score for all samples. history: number of groups by the score that all their samples had, "differs" for
     groups with several scores; those of the batch are added.
     """
@@ -181,7 +185,7 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
 
 
 def describe_failures(counts: Counter[str]) -> str:
-    """Return 'error 3, time 1' from the counts of `rl.agents.source.AgentSource`."""
+    """Return 'error 3, time 1' from the counts of `rl.agents.dialogue.Trajectories`."""
     found = {name.removeprefix("failures/"): n for name, n in counts.items() if name.startswith("failures/")}
     return ", ".join(f"{cause} {number}" for cause, number in sorted(found.items()))
 

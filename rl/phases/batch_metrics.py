@@ -126,7 +126,7 @@ def score_metrics(batch: Batch) -> dict[str, float]:
 
 
 def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
-    """Return metrics of environments, from the sums over all replicas (`rl.agents.source.AgentSource`).
+    """Return metrics of environments, from the sums over all replicas (`rl.agents.dialogue.Trajectories`).
 
     agents/turns, tool_calls, rows  mean over the trajectories
     agents/tool_errors              calls answered with an error message

@@ -25,9 +25,11 @@ from rl.phases.generation import Generation
 from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.rollout.batches import batch_of
-from rl.rollout.carry_over import CarriedTurns, Frontier, Group, extend, quota_of, samples_of
+from rl.rollout.carry_over import Frontier, Group, QuotaSchedule, extend, quota_of, samples_of
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.stopping.requests import StopRequests
 
@@ -94,30 +96,29 @@ class CarryOver(Generation):
         self._consumed += taken
         self._dropped += [group for group in rest if group.oldest < oldest_allowed]
         self._log_metrics()
-        ids, prompts = [g.prompt.token_ids for g in taken], [g.prompt for g in taken]
+        ids, owners = [g.prompt.token_ids for g in taken], [g.prompt for g in taken]
         n = config.samples_per_prompt
-        return self._noted(batch_of(samples_of(taken), ids, prompts=prompts, samples_per_prompt=n))
+        return self._noted(batch_of(samples_of(taken), ids, prompts=owners, samples_per_prompt=n))
 
     def _continue(self, groups: list[Group], due: set[int], num_missing: int) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
-        engine, sampling = self._engines.rollout, self._sampling
-        assert engine is not None, "this run has no generation engine"
+        engine, sampling = self._engine, self._sampling
         contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]
         seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]
 
         def generate(progress, interrupt) -> list[Sample] | None:
-            turns = CarriedTurns(
+            schedule = QuotaSchedule(
                 groups,
                 due,
                 sampling,
                 seeds,
                 queue=engine.queue(len(groups)),
                 quota=quota_of(engine, len(groups), due, num_missing),
-                capacity=engine.capacity(len(groups), sampling.samples_per_prompt),
-                progress=progress,
             )
-            is_whole = engine.run(turns if engine.leads else None, sampling, interrupt=interrupt)
-            return turns.parts if is_whole else None
+            capacity = engine.capacity(len(groups), sampling.samples_per_prompt)
+            source = SampleSource(schedule, SingleTurn(sampling, capacity=capacity), progress=progress)
+            is_whole = engine.run(source if engine.leads else None, sampling, interrupt=interrupt)
+            return schedule.samples if is_whole else None
 
         total = num_missing * sampling.samples_per_prompt
         return self.run(contexts, generate, total=total, timing="gen")

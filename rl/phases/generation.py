@@ -1,39 +1,30 @@
 """The generation phase: prompts in, a batch of sampled responses out."""
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from rl.config.schema import Config
-from rl.data.batch import Batch, fingerprint
+from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import describe_failures, warn_of_failures
-from rl.phases.batch_metrics import agent_metrics
 from rl.phases.sampler import Sampler
 from rl.phases.step import Step
 from rl.rollout.batches import batch_of
+from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
 from rl.runtime import tracing
-from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
+from rl.runtime.collectives import any_rank, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
-
-if TYPE_CHECKING:  # a run without environments does not import them
-    from rl.agents.rollouts import AgentRollouts
-
-
-class AllTrajectoriesFailed(Exception):
-    """No group of a call has enough trajectories whose environments did not fail."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +43,13 @@ class Generation(Sampler):
 
     Args:
         stop: requests that may abort a generation; None if none may.
-        agents: generates trajectories with environments; None: responses of one turn.
     """
 
     def __init__(
-        self,
-        config: Config,
-        step: Step,
-        engines: Engines,
-        memory: MemorySharing,
-        stop: StopRequests | None,
-        agents: "AgentRollouts | None" = None,
+        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests | None
     ):
         super().__init__(config, step, engines.policy)
-        self._engines = engines
-        self._memory, self._stop, self._agents = memory, stop, agents
-        self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
-        """Counts of environments in this step, by its number and the timing of the calls."""
+        self._engines, self._memory, self._stop = engines, memory, stop
 
     def sample(
         self,
@@ -79,37 +60,16 @@ class Generation(Sampler):
         timing: str = "gen",
         order: Sequence[int] | None = None,
     ) -> Batch:
-        """Sample responses to the prompts, as `Sampler.sample`.
-
-        With environments a group may have fewer responses, or be missing (`batch.prompts`). In validation
-        a failed trajectory is a sample of which `failed` is 1. Raises AllTrajectoriesFailed on every rank if
-        environments failed for every group.
-        """
-        engine = self._engines.rollout
-        assert engine is not None, "this run has no generation engine"
-        seeds = self._seeds(purpose, len(prompts))
+        engine, seeds = self._engine, self._seeds(purpose, len(prompts))
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
-        options: dict[str, Any] = dict(total=len(ids) * n, timing=timing)
-        if self._agents is None:
-            generate = partial(engine.generate, ids, sampling, seeds, order=order)
-            samples = self.run(ids, generate, **options)
-            return batch_of(samples, ids, prompts=prompts, samples_per_prompt=n)
-        counts: Counter[str] = Counter()
+        generate = partial(engine.generate, ids, sampling, seeds, order=order)
+        samples = self.run(ids, generate, total=len(ids) * n, timing=timing)
+        return batch_of(samples, ids, prompts=prompts, samples_per_prompt=n)
 
-        def generate_trajectories(progress, interrupt) -> list[Sample] | None:
-            assert self._agents is not None
-            on_wait = self._step.watchdog.tracker.wait
-            waits: dict[str, Any] = dict(progress=progress, interrupt=interrupt, on_wait=on_wait, order=order)
-            # Validation is not repeated, so its log is not stored.
-            is_validation = timing == "testing"
-            waits["log_name"] = "" if is_validation else f"step_{self._step.number}/{purpose}"
-            waits["keeps_failed"] = is_validation
-            own, found = self._agents.generate(engine, prompts, sampling, seeds, **waits)
-            counts.update(found)
-            return own
-
-        batch = batch_of(self.run(ids, generate_trajectories, **options), ids, prompts=prompts, turns=True)
-        return self._complete_groups(batch, sampling, counts, timing)
+    @property
+    def _engine(self) -> RolloutEngine:
+        assert self._engines.rollout is not None, "this run has no generation engine"
+        return self._engines.rollout
 
     def run(
         self, ids: list[np.ndarray], generate: Callable[..., list[Sample] | None], *, total: int, timing: str
@@ -127,62 +87,23 @@ class Generation(Sampler):
 
         Raises StepAborted on every rank after a stop request.
         """
-        self._wake_engine()
-        engine, step = self._engines.rollout, self._step
-        assert engine is not None, "this run has no generation engine"
-        abortable = timing != "testing" and self._stop is not None and not step.is_committed
-        started = time.perf_counter()
-        with step.phase("generate", timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
+        engine, step = self._engine, self._step
+        refit_phase = partial(step.phase, "refit", timing="update_weights")
+        step.metrics |= self._memory.to_generation(step.number, refit_phase)
+        with self._call("generate", ids, total, timing, self._stop) as (bar, interrupt):
             began = time.perf_counter()  # all ranks have arrived
-            interrupt = self._stop.is_requested if abortable and self._stop is not None else None
             with tracing.span("engine", replica=engine.replica):
                 own = generate(progress=AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
             busy = time.perf_counter() - began
             with tracing.span("exchange samples"):  # waits for the slowest replica
-                if abortable and any_rank(own is None):
+                if interrupt is not None and any_rank(own is None):
                     raise StepAborted
                 step.events = engine.events.digest
                 reward = self._config.reward
                 is_read = bool(reward.model.path or reward.judge.path)
                 samples = exchange(own or [], step.device, conversations=is_read)
             step.metrics |= self._idle_metrics(timing, busy, samples, len(ids))
-        if abortable:
-            step.abortable_s += time.perf_counter() - started
         return samples
-
-    def _complete_groups(self, batch: Batch, sampling: Sampling, counts: Counter[str], timing: str) -> Batch:
-        """Return the groups that can be learned from, and log what the environments did.
-
-        A group loses the trajectories whose environments failed, and is dropped if a single one is left of
-        several. Collective over the world. counts: this rank's, by name.
-        """
-        total: Counter[str] = sum(map(Counter, gather_objects(dict(counts))), Counter())
-        ended = total["trajectories"] + total["dropped"]
-        expected = len(batch.prompts) * sampling.samples_per_prompt
-        assert ended == expected, f"{ended} of {expected} trajectories have ended"
-        sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
-        kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
-        total["dropped_groups"] = len(batch.prompts) - len(kept)
-        key = self._step.number, timing
-        self._counts = defaultdict(Counter, {k: v for k, v in self._counts.items() if k[0] == key[0]})
-        self._counts[key].update(total)  # a step may have several calls
-        found = agent_metrics(self._counts[key], capacity=self._config.rollout.max_concurrent_samples)
-        prefix = "" if timing == "gen" else "val-aux/"
-        self._step.metrics |= {f"{prefix}{name}": value for name, value in found.items()}
-        if warning := warn_of_failures(total, counts_as_wrong=timing == "testing"):
-            self._step.progress.line(warning)
-        if not kept:
-            raise AllTrajectoriesFailed(
-                f"environments failed in every group of {len(batch.prompts)} prompts: "
-                f"{describe_failures(total)}; the log has the reason of each failure."
-            )
-        return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
-
-    def _wake_engine(self) -> None:
-        step = self._step
-        step.metrics |= self._memory.to_generation(
-            step.number, lambda: step.phase("refit", timing="update_weights")
-        )
 
     def _idle_metrics(
         self, timing: str, busy: float, samples: list[Sample], num_groups: int
@@ -192,8 +113,7 @@ class Generation(Sampler):
         `greedy` is the mean share that longest-first assignment of groups would have had. Collective over the
         world. busy: seconds in which this replica generated.
         """
-        engine = self._engines.rollout
-        assert engine is not None
+        engine = self._engine
         seconds = torch.zeros(engine.num_replicas, dtype=torch.float64)
         if engine.rank_in_replica == 0:
             seconds[engine.replica] = busy

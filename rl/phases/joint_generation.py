@@ -22,8 +22,8 @@ from rl.training.engine import TrainingEngine
 
 
 @dataclass(frozen=True)
-class Ask:
-    """The request of a point; see `Generation.sample`."""
+class PointCall:
+    """The call of a point; see `Generation.sample`."""
 
     step: Step
     prompts: list[Prompt]
@@ -43,7 +43,7 @@ class PointGeneration(Sampler):
     """
 
     def __init__(
-        self, config: Config, step: Step, policy: TrainingEngine, wait: Callable[[Ask], Batch | None]
+        self, config: Config, step: Step, policy: TrainingEngine, wait: Callable[[PointCall], Batch | None]
     ):
         super().__init__(config, step, policy)
         self._wait = wait
@@ -59,7 +59,7 @@ class PointGeneration(Sampler):
     ) -> Batch:
         seeds, order = self._seeds(purpose, len(prompts)), order or range(len(prompts))
         abortable = timing != "testing" and not self._step.is_committed
-        batch = self._wait(Ask(self._step, prompts, sampling, seeds, timing, abortable, order))
+        batch = self._wait(PointCall(self._step, prompts, sampling, seeds, timing, abortable, order))
         if batch is None:
             raise StepAborted
         return batch
@@ -90,18 +90,18 @@ class JointGeneration:
         self._checked: set[int] = set()
         """Points whose first refit has been checked."""
 
-    def serve(self, asks: dict[int, Ask]) -> dict[int, Batch | None]:
+    def serve(self, calls: dict[int, PointCall]) -> dict[int, Batch | None]:
         """Return the batch of each point by its index; None for all if a stop request ended a call.
 
         Points with the same sampling parameters share a call of the engine. A sample has the seed that it
         would have if its point ran alone.
         """
-        self._wake(asks)
-        alike: defaultdict[Sampling, dict[int, Ask]] = defaultdict(dict)
-        for point, ask in asks.items():
-            alike[ask.sampling][point] = ask
+        self._wake(calls)
+        by_sampling: defaultdict[Sampling, dict[int, PointCall]] = defaultdict(dict)
+        for point, call in calls.items():
+            by_sampling[call.sampling][point] = call
         found: dict[int, Batch | None] = {}
-        for some in alike.values():
+        for some in by_sampling.values():
             found |= self._generate(some)
         if self._offload != "none":
             self._engine.sleep()
@@ -109,7 +109,7 @@ class JointGeneration:
                 policy.reload()
         return found
 
-    def _wake(self, asks: dict[int, Ask]) -> None:
+    def _wake(self, calls: dict[int, PointCall]) -> None:
         """Wake the engine, and give it the present adapters of the points."""
         engine, refits = self._engine, self._config.refit
         assert engine.adapters is not None
@@ -119,36 +119,35 @@ class JointGeneration:
                 policy.offload(weights=False)
         if slept:
             engine.wake_weights()
-        for point, ask in asks.items():
+        for point, call in calls.items():
             policy = self._policies[point]
             options = dict(buffer_mib=refits.buffer_mib, adapter=point)
             if engine.adapters.versions[point] != policy.version:
-                is_due = bool(refits.check_every) and ask.step.number % refits.check_every == 0
-                with ask.step.phase("refit", timing="update_weights"):
+                is_due = bool(refits.check_every) and call.step.number % refits.check_every == 0
+                with call.step.phase("refit", timing="update_weights"):
                     traffic = refit(policy, engine, **options)
-                    ask.step.metrics |= traffic_metrics(traffic, engine.device)
+                    call.step.metrics |= traffic_metrics(traffic, engine.device)
                     if is_due or point not in self._checked:
                         check_refit(policy, engine, **options)
                         self._checked.add(point)
-            check_weights(policy, engine, **options, with_base=point == min(asks))
+            check_weights(policy, engine, **options, with_base=point == min(calls))
         if self._offload == "all":
             for policy in self._policies:
                 policy.offload(weights=True)
         if slept:
             engine.wake_cache()
 
-    def _generate(self, asks: dict[int, Ask]) -> dict[int, Batch | None]:
+    def _generate(self, calls: dict[int, PointCall]) -> dict[int, Batch | None]:
         """Generate for points with the same sampling parameters."""
         engine, step = self._engine, self._step
-        sampling = next(iter(asks.values())).sampling
-        ids = {point: [prompt.token_ids for prompt in ask.prompts] for point, ask in asks.items()}
-        adapters = [point for point, ask in asks.items() for _ in ask.prompts]
-        contexts = [tokens for some in ids.values() for tokens in some]
-        seeds = [seed for ask in asks.values() for seed in ask.seeds]
+        sampling = next(iter(calls.values())).sampling
+        adapters = [point for point, call in calls.items() for _ in call.prompts]
+        contexts = [prompt.token_ids for call in calls.values() for prompt in call.prompts]
+        seeds = [seed for call in calls.values() for seed in call.seeds]
         order: list[int] = []
-        for ask in asks.values():
-            order += [len(order) + place for place in ask.order]
-        abortable = self._stop is not None and all(ask.abortable for ask in asks.values())
+        for call in calls.values():
+            order += [len(order) + place for place in call.order]
+        abortable = self._stop is not None and all(call.abortable for call in calls.values())
         total = len(contexts) * sampling.samples_per_prompt
         before = step.metrics.get("timing_s/gen", 0.0)
         with step.phase("generate", timing="gen", batch=fingerprint(contexts)), step.bar("gen", total) as bar:
@@ -162,25 +161,22 @@ class JointGeneration:
                 adapters=adapters,
             )
             if abortable and any_rank(own is None):
-                return dict.fromkeys(asks)
+                return dict.fromkeys(calls)
             step.events = engine.events.digest
+            samples = exchange(own or [], step.device)
         seconds = step.metrics["timing_s/gen"] - before
         found: dict[int, Batch | None] = {}
-        first = 0
-        for point, ask in asks.items():
-            mine = _within(own or [], first, len(ask.prompts))
-            batch = batch_of(
-                exchange(mine, step.device),
-                ids[point],
-                prompts=ask.prompts,
-                samples_per_prompt=sampling.samples_per_prompt,
-            )
+        first, n = 0, sampling.samples_per_prompt
+        for point, call in calls.items():
+            mine = _within(samples, first, len(call.prompts))
+            ids = [prompt.token_ids for prompt in call.prompts]
+            found[point] = batch_of(mine, ids, prompts=call.prompts, samples_per_prompt=n)
+            first += len(call.prompts)
             # All points wait for the whole call, so each one's time is that of the call.
-            key = f"timing_s/{ask.timing}"
-            ask.step.metrics[key] = ask.step.metrics.get(key, 0.0) + seconds
+            key = f"timing_s/{call.timing}"
+            call.step.metrics[key] = call.step.metrics.get(key, 0.0) + seconds
             if abortable:
-                ask.step.abortable_s += seconds
-            found[point], first = batch, first + len(ask.prompts)
+                call.step.abortable_s += seconds
         return found
 
 

@@ -1,4 +1,4 @@
-"""What produces the samples of a run's steps. The loop and the phases know this class and none of its forms.
+"""Production of the samples of a run's steps. The loop and the phases know this class and none of its forms.
 
     draw:   num_to_draw -> prompts -> batch       of each step, several times with dynamic sampling
     learn:  check -> update -> learned
@@ -8,18 +8,23 @@
 over to later steps, by ranks of their own, together with other points of a sweep, or from stored rollouts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rl.config.declarations import shipped
 from rl.config.options import ConfigError
 from rl.config.schema import Config
-from rl.data.batch import Batch
+from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.rollout.queue import PastLengths
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
+from rl.stopping.requests import StopRequests
 from rl.training.engine import TrainingEngine
 
 if TYPE_CHECKING:
@@ -87,7 +92,7 @@ class Sampler:
     def check(self, batch: Batch) -> None:
         """Raise StaleTokens if tokens of the batch that is about to be learned from are too old."""
         # A user's algorithm may keep samples of older weights.
-        if self._config.algorithm in shipped() and batch.weight_versions is not None:
+        if self._config.algorithm in shipped():
             check_staleness(batch, self._policy.version, limit=0)
 
     def learned(self) -> None:
@@ -123,11 +128,27 @@ class Sampler:
             means = state.get("past_lengths", {}).items()
             self._past_lengths.means = {int(index): mean for index, mean in means}
 
-    # Parts of `batch` -------------------------------------------------------------------------------------
+    # Parts of `sample` and `batch` -----------------------------------------------------------------------
 
     def _seeds(self, purpose: str, number: int) -> list[int]:
         """Return the seed of each prompt, which depends on its place: one drawn twice has other samples."""
         return [seed_of(self._config.run.seed, purpose, place) for place in range(number)]
+
+    @contextmanager
+    def _call(
+        self, phase: str, ids: Sequence[np.ndarray], total: int, timing: str, stop: StopRequests | None
+    ) -> Iterator[tuple[Any, Callable[[], bool] | None]]:
+        """Run the body as a phase that yields samples of the prompts, int32 [P_i].
+
+        Yields a progress bar over `total` samples, and a function that returns whether to abort, or None if
+        the call cannot be aborted. stop: see `Generation`.
+        """
+        step, started = self._step, time.perf_counter()
+        can_abort = timing != "testing" and stop is not None and not step.is_committed
+        with step.phase(phase, timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
+            yield bar, stop.is_requested if stop is not None and can_abort else None
+        if can_abort:
+            step.abortable_s += time.perf_counter() - started
 
     def _purpose(self, round: int) -> str:
         """Return what distinguishes the seeds of the training batch from those of other calls."""

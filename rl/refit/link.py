@@ -46,7 +46,7 @@ from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
 
 if TYPE_CHECKING:  # a run in which all replicas must live does not import it
-    from rl.runtime.living import LivingReplicas
+    from rl.runtime.excluded_replicas import ExcludedReplicas
 
 UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
@@ -75,7 +75,7 @@ class Link:
         torch_store: torch's store of the job, for the addresses of the link's groups.
         rank: this process's rank in the job.
         train, rollout: the job's ranks in the two roles, ascending; together all ranks of the job.
-        living: which replicas the run goes on without; None if all must live.
+        excluded: which replicas the run goes on without; None if all must live.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class Link:
         train: tuple[int, ...],
         rollout: tuple[int, ...],
         device: Device,
-        living: "LivingReplicas | None" = None,
+        excluded: "ExcludedReplicas | None" = None,
     ):
-        self.rank, self.train, self.rollout, self.device, self.living = rank, train, rollout, device, living
+        self.rank, self.train, self.rollout, self.device = rank, train, rollout, device
+        self.excluded = excluded
         self._torch_store = torch_store
         # Two, because a wait of one thread must not block the other.
         self._store, self._thread_store = (store.clone("link") for _ in range(2))
@@ -101,7 +102,7 @@ class Link:
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
         self._engine: RolloutEngine | None = None
-        self._left_out: tuple[int, ...] = ()
+        self._excluded: tuple[int, ...] = ()
         """The replicas that are not in the communicator for weights."""
         self.leaders: tuple[int, ...] = ()
         """First ranks of the replicas that lived at the last `receive_samples`; the same on all trainers."""
@@ -186,15 +187,15 @@ class Link:
             assert self._planned is not None
             sources = training_parameters(values, self._planned)
             moved, _ = self._move(number, version, sources, {})
-            if self.living is not None:
-                self.living.release()
+            if self.excluded is not None:
+                self.excluded.release()
             return moved
 
         def send() -> BytesMoved | None:
             # On CUDA a message occupies the GPU while it waits for its receiver.
             if self.rank == self.train[0]:
                 self._await_receivers(number)
-            if self._agreed(self._thread_store, number) != self._left_out:
+            if self._agreed(self._thread_store, number) != self._excluded:
                 return None
             with self._own_stream():
                 return move()
@@ -235,8 +236,8 @@ class Link:
         assert announced == version, f"the trainer sends version {announced}, not {version}"
         engine.device.synchronize()  # the engine may still be reading
         self._store.set(f"receiver {number} {self.rank}", "")
-        if (left_out := self._agreed(self._store, number)) != self._left_out:
-            self._connect(left_out)
+        if (excluded := self._agreed(self._store, number)) != self._excluded:
+            self._connect(excluded)
         planned = self._planned
         destinations = engine_parameters(engine.weights(), planned)
         done, wrong = self._move(number, version, {}, destinations)
@@ -258,46 +259,46 @@ class Link:
         """
         store, keys = self._thread_store, [f"receiver {number} {rank}" for rank in self._ranks(())]
 
-        def is_ready(left_out: tuple[int, ...]) -> bool:
+        def is_ready(excluded: tuple[int, ...]) -> bool:
             nonlocal keys
-            keys = [f"receiver {number} {rank}" for rank in self._ranks(left_out)]
+            keys = [f"receiver {number} {rank}" for rank in self._ranks(excluded)]
             return store.check(keys)
 
         def hold() -> tuple[int, ...] | None:
-            if self.living is not None:
-                return self.living.hold(is_ready)
+            if self.excluded is not None:
+                return self.excluded.hold(is_ready)
             return () if is_ready(()) else None
 
-        while (left_out := hold()) is None:
+        while (excluded := hold()) is None:
             store.wait(keys, 1)
         for key in keys:
             store.delete(key)
-        store.set(f"receivers {number}", json.dumps(left_out))
+        store.set(f"receivers {number}", json.dumps(excluded))
 
     def _agreed(self, store: JobStore, number: int) -> tuple[int, ...]:
         """Wait for the announcement of `_await_receivers`; return the replicas that take no part."""
         store.wait([key := f"receivers {number}"], UNLIMITED_S)
         return tuple(json.loads(store.get(key) or "[]"))
 
-    def _ranks(self, left_out: tuple[int, ...]) -> tuple[int, ...]:
-        return self.rollout if self.living is None else self.living.ranks(left_out)
+    def _ranks(self, excluded: tuple[int, ...]) -> tuple[int, ...]:
+        return self.rollout if self.excluded is None else self.excluded.ranks(excluded)
 
-    def _connect(self, left_out: tuple[int, ...]) -> None:
+    def _connect(self, excluded: tuple[int, ...]) -> None:
         """Connect the ranks that live, and plan their refits. Collective over them.
 
         In a communicator with a rank that has died, NCCL could wait for it without an error.
         """
-        ranks = (*self.train, *self._ranks(left_out))
+        ranks = (*self.train, *self._ranks(excluded))
         if self.rank not in ranks:  # the watchdog ends this process
             raise ConnectionError("connection closed: this replica is left out of the run")
-        name = "-".join(map(str, left_out))
+        name = "-".join(map(str, excluded))
         options: dict = dict(rank=ranks.index(self.rank), size=len(ranks), timeout=UNLIMITED)
         self._weights.abort()
         self._weights = own_group(self._torch_store, f"link-weights-{name}", device=self.device, **options)
         control = own_group(self._torch_store, f"link-plan-{name}", device=None, **options)
         self._plan(control, tuple(range(len(self.train), len(ranks))))
         dist.destroy_process_group(control)
-        self._left_out = left_out
+        self._excluded = excluded
 
     def _move(
         self, number: int, version: int, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]
@@ -353,15 +354,15 @@ class Link:
         """
         self.check_threads()
         arrived: list[bytes] = []
-        if self.living is not None and self.rank == self.train[0]:
-            self.leaders = self.living.ranks(self.living.left_out())[:: self._tp]
+        if self.excluded is not None and self.rank == self.train[0]:
+            self.leaders = self.excluded.ranks(self.excluded.numbers())[:: self._tp]
         while self.rank == self.train[0] and self._wait(_SAMPLES, 0 if arrived else timeout_s):
             source, num_bytes = json.loads(self._store.pop(_SAMPLES) or "")
             content = torch.empty(num_bytes, dtype=torch.uint8)
             try:
                 self._control.recv([content], source, 0).wait()
             except RuntimeError:  # the sender has died
-                if self.living is None:
+                if self.excluded is None:
                     raise
                 continue
             arrived.append(content.numpy().tobytes())

@@ -84,7 +84,7 @@ def refit(
     slots, done, fallback = engine.adapters, BytesMoved(), False
     engine.device.synchronize()  # the engine may still be reading
     if slots is not None:
-        slots.begin(adapter, trainer.version)
+        slots.renew(adapter, trainer.version)
     for part in _parts(trainer, engine, buffer_mib, adapter, with_base=slots is None or not slots.has_base):
         planned = part.planned
         if slots is not None and planned.fallback:
@@ -171,7 +171,7 @@ def _parts(
     for values in values_of(trainer, in_parts=engine.adapters is not None):
         if values.is_adapter:
             assert engine.adapters is not None
-            held: Mapping[str, Tensor] = engine.adapters.weights(adapter)
+            held: Mapping[str, Tensor] = engine.adapters.buffers(adapter)
         elif with_base:
             held = engine.weights()
         else:

@@ -18,14 +18,11 @@ from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
 from rl.models import architecture
 from rl.models.adapters import LowRank, adapters
+from rl.rollout import cpu_support
+from rl.rollout.parts import Part
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as `max_lora_rank`."""
-
-
-def adapted_layers(hf: dict, adapter: Adapter) -> list[LowRank]:
-    """Return the adapters of a model's layers. hf: the model's config.json."""
-    return adapters(architecture(hf).weights(hf), rank=adapter.rank, targets=adapter.targets)
 
 
 @functools.cache
@@ -41,64 +38,79 @@ def keep_experts_kernels() -> None:
     layer.FusedMoEConfig = lambda **fields: build(**fields | {"is_lora_enabled": False})
 
 
-def options(pairs: Sequence[LowRank], ranks: Sequence[int]) -> dict:
-    """Return vLLM's options for adapters of these ranks in these layers."""
-    return dict(
-        enable_lora=True,
-        max_loras=len(ranks),
-        max_lora_rank=next(size for size in RANKS if size >= max(ranks)),
-        # Last parts of names, because vLLM knows some layers by several whole names.
-        lora_target_modules=sorted({_module(pair).rpartition(".")[2] for pair in pairs}),
-    )
-
-
 def _module(pair: LowRank) -> str:
     """Return vLLM's name of the layer that computes the adapter's part."""
     return pair.base.vllm.removesuffix(".weight")
 
 
-class AdapterSlots:
-    """The adapters of an engine, by index.
+class AdapterSlots(Part):
+    """The adapters of an engine, by index. All adapt the same layers.
 
-    Args:
-        runner: vLLM's model runner, built with `options`.
-        ranks: rank of each adapter. The rest of its buffers stays 0.
+    An adapter of a lower rank than the buffers leaves the rest of them 0.
     """
 
-    def __init__(self, runner, pairs: Sequence[LowRank], ranks: Sequence[int]):
-        self._manager = runner.lora_manager._adapter_manager
-        self.pairs, self._ranks = pairs, ranks
-        self.versions = [-1] * len(ranks)
+    keeps_weights = True  # a refit writes the base weights once
+
+    def __init__(self, adapters: Sequence[Adapter]):
+        self._adapters = adapters
+        self.versions = [-1] * len(adapters)
         """Version of the policy whose adapter each index holds; -1: none yet."""
         self.has_base = False
         """Whether the base weights have been written."""
+
+    def options(self, engine):
+        keep_experts_kernels()
+        if not engine.device.is_cuda:
+            cpu_support.multiply_adapters_by_group()
+        first, weights = self._adapters[0], architecture(engine.hf).weights(engine.hf)
+        self.pairs = adapters(weights, rank=first.rank, targets=first.targets)
+        largest = max(adapter.rank for adapter in self._adapters)
+        return dict(
+            enable_lora=True,
+            max_loras=len(self._adapters),
+            max_lora_rank=next(size for size in RANKS if size >= largest),
+            # Last parts of names, because vLLM knows some layers by several whole names.
+            lora_target_modules=sorted({_module(pair).rpartition(".")[2] for pair in self.pairs}),
+        )
+
+    def built(self, engine):
+        engine.adapters = self
+        self._manager = engine.runner.lora_manager._adapter_manager
         held = {
             part: (module, number)
             for name, module in self._manager.modules.items()
             for number, part in enumerate(self._manager.packed_modules.get(name, [name]))
         }
-        if absent := [pair.module for pair in pairs if pair.module not in held]:
+        if absent := [pair.module for pair in self.pairs if pair.module not in held]:
             raise ConfigError(
                 f"adapter.in_engine=adapter, but vLLM applies no adapter to {absent[0]} ({len(absent)} such "
                 "layers); use adapter.in_engine=merged."
             )
-        self._layers = [held[pair.module] for pair in pairs]
-        for index in range(len(ranks)):
-            self.begin(index, -1)
+        self._layers = [held[pair.module] for pair in self.pairs]
+        for index in range(len(self.versions)):
+            self.renew(index, -1)
 
-    def begin(self, index: int, version: int) -> None:
+    def request(self, engine, request, call):
+        call.options["lora_request"] = self.lora_request(request.adapter)
+        call.version = self.versions[request.adapter]
+
+    def weights(self, weights):
+        # Layers with adapters contain those without.
+        return {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
+
+    def renew(self, index: int, version: int) -> None:
         """Fill the buffers of an adapter with 0, and give it the name of this version."""
         from vllm.lora.lora_model import LoRAModel
 
         manager = self._manager
-        manager.remove_adapter(self.request(index).lora_int_id)
+        manager.remove_adapter(self.lora_request(index).lora_int_id)
         self.versions[index] = version
-        model = LoRAModel(self.request(index).lora_int_id, 0, {})
+        model = LoRAModel(self.lora_request(index).lora_int_id, 0, {})
         manager._registered_adapters[model.id] = model
         manager.activate_adapter(model.id)  # in the first free place, which is that of the removed one
         assert manager.lora_index_to_id[index] == model.id
 
-    def request(self, index: int):
+    def lora_request(self, index: int):
         """Return the part of a request that names the present version of an adapter."""
         from vllm.lora.request import LoRARequest
 
@@ -106,10 +118,10 @@ class AdapterSlots:
         number = 1 + index + len(self.versions) * (version + 1)
         return LoRARequest(f"adapter {index} version {version}", number, lora_path="memory")
 
-    def weights(self, index: int) -> dict[str, Tensor]:
+    def buffers(self, index: int) -> dict[str, Tensor]:
         """Return this rank's parts of A and B of an adapter, as views of vLLM's buffers."""
         out: dict[str, Tensor] = {}
-        rank = self._ranks[index]
+        rank = self._adapters[index].rank
         for pair, (module, number) in zip(self.pairs, self._layers):
             out[pair.a.vllm] = module.lora_a_stacked[number][index, 0, :rank]
             out[pair.b.vllm] = module.lora_b_stacked[number][index, 0, :, :rank]

@@ -24,6 +24,7 @@ from rl.models import architecture
 from rl.models.dense import scaled_frequencies
 from rl.numerics import layers
 from rl.rollout.cpu_support import PackedLinear
+from rl.rollout.parts import Part
 
 
 class BitwiseLinear(PackedLinear):
@@ -216,31 +217,43 @@ CLASSES = {
 METHODS = {UnquantizedLinearMethod: BitwiseLinearMethod, UnquantizedEmbeddingMethod: BitwiseEmbeddingMethod}
 
 
-def make_bitwise(model: nn.Module, hf: dict, sampler) -> None:
-    """Give the modules of vLLM's model the classes above, and the sampler the same softmax.
+class BitwiseNumerics(Part):
+    """Makes an engine compute the log-probs of a trainer with model.numerics=bitwise."""
 
-    sampler: that of the CPU engine, else None.
-    """
-    for module in list(model.modules()):
-        if "cpu_linear" in module.__dict__:
-            module.cpu_linear = BitwiseLinear(module)
-        elif type(method := getattr(module, "quant_method", None)) in METHODS:
-            method.__class__ = METHODS[type(method)]
-        module.__class__ = CLASSES.get(type(module), type(module))
-        if isinstance(module, _BitwiseMoE):
-            module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
-        impl = getattr(module, "impl", None)
-        if impl is not None and not isinstance(module, MLAAttention):
-            impl.forward, impl.do_kv_cache_update = partial(attend, impl.scale), store
-        for name, child in list(module.named_children()):
-            if isinstance(child, RotaryEmbeddingBase):
-                setattr(module, name, BitwiseRotary(child, hf))
-    if sampler is not None:
-        sampler.log_softmax = layers.log_softmax
-        return
-    from vllm.v1.worker.gpu.sample import logprob
+    def options(self, engine):
+        if not engine.device.is_cuda:
+            return {}
+        options: dict = {"enforce_eager": True}  # `layers.packed_attention` reads lengths on the host
+        if "kv_lora_rank" not in engine.hf:
+            options["attention_backend"] = "TRITON_ATTN"  # `store` and `attend` know its cache
+        return options
 
-    logprob.compute_token_logprobs = token_logprobs
+    def built(self, engine):
+        """Give the modules of the model the classes above, and the sampler the same softmax."""
+        for module in list(engine.model.modules()):
+            _convert(module, engine.hf)
+        if not engine.device.is_cuda:
+            engine.runner.sampler.log_softmax = layers.log_softmax
+            return
+        from vllm.v1.worker.gpu.sample import logprob
+
+        logprob.compute_token_logprobs = token_logprobs
+
+
+def _convert(module: nn.Module, hf: dict) -> None:
+    if "cpu_linear" in module.__dict__:
+        module.cpu_linear = BitwiseLinear(module)
+    elif type(method := getattr(module, "quant_method", None)) in METHODS:
+        method.__class__ = METHODS[type(method)]
+    module.__class__ = CLASSES.get(type(module), type(module))
+    if isinstance(module, _BitwiseMoE):
+        module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
+    impl = getattr(module, "impl", None)
+    if impl is not None and not isinstance(module, MLAAttention):
+        impl.forward, impl.do_kv_cache_update = partial(attend, impl.scale), store
+    for name, child in list(module.named_children()):
+        if isinstance(child, RotaryEmbeddingBase):
+            setattr(module, name, BitwiseRotary(child, hf))
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:

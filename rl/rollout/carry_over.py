@@ -14,10 +14,12 @@ import numpy as np
 from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.events import Abort, Add, Done, Event
+from rl.rollout.events import Abort, Done, Event
 from rl.rollout.queue import Queue, own_counter, shared_counter
-from rl.rollout.samples import Completion, Request, Sample, Segment, pack, samples_of_columns, unpack
-from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
+from rl.rollout.sampling import Sampling
+from rl.rollout.schedule import QueueSchedule
+from rl.rollout.source import SampleSource, Start
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,14 @@ def quota_of(engine: RolloutEngine, num_groups: int, due: set[int], num_wanted: 
     return Quota(len(own_share), len(own_due), own_counter())
 
 
-class CarriedTurns:
-    """Generates the unfinished samples of groups until a quota is met (a `Source`).
+class QuotaSchedule(QueueSchedule):
+    """Generates the unfinished samples of groups until a quota is met (a `Schedule`).
 
     Args:
         groups: each has an unfinished sample.
         due: indices of the groups that must be completed.
-        seeds: one per group, as in `SingleTurns`.
+        seeds: one per group (`Start.seed`).
         queue: gives the indices of groups.
-        capacity: maximum number of concurrent requests.
-        progress: its `update` is called with the number of samples that finished.
     """
 
     def __init__(
@@ -103,59 +103,34 @@ class CarriedTurns:
         *,
         queue: Queue,
         quota: Quota,
-        capacity: int,
-        progress=None,
     ):
-        self._groups, self._due, self._sampling, self._seeds = groups, due, sampling, seeds
-        self._queue, self._quota, self._capacity, self._progress = queue, quota, capacity, progress
+        super().__init__([group.prompt for group in groups], sampling, seeds, queue=queue)
+        self._groups, self._due, self._quota = groups, due, quota
         self._num_left = [len(group.unfinished) for group in groups]
-        self._running: dict[str, tuple[int, int]] = {}
-        self._is_drained = False
-        self.parts: list[Sample] = []
-        """The new tokens of every sample that was started or continued, as samples."""
 
-    def next_events(self, num_live: int, step: int) -> list[Event]:
-        if self._quota.is_met():
-            return [*map(Abort, self._running), Done()]
-        events: list[Event] = []
-        n = self._sampling.samples_per_prompt
-        while not self._is_drained and num_live + len(events) + n <= self._capacity:
-            item = self._queue.draw()
-            if item is None:
-                self._is_drained = True
-                break
-            events += [Add(self._request(item, number)) for number in self._groups[item].unfinished]
-        return events if events or num_live else [Done()]
-
-    def _request(self, item: int, number: int) -> Request:
+    def _samples_of(self, item: int) -> list[Start]:
         group = self._groups[item]
-        sample = group.samples[number]
-        self._running[name := f"{item}.{number}"] = item, number
-        return Request(
-            name,
-            np.concatenate([group.prompt.token_ids, sample.token_ids]),
-            seed_of(self._seeds[item], number),
-            self._sampling.max_tokens - len(sample.token_ids),
-            first_version=int(sample.weight_versions[0]) if len(sample.token_ids) else None,
-        )
+        starts = super()._samples_of(item)
+        return [replace(starts[number], so_far=group.samples[number]) for number in group.unfinished]
 
-    def receive(self, name: str, completion: Completion) -> None:
-        item, number = self._running.pop(name)
-        segments, digest = (Segment.of(completion),), completion.context_digest
-        self.parts.append(Sample(item, number, segments, completion.end, context_digest=digest))
-        if self.parts[-1].is_unfinished:
+    def next_events(self, step: int, source: SampleSource) -> list[Event]:
+        if self._quota.is_met():
+            return [*map(Abort, source.running), Done()]
+        return super().next_events(step, source)
+
+    def ended(self, start: Start, rows: list[Sample]) -> None:
+        super().ended(start, rows)
+        if any(row.is_unfinished for row in rows):
             return
-        self._num_left[item] -= 1
-        if self._num_left[item] == 0:
-            self._quota.note_complete(is_due=item in self._due)
-        if self._progress is not None:
-            self._progress.update(1)
+        self._num_left[start.group] -= 1
+        if self._num_left[start.group] == 0:
+            self._quota.note_complete(is_due=start.group in self._due)
 
 
 def extend(groups: Sequence[Group], parts: Sequence[Sample]) -> list[Group]:
     """Return the groups with the new tokens of their unfinished samples.
 
-    parts: the exchanged `CarriedTurns.parts`: all unfinished samples of a group, or none.
+    parts: the exchanged samples of `QuotaSchedule`: all unfinished samples of a group, or none.
     """
     found: list[dict[int, Sample]] = [{} for _ in groups]
     for part in parts:

@@ -6,8 +6,8 @@ has a key with its owner. It is changed by compare-and-set only, so one replica 
 
 import time
 
+from rl.runtime.excluded_replicas import ExcludedReplicas
 from rl.runtime.job_store import JobStore
-from rl.runtime.living import LivingReplicas
 
 SEARCH_S = 5.0
 """Time between two searches for abandoned items, in seconds."""
@@ -22,9 +22,9 @@ class Claims:
         replica: this rank's; None for a trainer.
     """
 
-    def __init__(self, store: JobStore, living: LivingReplicas, replica: int | None = None):
+    def __init__(self, store: JobStore, excluded: ExcludedReplicas, replica: int | None = None):
         self._store = store.clone("claims")
-        self._living, self._own = living, str(replica)
+        self._excluded, self._own = excluded, str(replica)
         self._claimed: set[int] = set()
         self._next_search = 0.0
 
@@ -39,12 +39,12 @@ class Claims:
         now = time.monotonic()
         if now < self._next_search:
             return None
-        left_out = {str(replica) for replica in self._living.left_out()}
+        excluded = {str(replica) for replica in self._excluded.numbers()}
         self._claimed = {item for item in self._claimed if item >= items.start}
-        if left_out:
+        if excluded:
             for item in range(items.start, min(items.stop, self._store.add("next", 0))):
                 # A replica may have died between the counter and the claim.
-                if item not in self._claimed and any(self._claim(item, owner) for owner in ("", *left_out)):
+                if item not in self._claimed and any(self._claim(item, owner) for owner in ("", *excluded)):
                     return item
         self._next_search = now + SEARCH_S
         return None

@@ -8,23 +8,35 @@ same callbacks of vLLM's routers.
 import numpy as np
 
 from rl.models import architecture
+from rl.rollout.parts import Part
 
 
-def moe_layers(hf: dict) -> list[int]:
-    """Return the indices of the layers that are mixtures of experts. hf: the model's config.json."""
-    frequencies = architecture(hf).megatron_config(hf).get("moe_layer_freq", [])
-    return [layer for layer, is_moe in enumerate(frequencies) if is_moe]
+class Routes(Part):
+    """Adds the routes to the completions of a replica's leader, [C + R - 1, L, k] for C and R tokens.
 
+    L: layers that are mixtures of experts.
+    """
 
-class VllmRoutes:
-    """Takes the routes from vLLM's completions. layers: the model's L layers that are mixtures of experts."""
+    held = ("routes",)
 
-    def __init__(self, layers: list[int]):
-        self._layers = layers
+    def options(self, engine):
+        from vllm.platforms import current_platform
 
-    def take(self, request_id: str, output) -> np.ndarray:
-        """Return the routes of a finished request, [C + R - 1, L, k] for C and R tokens. output: vLLM's."""
-        return output.routed_experts[:, self._layers]
+        return {"enable_return_routed_experts": not current_platform.is_cpu()}
+
+    def built(self, engine):
+        frequencies = architecture(engine.hf).megatron_config(engine.hf).get("moe_layer_freq", [])
+        self._layers = [layer for layer, is_moe in enumerate(frequencies) if is_moe]
+        self._on_cpu: CpuRoutes | None = None
+        if engine.leads and not engine.llm.llm_engine.vllm_config.aux_output_config.enabled:
+            self._on_cpu = CpuRoutes(self._layers, engine)
+
+    def completion(self, engine, internal_id, output):
+        if not engine.leads:
+            return {}
+        if self._on_cpu is not None:
+            return {"routes": self._on_cpu.take(internal_id)}
+        return {"routes": output.routed_experts[:, self._layers]}
 
 
 class CpuRoutes:
@@ -33,16 +45,13 @@ class CpuRoutes:
     Requests that share a cached prefix thereby share its routes, a chunk of a prompt needs no special case,
     and a request that was preempted computes its keys and its routes again. Takes L * k bytes per slot.
 
-    Args:
-        layers: as for `VllmRoutes`.
-        config: vLLM's configuration of the model.
-        model: vLLM's model.
-        scheduler: `rl.rollout.cpu_scheduler.DecodeScheduler`.
+    layers: the model's layers that are mixtures of experts.
     """
 
-    def __init__(self, layers: list[int], config, model, scheduler):
+    def __init__(self, layers: list[int], engine):
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
+        config, scheduler = engine.llm.llm_engine.model_config, engine.scheduler
         manager = scheduler.kv_cache_manager
         self._blocks_of, self._block_size = manager.get_block_ids, scheduler.block_size
         self._place = {layer: place for place, layer in enumerate(layers)}
@@ -50,7 +59,7 @@ class CpuRoutes:
         dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
         self._slots = np.zeros((slots, len(layers), config.get_num_experts_per_tok()), dtype)
         self._finished: dict[str, np.ndarray] = {}
-        bind_routed_experts_capturer(model, self)
+        bind_routed_experts_capturer(engine.model, self)
         scheduler.before_free = self._keep
 
     def capture(self, layer_id: int, topk_ids) -> None:
@@ -69,14 +78,6 @@ class CpuRoutes:
             slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
             self._finished[request.request_id] = self._slots[slots]
 
-    def take(self, request_id: str, output) -> np.ndarray:
-        """Return the routes of a finished request, as `VllmRoutes` does, and forget them."""
+    def take(self, request_id: str) -> np.ndarray:
+        """Return the routes of a finished request, and forget them."""
         return self._finished.pop(request_id)
-
-
-def routes_of_engine(hf: dict, llm, model, scheduler) -> VllmRoutes | CpuRoutes:
-    """Return where the engine's routes are taken from. hf: the model's config.json; llm: vLLM's LLM."""
-    config, layers = llm.llm_engine.vllm_config, moe_layers(hf)
-    if config.aux_output_config.enabled:
-        return VllmRoutes(layers)
-    return CpuRoutes(layers, config.model_config, model, scheduler)

@@ -9,6 +9,44 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rl.data.held import SAMPLING_MASKS
+from rl.rollout.parts import Part
+
+
+class Masks(Part):
+    """Adds the sampling masks to the completions of an engine."""
+
+    held = SAMPLING_MASKS
+
+    def options(self, engine):
+        # vLLM raises an error if it would use its first model runner, which does not return the masks.
+        return {"return_sampling_mask": True} if engine.device.is_cuda else {}
+
+    def built(self, engine):
+        self._vocab_size = engine.llm.llm_engine.model_config.get_vocab_size()
+
+    def begin(self, engine):
+        if not engine.device.is_cuda:
+            engine.runner.sampler.masks = {}
+
+    def request(self, engine, request, call):
+        if engine.device.is_cuda:
+            # vLLM refuses to return the masks of requests without top_k, and of greedy ones.
+            params = call.params
+            if params.temperature:
+                params.top_k = params.top_k or self._vocab_size
+            else:
+                params.temperature, params.top_k = 1.0, 1
+
+    def completion(self, engine, internal_id, output):
+        if engine.device.is_cuda:
+            masks = output.sampling_mask.token_ids
+        else:  # none if the request was greedy; one too many if tokens were sampled after a stop string
+            masks = list(engine.runner.sampler.masks.pop(internal_id, {}).values())[: len(output.token_ids)]
+            masks = masks or [()] * len(output.token_ids)
+        assert len(masks) == len(output.token_ids), "the engine did not return a mask for every token"
+        return columns_of(masks, self._vocab_size)
+
 
 def columns_of(masks: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:
     """Return the held columns of a completion's tokens, from the ids in each token's mask."""

@@ -8,15 +8,18 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from rl.config.options import ConfigError
 from rl.config.rollout import Rollout
-from rl.models import SUPPORTED, read_hf_config
+from rl.models import SUPPORTED
 from rl.rollout import router
 from rl.runtime.device import Device
+
+DERIVED = ("W_UV", "W_UK_T")
+"""Last parts of the names of weights that vLLM derives from kv_b_proj.weight of latent attention."""
 
 
 def build_llm(
     path: str,
+    hf: dict,
     rollout: Rollout,
     *,
     dtype: str,
@@ -24,64 +27,25 @@ def build_llm(
     seed: int,
     device: Device,
     frozen: bool,
-    bitwise: bool = False,
-    returns_masks: bool = False,
-    routes: bool = False,
-    **more,
+    options: dict,
 ):
     """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
 
-    The arguments are those of `RolloutEngine`, and further options of vLLM. Random states, environment and
-    thread count of the process are unchanged afterwards.
+    Random states, environment and thread count of the process are unchanged afterwards.
+
+    hf: the model's config.json. options: further arguments of LLM. The others are those of `RolloutEngine`.
     """
     from vllm import LLM, ModelRegistry
-    from vllm.engine.arg_utils import EngineArgs
 
     router.install()
-    hf = read_hf_config(path)
     for name in set(hf["architectures"]) & set(SUPPORTED):
         # Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    options: dict = {}
     if not frozen and hf.get("quantization_config"):
-        options["hf_overrides"] = {
-            "quantization_config": None
-        }  # refits write the trainer's unquantised weights
-    if device.is_cuda:
-        options |= dict(
-            enable_sleep_mode=not frozen,
-            enforce_eager=rollout.enforce_eager,
-            # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit
-            # would write them in the checkpoint's order, without any error. Triton's kernels use that order.
-            moe_backend="auto" if frozen else "triton",
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-        )
-        if (
-            bitwise
-        ):  # `rl.rollout.bitwise_numerics` reads lengths on the host and knows the cache of this backend
-            options["enforce_eager"] = True
-            if "kv_lora_rank" not in hf:
-                options["attention_backend"] = "TRITON_ATTN"
-        if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
-            # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
-            options["sleep_mode_offload_cudagraph"] = not frozen and not rollout.enforce_eager
-        if returns_masks:
-            # vLLM raises an error if it would use its first model runner, which does not return the masks.
-            options |= _mask_option(EngineArgs.__dataclass_fields__)
-    else:
-        options |= dict(
-            enforce_eager=True,
-            kv_cache_memory_bytes=rollout.cpu_kv_cache_mib << 20,
-            scheduler_cls="rl.rollout.cpu_scheduler.DecodeScheduler",
-            compilation_config={"custom_ops": ["all"]},
-        )
-        if "kv_lora_rank" in hf:
-            # vLLM's CPU rotary kernel is wrong for 3-dimensional queries.
-            options["compilation_config"]["custom_ops"].append("-rotary_embedding")
-            # The default backend on hosts with AMX removes kv_b_proj.weight.
-            options["attention_backend"] = "CPU_MLA"
+        # Refits write the trainer's unquantised weights.
+        options = options | {"hf_overrides": {"quantization_config": None}}
     with _process_state_kept(device):
-        return LLM(
+        llm = LLM(
             path,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=rollout.tp,
@@ -97,20 +61,39 @@ def build_llm(
             # with a step in flight while the trainer takes the memory. With it, ranks of external_launcher
             # diverged (vLLM #28774). Without it, CUDA runs the loop that the tests compare between ranks.
             async_scheduling=False,
-            enable_return_routed_experts=routes and device.is_cuda,  # on CPU `rl.rollout.routes.CpuRoutes`
             **options,
-            **more,
         )
+    client = llm.llm_engine.engine_core
+    client._finalizer.detach()  # it would destroy the trainer's default process group
+    _abort_in_order(client)
+    return llm
 
 
-def _mask_option(known) -> dict[str, bool]:
-    """Return the option with which completions have sampling masks. known: names of vLLM's options."""
-    if "return_sampling_mask" not in known:
-        raise ConfigError(
-            "rollout.top_p, top_k or min_p truncates the distribution, but this vLLM does not return the "
-            "tokens that it kept; use vLLM 0.32, or rollout.biased_truncation=true."
-        )
-    return {"return_sampling_mask": True}
+@torch.no_grad()
+def derive_weights(model: torch.nn.Module) -> None:
+    """Derive the weights in DERIVED again, in the same memory, after others have changed."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
+
+
+def _abort_in_order(client) -> None:
+    """Make vLLM free aborted requests in the given order, identical on all ranks of a replica.
+
+    Within one call vLLM frees requests in the iteration order of a set of strings, and both the ids and the
+    hashes of strings are random per process. The order determines which cached prefix is evicted first. If
+    ranks evict different prefixes, they later compute different numbers of tokens and their collectives no
+    longer match. An interrupt aborts requests, and vLLM aborts every response that ends at a stop string.
+    """
+    abort = client.abort_requests
+
+    def abort_requests(request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            abort([request_id])
+
+    client.abort_requests = abort_requests
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from rich.console import Console
 
 from rl.data.batch import Batch
 from rl.faults.process import GIB, resident_bytes
-from rl.phases.batch_checks import CheckFailed
+from rl.phases.batch_checks import AllTrajectoriesFailed, CheckFailed
 from rl.phases.counting import WrongTokens
-from rl.phases.generation import AllTrajectoriesFailed
 from rl.phases.logprob_checks import LogprobMismatch
 from rl.refit.refit import RefitMismatch
 from rl.run.first_step_report import report

@@ -3,20 +3,22 @@
 import datetime
 import time
 
-import numpy as np
 import torch.distributed as dist
 
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
-from rl.engines.engines import build_rollout
+from rl.data.prompts import Prompt
+from rl.engines.generation import build_rollout
 from rl.engines.inputs import Inputs
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
-from rl.rollout.asks import ASK_TYPES, Asks, Begin, Generate
-from rl.rollout.group_stream import WAIT_S, GroupStream, batch_size
+from rl.rollout.messages import MESSAGE_TYPES, Begin, Generate, Messages
 from rl.rollout.queue import Queue
 from rl.rollout.sampling import train_sampling
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
+from rl.rollout.stream import WAIT_S, StreamSchedule, batch_size
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
@@ -38,22 +40,22 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
     watchdog.tracker.role = name if name == "train" else f"{name} {replica}"
     if tracing.control is not None:
         tracing.control.role = watchdog.tracker.role
-    store, living = session.job().store, None
+    store, excluded = session.job().store, None
     if config.rollout.min_replicas:
-        from rl.runtime.living import LivingReplicas
+        from rl.runtime.excluded_replicas import ExcludedReplicas
 
         rollout, tp = ranks["rollout"], config.rollout.tp
         replicas = [range(first, first + tp) for first in rollout[::tp]]
-        living = LivingReplicas(store, replicas, least=config.rollout.min_replicas)
-        watchdog.living = living
+        excluded = ExcludedReplicas(store, replicas, minimum=config.rollout.min_replicas)
+        watchdog.excluded = excluded
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
-    return Link(store, session.job().torch_store, rank=rank, device=device, living=living, **members)
+    return Link(store, session.job().torch_store, rank=rank, device=device, excluded=excluded, **members)
 
 
 class Generators:
     """A rank that generates what the trainers ask for. Methods are collective over the replica.
 
-    The replica's leader reads the messages; `GroupStream` describes the order in which it generates.
+    The replica's leader reads the messages; `StreamSchedule` describes the order in which it generates.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Generators:
     ):
         self._config, self._inputs, self._link, self._stop = config, inputs, link, stop
         self._device, self._tracker = device, watchdog.tracker
-        self._asks = Asks(session.job().store)
+        self._messages = Messages(session.job().store)
         self._sampler = inputs.sampler()
         self._step = 0
         self._next_look = 0.0
@@ -83,27 +85,28 @@ class Generators:
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
         limit_collectives(self._config.watchdog.limits)
         queue: Queue = engine.queue(ENDLESS)
-        stream, sampling, options = None, train_sampling(self._config), {}
-        if self._link.living is not None:
+        stream, source, sampling, options = None, None, train_sampling(self._config), {}
+        if self._link.excluded is not None:
             from rl.rollout.claims import Claims
 
-            queue = claims = Claims(session.job().store, self._link.living, engine.replica)
+            queue = claims = Claims(session.job().store, self._link.excluded, engine.replica)
             options["take_over"] = claims.abandoned
         if engine.leads:
             begin = self._first_message()
-            stream = GroupStream(
+            stream = StreamSchedule(
                 self._config,
                 begin,
                 draw=self._draw,
                 queue=queue,
-                capacity=engine.capacity(self._window(), sampling.samples_per_prompt),
-                asks=self._asks,
+                messages=self._messages,
                 send=self._link.send_samples,
                 **options,
             )
+            capacity = engine.capacity(self._window(), sampling.samples_per_prompt)
+            source = SampleSource(stream, SingleTurn(sampling, capacity=capacity))
         while True:
             is_whole = engine.run(
-                stream,
+                source,
                 sampling,
                 interrupt=self._look,
                 take_weights=self._take_weights,
@@ -113,11 +116,11 @@ class Generators:
             self._compare_logs()
             if not is_whole:  # the leader has seen the exit code
                 engine.close()
-                code = self._asks.exit_code()
+                code = self._messages.exit_code()
                 assert code is not None
                 return code
             barrier = None if stream is None else stream.barrier
-            taken = broadcast_object(barrier, group=engine.replica_group, types=ASK_TYPES)
+            taken = broadcast_object(barrier, group=engine.replica_group, types=MESSAGE_TYPES)
             assert taken is not None
             engine.llm.reset_prefix_cache()  # as in a run that resumes here
             if isinstance(taken[1], Generate):
@@ -126,7 +129,7 @@ class Generators:
                 stream.barrier = None
 
     def _first_message(self) -> Begin:
-        while (taken := self._asks.take(WAIT_S)) is None:
+        while (taken := self._messages.take(WAIT_S)) is None:
             self._look()
         begin = taken[1]
         assert isinstance(begin, Begin)
@@ -138,14 +141,14 @@ class Generators:
         roles = self._config.roles
         return batch_size(self._config) * (1 if roles.granularity == "batch" else roles.lag + 1)
 
-    def _draw(self, number: int) -> list[np.ndarray]:
-        return [self._inputs.prompts[i].token_ids for i in self._sampler.draw(number)]
+    def _draw(self, number: int) -> list[Prompt]:
+        return [self._inputs.prompts[i] for i in self._sampler.draw(number)]
 
-    def _answer(self, name: str, ask: Generate) -> None:
+    def _answer(self, name: str, message: Generate) -> None:
         """Generate the responses to the prompts of a message, and send them."""
-        engine, self._step = self._engine, ask.step
-        self._take_weights(ask.version)
-        samples = engine.generate(ask.prompts, ask.sampling, ask.seeds, interrupt=self._look)
+        engine, self._step = self._engine, message.step
+        self._take_weights(message.version)
+        samples = engine.generate(message.prompts, message.sampling, message.seeds, interrupt=self._look)
         self._compare_logs()
         if samples is not None and engine.leads:
             self._link.send_samples(name, samples)
@@ -162,14 +165,14 @@ class Generators:
     def _look(self) -> bool:
         """Share this rank's stop request, note whether it generates or waits; return whether to end.
 
-        The trainers decide on a stop, and end the generators (`Asks.end`).
+        The trainers decide on a stop, and end the generators (`Messages.end`).
         """
         self._stop.is_requested()
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + WAIT_S
             self._link.check_threads()
-            self._exit_code = self._asks.exit_code()
+            self._exit_code = self._messages.exit_code()
         phase = "generate" if self._engine.is_busy and not self._waits else "wait_weights"
         if self._tracker.current.phase != phase:
             self._tracker.enter(phase, self._step)

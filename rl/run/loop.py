@@ -226,7 +226,8 @@ class Training:
         collected = copy.copy(batch)  # learn may change what the batch refers to
         phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
-            phases.sampler.check(batch)
+            if batch.weight_versions is not None:  # pairs with the data's responses have none
+                phases.sampler.check(batch)
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)
                 phases.step.metrics |= phases.engines.policy.parts.metrics(phases.step.device.torch)

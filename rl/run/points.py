@@ -26,7 +26,8 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine, needs_reward
 from rl.data.batch import Batch
 from rl.data.curriculum import load_order
-from rl.engines.engines import Engines, build_policy, build_rollout, finish_imports, offload_of
+from rl.engines.engines import Engines, build_policy, finish_imports, offload_of
+from rl.engines.generation import build_rollout
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import fail_together
@@ -34,16 +35,14 @@ from rl.faults.lock import LockLost, check_lock, is_of_another, make_run_directo
 from rl.faults.watchdog import Watchdog
 from rl.models import architecture
 from rl.models.peft import check_peft
-from rl.phases.draw import Draw
-from rl.phases.joint_generation import Ask, JointGeneration, PointGeneration
-from rl.phases.phases import Phases
-from rl.phases.scorer import Scorer, start_pool
+from rl.phases.joint_generation import JointGeneration, PointCall, PointGeneration
+from rl.phases.scorer import start_pool
 from rl.rollout.engine import RolloutEngine
+from rl.run.alternating import AlternatingThreads
 from rl.run.checkpoints import find_checkpoint
 from rl.run.early_stop import ENDED_EARLY, EarlyStop, PointStop
 from rl.run.loop import is_complete, note_end, take_steps
-from rl.run.set_up import end_ids, make_grid, make_step
-from rl.run.turns import Turns
+from rl.run.set_up import make_grid, make_phases, make_step
 from rl.run_directory.metric_log import read_records
 from rl.run_directory.progress import Progress
 from rl.run_directory.status import FILE_NAME as STATUS
@@ -253,22 +252,15 @@ def _run(
     start_up.mark("engine")
     limit_collectives(config.watchdog.limits)
 
-    def take_turns(index: int, wait: Callable[[Ask], Batch | None]) -> tuple[int, str]:
+    def take_turns(index: int, wait: Callable[[PointCall], Batch | None]) -> tuple[int, str]:
         """Run one point to its end; return the exit code, and why it stopped before its end."""
         point = points[index]
         own, inputs = point.config, point.inputs
         step = make_step(own, device, watchdog, PointProgress(progress, own.run.name), point.fence)
         engines = Engines({"policy": policies[index]})
-        phases = Phases(
-            own,
-            step=step,
-            engines=engines,
-            memory=MemorySharing(own, device, engines),
-            draw=Draw(inputs.prompts, inputs.sampler()),
-            sampler=PointGeneration(own, step, policies[index], wait),
-            scorer=None if pool is None else Scorer(own, inputs, device, engines, pool),
-            end_ids=end_ids(own, inputs),
-        )
+        memory = MemorySharing(own, device, engines)
+        sampler = PointGeneration(own, step, policies[index], wait)
+        phases = make_phases(own, inputs, step, engines, memory, sampler, pool)
         files = StopRequests(own.run.dir, max_time="")
         requests = PointStop(files, stop, early, to_save, point.number, step, own.run.max_steps)
         try:
@@ -288,9 +280,9 @@ def _run(
             return 0, ""
         return note_end(point.status, asked), "" if asked is None else asked.reason
 
-    turns = Turns(
+    turns = AlternatingThreads(
         [partial(take_turns, index) for index in range(len(points))],
-        answer=joint.serve if joint is not None else lambda asks: {},
+        answer=joint.serve if joint is not None else lambda calls: {},
         prepare=partial(torch.cuda.set_device, device.torch) if device.is_cuda else lambda: None,
         follow=watchdog.tracker.follow,
     )

@@ -1,4 +1,4 @@
-"""What rank 0 writes of each step: metrics, the console line, and the samples."""
+"""The log of a run's steps on rank 0: metrics, the console line, and the samples."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
@@ -26,7 +25,7 @@ from rl.runtime.device import Device
 from rl.stopping.requests import StopRequests
 
 if TYPE_CHECKING:
-    from rl.agents.rollouts import AgentRollouts
+    from rl.agents.replica_environments import Environments
     from rl.refit.link import Link
     from rl.run.rollouts import StoredBatches
 
@@ -66,7 +65,7 @@ class SamplerSetUp:
         """Whether this rank generates."""
         self._stored: StoredBatches | None = None
         self._link: Link | None = None
-        self._agents: AgentRollouts | None = None
+        self._environments: Environments | None = None
 
     def check(self) -> None:
         """Read what replaces samples of this run. Not collective; raises ConfigError."""
@@ -83,10 +82,10 @@ class SamplerSetUp:
 
             self._link = generators.enter_role(config, device, watchdog)
         elif config.agents.is_on and self._stored is None and not self._is_finished:
-            from rl.agents.rollouts import AgentRollouts
+            from rl.agents.replica_environments import start_environments
 
             with fail_together():
-                self._agents = AgentRollouts(config, self._inputs.tokenizer)
+                self._environments = start_environments(config, self._inputs.tokenizer)
             start_up.mark("environments")
 
     def generate(self, device: Device, watchdog: Watchdog, stop: StopRequests) -> int:
@@ -103,26 +102,29 @@ class SamplerSetUp:
             hf = self._inputs.models["policy"].hf
             self._link.plan_weights(self._config, hf, trainer=engines.policy)
 
-    def sampler(
-        self, step: Step, engines: Engines, memory: MemorySharing, prompts: list[Prompt], stop: StopRequests
-    ) -> Sampler:
+    def sampler(self, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests) -> Sampler:
         """Return the sampler."""
         config = self._config
         redo = stop if config.run.on_stop_in_generation == "redo" else None
         if self._link is not None:
-            from rl.phases.split import SplitGeneration
+            from rl.phases.generation_by_roles import GenerationByRoles
 
             redo = None if config.rollout.deterministic else redo
-            return SplitGeneration(config, step, engines.policy, memory, redo, link=self._link)
+            return GenerationByRoles(config, step, engines.policy, memory, redo, link=self._link)
         if self._stored is not None:
             return StoredSampler(config, step, engines, memory, redo, stored=self._stored)
         if config.rollout.carry_over:
             from rl.phases.carry_over import CarryOver
 
+            prompts = self._inputs.prompts
             return CarryOver(config, step, engines, memory, redo, prompts=prompts)
-        return Generation(config, step, engines, memory, redo, self._agents)
+        if config.agents.is_on:
+            from rl.phases.trajectories import TrajectoryGeneration
+
+            return TrajectoryGeneration(config, step, engines, memory, redo, environments=self._environments)
+        return Generation(config, step, engines, memory, redo)
 
     def close(self) -> None:
         """End what runs beside the engines."""
-        if self._agents is not None:
-            self._agents.close()
+        if self._environments is not None:
+            self._environments.close()

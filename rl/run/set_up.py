@@ -6,7 +6,7 @@ from functools import partial
 
 from rl.config.schema import Config, needs_reward
 from rl.data.prompts import end_token_ids
-from rl.engines.engines import build_engines, finish_imports
+from rl.engines.engines import Engines, build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import PhaseAgreement, fail_together
@@ -14,8 +14,10 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.draw import Draw
 from rl.phases.phases import Phases
+from rl.phases.sampler import Sampler
 from rl.phases.scorer import Scorer, start_pool
 from rl.phases.step import Step
+from rl.rewards.pool.pool import ScoringPool
 from rl.run.samplers import SamplerSetUp
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes
@@ -69,18 +71,9 @@ class SetUp:
         )
         self._samplers.plan_weights(engines)
         limit_collectives(config.watchdog.limits)
-        memory, draw = MemorySharing(config, device, engines), Draw(inputs.prompts, inputs.sampler())
-        return Phases(
-            config,
-            step=step,
-            engines=engines,
-            memory=memory,
-            draw=draw,
-            sampler=self._samplers.sampler(step, engines, memory, draw.rows, stop),
-            scorer=None if self._pool is None else Scorer(config, inputs, device, engines, self._pool),
-            end_ids=end_ids(config, inputs),
-            tokenizer=inputs.tokenizer,
-        )
+        memory = MemorySharing(config, device, engines)
+        sampler = self._samplers.sampler(step, engines, memory, stop)
+        return make_phases(config, inputs, step, engines, memory, sampler, self._pool)
 
     def close(self) -> None:
         """End the processes and the engines that `phases` has built."""
@@ -88,6 +81,29 @@ class SetUp:
             self._pool.close()
         self._samplers.close()
         self._engines.close()
+
+
+def make_phases(
+    config: Config,
+    inputs: Inputs,
+    step: Step,
+    engines: Engines,
+    memory: MemorySharing,
+    sampler: Sampler,
+    pool: ScoringPool | None,
+) -> Phases:
+    """Return the phases of a run. pool: scores samples; None if the run does not."""
+    return Phases(
+        config,
+        step=step,
+        engines=engines,
+        memory=memory,
+        draw=Draw(inputs.prompts, inputs.sampler()),
+        sampler=sampler,
+        scorer=None if pool is None else Scorer(config, inputs, step.device, engines, pool),
+        end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
+        tokenizer=inputs.tokenizer,
+    )
 
 
 def make_step(
@@ -107,8 +123,3 @@ def make_grid(config: Config, device: Device) -> Grid:
     warm_up(device)
     start_up.mark("groups")
     return grid
-
-
-def end_ids(config: Config, inputs: Inputs) -> frozenset[int]:
-    """Return the ids of the model's tokens that end a response."""
-    return frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None}

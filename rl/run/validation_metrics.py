@@ -78,20 +78,15 @@ def worst_std_at(values: np.ndarray, n: int) -> np.ndarray:
     return best_std_at(-np.asarray(values, dtype=np.float64), n)
 
 
-def majority_at(values: np.ndarray, predictions: Predictions, n: int, *, seed: int = 0) -> np.ndarray:
-    """Return maj@n: the expected value of the most frequent answer among n of the k samples.
+def majorities(values: np.ndarray, predictions: Predictions, n: int, *, seed: int = 0) -> np.ndarray:
+    """Return the value of the most frequent answer among n of the k samples, float64 [P, D].
 
-    The n samples are drawn without replacement. The value of an answer is the mean over its samples. If
+    maj@n is the mean over the D subsets of n samples. The value of an answer is the mean over its samples. If
     several answers have equally many votes, the value is the mean of theirs; the order of the samples has no
     effect. A sample without an answer does not vote. If no sample votes, the value is the mean over the
-    samples. The result is exact if there are at most NUM_SUBSETS subsets, as for n = k. Otherwise it is the
-    mean over NUM_SUBSETS random subsets from `seed`, the same for each prompt.
+    samples. All subsets are taken if they are at most NUM_SUBSETS, as for n = k. Otherwise NUM_SUBSETS random
+    subsets from `seed` are taken, the same for each prompt.
     """
-    return _majorities(values, predictions, n, seed).mean(axis=1)
-
-
-def _majorities(values: np.ndarray, predictions: Predictions, n: int, seed: int) -> np.ndarray:
-    """Return the value of the most frequent answer in each of D subsets of each prompt, float64 [P, D]."""
     values = np.asarray(values, dtype=np.float64)
     k = values.shape[1]
     assert 1 <= n <= k, (n, k)
@@ -159,8 +154,8 @@ def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) 
         found[f"worst@{n}/mean"] = worst_at(values, n)
         found[f"worst@{n}/std"] = worst_std_at(values, n)
         if predictions is not None:
-            majorities = _majorities(values, predictions, n, seed)
-            found[f"maj@{n}/mean"], found[f"maj@{n}/std"] = majorities.mean(axis=1), majorities.std(axis=1)
+            voted = majorities(values, predictions, n, seed=seed)
+            found[f"maj@{n}/mean"], found[f"maj@{n}/std"] = voted.mean(axis=1), voted.std(axis=1)
     return {name: float(per_prompt.mean()) for name, per_prompt in found.items()}
 
 

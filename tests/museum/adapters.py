@@ -27,7 +27,7 @@ def after_refits(bug: Bug, change) -> None:
     @bug.replaces(memory, "refit")
     def changed(refit, trainer, engine, **options):
         moved = refit(trainer, engine, **options)
-        for name, tensor in engine.adapters.weights(0).items():
+        for name, tensor in engine.adapters.buffers(0).items():
             change(name, tensor)
         return moved
 

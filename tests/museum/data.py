@@ -1,5 +1,7 @@
 """Exhibits: prompts on their way from the data to a group of samples, also over a resume."""
 
+from dataclasses import replace
+
 from tests.museum.museum import Bug, exhibit
 
 DRAWN = "draw"
@@ -65,12 +67,12 @@ def other_order(bug: Bug) -> None:
     ranks=2,
 )
 def lost(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.schedule import QueueSchedule
 
-    @bug.replaces(SingleTurns, "receive")
-    def some(receive, self, name, completion):
-        if name != "1.2":
-            receive(self, name, completion)
+    @bug.replaces(QueueSchedule, "ended")
+    def some(ended, self, start, rows):
+        if (start.group, start.number) != (1, 2):
+            ended(self, start, rows)
 
 
 @exhibit(
@@ -98,12 +100,11 @@ def twice(bug: Bug) -> None:
     ranks=2,
 )
 def exchanged(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.schedule import QueueSchedule
 
-    @bug.replaces(SingleTurns, "receive")
-    def other(receive, self, name, completion):
-        prompt, number = map(int, name.split("."))
-        receive(self, f"{prompt ^ 2}.{number}", completion)
+    @bug.replaces(QueueSchedule, "ended")
+    def other(ended, self, start, rows):
+        ended(self, start, [replace(row, prompt=row.prompt ^ 2) for row in rows])
 
 
 @exhibit(

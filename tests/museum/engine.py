@@ -256,12 +256,12 @@ def router_dtype(bug: Bug) -> None:
     overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
 )
 def other_seeds(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout import calls
 
-    @bug.replaces(RolloutEngine, "_params")
-    def shifted_seed(params, self, *args):
-        found = params(self, *args)
-        found.extra_args["seed"] += bug.rank
+    @bug.replaces(calls, "call_of")
+    def shifted_seed(call_of, *args):
+        found = call_of(*args)
+        found.params.extra_args["seed"] += bug.rank
         return found
 
 
@@ -273,9 +273,9 @@ def other_seeds(bug: Bug) -> None:
     expects=r"StaleTokens: .* tokens have a staleness outside of 0 to 0",
 )
 def wrong_label(bug: Bug) -> None:
-    from rl.rollout.engine import _Live
+    from rl.rollout.calls import Live
 
-    @bug.replaces(_Live, "versions")
+    @bug.replaces(Live, "versions")
     def older(versions, self, num_tokens):
         return versions(self, num_tokens) - 1
 

@@ -333,12 +333,12 @@ def filtered(bug: Bug) -> None:
     at=0,
 )
 def logged_twice(bug: Bug) -> None:
-    from rl.run import loop
+    from rl.run import run_log
 
-    @bug.replaces(loop, "_open_log")
-    def all_kept(open_log, config, last_step, metrics, *, resumes):
+    @bug.replaces(run_log, "_open_metrics")
+    def all_kept(open_metrics, config, last_step, fence):
         from rl.run_directory.metric_log import MetricLog
 
-        log = MetricLog(config.run.dir, tensorboard=False, resume_step=last_step)
-        log.write(last_step, metrics)
+        log = MetricLog(config.run.dir, resume_step=last_step)
+        log.write(last_step, {})
         return log

@@ -18,9 +18,9 @@ GAP = "log-probs of engine and trainer"
     expects=r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
 )
 def complete(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.single_turn import SingleTurn
 
-    @bug.replaces(SingleTurns, "receive")
+    @bug.replaces(SingleTurn, "receive")
     def stopped(receive, self, name, completion):
         receive(self, name, replace(completion, end="stop"))
 
@@ -34,12 +34,12 @@ def complete(bug: Bug) -> None:
     overrides=LONG,
 )
 def ignored(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout import calls
 
-    @bug.replaces(RolloutEngine, "_params")
-    def endless(params, self, *args):
-        found = params(self, *args)
-        found.ignore_eos = True
+    @bug.replaces(calls, "call_of")
+    def endless(call_of, *args):
+        found = call_of(*args)
+        found.params.ignore_eos = True
         return found
 
 
@@ -52,9 +52,9 @@ def ignored(bug: Bug) -> None:
     overrides=LONG,
 )
 def cut_off(bug: Bug) -> None:
-    from rl.rollout.single_turns import SingleTurns
+    from rl.rollout.single_turn import SingleTurn
 
-    @bug.replaces(SingleTurns, "receive")
+    @bug.replaces(SingleTurn, "receive")
     def shorter(receive, self, name, completion):
         if completion.end == "stop":
             parts = {
@@ -72,12 +72,12 @@ def cut_off(bug: Bug) -> None:
     expects=r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout",
 )
 def earlier(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout import calls
 
-    @bug.replaces(RolloutEngine, "_params")
-    def shorter(params, self, *args):
-        found = params(self, *args)
-        found.max_tokens = 4
+    @bug.replaces(calls, "call_of")
+    def shorter(call_of, *args):
+        found = call_of(*args)
+        found.params.max_tokens = 4
         return found
 
 
@@ -89,9 +89,9 @@ def earlier(bug: Bug) -> None:
     expects=r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
 )
 def same_seed(bug: Bug) -> None:
-    from rl.rollout import single_turns
+    from rl.rollout import single_turn
 
-    @bug.replaces(single_turns, "seed_of")
+    @bug.replaces(single_turn, "seed_of")
     def of_prompt(seed_of, seed, number):
         return seed_of(seed, 0)
 
@@ -104,11 +104,11 @@ def same_seed(bug: Bug) -> None:
     expects=r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch",
 )
 def greedy(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout import calls
 
-    @bug.replaces(RolloutEngine, "_params")
-    def cold(params, self, sampling, request):
-        return params(self, replace(sampling, temperature=0.0), request)
+    @bug.replaces(calls, "call_of")
+    def cold(call_of, request, sampling, version):
+        return call_of(request, replace(sampling, temperature=0.0), version)
 
 
 @exhibit(
@@ -120,9 +120,9 @@ def greedy(bug: Bug) -> None:
     overrides=("rollout.temperature=0.6",),
 )
 def raw(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout.calls import Calls
 
-    @bug.replaces(RolloutEngine, "_completion")
+    @bug.replaces(Calls, "_completion")
     def untempered(completion, self, *args):
         found = completion(self, *args)
         return replace(found, logprobs=found.logprobs * 0.6)
@@ -137,9 +137,9 @@ def raw(bug: Bug) -> None:
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
 )
 def other_base(bug: Bug) -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout.calls import Calls
 
-    @bug.replaces(RolloutEngine, "_completion")
+    @bug.replaces(Calls, "_completion")
     def binary(completion, self, *args):
         import math
 
@@ -155,8 +155,8 @@ def other_base(bug: Bug) -> None:
     expects=r"StaleTokens",
 )
 def later_version(bug: Bug) -> None:
-    from rl.rollout import engine
+    from rl.rollout.calls import Live
 
-    @bug.replaces(engine._Live, "versions")
+    @bug.replaces(Live, "versions")
     def after(versions, self, num_tokens):
         return versions(self, num_tokens) + 1

@@ -260,6 +260,7 @@ def _replace_sleep_mode() -> None:
     class Engine(vllm.LLM):
         def __init__(self, *args, **options):
             self.can_sleep = options.get("enable_sleep_mode", False)
+            assert options["async_scheduling"] is False  # on CPU vLLM ignores it
             kept = {name: value for name, value in options.items() if name not in CUDA_ENGINE}
             super().__init__(*args, **kept | CPU_ENGINE)
             if options.get("return_sampling_mask"):

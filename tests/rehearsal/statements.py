@@ -27,7 +27,10 @@ class Statement:
 
 
 def cuda_statements() -> list[Statement]:
-    """Return every statement of rl/ that mentions CUDA, and the first of each branch that only CUDA takes."""
+    """Return every statement of rl/ that mentions CUDA, and the first of each branch that only CUDA takes.
+
+    In a class whose name begins with Cuda these are all statements of its methods.
+    """
     found = []
     for path in sorted((ROOT / "rl").rglob("*.py")):
         file = str(path.relative_to(ROOT))
@@ -43,10 +46,19 @@ def _statements_of(path: Path, file: str) -> list[Statement]:
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, (ast.FunctionDef, ast.ClassDef, ast.Module)):
             flags = {name for node in _own(function.body) for name in _flag(node)}
-            for node in _required(function.body, flags):
+            needed = _required(function.body, flags)
+            if isinstance(function, ast.ClassDef) and function.name.startswith("Cuda"):
+                methods = (part.body for part in function.body if isinstance(part, ast.FunctionDef))
+                needed = (node for body in methods for node in _own(body) if _runs(node))
+            for node in needed:
                 last = node.lineno if hasattr(node, "body") else node.end_lineno or node.lineno
                 found[node.lineno] = Statement(file, node.lineno, last, lines[node.lineno - 1].strip())
     return list(found.values())
+
+
+def _runs(node: ast.stmt) -> bool:
+    """Return whether a statement is no docstring."""
+    return not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def _own(body: list[ast.stmt]) -> Iterator[ast.stmt]:

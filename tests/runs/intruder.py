@@ -68,7 +68,7 @@ def forge(port: int, payload: bytes, found: Counter, forged: set[str]) -> None:
         values = {f"asks/{number}": payload for number in range(40)}
         values |= {f"claims/{number}": "0" for number in range(40)}
         values |= {"lockstep-faults/first": FAULT, "faults/first": FAULT, "stop": "5", "asks/end": "3"}
-        values |= {"claims/next": "1000", "living/list": "[0]"}
+        values |= {"claims/next": "1000", "excluded/list": "[0]"}
         names = [prefix + name for name in values]
         store.multi_set(names, list(values.values()))  # one request instead of 90
         forged |= {*names, f"{prefix}link/samples"}
@@ -76,7 +76,7 @@ def forge(port: int, payload: bytes, found: Counter, forged: set[str]) -> None:
     found["forged"] += 1
 
 
-WORDS = ("asks", "claims", "living", "link/", "faults", "stop")
+WORDS = ("messages", "claims", "excluded", "link/", "faults", "stop")
 
 
 def disturb(port: int, found: Counter) -> bool:

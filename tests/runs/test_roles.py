@@ -16,7 +16,7 @@ from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import TRAIN, UNSCORED, train, write_config
 from tools.consumed import count
 
-WORKER, FAULTY = (Path(__file__).with_name(f"{name}.py") for name in ("split_worker", "faulty_train"))
+WORKER, FAULTY = (Path(__file__).with_name(f"{name}.py") for name in ("roles_worker", "faulty_train"))
 ROLES = ("roles.train=0-0", "roles.rollout=1-1", "rollout_correction.truncate_tokens=2")
 IN_FLIGHT = (
     *ROLES,

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = (
@@ -62,38 +64,22 @@ def test_the_diagram_in_the_docs_has_these_floors():
     assert tuple(tuple(floor.split()) for floor in floors) == FLOORS
 
 
-def test_agents_are_imported_by_their_users_only():
-    """A run without the section `agents` imports none of it: other rooms import it inside of functions."""
+OPTIONAL = (
+    "rl.agents|phases.trajectories",
+    "rl.numerics|bitwise_numerics",
+    "rl.rollout.(adapters|routes|sampling_masks)",
+    "trace_recorder|run.first_step",
+)
+"""Modules of features, as regular expressions. Others import them inside of functions."""
+
+
+@pytest.mark.parametrize("feature", OPTIONAL)
+def test_a_run_imports_no_feature_that_it_does_not_use(feature):
     importing = [
         str(file.relative_to(ROOT))
         for file in (ROOT / "rl").rglob("*.py")
-        if file.relative_to(ROOT).parts[1] != "agents"
+        if not re.search(feature, ".".join(file.relative_to(ROOT).with_suffix("").parts))
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and "rl.agents" in ast.unparse(node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and re.search(feature, ast.unparse(node))
     ]
     assert importing == []
-
-
-def test_bitwise_numerics_are_imported_by_their_users_only():
-    """A run with model.numerics=fast imports none of them: others import them inside of functions."""
-    importing = {
-        str(file.relative_to(ROOT))
-        for file in (ROOT / "rl").rglob("*.py")
-        if file.relative_to(ROOT).parts[1] != "numerics"
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        and re.search("rl.numerics|bitwise", ast.unparse(node))
-    }
-    assert importing == {"rl/rollout/bitwise_numerics.py", "rl/training/bitwise_numerics.py"}
-
-
-def test_runs_without_traces_and_checks_import_none_of_them():
-    """Other modules import these two inside of functions."""
-    importing = {
-        str(file.relative_to(ROOT))
-        for file in (ROOT / "rl").rglob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        and re.search("trace_recorder|run.first_step", ast.unparse(node))
-    }
-    assert importing == {"rl/run/first_step.py"}  # its report

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +10,8 @@ from pathlib import Path
 import yaml
 
 from tools.acceptance.worker import ROOT, Task
+from tools.records import comparable
 
-MACHINE = re.compile(r"time$|timing_|perf/")
-"""Metrics that depend on the clock or the machine."""
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment variables of runs that are compared bitwise on a GPU."""
 
@@ -97,13 +95,7 @@ def resume(task: Task) -> None:
     lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stopped / "metrics.jsonl").write_text("".join(lines[:-2]))
     train(task, "stopped", "quickstart.yaml", *overrides, **DETERMINISTIC)
-    records = [
-        [
-            {key: value for key, value in json.loads(line).items() if not MACHINE.match(key)}
-            for line in (directory / "metrics.jsonl").read_text().splitlines()
-        ]
-        for directory in (straight, stopped)
-    ]
+    records = list(map(comparable, (straight, stopped)))
     differing = sorted(
         {key for a, b in zip(*records) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
     )

@@ -210,7 +210,7 @@ class _Speed:
         import torch
 
         from rl.data.batch import Batch
-        from rl.training.micro_batch_plans import plan_minibatch
+        from rl.training.micro_batch_plans import Cost, plan_minibatch
 
         _, prompt, response = _sizes(self.task)
         count = self.task.size(64, 8)
@@ -232,7 +232,9 @@ class _Speed:
             value = -micro.logprobs.sum() / (count * response)
             return value, {"loss": value}
 
-        work = _forward_work(self.hf, count, prompt, response)
+        cost, length = Cost.of_model(self.hf, self.policy.weight_map.weights), prompt + response
+        tokens, pairs = cost.per_token * length, cost.per_pair * length * (length + 1) // 2
+        work = count * (tokens + cost.per_answer_token * response + pairs)
         ways: dict[str, tuple[Callable, int, float]] = {
             "log-prob pass": (lambda: self.policy.forward(batch, [plan], ("logprobs",)), 1, FORWARD_MFU),
             "update": (lambda: self.policy.update(batch, plan, loss, lr=1e-6), 3, TRAIN_MFU),
@@ -351,13 +353,3 @@ def _matrix_rate(task: Task, device) -> float:
         device.synchronize()
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 * repeats / min(seconds[1:])
-
-
-def _forward_work(hf: dict, count: int, prompt: int, response: int) -> float:
-    """Return the operations of a forward pass, with the head at answer tokens only."""
-    hidden, layers, length = hf["hidden_size"], hf["num_hidden_layers"], prompt + response
-    kv = hidden * hf["num_key_value_heads"] // hf["num_attention_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * hf["intermediate_size"]
-    attention = hidden * length  # products of scores and values per token, half of them masked
-    body = 2 * layers * (layer + attention) * count * length
-    return body + 2 * hf["vocab_size"] * hidden * count * response

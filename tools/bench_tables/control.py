@@ -86,10 +86,8 @@ def simulated_world(world: int):
 def simulated_step(world: int, args: Namespace) -> Row:
     """Return the seconds that one rank spends in the parts of a step that grow with the world.
 
-    In the exchange this rank has all samples, because the other ranks do not exist.
+    Its exchange reads the messages of all ranks and builds the batch.
     """
-    import torch
-
     import rl.refit.plan  # noqa: F401  its import is not part of the plan
     from rl.config.schema import Config
     from rl.faults.agreement import PhaseAgreement
@@ -97,10 +95,8 @@ def simulated_step(world: int, args: Namespace) -> Row:
     from rl.phases.batch_metrics import balance_metrics, length_metrics
     from rl.phases.minibatches import MinibatchPlanner
     from rl.rollout.batches import batch_of
-    from rl.rollout.exchange import exchange
-    from rl.rollout.samples import pack
-    from rl.runtime.device import Device
-    from rl.runtime.plain_data import encode
+    from rl.rollout.samples import pack, unpack
+    from rl.runtime.plain_data import decode, encode
     from rl.training.micro_batch_plans import Cost
 
     group_size, num_samples = 8, world * args.samples_per_rank
@@ -108,12 +104,14 @@ def simulated_step(world: int, args: Namespace) -> Row:
     columns: dict[str, float | int | str] = {"samples": num_samples}
     config = Config()
     config.data.prompts_per_step = len(prompts)
+    share = args.samples_per_rank
+    messages = [encode(pack(samples[at : at + share])) for at in range(0, num_samples, share)]
+
+    def exchanged():
+        found = [unpack(decode(message), rank=rank) for rank, message in enumerate(messages)]
+        return batch_of([sample for own in found for sample in own], prompts, samples_per_prompt=group_size)
+
     with simulated_world(world) as group:
-        device = Device(torch.device("cpu"), "gloo")
-
-        def exchanged():
-            return batch_of(exchange(samples, device), prompts, samples_per_prompt=group_size)
-
         batch = timed(columns, "exchange, s", exchanged)
         num_tokens = batch.prompt_lengths + batch.lengths
         timed(columns, "fingerprint, s", lambda: batch.fingerprint)
@@ -130,7 +128,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
 
     timed(columns, "metrics, s", metrics)
     timed(columns, "refit plan, s", lambda: refit_plan(hf, weights, world))
-    columns["exchange, MiB"] = len(encode(pack(samples))) / 2**20
+    columns["exchange, MiB"] = sum(map(len, messages)) / 2**20
     most = float(max(columns["micro-batch plan, s"], columns["refit plan, s"]))  # type: ignore[type-var]
     return Row(f"{world} simulated ranks, seconds of the longest plan", columns, most)
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import resource
 import subprocess
 from argparse import Namespace
@@ -12,11 +11,10 @@ from pathlib import Path
 from rl.config.point_names import name_of, short_names
 from tools.bench_tables.program import CONFIG, of_task
 from tools.bench_tables.report import Row
-from tools.bench_tables.sides import ROOT, BenchFailed, torchrun
+from tools.bench_tables.sides import ROOT, BenchFailed, end_of, torchrun
 from tools.bench_tables.tasks import SIZES, save_task
+from tools.records import comparable
 
-TIMES = re.compile(r"time$|timing_|perf/")
-"""Metrics that depend on the machine."""
 POINTS = (
     "adapter={kind: lora, in_engine: adapter}",
     "rollout={samples_per_prompt: 4, max_response_tokens: 8, deterministic: true}",
@@ -48,7 +46,7 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
         own = runs / "joint" / name_of(point, short_names(list(point)))
         differences = [
             abs(one[name] - other[name])
-            for one, other in zip(records(directory), records(own), strict=True)
+            for one, other in zip(comparable(directory), comparable(own), strict=True)
             for name in one
         ]
         equal += not any(differences)
@@ -68,14 +66,6 @@ def run_seconds(ranks: int, directory: Path, overrides: Sequence[str]) -> float:
     command = [*torchrun(ranks), "train_rl.py", "--config", str(CONFIG), f"run.dir={directory}", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise BenchFailed(f"{' '.join(overrides)} failed: {done.stderr[-2000:]}")
+        raise BenchFailed(f"{' '.join(overrides)} failed:\n{end_of(done.stderr)}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def records(directory: Path) -> list[dict[str, float]]:
-    """Return the metrics of each step that do not depend on the machine."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not TIMES.match(name)} for line in lines
-    ]

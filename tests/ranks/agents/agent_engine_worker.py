@@ -19,8 +19,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from rl.agents.chat import Chat  # noqa: E402
+from rl.agents.dialogue import Trajectories  # noqa: E402
 from rl.agents.environment import Score, Step  # noqa: E402
-from rl.agents.source import AgentSource  # noqa: E402
+from rl.agents.replica_environments import Environments  # noqa: E402
 from rl.config.agents import Agents  # noqa: E402
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
@@ -31,6 +32,8 @@ from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.sampling import seed_of, train_sampling  # noqa: E402
+from rl.rollout.schedule import QueueSchedule  # noqa: E402
+from rl.rollout.source import SampleSource  # noqa: E402
 from rl.rollout.stored_log import Recorder, Replay, load, store  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -44,15 +47,15 @@ TURNS = 5
 """Turns of a trajectory, each an event besides its reset and its score."""
 
 
-class TimedSource(AgentSource):
-    """A source whose pool counts time in steps of the engine."""
+class TimedTrajectories(Trajectories):
+    """Trajectories whose pool counts time in steps of the engine."""
 
     step = 0
 
-    def next_events(self, num_live: int, step: int) -> list:
+    def advance(self, num_live: int, step: int) -> list:
         self._pool.now += step - self.step
         self.step = step
-        return super().next_events(num_live, step)
+        return super().advance(num_live, step)
 
 
 def answer(session: str, row: dict, action) -> dict:
@@ -96,43 +99,39 @@ class Checks:
         self.sampling = train_sampling(self.config)
 
     def generate(self, num_prompts: int):
-        """Return (prompts, source, recorder); the source is None on rank 1. Delays are random."""
+        """Return (prompts, samples, counts, recorder); the last two are None on rank 1. Delays are random."""
         prompts = prompts_of([f"question {i % 7}" for i in range(num_prompts)], self.tokenizer)
         delays = random.SystemRandom()
-        source = recorder = None
+        samples, counts, recorder = [], None, None
         if self.engine.leads:
-            source = TimedSource(
-                prompts,
-                self.sampling,
-                [seed_of("agents", i) for i in range(num_prompts)],
-                config=Agents(environment="-", max_turns=TURNS, max_tokens_per_turn=6),
-                pool=VirtualPool(answer, lambda: delays.lognormvariate(2, 1)),
-                chat=Chat(self.tokenizer),
-                queue=StaticQueue(num_prompts, replica=0, num_replicas=1),
-                capacity=32,
-                max_context=160,
-                start_endpoint=lambda: None,
-            )
-            recorder = Recorder(source)
+            agents = Agents(environment="-", max_turns=TURNS, max_tokens_per_turn=6)
+            pool = VirtualPool(answer, lambda: delays.lognormvariate(2, 1))
+            environments = Environments(agents, pool, Chat(self.tokenizer), lambda: None)
+            dialogue = TimedTrajectories(environments, self.sampling, capacity=32, max_context=160)
+            seeds = [seed_of("agents", i) for i in range(num_prompts)]
+            queue = StaticQueue(num_prompts, replica=0, num_replicas=1)
+            schedule = QueueSchedule(prompts, self.sampling, seeds, queue=queue)
+            recorder = Recorder(SampleSource(schedule, dialogue))
+            samples, counts = schedule.samples, dialogue.counts
         self.engine.llm.reset_prefix_cache()
         assert self.engine.run(recorder, self.sampling)
         digests = gather_objects(self.engine.events.digest)
         assert digests[0] == digests[1], "the ranks have different event logs"
-        return prompts, source, recorder
+        return prompts, samples, counts, recorder
 
     def check_turns_equal_one_forward_pass(self):
-        prompts, source, _ = self.generate(3)
+        prompts, samples, _, _ = self.generate(3)
         ids = [prompt.token_ids for prompt in prompts]
-        batch = batch_of(exchange(source.samples if source else [], self.device), ids, turns=True)
+        batch = batch_of(exchange(samples, self.device), ids, turns=True)
         assert len(batch) == 12 and batch.turns.max() == TURNS
-        if source is not None:  # the requests of a trajectory are prefixes of its row
+        if samples:  # the requests of a trajectory are prefixes of its row
             for event in [event for _, events in self.engine.events.records for event in events]:
                 if request := getattr(event, "request", None):
                     prompt, number, _ = map(int, request.name.split("."))
                     row = 4 * prompt + number
                     whole = np.concatenate([batch.prompt_ids[row], batch.response_ids[row]])
                     assert np.array_equal(whole[: len(request.token_ids)], request.token_ids)
-            sample = source.samples[0]
+            sample = samples[0]
             parts = [s.token_ids for s in sample.segments]
             assert np.array_equal(np.concatenate(parts), sample.token_ids)
         assert torch.equal(batch.mask > 0, batch.turns > 0) and 0 < batch.mask.mean() < 1
@@ -150,10 +149,10 @@ class Checks:
     def check_random_answers_and_their_replay(self):
         per_trajectory = TURNS + 2
         num_prompts = max(1, self.num_events // (4 * per_trajectory))
-        _, source, recorder = self.generate(num_prompts)
+        _, _, counts, recorder = self.generate(num_prompts)
         path = self.directory / "log.npz"
-        if source is not None:
-            assert source.counts["trajectories"] == 4 * num_prompts
+        if counts is not None:
+            assert counts["trajectories"] == 4 * num_prompts
             store(path, self.sampling, self.engine.events, recorder.completions)
             log = load(path)
             turns = len(log.completions)
@@ -161,7 +160,7 @@ class Checks:
             tokens = sum(len(c.token_ids) for c in log.completions.values())
             assert (path.stat().st_size - 8 * tokens) / turns < 1024
         digest, num_records = self.engine.events.digest, len(self.engine.events.records)
-        replay = Replay(load(path)) if source is not None else None
+        replay = Replay(load(path)) if counts is not None else None
         self.engine.llm.reset_prefix_cache()
         assert self.engine.run(replay, self.sampling)
         assert self.engine.events.digest and digest

@@ -6,12 +6,15 @@ import pytest
 
 from rl.agents import pool as pool_module
 from rl.agents.chat import Chat
+from rl.agents.dialogue import Trajectories
 from rl.agents.pool import EnvironmentPool
-from rl.agents.source import AgentSource
+from rl.agents.replica_environments import Environments
 from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
 from rl.rollout.queue import StaticQueue
 from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.schedule import QueueSchedule
+from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, prompts_of
 
@@ -40,46 +43,41 @@ class CountedPool(EnvironmentPool):
 
 
 def generate(what, *, num_prompts=6, timeout_s=30.0, **agents):
-    """Return the source and the pool after a game per sample, in which all of prompt 0 go wrong."""
+    """Return samples, counts and the pool after a game per sample, in which all of prompt 0 go wrong."""
     tokenizer = tokenizer_of(FAMILY)
     prompts = prompts_of([f"question {i} " for i in range(num_prompts)], tokenizer)
     plan = make_agent_plan(f"{FILE}:Fragile", {"what": what}, [], {})
     turn = tokenizer("move<|im_end|>")["input_ids"]
     with CountedPool(plan, workers=2, timeout_s=timeout_s, memory_mib=1024) as pool:
-        source = AgentSource(
-            prompts,
-            SAMPLING,
-            [seed_of(7, i) for i in range(num_prompts)],
-            config=Agents(**agents),
-            pool=pool,
-            chat=Chat(tokenizer, end_token_ids=end_ids(FAMILY)),
-            queue=StaticQueue(num_prompts, replica=0, num_replicas=1),
-            capacity=64,
-            max_context=1000,
-            start_endpoint=lambda: pytest.fail("no agent runs by itself"),
-        )
-        VirtualEngine(pool, lambda request: turn).run(source)
-        source.close()
-    return source, pool
+        chat = Chat(tokenizer, end_token_ids=end_ids(FAMILY))
+        no_endpoint = lambda: pytest.fail("no agent runs by itself")  # noqa: E731
+        environments = Environments(Agents(**agents), pool, chat, no_endpoint)
+        dialogue = Trajectories(environments, SAMPLING, capacity=64, max_context=1000)
+        queue = StaticQueue(num_prompts, replica=0, num_replicas=1)
+        seeds = [seed_of(7, i) for i in range(num_prompts)]
+        schedule = QueueSchedule(prompts, SAMPLING, seeds, queue=queue)
+        VirtualEngine(pool, lambda request: turn).run(SampleSource(schedule, dialogue))
+        dialogue.close()
+    return schedule.samples, dialogue.counts, pool
 
 
 @pytest.mark.parametrize("order", ["arrival", "waves"])
 def test_a_prompt_that_ends_its_process_costs_only_itself(order):
-    source, _ = generate("kills itself", on_failure="shrink", order=order)
-    assert source.counts["dropped"] == 4 and source.counts["failures/lost"] == 4
-    assert sorted({sample.prompt for sample in source.samples}) == [1, 2, 3, 4, 5]
-    assert len(source.samples) == 20
+    samples, counts, _ = generate("kills itself", on_failure="shrink", order=order)
+    assert counts["dropped"] == 4 and counts["failures/lost"] == 4
+    assert sorted({sample.prompt for sample in samples}) == [1, 2, 3, 4, 5]
+    assert len(samples) == 20
 
 
 def test_calls_that_time_out_start_no_further_workers():
-    source, pool = generate("hangs", timeout_s=1.0, on_failure="refill")
+    samples, counts, pool = generate("hangs", timeout_s=1.0, on_failure="refill")
     assert pool.most_workers <= 2
-    assert source.counts["failures/time"] == 12 and len(source.samples) == 20
+    assert counts["failures/time"] == 12 and len(samples) == 20
 
 
 def test_a_traceback_of_each_kind_of_failure_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(pool_module, "_logged", set())
-    source, _ = generate("raises", num_prompts=1, on_failure="refill")
-    assert source.counts["failures/error"] == 12
+    samples, counts, _ = generate("raises", num_prompts=1, on_failure="refill")
+    assert counts["failures/error"] == 12
     assert caplog.text.count("failed in step: RuntimeError: wrong answer") == 12
     assert caplog.text.count("Traceback") == 1

@@ -40,13 +40,13 @@ def test_one_of_many_takes_a_stale_lock(tmp_path):
     record = this_process().as_dict() | {"job": "", "restarts": 0, "token": "old", "pid": 1 << 23}
     (tmp_path / FILE_NAME).write_text(json.dumps(record))
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    takers = [subprocess.Popen([sys.executable, "-c", RACE, tmp_path], cwd=ROOT, **pipes) for _ in range(6)]
-    assert [taker.stdout.readline() for taker in takers] == ["ready\n"] * 6
+    takers = [subprocess.Popen([sys.executable, "-c", RACE, tmp_path], cwd=ROOT, **pipes) for _ in range(4)]
+    assert [taker.stdout.readline() for taker in takers] == ["ready\n"] * 4
     for taker in takers:  # all imports are done, so they race from here
         taker.stdin.write("go\n")
         taker.stdin.flush()
     answers = [taker.stdout.readline().strip() for taker in takers]
     for taker in takers:
         taker.communicate()
-    assert sorted(answers) == ["mine"] + ["refused"] * 5
+    assert sorted(answers) == ["mine"] + ["refused"] * 3
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

@@ -21,7 +21,8 @@ import torch  # noqa: E402
 
 from rl.config.options import load  # noqa: E402
 from rl.config.schema import Config, resolve  # noqa: E402
-from rl.engines.engines import build_policy, build_rollout  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.engines.generation import build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, check_weights, refit, traffic_metrics  # noqa: E402
@@ -106,7 +107,7 @@ def examine(config: Config, layout: list[int], hf: dict, engine, device) -> dict
         check_refit(trainer, engine, buffer_mib=1)
         check_weights(trainer, engine, buffer_mib=1)
         out["gaps"].append(largest_gap([trainer], engine, batch, device))
-    held = engine.weights() if engine.adapters is None else engine.adapters.weights(0)
+    held = engine.weights() if engine.adapters is None else engine.adapters.buffers(0)
     name = next(name for name in held if "o_proj" in name)
     if RANKS.rank == RANKS.world_size - 1:
         held[name].detach()[1, 0] += 1e-3
@@ -130,9 +131,9 @@ def two_adapters(config: Config, hf: dict, engine, device) -> float:
 
 def answer_to_an_old_name(engine, batch) -> str:
     """Return the name of the error for a request with the name of an older version of an adapter."""
-    old = engine.adapters.request(0)
-    engine.adapters.begin(0, engine.adapters.versions[0] + 1)
-    engine.adapters.request = lambda index: old
+    old = engine.adapters.lora_request(0)
+    engine.adapters.renew(0, engine.adapters.versions[0] + 1)
+    engine.adapters.lora_request = lambda index: old
     try:
         engine.generate(batch.prompt_ids[:1], SAMPLING, [0])
     except Exception as error:

@@ -28,14 +28,16 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
-from rl.rollout.carry_over import CarriedTurns, Group, extend  # noqa: E402
+from rl.rollout.carry_over import Group, QuotaSchedule, extend  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
-from rl.rollout.vllm_model import build_llm  # noqa: E402
+from rl.rollout.sampling_masks import Masks  # noqa: E402
+from rl.rollout.single_turn import SingleTurn  # noqa: E402
+from rl.rollout.source import SampleSource  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
@@ -134,7 +136,7 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, returns_masks=True)
+        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, parts=[Masks()])
         self.engine = RolloutEngine(checkpoint, self.config.rollout, **options)
         refit(self.trainer, self.engine)
 
@@ -161,7 +163,7 @@ class Checks:
         first = self.samples(PLAIN)
         torch.manual_seed(100 + RANKS.rank)
         self.engine.sleep()
-        storages = [storage for storage, _ in self.engine._cpu_cache.storages]
+        storages = [storage for storage, _ in self.engine.platform.cache.storages]
         assert storages and all(storage.nbytes() == 0 for storage in storages)
         self.engine.wake_weights()
         self.engine.wake_cache()
@@ -228,17 +230,10 @@ class Checks:
         by_text = self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1, stop=(text,)))[0, 0]
         assert by_text.token_ids.tolist() == stopped.token_ids.tolist() and not by_text.truncated
 
-    def check_async_scheduling_is_off(self):
+    def check_async_scheduling_is_off(self):  # tests/rehearsal looks at the option that CUDA gets
         core = self.engine.llm.llm_engine.engine_core.engine_core
         assert core.vllm_config.scheduler_config.async_scheduling is False
         assert core.step_fn == core.step and core.batch_queue is None
-        # vLLM forces it off on CPU whatever the option is: look at the option that CUDA gets.
-        for is_cuda in (True, False):
-            with patch("vllm.LLM") as llm:
-                device = SimpleNamespace(is_cuda=is_cuda, torch=SimpleNamespace(index=0))
-                path, rollout = self.config.model.path, self.config.rollout
-                build_llm(path, rollout, dtype="float32", max_tokens=256, seed=1, device=device, frozen=False)
-            assert llm.call_args.kwargs["async_scheduling"] is False
 
     def check_ranks_finish_and_abort_in_the_same_step(self):
         # Two of three generations are interrupted by the leader at a random record.
@@ -310,17 +305,17 @@ class Checks:
 
     def carried(self, groups, is_met) -> list:
         """Return the groups after a generation that ends when `is_met` returns true on the leader."""
-        turns = CarriedTurns(
+        schedule = QuotaSchedule(
             groups,
             set(),
             PLAIN,
             [seed_of(0, i) for i in range(len(groups))],
             queue=StaticQueue(len(groups), replica=0, num_replicas=1),
             quota=SimpleNamespace(is_met=is_met, note_complete=lambda *, is_due: None),
-            capacity=12,
         )
-        assert self.engine.run(turns if self.engine.leads else None, PLAIN)
-        return extend(groups, exchange(turns.parts, self.engine.device))
+        source = SampleSource(schedule, SingleTurn(PLAIN, capacity=12))
+        assert self.engine.run(source if self.engine.leads else None, PLAIN)
+        return extend(groups, exchange(schedule.samples, self.engine.device))
 
     def check_a_kept_cache_serves_carried_samples_only(self):
         engine, ids = self.engine, LONG_PROMPTS[0]

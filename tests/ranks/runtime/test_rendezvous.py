@@ -92,19 +92,14 @@ def ports(job, step_id="0", restart=0):
 
 
 def test_ports_follow_from_the_key_and_the_attempt():
-    assert len({tuple(ports(job, step_id)) for job in range(71230, 71260) for step_id in range(20)}) == 600
+    found = {
+        (job, step_id): tuple(ports(job, step_id)) for job in range(71230, 71260) for step_id in range(20)
+    }
+    assert len(set(found.values())) == 600
     other = candidate_ports("71230.0.0", bytes(32))
     assert len(set(other)) == CANDIDATES and not set(other) <= set(ports(71230))
-
-
-def test_candidates_are_neither_privileged_nor_ephemeral():
-    candidates = {
-        port
-        for job in (1, 3142, 99_999_999, 2**31 - 2)
-        for step_id in (0, 1, 999)
-        for port in ports(job, step_id)
-    }
-    assert min(candidates) >= FIRST_PORT > 1024 and max(candidates) < FIRST_PORT + NUM_PORTS <= 32768
+    every = {port for some in found.values() for port in some} | set(ports(2**31 - 2, 999))
+    assert min(every) >= FIRST_PORT > 1024 and max(every) < FIRST_PORT + NUM_PORTS <= 32768
 
 
 def test_ports_of_this_hosts_ephemeral_range_are_left_out(monkeypatch):
@@ -137,23 +132,18 @@ def test_jobs_and_a_stranger_on_the_same_port_do_not_collide():
     assert answers([first, *meeting(11, ranks=[1, 2, 3], MASTER_PORT=str(given))])[3] == [3, given]
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_node():
-    said = answers(meeting(77, ranks=[0, 1, 2], LOCKSTEP_JOIN_TIMEOUT="3"))
-    sentence, silent = said[0]
+def test_missing_ranks_are_named():
+    without_last = meeting(77, ranks=[0, 1, 2], LOCKSTEP_JOIN_TIMEOUT="3")
+    without_first = meeting(78, ranks=[1], LOCKSTEP_JOIN_TIMEOUT="2")
+    without_address = meeting(79, ranks=[1], MASTER_ADDR="nowhere.invalid", LOCKSTEP_JOIN_TIMEOUT="1000")
+    (sentence, silent), *others = answers(without_last)
     assert not silent and re.search(
         r"rank 3 of 4 did not come within 3 s .* missing on node2 \(1 of 2 came\)", sentence
     ), sentence
-    assert all(silent for _, silent in said[1:])  # the first rank has said it
-
-
-def test_a_first_rank_that_does_not_come_is_named_by_the_others():
-    [(sentence, silent)] = answers(meeting(78, ranks=[1], LOCKSTEP_JOIN_TIMEOUT="2"))
+    assert all(silent for _, silent in others)  # the first rank has said it
+    [(sentence, silent)] = answers(without_first)
     assert not silent and "rank 0 of 4, expected on 127.0.0.1, did not open" in sentence
-
-
-def test_an_address_that_does_not_resolve_is_said_at_once():
-    lost = meeting(79, ranks=[1], MASTER_ADDR="nowhere.invalid", LOCKSTEP_JOIN_TIMEOUT="1000")
-    [(sentence, _)] = answers(lost)
+    [(sentence, _)] = answers(without_address)  # at once
     assert "nowhere.invalid, has no address on" in sentence and "MASTER_ADDR" in sentence
 
 

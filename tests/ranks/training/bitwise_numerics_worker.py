@@ -22,7 +22,8 @@ import torch  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
 
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
-from rl.engines.engines import build_policy, build_rollout  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.engines.generation import build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
@@ -95,7 +96,7 @@ def main(checkpoint: str, out: str, dtype: str, samples: str, rollout_tp: str, *
         config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layouts[0])
         engine = build_rollout(config, device)
         if "kv_lora_rank" not in hf:  # vLLM's CPU build computes prompts of MLA models whole
-            engine._scheduler.max_num_scheduled_tokens = CHUNK
+            engine.scheduler.max_num_scheduled_tokens = CHUNK
         batch = None
         for layout in layouts:
             config = config_of(checkpoint, dtype, "bitwise", int(rollout_tp), layout)

@@ -28,6 +28,7 @@ from rl.models import read_hf_config  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
+from rl.rollout.routes import Routes  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
@@ -222,10 +223,10 @@ def main(checkpoint: str, dtype: str, out_dir: str, *layouts: str) -> None:
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint)
         rollout = Rollout(tp=2, max_concurrent_samples=4, cpu_kv_cache_mib=16)
-        options = dict(max_tokens=256, seed=1, device=device, frozen=True, routes=True)
+        options = dict(max_tokens=256, seed=1, device=device, frozen=True, parts=[Routes()])
         engine = RolloutEngine(checkpoint, rollout, dtype=dtype, **options)
-        if engine._scheduler.scheduler_config.enable_chunked_prefill:  # not with DeepSeek's attention on CPU
-            engine._scheduler.max_num_scheduled_tokens = CHUNK
+        if engine.scheduler.scheduler_config.enable_chunked_prefill:  # not with DeepSeek's attention on CPU
+            engine.scheduler.max_num_scheduled_tokens = CHUNK
         drawn = engine.generate(PROMPTS, SAMPLING, list(range(len(PROMPTS))))
         mine = drawn if engine.leads else []
         batch = batch_of(exchange(mine, device), PROMPTS, samples_per_prompt=SAMPLING.samples_per_prompt)

@@ -20,7 +20,8 @@ import numpy as np  # noqa: E402
 from megatron_groups import new_grid  # noqa: E402
 
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
-from rl.engines.engines import build_policy, build_rollout  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.engines.generation import build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402

@@ -8,7 +8,7 @@ from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.shards import ShardReader, in_file_order, read_index, write_shards
 
 STATE = {
-    "split": {"batch": 3, "token_ids": np.zeros(0, np.int32), "groups": []},
+    "roles": {"batch": 3, "token_ids": np.zeros(0, np.int32), "groups": []},
     "carry_over": {
         "token_ids": np.array([-1, 2**31 - 1], np.int32),
         "logprobs": np.array([-0.1, -np.inf, 1e-45], np.float32),
@@ -19,7 +19,7 @@ STATE = {
 def test_arrays_of_a_state_are_restored(tmp_path):
     write_shards(tmp_path / "0.safetensors", in_file_order(array_shards(STATE)))
     state = json.loads(json.dumps(without_arrays(STATE)))
-    assert state == {"split": {"batch": 3, "groups": []}, "carry_over": {}}
+    assert state == {"roles": {"batch": 3, "groups": []}, "carry_over": {}}
     restore_arrays(state, ShardReader(tmp_path, read_index(tmp_path, ["0.safetensors"])))
     for section, values in STATE.items():
         assert state[section].keys() == values.keys()

@@ -82,24 +82,21 @@ class TestRetention:
     metrics = {10: 0.5, 20: 0.9, 30: None, 40: 0.9, 50: 0.1}
     found = [Saved(step, Path(f"step_{step:06d}"), metric) for step, metric in metrics.items()]
 
-    def kept(self, **options) -> list[int]:
-        return sorted(kept(self.found, **dict(last=1, every=0, best=0, highest=True) | options))
-
-    def test_the_newest(self):
-        assert self.kept(last=2) == [40, 50] and self.kept(last=9) == [10, 20, 30, 40, 50]
-
-    def test_all(self):
-        assert self.kept(last=0, best=1) == [10, 20, 30, 40, 50]
-
-    def test_every_so_many_steps(self):
-        assert self.kept(every=20) == [20, 40, 50]
-
-    def test_the_best_and_of_equal_ones_the_newer(self):
-        assert self.kept(best=1) == [40, 50] and self.kept(best=2) == [20, 40, 50]
-        assert self.kept(best=2, highest=False) == [10, 50]
-
-    def test_one_without_the_metric_is_never_best(self):
-        assert self.kept(best=9) == [10, 20, 40, 50]
+    @pytest.mark.parametrize(
+        "options, steps",
+        [
+            (dict(last=2), [40, 50]),
+            (dict(last=9), [10, 20, 30, 40, 50]),
+            (dict(last=0, best=1), [10, 20, 30, 40, 50]),
+            (dict(every=20), [20, 40, 50]),
+            (dict(best=1), [40, 50]),  # of equal ones the newer
+            (dict(best=2), [20, 40, 50]),
+            (dict(best=2, highest=False), [10, 50]),
+            (dict(best=9), [10, 20, 40, 50]),  # one without the metric is never best
+        ],
+    )
+    def test_options_decide_what_is_kept(self, options, steps):
+        assert sorted(kept(self.found, **dict(last=1, every=0, best=0, highest=True) | options)) == steps
 
     def test_metrics_come_from_intact_manifests(self, tmp_path):
         for step in (1, 2, 3):

@@ -268,31 +268,20 @@ class TestCommand:
         out = capsys.readouterr().out
         assert "DOES NOT FIT" in out and "cheapest change" in out
 
-    def test_an_invalid_layout_is_one_sentence(self, capsys):
-        assert self.run("--world-size", "8", "rollout.tp=3") == 2
-        assert "rollout.tp=3 does not divide the world of 8 ranks" in capsys.readouterr().err
-        assert self.run("--world-size", "7") == 2
-        assert capsys.readouterr().err.startswith(
-            "error: training.tp=2 times training.pp=1 is 2, which does not divide"
-        )
-
-    def test_a_model_without_a_published_shape(self, capsys):
-        assert self.run("--world-size", "8", "model.path=models/unknown") == 2
-        assert "--model-shape" in capsys.readouterr().err
+    @pytest.mark.parametrize(
+        "world_size, option, sentence",
+        [
+            (8, "rollout.tp=3", "rollout.tp=3 does not divide the world of 8 ranks"),
+            (7, "run.seed=1", "error: training.tp=2 times training.pp=1 is 2, which does not divide"),
+            (8, "model.path=models/unknown", "--model-shape"),
+            (8, "--tflops=-1", "--tflops is -1"),
+        ],
+    )
+    def test_what_is_invalid_is_one_sentence(self, world_size, option, sentence, capsys):
+        assert self.run("--world-size", str(world_size), option) == 2
+        assert sentence in capsys.readouterr().err
 
     def test_a_given_shape(self, capsys):
-        assert (
-            self.run(
-                "--world-size",
-                "8",
-                "--model-shape",
-                str(CONFIGS / "models" / "qwen3-8b"),
-                "model.path=models/unknown",
-            )
-            == 0
-        )
+        shape = ("--model-shape", str(CONFIGS / "models" / "qwen3-8b"))
+        assert self.run("--world-size", "8", *shape, "model.path=models/unknown") == 0
         assert "8.19 B parameters" in capsys.readouterr().out
-
-    def test_an_invalid_machine(self, capsys):
-        assert self.run("--world-size", "8", "--tflops", "-1") == 2
-        assert "--tflops is -1" in capsys.readouterr().err

@@ -40,11 +40,8 @@ def test_the_rank_that_does_not_wait_is_at_fault():
     assert summary.endswith("waiting: ranks 0, 1, 3 in score of step 3 at rl/phases/scoring.py:51 score")
 
 
-def test_a_rank_that_is_behind_is_at_fault_first():
+def test_a_silent_rank_precedes_one_that_is_behind_and_that_one_all_others():
     assert found({}, {"number": 38}, {"waits": False})[0] == (1,)
-
-
-def test_a_rank_without_a_heartbeat_precedes_all_others():
     at_fault, summary = found({"number": 38}, {"silent_s": 90.0, "age_s": 90.0}, {"waits": False})
     assert at_fault == (1,)
     assert f"rank 1 ({HOST}), last heartbeat 90 s ago in score of step 3 (ended" in summary

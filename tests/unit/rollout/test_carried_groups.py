@@ -9,11 +9,13 @@ from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.shards import ShardReader, check_file, in_file_order, read_index, write_shards
 from rl.data.prompts import Prompt
 from rl.rollout.batches import batch_of
-from rl.rollout.carry_over import CarriedTurns, Frontier, Group, Quota, extend, samples_of
+from rl.rollout.carry_over import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, StaticQueue, own_counter
 from rl.rollout.samples import COLUMNS, Completion, Sample, Segment, pack
 from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
 from rl.runtime.plain_data import encode
 
 SAMPLING = Sampling(
@@ -41,14 +43,15 @@ def groups():
     return [Group(prompt(3, 20), samples), Group.of(prompt(4, 30, 31), 2)]
 
 
-def turns_of(groups, num_groups=1, due=()):
+def source_of(groups, num_groups=1, due=()):
     quota = Quota(num_groups, len(due), own_counter())
     queue = StaticQueue(len(groups), replica=0, num_replicas=1)
-    return CarriedTurns(groups, set(due), SAMPLING, [50, 60], queue=queue, quota=quota, capacity=4)
+    schedule = QuotaSchedule(groups, set(due), SAMPLING, [50, 60], queue=queue, quota=quota)
+    return SampleSource(schedule, SingleTurn(SAMPLING, capacity=4)), schedule
 
 
 def test_a_sample_continues_until_the_quota_is_met():
-    turns = turns_of(groups())
+    turns, schedule = source_of(groups())
     requests = [event.request for event in turns.next_events(0, 0)]
     assert [request.name for request in requests] == ["0.1", "1.0", "1.1"]
     assert [request.token_ids.tolist() for request in requests] == [[20, 5, 6], [30, 31], [30, 31]]
@@ -60,7 +63,7 @@ def test_a_sample_continues_until_the_quota_is_met():
     turns.receive("0.1", completion(7, 1))
     assert turns.next_events(1, 2) == [Abort("1.1"), Done()]
     turns.receive("1.1", completion(9, end="abort"))
-    first, second = extend(groups(), turns.parts)
+    first, second = extend(groups(), schedule.samples)
     assert not first.unfinished and second.unfinished == [1]
     assert first.samples[1].token_ids.tolist() == [5, 6, 7, 1] and first.oldest == 7
     assert first.samples[1].weight_versions.tolist() == [7, 7, 9, 9]
@@ -70,7 +73,7 @@ def test_a_sample_continues_until_the_quota_is_met():
 
 
 def test_groups_that_are_due_keep_the_engine_going():
-    turns = turns_of(groups(), due=[0])
+    turns, schedule = source_of(groups(), due=[0])
     turns.next_events(0, 0)
     for name in ("1.0", "1.1"):
         turns.receive(name, completion(8, end="length"))
@@ -80,9 +83,9 @@ def test_groups_that_are_due_keep_the_engine_going():
 
 
 def test_a_source_without_work_is_done():
-    turns = turns_of([], num_groups=1)
+    turns, schedule = source_of([], num_groups=1)
     assert turns.next_events(0, 0) == [Done()]
-    turns = turns_of(groups(), num_groups=3)
+    turns, schedule = source_of(groups(), num_groups=3)
     assert [type(event) for event in turns.next_events(0, 0)] == [Add] * 3
     for name in ("0.1", "1.0", "1.1"):
         turns.receive(name, completion(1))

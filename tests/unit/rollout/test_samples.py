@@ -7,11 +7,8 @@ import pytest
 
 from rl.data.held import Absent
 from rl.rollout.batches import SamplesDiffer, batch_of
-from rl.rollout.events import Done
-from rl.rollout.queue import StaticQueue
 from rl.rollout.samples import Completion, Sample, Segment, context_digest, pack, unpack
-from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.single_turns import SingleTurns
+from rl.rollout.sampling import Sampling
 from rl.runtime.plain_data import decode, encode
 
 SAMPLING = Sampling(
@@ -117,18 +114,3 @@ def test_a_sample_that_was_changed_is_refused(change, text):
     batch_of([one, other], contexts, samples_per_prompt=2)
     with pytest.raises(SamplesDiffer, match=text):
         batch_of([one, change(other)], contexts, samples_per_prompt=2)
-
-
-def test_single_turns_draw_groups_within_capacity():
-    prompts = [np.array([p], np.int32) for p in range(3)]
-    queue = StaticQueue(3, replica=0, num_replicas=1)
-    turns = SingleTurns(prompts, SAMPLING, [10, 11, 12], queue=queue, capacity=5)
-    first = [event.request for event in turns.next_events(0, 0)]
-    assert [request.name for request in first] == ["0.0", "0.1", "1.0", "1.1"]
-    assert [request.seed for request in first[:2]] == [seed_of(10, 0), seed_of(10, 1)]
-    assert turns.next_events(4, 1) == []
-    turns.receive("1.0", completion(4, end="length"))
-    assert [event.request.name for event in turns.next_events(3, 2)] == ["2.0", "2.1"]
-    assert turns.next_events(1, 3) == [] and turns.next_events(0, 4) == [Done()]
-    (sample,) = turns.samples
-    assert (sample.prompt, sample.number, sample.truncated) == (1, 0, True)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
+from rl.run.alternating import AlternatingThreads
 from rl.run.early_stop import EarlyStop, PointStop
-from rl.run.turns import Turns
 from rl.stopping.requests import REASONS, StopDecision
 
 SCORES = {0: 0.9, 1: 0.5, 2: 0.2, 3: 0.6}
@@ -176,7 +176,7 @@ def turns(*functions, log):
         log.append(dict(asks))
         return {index: 10 * ask for index, ask in asks.items()}
 
-    return Turns(functions, answer, prepare=lambda: None, follow=lambda thread: None)
+    return AlternatingThreads(functions, answer, prepare=lambda: None, follow=lambda thread: None)
 
 
 def test_turns_are_taken_in_order_and_answered_together():

@@ -13,7 +13,7 @@ from rl.rewards.score import to_score
 from rl.run.validation_metrics import (
     best_at,
     best_std_at,
-    majority_at,
+    majorities,
     mean_at,
     std_at,
     validation_metrics,
@@ -76,9 +76,9 @@ def test_majority_is_the_mean_over_all_subsets(n):
     rng = np.random.default_rng(1)
     answers = [[rng.choice(["a", "b", "c", None]) for _ in range(6)] for _ in VALUES]
     expected = [votes(row, said, n) for row, said in zip(VALUES, answers)]
-    np.testing.assert_allclose(majority_at(VALUES, answers, n), expected, rtol=1e-12)
-    backwards = majority_at(VALUES[:, ::-1], [row[::-1] for row in answers], n)
-    np.testing.assert_allclose(backwards, expected, rtol=1e-12)
+    np.testing.assert_allclose(majorities(VALUES, answers, n).mean(axis=1), expected, rtol=1e-12)
+    backwards = majorities(VALUES[:, ::-1], [row[::-1] for row in answers], n)
+    np.testing.assert_allclose(backwards.mean(axis=1), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_majority_is_the_mean_over_all_subsets(n):
     ],
 )
 def test_majority_by_hand(answers, expected):
-    assert majority_at(np.array([[1.0, 1.0, 0.0, 0.0, 0.0]]), [answers], 5)[0] == expected
+    assert majorities(np.array([[1.0, 1.0, 0.0, 0.0, 0.0]]), [answers], 5)[0].mean() == expected
 
 
 @pytest.mark.parametrize("reward, right", [(gsm8k, "#### 4"), (dapo, "Answer: 4"), (math, "\\boxed{4}")])
@@ -107,10 +107,10 @@ def test_random_subsets_are_reproducible_and_close_to_all():
     answers = [["a" if rng.random() < 0.45 else str(rng.integers(4)) for _ in range(14)] for _ in range(3)]
     values = np.array([[float(answer == "a") for answer in row] for row in answers])
     exact = np.mean([votes(row, said, 4) for row, said in zip(values, answers)])
-    drawn = majority_at(values, answers, 4)  # comb(14, 4) = 1001 subsets: one too many for all of them
+    drawn = majorities(values, answers, 4)  # comb(14, 4) = 1001 subsets: one too many for all of them
     assert drawn.mean() != exact and abs(drawn.mean() - exact) < 0.03
-    assert np.array_equal(drawn, majority_at(values, answers, 4))
-    assert not np.array_equal(drawn, majority_at(values, answers, 4, seed=1))
+    assert np.array_equal(drawn, majorities(values, answers, 4))
+    assert not np.array_equal(drawn, majorities(values, answers, 4, seed=1))
 
 
 def test_core_metrics_are_those_of_the_largest_subset():

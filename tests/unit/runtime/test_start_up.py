@@ -16,21 +16,14 @@ def parts():
     start_up.parts.update(saved)
 
 
-def test_parts_cover_the_time_since_the_launcher():
-    start_up.begin(has_launcher=True)
-    start_up.mark("torch")
-    start_up.mark("inputs")
-    start_up.mark("torch")
-    assert list(start_up.parts) == ["launcher", "torch", "inputs"]
-    assert all(seconds >= 0 for seconds in start_up.parts.values())
-
-
-def test_a_command_without_launcher_has_no_launcher_part():
+def test_parts_cover_the_time_since_the_launcher(monkeypatch):
     start_up.begin(has_launcher=False)
     assert start_up.parts == {}
-
-
-def test_a_launcher_that_proc_does_not_show_is_left_out(monkeypatch):
+    start_up.begin(has_launcher=True)
+    for name in ("torch", "inputs", "torch"):
+        start_up.mark(name)
+    assert list(start_up.parts) == ["launcher", "torch", "inputs"]
+    assert all(seconds >= 0 for seconds in start_up.parts.values())
     monkeypatch.setattr(os, "getppid", lambda: 0)  # as in a container's first process
     start_up.begin(has_launcher=True)
     start_up.mark("config")

@@ -39,7 +39,7 @@ def libraries():
 
 
 def test_the_installed_libraries_have_every_name():
-    found = uses(program_files(), optional=True)
+    found = uses(program_files())
     assert {"vllm", "megatron", "torch"} <= libraries().keys()
     assert {
         "vllm.LLM",

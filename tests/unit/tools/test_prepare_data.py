@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.tables import cells, rows
-from tools.dataset_rows import code_row, countdown_row, dapo_row, last_boxed, math_row
+from tests.tables import cells
+from tools.dataset_rows import code_row, countdown_row, dapo_row, math_row
 from tools.prepare_data import main, prepare_gsm8k
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -87,20 +87,6 @@ def refusal(capsys, *arguments):
         main([*map(str, arguments), "--out", "nowhere"])
     assert exited.value.code == 2
     return capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "solution, answer",
-    rows(r"""
-        So $x=\boxed{5}$. => 5 ;;
-        First \boxed{1}, at last $\boxed{\frac{1}{\sqrt{2}}}$. => \frac{1}{\sqrt{2}} ;;
-        $\fbox{(-\infty, 2]}$ => (-\infty, 2] ;; $\boxed{\left\{ 1, 2 \right\}}$ => \left\{ 1, 2 \right\} ;;
-        $\boxed 7$ apples => 7
-        """)
-    + [(r"$\boxed{5", None), (r"$\boxedx{5}$", None), ("no answer", None)],
-)
-def test_the_answer_of_a_solution_is_in_its_last_box(solution, answer):
-    assert last_boxed(solution) == answer
 
 
 def test_math_reads_the_folders_of_hendrycks(tmp_path, caplog):

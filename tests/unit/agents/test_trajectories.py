@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from rl.agents.chat import Chat
+from rl.agents.dialogue import ATTEMPTS, Trajectories
 from rl.agents.endpoint import EndpointRequest, Refused
 from rl.agents.environment import Failure, Run, Score, Step, ToolCalls
-from rl.agents.source import ATTEMPTS, AgentSource
+from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
 from rl.rollout.queue import StaticQueue
 from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.schedule import QueueSchedule
+from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 
@@ -64,22 +67,20 @@ class World:
         self.prompts = prompts_of(["a question"] * num_prompts, self.tokenizer)
         self.pool = VirtualPool(self.answer, delay)
         self.engine = VirtualEngine(self.pool, self.policy, capacity=capacity)
-        self.source = AgentSource(
-            self.prompts,
-            sampling,
-            [seed_of(7, i) for i in range(num_prompts)],
-            config=agents,
-            pool=self.pool,
-            chat=chat_of(family, agents.on_rewrite),
-            queue=StaticQueue(num_prompts, replica=0, num_replicas=1),
-            capacity=capacity,
-            max_context=max_context,
-            start_endpoint=lambda: endpoint or pytest.fail("no agent runs by itself"),
-            keeps_failed=keeps_failed,
+        environments = Environments(
+            agents,
+            self.pool,
+            chat_of(family, agents.on_rewrite),
+            lambda: endpoint or pytest.fail("no agent runs by itself"),
         )
-        self.engine.run(self.source)
-        self.source.close()
-        self.samples = sorted(self.source.samples, key=lambda s: (s.prompt, s.number, s.row))
+        limits = dict(capacity=capacity, max_context=max_context)
+        self.dialogue = Trajectories(environments, sampling, **limits, keeps_failed=keeps_failed)
+        queue = StaticQueue(num_prompts, replica=0, num_replicas=1)
+        seeds = [seed_of(7, i) for i in range(num_prompts)]
+        schedule = QueueSchedule(self.prompts, sampling, seeds, queue=queue)
+        self.engine.run(SampleSource(schedule, self.dialogue))
+        self.dialogue.close()
+        self.samples = sorted(schedule.samples, key=lambda s: (s.prompt, s.number, s.row))
 
     def policy(self, request):
         turn = int(request.name.rpartition(".")[2])
@@ -123,7 +124,7 @@ def test_the_tokens_of_a_trajectory_are_those_of_its_requests():
         assert [s.source for s in sample.segments] == ["policy", "tool", "policy", "tool", "policy"]
         assert not sample.truncated and sample.outcome == {"score": 7.0}  # user, 3 turns, 3 replies
         assert len(requests) == 3 and len({r.seed for r in world.engine.requests}) == 6
-    assert world.source.counts["tool_calls"] == 6 and set(world.pool.closed) == {"0.0", "0.1"}
+    assert world.dialogue.counts["tool_calls"] == 6 and set(world.pool.closed) == {"0.0", "0.1"}
 
 
 def test_one_turn_has_the_seed_of_a_response_without_environment():
@@ -156,7 +157,7 @@ def test_a_context_that_is_full_ends_the_trajectory():
     full = World([CALL], max_context=prompt + len(tokenizer_of("qwen2.5")(CALL)["input_ids"]) + 3)
     assert all(len(s.segments) == 1 and s.truncated for s in full.samples)
     none = World([CALL], max_context=prompt)
-    assert none.samples == [] and none.source.counts["failures/prompt"] == 2 * ATTEMPTS
+    assert none.samples == [] and none.dialogue.counts["failures/prompt"] == 2 * ATTEMPTS
 
 
 class Slow(World):
@@ -172,7 +173,7 @@ class Slow(World):
 def test_an_action_that_exceeds_a_limit_has_score_0(on_failure, learned):
     world = Slow([CALL, "It is 42.<|im_end|>"], agents=Agents(on_failure=on_failure))
     assert [sample.number for sample in world.samples] == learned
-    assert world.source.counts["failures/time"] == 1
+    assert world.dialogue.counts["failures/time"] == 1
     if on_failure == "zero":
         assert world.samples[1].outcome == {"score": 0.0, "failed": 1.0}
         assert [segment.source for segment in world.samples[1].segments] == ["policy"]
@@ -187,7 +188,7 @@ def test_a_failed_trajectory_of_validation_is_a_sample():
     )
     assert [sample.outcome for sample in world.samples] == [{"score": 0.0, "failed": 1.0}] * 2
     assert [len(sample.segments) for sample in world.samples] == [0, 3]
-    assert world.source.counts["trajectories"] == 2 and world.source.counts["failures/error"] == 2
+    assert world.dialogue.counts["trajectories"] == 2 and world.dialogue.counts["failures/error"] == 2
 
 
 @pytest.mark.parametrize("on_failure", ["refill", "shrink"])
@@ -199,14 +200,14 @@ def test_a_failed_trajectory_leaves_its_group(on_failure):
     )
     numbers = [sample.number for sample in world.samples]
     assert numbers == ([0, 2] if on_failure == "refill" else [0])
-    assert world.source.counts["failures/error"] == 1
-    assert world.source.counts["dropped"] == (on_failure == "shrink")
+    assert world.dialogue.counts["failures/error"] == 1
+    assert world.dialogue.counts["dropped"] == (on_failure == "shrink")
 
 
 def test_an_environment_that_always_fails_is_tried_a_few_times():
     world = World(["x<|im_end|>"], fails=lambda session, action: True)
-    assert world.samples == [] and world.source.counts["failures/error"] == 2 * ATTEMPTS
-    assert world.source.counts["dropped"] == 2
+    assert world.samples == [] and world.dialogue.counts["failures/error"] == 2 * ATTEMPTS
+    assert world.dialogue.counts["dropped"] == 2
 
 
 def test_a_schema_without_grammar_fails_its_trajectory(caplog):
@@ -226,7 +227,7 @@ def test_a_schema_without_grammar_fails_its_trajectory(caplog):
         agents=Agents(structured_tool_calls=True, on_failure="shrink"),
     )
     assert [sample.number for sample in world.samples] == [0]
-    assert world.source.counts["failures/error"] == 1
+    assert world.dialogue.counts["failures/error"] == 1
     assert "rejects the schema of find: " in caplog.text and '"strng"' in caplog.text
 
 
@@ -260,7 +261,7 @@ def test_a_rewritten_conversation_continues_in_a_new_row():
         agents=Agents(on_rewrite="new_row", max_turns=3),
     )
     rows = [s for s in world.samples if s.number == 0]
-    assert [row.row for row in rows] == [0, 1, 2] and world.source.counts["rewrites"] == 4
+    assert [row.row for row in rows] == [0, 1, 2] and world.dialogue.counts["rewrites"] == 4
     assert "reason" not in world.tokenizer.decode(rows[1].prompt_ids)
     assert all(np.count_nonzero(row.mask) == len(row.token_ids) for row in rows)
     assert json.dumps([row.outcome for row in rows]) == json.dumps([{"score": 1.5}] * 3)
@@ -274,7 +275,7 @@ def test_a_rewrite_that_is_refused_fails_the_trajectory():
         family="qwen3",
         agents=Agents(max_turns=3, on_failure="shrink"),
     )
-    assert world.samples == [] and world.source.counts["failures/rewrite"] == 2
+    assert world.samples == [] and world.dialogue.counts["failures/rewrite"] == 2
 
 
 def test_the_engine_is_kept_busy_while_environments_answer():
@@ -337,8 +338,8 @@ def test_an_agent_that_fails_because_its_turns_are_used_up_has_score_0():
     )
     assert agent.refusals == ["agents.max_turns=3 are used up"]
     (sample,) = world.samples
-    assert sample.outcome == {"score": 0.0} and world.source.counts["turns"] == 3
-    assert world.source.counts["dropped"] == 0
+    assert sample.outcome == {"score": 0.0} and world.dialogue.counts["turns"] == 3
+    assert world.dialogue.counts["dropped"] == 0
 
 
 def test_a_conversation_longer_than_any_context_has_score_0():
@@ -358,7 +359,7 @@ def test_a_conversation_longer_than_any_context_has_score_0():
     )
     assert agent.refusals == ["the conversation is longer than any context"]
     (sample,) = world.samples
-    assert sample.outcome == {"score": 0.0} and world.source.counts["turns"] == 1
+    assert sample.outcome == {"score": 0.0} and world.dialogue.counts["turns"] == 1
 
 
 class SilentAgent(InsistentAgent):
@@ -376,8 +377,8 @@ def test_an_agent_that_hangs_fails():
         delay=lambda: next(delays, 1e9),
         endpoint=SilentAgent(),
     )
-    assert world.samples == [] and world.source.counts["failures/time"] == 1
-    assert world.source.counts["dropped"] == 1 and set(world.pool.closed) == {"0.0"}
+    assert world.samples == [] and world.dialogue.counts["failures/time"] == 1
+    assert world.dialogue.counts["dropped"] == 1 and set(world.pool.closed) == {"0.0"}
 
 
 class Forgetful(InsistentAgent):
@@ -397,7 +398,7 @@ def test_a_rewrite_of_an_agent_that_is_refused_fails_it():
         delay=lambda: 50.0,
         endpoint=agent,
     )
-    assert world.samples == [] and world.source.counts["failures/rewrite"] == 1
+    assert world.samples == [] and world.dialogue.counts["failures/rewrite"] == 1
     assert len(world.engine.requests) == 1
 
 
@@ -425,7 +426,7 @@ class Rejected(World):
 
 def test_messages_that_the_template_rejects_are_a_failure():
     world = Rejected(["x</s>"], family="mistral")
-    assert world.samples == [] and world.source.counts["failures/prompt"] == 2 * ATTEMPTS
+    assert world.samples == [] and world.dialogue.counts["failures/prompt"] == 2 * ATTEMPTS
 
 
 def test_a_reset_beyond_the_limit_is_not_tokenized(monkeypatch):
@@ -444,4 +445,4 @@ def test_a_reset_beyond_the_limit_is_not_tokenized(monkeypatch):
     real = Chat._encode
     monkeypatch.setattr(Chat, "_encode", encode)
     world = Large(["move<|im_end|>"], agents=Agents(on_failure="shrink"))
-    assert longest < 100_000 and world.source.counts["failures/prompt"] == 2
+    assert longest < 100_000 and world.dialogue.counts["failures/prompt"] == 2

@@ -54,15 +54,15 @@ class Complete:
     """Complete all groups that may begin, with the present weights."""
 
 
-Ask = Begin | NextBatch | Generate | Complete
+Message = Begin | NextBatch | Generate | Complete
 
-ASK_TYPES = (Begin, NextBatch, Generate, Complete, Sampling)
+MESSAGE_TYPES = (Begin, NextBatch, Generate, Complete, Sampling)
 """Types that a message may contain."""
 
 _END = "end"
 
 
-class Asks:
+class Messages:
     """The messages of one start of a job. Not collective.
 
     Args:
@@ -70,13 +70,13 @@ class Asks:
     """
 
     def __init__(self, store: JobStore):
-        self._store = store.clone("asks")
+        self._store = store.clone("messages")
         self._number = 0
 
-    def put(self, ask: Ask) -> str:
+    def put(self, message: Message) -> str:
         """Send the next message; return its name."""
         name = self.skip()
-        self._store.set(name, encode(ask, *ASK_TYPES))
+        self._store.set(name, encode(message, *MESSAGE_TYPES))
         return name
 
     def skip(self) -> str:
@@ -84,7 +84,7 @@ class Asks:
         self._number += 1
         return str(self._number - 1)
 
-    def take(self, timeout_s: float = 0.0) -> tuple[str, Ask] | None:
+    def take(self, timeout_s: float = 0.0) -> tuple[str, Message] | None:
         """Return the name and the content of the next message, None if none came within `timeout_s`."""
         name = str(self._number)
         if timeout_s:
@@ -92,7 +92,7 @@ class Asks:
         if (content := self._store.get(name)) is None:
             return None
         self._number += 1
-        return name, decode(content, *ASK_TYPES)
+        return name, decode(content, *MESSAGE_TYPES)
 
     def end(self, code: int) -> None:
         """End the generators at once, whatever they generate. code: exit code of the run."""

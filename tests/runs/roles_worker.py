@@ -1,4 +1,4 @@
-"""train_rl.py with roles, and a probe: `split_worker.py PROBE <arguments of train_rl.py>`.
+"""train_rl.py with roles, and a probe: `roles_worker.py PROBE <arguments of train_rl.py>`.
 
 gap: the trainers append to <run.dir>/gap.txt how far the engine's log-probs of tokens of the newest weights,
 in samples that older weights began, are from their own.
@@ -30,14 +30,14 @@ def gap() -> None:
 
 
 def old_labels() -> None:
-    from rl.rollout.engine import RolloutEngine
+    from rl.rollout.calls import Calls
 
-    original = RolloutEngine._note_version
+    original = Calls.note_version
 
     def note_version(self, version):
         original(self, max(0, version - 1))
 
-    RolloutEngine._note_version = note_version
+    Calls.note_version = note_version
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,11 @@ from rl.phases.sampler import Sampler
 from rl.phases.staleness import StaleTokens, check_staleness
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
-from rl.rollout.asks import Ask, Asks, Begin, Complete, Generate, NextBatch
 from rl.rollout.batches import batch_of
-from rl.rollout.group_stream import batch_size
+from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
 from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
 from rl.rollout.sampling import Sampling, train_sampling
+from rl.rollout.stream import batch_size
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -35,8 +34,11 @@ from rl.training.engine import TrainingEngine
 WAIT_S = 1.0
 """Time between two looks for a stop request while samples are awaited, in seconds."""
 
+Interrupt = Callable[[], bool] | None
+"""Returns whether a stop was requested; None if the call cannot be aborted."""
 
-class SplitGeneration(Sampler):
+
+class GenerationByRoles(Sampler):
     """Asks the generators for samples, and gives them the weights. Methods are collective over the trainers.
 
     Batches are consumed whole and in their order, so the groups before a batch are consumed exactly once. A
@@ -60,7 +62,7 @@ class SplitGeneration(Sampler):
     ):
         super().__init__(config, step, policy)
         self._stop = stop
-        self._link, self._asks = link, Asks(job().store)
+        self._link, self._messages = link, Messages(job().store)
         self._sampling, self._size = train_sampling(config), batch_size(config)
         memory.wait_for_readers = self._wait_for_readers
         self._next_batch = 0
@@ -79,10 +81,10 @@ class SplitGeneration(Sampler):
         """Number of the first group of this start."""
         self._kept = 0
         """Number of the first claim that is not forgotten."""
-        if link.living is not None:
+        if link.excluded is not None:
             from rl.rollout.claims import Claims
 
-            self._claims = Claims(job().store, link.living)
+            self._claims = Claims(job().store, link.excluded)
         self._sent_version: int | None = None
 
     # The run ----------------------------------------------------------------------------------------------
@@ -90,12 +92,12 @@ class SplitGeneration(Sampler):
     def begin(self, cursor: Mapping[str, Any]) -> None:
         """Start the generators."""
         self._first = self._num_learned * self._size
-        self._ask(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
+        self._send(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
         """End the generators, which drop what they generate. code: exit code of the run."""
         if dist.get_rank() == 0:
-            self._asks.end(code)
+            self._messages.end(code)
 
     def check(self, batch: Batch) -> None:
         """Log the staleness of the batch too."""
@@ -129,13 +131,13 @@ class SplitGeneration(Sampler):
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
             groups = range(self._num_learned * self._size, self._num_asked * self._size)
-            self._ask(Complete())
+            self._send(Complete())
             with self._step.phase("wait_samples", timing="save_checkpoint"):
                 self._receive(lambda: all(group in self._groups for group in groups))
 
     def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
         """Return plain data for a checkpoint. Not collective."""
-        return dict(cursor) | {"split": self._stream_state()}
+        return dict(cursor) | {"roles": self._stream_state()}
 
     def _stream_state(self) -> dict[str, Any]:
         deliveries = [self._groups[group] for group in sorted(self._groups)]
@@ -152,7 +154,8 @@ class SplitGeneration(Sampler):
         Raises ConfigError if batches or groups have another size.
         """
         super().load_state_dict(state)
-        state = state.get("split") or {"batch": state["step"]}  # of a run without roles
+        # "split" in version 0.9, and neither in a run without roles
+        state = state.get("roles") or state.get("split") or {"batch": state["step"]}
         if state.get("batch_size", self._size) != self._size:
             raise ConfigError(
                 f"batches have {self._size} prompts (data.prompts_per_step, or with dynamic sampling "
@@ -188,11 +191,12 @@ class SplitGeneration(Sampler):
         groups = range(first, first + self._size)
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
-        self._ask(NextBatch(step.number, self._policy.version, number, self._num_asked, self._purpose(round)))
+        purpose = self._purpose(round)
+        self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
         ids = [prompt.token_ids for prompt in prompts]
 
-        def receive(bar, abortable: bool) -> list[Sample]:
-            self._receive(lambda: all(group in self._groups for group in groups), bar, abortable=abortable)
+        def receive(bar, interrupt: Interrupt) -> list[Sample]:
+            self._receive(lambda: all(group in self._groups for group in groups), bar, interrupt)
             self._check_groups(groups, ids)
             self._next_batch += 1
             self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
@@ -213,12 +217,12 @@ class SplitGeneration(Sampler):
         ids = [prompt.token_ids for prompt in prompts]
         seeds = self._seeds(purpose, len(prompts))
 
-        def receive(bar, abortable: bool) -> list[Sample]:
+        def receive(bar, interrupt: Interrupt) -> list[Sample]:
             samples: list[Sample] = []
             places = list(range(len(prompts)))
             while places:  # again only if a replica has died
                 asked = [ids[place] for place in places], sampling, [seeds[place] for place in places]
-                answers = self._generate(*asked, bar, abortable)
+                answers = self._generate(*asked, bar, interrupt)
                 found = [replace(s, prompt=places[s.prompt]) for s in answers]
                 samples += found
                 places = sorted({*places} - {sample.prompt for sample in found})
@@ -227,41 +231,31 @@ class SplitGeneration(Sampler):
         return self._awaited(receive, prompts, sampling, timing=timing)
 
     def _generate(
-        self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, abortable: bool
+        self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, interrupt: Interrupt
     ) -> list[Sample]:
         """Ask for samples of these prompts; return those of the replicas that live."""
-        name = self._ask(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
+        name = self._send(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
         answers = self._answers[name] = {}
-        self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, abortable=abortable)
+        self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, interrupt)
         del self._answers[name]
         if dist.get_rank() == 0:
-            self._asks.remove(name)
+            self._messages.remove(name)
         return [sample for own in answers.values() for sample in own]
 
     def _awaited(
         self,
-        receive: Callable[[Any, bool], list[Sample]],
+        receive: Callable[[Any, Interrupt], list[Sample]],
         prompts: list[Prompt],
         sampling: Sampling,
         *,
         timing: str,
     ) -> Batch:
         """Return the samples of `receive` as a batch, and log for how long they were awaited."""
-        step, ids = self._step, [prompt.token_ids for prompt in prompts]
-        total = len(prompts) * sampling.samples_per_prompt
-        started = time.perf_counter()
-        abortable = timing != "testing" and self._stop is not None and not step.is_committed
-        with (
-            step.phase("wait_samples", timing=timing, batch=fingerprint(ids)),
-            step.bar(timing, total) as bar,
-        ):
-            samples = receive(bar, abortable)
-            batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
-        if abortable:
-            step.abortable_s += time.perf_counter() - started
-        return batch
+        ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
+        with self._call("wait_samples", ids, len(ids) * n, timing, self._stop) as (bar, interrupt):
+            return batch_of(receive(bar, interrupt), ids, prompts=prompts, samples_per_prompt=n)
 
-    def _receive(self, done: Callable[[], bool], bar=None, *, abortable: bool = False) -> None:
+    def _receive(self, done: Callable[[], bool], bar=None, interrupt: Interrupt = None) -> None:
         """Take what the generators send until `done`. Raises StepAborted after a stop request."""
         while not done():
             for delivery in self._link.receive_samples(WAIT_S):
@@ -269,7 +263,7 @@ class SplitGeneration(Sampler):
                     continue
                 if bar is not None:
                     bar.update(len(delivery.samples))
-            if abortable and self._stop is not None and any_rank(self._stop.is_requested()):
+            if interrupt is not None and any_rank(interrupt()):
                 raise StepAborted
 
     def _keep(self, delivery: Delivery) -> bool:
@@ -312,8 +306,8 @@ class SplitGeneration(Sampler):
 
     # Messages and weights ---------------------------------------------------------------------------------
 
-    def _ask(self, ask: Ask) -> str:
-        return self._asks.put(ask) if dist.get_rank() == 0 else self._asks.skip()
+    def _send(self, message: Message) -> str:
+        return self._messages.put(message) if dist.get_rank() == 0 else self._messages.skip()
 
     def _send_weights(self) -> None:
         """Begin to send the policy's weights, if the generators have others."""

@@ -4,18 +4,22 @@ import numpy as np
 import pytest
 
 from rl.config.schema import load_config
-from rl.rollout.asks import Begin, Complete, NextBatch
+from rl.data.prompts import Prompt
 from rl.rollout.events import Add, Done, Waiting, Weights
-from rl.rollout.group_stream import GroupStream
+from rl.rollout.messages import Begin, Complete, NextBatch
 from rl.rollout.queue import StaticQueue
 from rl.rollout.samples import Completion
+from rl.rollout.sampling import train_sampling
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
+from rl.rollout.stream import StreamSchedule
 
 
 class Messages:
     """Messages that have arrived."""
 
-    def __init__(self, *asks):
-        self.left = list(asks)
+    def __init__(self, *messages):
+        self.left = list(messages)
 
     def take(self, timeout_s):
         return (str(len(self.left)), self.left.pop(0)) if self.left else None
@@ -24,26 +28,28 @@ class Messages:
 class Replica:
     """The first of two replicas, with batches of two prompts with two samples each."""
 
-    def __init__(self, *asks, granularity="batch", lag=1, capacity=4, finished=(), deterministic=True):
+    def __init__(self, *messages, granularity="batch", lag=1, capacity=4, finished=(), deterministic=True):
         options = ["data.prompts_per_step=2", "rollout.samples_per_prompt=2", "roles.refit_after_steps=10"]
         options += [f"roles.lag={lag}", f"roles.granularity={granularity}"]
         options += [f"rollout.deterministic={str(deterministic).lower()}"]
-        self.sent, self.messages = [], Messages(*asks)
-        self.stream = GroupStream(
-            load_config(None, options),
+        self.sent, self.messages = [], Messages(*messages)
+        config = load_config(None, options)
+        self.stream = StreamSchedule(
+            config,
             Begin({}, 0, frozenset(finished)),
-            draw=lambda number: [np.arange(3, dtype=np.int32)] * number,
+            draw=lambda number: [Prompt.of_tokens(np.arange(3, dtype=np.int32))] * number,
             queue=StaticQueue(1 << 62, replica=0, num_replicas=2),
-            capacity=capacity,
-            asks=self.messages,
+            messages=self.messages,
             send=lambda key, samples: self.sent.append(key[0]),
         )
+        dialogue = SingleTurn(train_sampling(config), capacity=capacity)
+        self.source = SampleSource(self.stream, dialogue)
         self.live = []
 
     def step(self, number: int) -> list:
         """Names and versions of the events before an engine step."""
         found = []
-        for event in self.stream.next_events(len(self.live), number):
+        for event in self.source.next_events(len(self.live), number):
             match event:
                 case Add(request):
                     self.live.append(request.name)
@@ -61,7 +67,7 @@ class Replica:
         for _ in range(count):
             empty = np.zeros(1, np.int32)
             completion = Completion(empty, empty.astype(np.float32), "stop", empty)
-            self.stream.receive(self.live.pop(0), completion)
+            self.source.receive(self.live.pop(0), completion)
 
 
 def ask(batch: int, lag: int = 1) -> NextBatch:

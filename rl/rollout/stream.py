@@ -1,4 +1,4 @@
-"""The source of the generators of a run with roles: an endless sequence of groups, sent as they complete.
+"""The schedule of the generators of a run with roles: an endless sequence of groups, sent as they complete.
 
 Group g is prompt g % P of batch g // P, with P prompts in a batch. A batch is a function of the seed and its
 number. Version n of the policy learns from batch n. (If an algorithm needs several batches for one step, the
@@ -13,19 +13,20 @@ so that everything but the clock is a function of the seed.
 
 from collections import deque
 from collections.abc import Callable, Hashable
-
-import numpy as np
+from dataclasses import replace
 
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import fingerprint
-from rl.rollout.asks import Ask, Asks, Begin, NextBatch
-from rl.rollout.events import Add, Done, Event, Waiting, Weights
+from rl.data.prompts import Prompt
+from rl.rollout.events import Done, Event, Waiting, Weights
+from rl.rollout.messages import Begin, Message, Messages, NextBatch
 from rl.rollout.queue import Queue
-from rl.rollout.samples import Completion, Request, Sample, Segment
-from rl.rollout.sampling import seed_of, train_sampling
+from rl.rollout.samples import Sample
+from rl.rollout.sampling import seed_of
+from rl.rollout.source import SampleSource, Start
 
 WAIT_S = 0.5
-"""Longest wait for a message in one call, in seconds."""
+"""Maximum wait for a message in one call, in seconds."""
 
 
 def batch_size(config: Config) -> int:
@@ -39,14 +40,13 @@ def batch_purpose(batch: int) -> str:
     return f"train.{batch + 1}"
 
 
-class GroupStream:
-    """The groups that a replica generates (a `Source`), on its leader.
+class StreamSchedule:
+    """The groups that a replica generates (a `Schedule`).
 
     Args:
-        draw: returns the token ids of the prompts of the next batch.
+        draw: returns the prompts of the next batch.
         queue: gives this replica its groups; without `rollout.deterministic` counted from batch
             `begin.batch`.
-        capacity: maximum number of concurrent requests.
         send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
         take_over: returns one of these items of the queue that a dead replica began, None if there is none.
     """
@@ -56,72 +56,73 @@ class GroupStream:
         config: Config,
         begin: Begin,
         *,
-        draw: Callable[[int], list[np.ndarray]],
+        draw: Callable[[int], list[Prompt]],
         queue: Queue,
-        capacity: int,
-        asks: Asks,
+        messages: Messages,
         send: Callable[[Hashable, list[Sample]], None],
         take_over: Callable[[range], int | None] = lambda items: None,
     ):
-        self._config, self._draw, self._queue, self._asks, self._send = config, draw, queue, asks, send
-        self._take_over = take_over
-        self._sampling, self._size = train_sampling(config), batch_size(config)
+        self._config, self._draw, self._queue, self._messages = config, draw, queue, messages
+        self._send, self._take_over = send, take_over
+        self._size = batch_size(config)
         self._first = self._limit = begin.batch * self._size
         self._finished = begin.finished
         self._lag, self._granularity = config.roles.lag, config.roles.granularity
-        self._capacity = capacity
+        self._group_size = config.rollout.samples_per_prompt
+        self.together = 1 if self._granularity == "sample" else self._group_size
         self._next_batch = begin.batch
         """Number of the batch of the next message."""
         self._purpose = ""
-        self._prompts: dict[int, list[np.ndarray]] = {}
+        self._prompts: dict[int, list[Prompt]] = {}
         self._num_drawn = begin.batch
-        self._waiting: deque[Request] = deque()
-        """Requests of groups that have begun, which the engine has no room for yet."""
+        self._waiting: deque[Start] = deque()
+        """Samples of groups that have begun, which the engine has no room for yet."""
         self._held: int | None = None
         """The next group of this replica, if it was drawn from the queue."""
-        self._open: dict[int, list[Sample]] = {}
-        """Finished samples of the groups that have begun."""
+        self._open: dict[int, list[list[Sample]]] = {}
+        """Rows of the finished samples of the groups that have begun."""
         self._due_at: int | None = None
-        self.barrier: tuple[str, Ask] | None = None
+        self.barrier: tuple[str, Message] | None = None
         """The message that ended the engine's run, with its name: any but a `NextBatch`."""
 
-    # Source -----------------------------------------------------------------------------------------------
+    # Schedule ---------------------------------------------------------------------------------------------
 
-    def next_events(self, num_live: int, step: int) -> list[Event]:
-        events = self._begin_samples(num_live)
+    def next_samples(self) -> list[Start]:
+        if not self._waiting and not self._begin_abandoned() and not self._begin_group():
+            return []
+        return [self._waiting.popleft() for _ in range(min(self.together, len(self._waiting)))]
+
+    def next_events(self, step: int, source: SampleSource) -> list[Event]:
+        events = source.fill()
         # At most one message: its weights must be taken before the next one can come.
-        if self.barrier is None and self._reads_next(num_live + len(events), step):
+        if self.barrier is None and self._reads_next(source.num_open, step):
             is_due = self._due_at is not None
-            taken = self._asks.take(WAIT_S if is_due or not num_live + len(events) else 0.0)
+            taken = self._messages.take(WAIT_S if is_due or not source.num_open else 0.0)
             if taken is None:
-                return [*events, Waiting("weights")] if is_due and num_live + len(events) else events
+                return [*events, Waiting("weights")] if is_due and source.num_open else events
             self._due_at = None
             if isinstance(taken[1], NextBatch):
-                begun = len(events)
-                events += self._allow(taken[1])
-                events += self._begin_samples(num_live + begun)
+                events += [self._allow(taken[1]), *source.fill()]
             else:
                 self.barrier = taken
-        if self.barrier is not None and not (num_live or events):
+        if self.barrier is not None and not source.num_open:
             return [Done()]
         return events
 
-    def receive(self, name: str, completion: Completion) -> None:
-        group, number = map(int, name.split("."))
-        place = group % self._size
-        samples = self._open[group]
-        segments, digest = (Segment.of(completion),), completion.context_digest
-        samples.append(Sample(place, number, segments, completion.end, context_digest=digest))
-        if len(samples) == self._sampling.samples_per_prompt:
-            del self._open[group]
-            prompt = self._prompts[group // self._size][place]
-            self._send((group, fingerprint([prompt])), samples)
+    def ended(self, start: Start, rows: list[Sample]) -> None:
+        place = start.group % self._size
+        samples = self._open[start.group]
+        samples.append([replace(row, prompt=place) for row in rows])
+        if len(samples) == self._group_size:
+            del self._open[start.group]
+            key = start.group, fingerprint([start.prompt.token_ids])
+            self._send(key, [row for rows in samples for row in rows])
 
     # Messages ---------------------------------------------------------------------------------------------
 
-    def _reads_next(self, num_live: int, step: int) -> bool:
+    def _reads_next(self, num_open: int, step: int) -> bool:
         """Return whether to read the next message before engine step `step`."""
-        if not num_live:
+        if not num_open:
             return True
         if self._granularity == "batch" or not self._config.rollout.deterministic:
             return self._granularity != "batch"
@@ -132,24 +133,14 @@ class GroupStream:
             self._due_at = step + self._config.roles.refit_after_steps
         return step >= self._due_at
 
-    def _allow(self, ask: NextBatch) -> list[Event]:
+    def _allow(self, message: NextBatch) -> Event:
         """Allow the groups of a message; return the event that takes its weights."""
-        self._next_batch = ask.batch + 1
-        self._limit = ask.limit * self._size
-        self._purpose = ask.purpose
-        return [Weights(ask.version)]
+        self._next_batch = message.batch + 1
+        self._limit = message.limit * self._size
+        self._purpose = message.purpose
+        return Weights(message.version)
 
-    # Samples ----------------------------------------------------------------------------------------------
-
-    def _begin_samples(self, num_live: int) -> list[Event]:
-        """Return the events that fill the engine."""
-        events: list[Event] = []
-        n = 1 if self._granularity == "sample" else self._sampling.samples_per_prompt
-        while num_live + len(events) + n <= self._capacity:
-            if not self._waiting and not self._begin_abandoned() and not self._begin_group():
-                break
-            events += [Add(self._waiting.popleft()) for _ in range(min(n, len(self._waiting)))]
-        return events
+    # Groups -----------------------------------------------------------------------------------------------
 
     def _begin_group(self) -> bool:
         """Begin the next group of this replica; return False if none is allowed yet."""
@@ -181,10 +172,8 @@ class GroupStream:
         purpose = batch_purpose(batch) if self._lag else self._purpose
         seed = seed_of(self._config.run.seed, purpose, place)
         self._open[group] = []
-        for number in range(self._sampling.samples_per_prompt):
-            prompt = self._prompts[batch][place]
-            name = f"{group}.{number}"
-            self._waiting.append(Request(name, prompt, seed_of(seed, number), self._sampling.max_tokens))
+        prompt = self._prompts[batch][place]
+        self._waiting += [Start(group, number, prompt, seed) for number in range(self._group_size)]
 
     def _next_group(self) -> int:
         """Return the next group of this replica, without the groups that exist already."""

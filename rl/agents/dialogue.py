@@ -1,8 +1,8 @@
-"""The source of trajectories: what the engine of a replica generates, as its environments answer.
+"""The dialogue with environments: each sample is a trajectory, whose turns are requests of the engine.
 
-Only the replica's leader has a source, and with it the environments. A trajectory goes through reset, turns
-of the policy with the environment's answers between them, and score. A turn is one request of the engine,
-named `prompt.number.turn`.
+Only the replica's leader has the environments. A trajectory goes through reset, turns of the policy with the
+environment's answers between them, and score. A turn is one request of the engine, named
+`prompt.number.turn`.
 
 With `agents.order=arrival` an answer is used before the next engine step that has a record
 (`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the
@@ -14,8 +14,7 @@ turn's completion is sent to it, and its next request or its end is the answer.
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,16 +22,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.agents.chat import Chat, TooLong
+from rl.agents.chat import TooLong
 from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
-from rl.agents.pool import EnvironmentPool, once, to_row
+from rl.agents.pool import once, to_row
+from rl.agents.replica_environments import Environments
 from rl.agents.trajectory import Limits, Trajectory
-from rl.config.agents import Agents
-from rl.data.prompts import Prompt
-from rl.rollout.events import Abort, Add, Done, Event, Waiting
-from rl.rollout.queue import Queue
-from rl.rollout.samples import Completion, Request, Sample
+from rl.rollout.events import Abort, Event
+from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.source import Dialogue, Start
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.agents.endpoint import Endpoint, EndpointRequest
@@ -47,13 +45,14 @@ SESSIONS_PER_REQUEST = 4
 for their environments; the limit bounds the cached prefixes that they hold."""
 
 WAIT_S = 1.0
-"""Longest wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
+"""Maximum wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
 
 
 @dataclass
 class _Session:
     """A trajectory with the environment that answers it."""
 
+    start: Start
     trajectory: Trajectory
     messages: Messages = field(default_factory=list)
     """The conversation, as derived from the tokens."""
@@ -85,56 +84,48 @@ class _Session:
         return f"{self.trajectory.prompt}.{self.trajectory.number}"
 
 
-class AgentSource:
-    """Draws prompts from a queue and generates their trajectories (a `Source`).
+class Trajectories(Dialogue):
+    """Generates the trajectories of samples.
+
+    A failed trajectory may be repeated as a further sample of its group. Trajectory j of a group is sampled
+    with the seed of sample j.
 
     Args:
         sampling: `samples_per_prompt` trajectories per prompt, of at most `max_tokens` response tokens.
-        seeds: one per prompt. The first turn of trajectory j of prompt i is sampled with
-            `seed_of(seeds[i], j)`.
-        queue: gives the indices of prompts.
         capacity: maximum number of concurrent requests.
-        max_context: most tokens of prompt and response together.
-        start_endpoint: returns the server for agents that run by themselves.
+        max_context: maximum number of tokens of prompt and response together.
         keeps_failed: whether a failed trajectory is a sample with `failed` 1; `agents.on_failure` is ignored.
-        progress: its `update` is called with the number of trajectories that ended.
     """
 
     def __init__(
         self,
-        prompts: list[Prompt],
+        environments: Environments,
         sampling: Sampling,
-        seeds: list[int],
         *,
-        config: Agents,
-        pool: EnvironmentPool,
-        chat: Chat,
-        queue: Queue,
         capacity: int,
         max_context: int,
-        start_endpoint: "Callable[[], Endpoint]",
         keeps_failed: bool = False,
-        progress=None,
     ):
-        self._prompts, self._sampling, self._seeds = prompts, sampling, seeds
-        self._config, self._pool, self._chat, self._queue = config, pool, chat, queue
-        self._capacity, self._keeps_failed, self._progress = capacity, keeps_failed, progress
+        super().__init__()
+        self._config = config = environments.config
+        self._pool, self._chat = environments.pool, environments.chat
+        self._capacity, self._keeps_failed = capacity, keeps_failed
         self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
-        self._start_endpoint = start_endpoint
+        self._start_endpoint = environments.endpoint
         self._endpoint: Endpoint | None = None
+        self._in_waves = config.order == "waves"
         self._aborts: list[Event] = []
-        self._is_drained = False
         self._sessions: dict[str, _Session] = {}
         self._unanswered: set[str] = set()
         """Sessions whose environment has not answered."""
         self._resetting: set[str] = set()
         self._ready: dict[str, Request] = {}
         """Requests that have not been given to the engine, by session."""
-        self._next_number: Counter[int] = Counter()
-        """Number of the next trajectory of each prompt."""
-        self._attempts_left: Counter[int] = Counter()
-        self.samples: list[Sample] = []
-        """The samples of finished trajectories."""
+        size = sampling.samples_per_prompt
+        self._next_number: defaultdict[int, int] = defaultdict(lambda: size)
+        """Number of the next trajectory of each group that repeats another one."""
+        attempts = 0 if config.on_failure == "shrink" else (ATTEMPTS - 1) * size
+        self._attempts_left: defaultdict[int, int] = defaultdict(lambda: attempts)
         self.counts: Counter[str] = Counter()
         """Sums over the trajectories, by the name of a metric."""
         self._running_since = (0, 0)
@@ -145,43 +136,58 @@ class AgentSource:
         for name in list(self._sessions):
             self._close(name)
 
-    # What the engine asks ---------------------------------------------------------------------------------
+    # What the source asks ---------------------------------------------------------------------------------
 
-    def next_events(self, num_live: int, step: int) -> list[Event]:
-        events = self._events(num_live)
+    @property
+    def num_open(self) -> int:
+        return len(self._sessions)
+
+    def has_room(self, num_live: int, together: int) -> bool:
+        if self._is_held(num_live):
+            return False
+        num_requests = num_live + len(self._ready) + len(self._resetting) + together
+        num_sessions = len(self._sessions) + together
+        has_room = num_requests <= self._capacity and num_sessions <= SESSIONS_PER_REQUEST * self._capacity
+        return has_room or not self._sessions
+
+    def start(self, start: Start) -> None:
+        self._open(start, seed_of(start.seed, start.number))
+
+    def advance(self, num_live: int, step: int) -> list[Event]:
         live, last = self._running_since
         self.counts["live_steps"] += min(live, self._capacity) * (step - last)
         self.counts["steps"] += step - last
-        self._running_since = num_live + sum(isinstance(event, Add) for event in events), step
-        return events
-
-    def _events(self, num_live: int) -> list[Event]:
-        in_waves = self._config.order == "waves"
+        self._running_since = num_live, step
         self._take_replies(0.0)
         aborts, self._aborts = self._aborts, []
-        if aborts or (in_waves and num_live):
-            return aborts
-        if not in_waves:
-            self._draw(num_live)
-        if self._awaited and not num_live and (in_waves or not self._ready):
-            started = time.monotonic()
-            self._take_replies(WAIT_S)
-            self.counts["environments_waited"] += time.monotonic() - started
-        if not (in_waves and self._awaited):  # in waves, the number of prompts must not depend on a clock
-            self._draw(num_live)
-        if not (in_waves and self._awaited) and (self._ready or num_live):
-            return [self._add(name) for name in sorted(self._ready, key=_order)]
-        return [Waiting(self._describe_wait())] if self._sessions else [Done()]
+        return aborts
+
+    def wait(self, num_live: int) -> bool:
+        if not self._awaited or num_live or (self._ready and not self._in_waves):
+            return False
+        started = time.monotonic()
+        self._take_replies(WAIT_S)
+        self.counts["environments_waited"] += time.monotonic() - started
+        return True
+
+    def requests(self, num_live: int) -> list[Request]:
+        if self._is_held(num_live):
+            return []
+        requests = []
+        for name in sorted(self._ready, key=_order):
+            requests.append(request := self._ready.pop(name))
+            self._sessions[name].running = request.name
+        self._running_since = num_live + len(requests), self._running_since[1]
+        return requests
+
+    def _is_held(self, num_live: int) -> bool:
+        """Return whether a wave has not ended: what begins next must not depend on a clock."""
+        return self._in_waves and bool(num_live or self._awaited)
 
     @property
     def _awaited(self) -> set[str]:
         """Sessions whose answers the next wave needs, without those that wait for a worker."""
         return self._unanswered - self._pool.waiting if self._ready else self._unanswered
-
-    def _add(self, name: str) -> Event:
-        request = self._ready.pop(name)
-        self._sessions[name].running = request.name
-        return Add(request)
 
     def receive(self, name: str, completion: Completion) -> None:
         session = self._sessions.get(name.rpartition(".")[0])
@@ -210,35 +216,21 @@ class AgentSource:
 
     # Trajectories -----------------------------------------------------------------------------------------
 
-    def _draw(self, num_live: int) -> None:
-        """Open the trajectories of further prompts while the engine has room for their requests."""
-        n = self._sampling.samples_per_prompt
-        while not self._is_drained:
-            if num_live + len(self._ready) + len(self._resetting) + n > self._capacity and self._sessions:
-                return
-            if len(self._sessions) + n > SESSIONS_PER_REQUEST * self._capacity and self._sessions:
-                return
-            prompt = self._queue.draw()
-            if prompt is None:
-                self._is_drained = True
-                return
-            self._attempts_left[prompt] = 0 if self._config.on_failure == "shrink" else (ATTEMPTS - 1) * n
-            for _ in range(n):
-                self._open(prompt)
-
-    def _open(self, prompt: int, *, repeats: _Session | None = None, alone: bool = False) -> None:
-        """Open a trajectory of a prompt; one that repeats another has its seed."""
-        number = self._next_number[prompt]
-        self._next_number[prompt] += 1
-        seed = seed_of(self._seeds[prompt], number) if repeats is None else repeats.trajectory.seed
-        trajectory = Trajectory(prompt, number, seed=seed, limits=self._limits)
-        session = _Session(trajectory, is_repeated=repeats is not None)
+    def _open(self, start: Start, seed: int, *, is_repeated: bool = False, alone: bool = False) -> None:
+        """Open a trajectory. seed: of its first turn."""
+        trajectory = Trajectory(start.group, start.number, seed=seed, limits=self._limits)
+        session = _Session(start, trajectory, is_repeated=is_repeated)
         self._sessions[session.name] = session
         self._resetting.add(session.name)
         self._unanswered.add(session.name)
         session.asked = time.monotonic()
-        row = to_row(self._prompts[prompt]) | {"seed": self._seeds[prompt]}
-        self._pool.open(session.name, row, alone=alone)
+        self._pool.open(session.name, to_row(start.prompt) | {"seed": start.seed}, alone=alone)
+
+    def _further(self, start: Start) -> Start:
+        """Return a further sample of a group, in place of one whose environment failed."""
+        number = self._next_number[start.group]
+        self._next_number[start.group] += 1
+        return replace(start, number=number)
 
     def _call(self, session: _Session, action) -> None:
         self._unanswered.add(session.name)
@@ -366,34 +358,34 @@ class AgentSource:
     def _end(self, session: _Session, values: dict[str, float]) -> None:
         """Add the samples of a trajectory that is closed."""
         trajectory = session.trajectory
-        ids = self._prompts[trajectory.prompt].token_ids
-        samples = trajectory.samples(values or None, ids)
-        self.samples += [replace(sample, conversation=session.messages) for sample in samples]
+        samples = trajectory.samples(values or None, session.start.prompt.token_ids)
+        rows = [replace(sample, conversation=session.messages) for sample in samples]
+        self.ended.append((session.start, rows))
         self.counts["trajectories"] += 1
         self.counts["turns"] += trajectory.num_turns
         self.counts["rows"] += len(samples)
-        self._note_end()
 
     def _fail(self, session: _Session, reply: Reply) -> None:
         """Count a failed trajectory, and score it, sample another one or leave it out."""
-        prompt = session.trajectory.prompt
+        start, group = session.start, session.start.group
         why = once(reply.kind, reply.failure)
         log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
         self._close(session.name)
         if reply.reopen:
             self.counts["reopened"] += 1
             # A session whose process ended twice while it was idle may have left a thread that ends it.
-            self._open(prompt, repeats=session, alone=reply.reopen == "alone" or session.is_repeated)
+            alone = reply.reopen == "alone" or session.is_repeated
+            self._open(self._further(start), session.trajectory.seed, is_repeated=True, alone=alone)
             return
         self.counts[f"failures/{reply.cause}"] += 1
         if self._keeps_failed or self._learns_from(session, reply):
             self._end(session, {"score": 0.0, "failed": 1.0})
-        elif self._attempts_left[prompt]:
-            self._attempts_left[prompt] -= 1
-            self._open(prompt)
+        elif self._attempts_left[group]:
+            self._attempts_left[group] -= 1
+            self.start(self._further(start))
         else:
             self.counts["dropped"] += 1
-            self._note_end()
+            self.ended.append((start, []))
 
     def _learns_from(self, session: _Session, reply: Reply) -> bool:
         """Return whether a failed trajectory is learned from: the policy's actions exceeded a limit."""
@@ -510,11 +502,7 @@ class AgentSource:
             session.is_driving = False
         session.inbox.clear()
 
-    def _note_end(self) -> None:
-        if self._progress is not None:
-            self._progress.update(1)
-
-    def _describe_wait(self) -> str:
+    def describe_wait(self) -> str:
         """Return '12 live, oldest 43 s, 3.1'."""
         oldest = min(self._unanswered, key=lambda name: self._sessions[name].asked)
         seconds = time.monotonic() - self._sessions[oldest].asked

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 
-class Turns:
+class AlternatingThreads:
     """Runs functions in threads, one at a time and in order; each may wait for an answer.
 
     Args:
-        functions: each is called with a function `wait(ask)`, which returns the answer.
-        answer: called in the main thread with the asks of all functions that have not ended, by index;
+        functions: each is called with a function `wait(request)`, which returns the answer.
+        answer: called in the main thread with the requests of all functions that have not ended, by index;
             returns their answers.
         prepare: called in each thread before its function.
         follow: called with the thread whose turn it is.
@@ -28,7 +28,7 @@ class Turns:
         self._answer, self._prepare, self._follow = answer, prepare, follow
         self._main = threading.Semaphore(0)
         self._turn = [threading.Semaphore(0) for _ in functions]
-        self._asks: dict[int, Any] = {}
+        self._requests: dict[int, Any] = {}
         self._answers: dict[int, Any] = {}
         self._results: dict[int, Any] = {}
         self._error: BaseException | None = None
@@ -50,10 +50,10 @@ class Turns:
                 if self._error is not None:
                     raise self._error
             self._follow(threading.main_thread())
-            live = [index for index in live if index in self._asks]
+            live = [index for index in live if index in self._requests]
             if live:
-                asks, self._asks = self._asks, {}
-                self._answers = self._answer(asks)
+                requests, self._requests = self._requests, {}
+                self._answers = self._answer(requests)
         return [self._results[index] for index in range(len(self._threads))]
 
     def _run(self, index: int, function: Callable) -> None:
@@ -65,9 +65,9 @@ class Turns:
             self._error = error
         self._main.release()
 
-    def _wait(self, index: int, ask: Any) -> Any:
-        """Give up the turn until the ask is answered; return the answer."""
-        self._asks[index] = ask
+    def _wait(self, index: int, request: Any) -> Any:
+        """Give up the turn until the request is answered; return the answer."""
+        self._requests[index] = request
         self._main.release()
         self._turn[index].acquire()
         return self._answers.pop(index)

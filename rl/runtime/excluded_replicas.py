@@ -15,33 +15,33 @@ POLL_S = 0.1
 """Time between two looks for the other ranks at the end of a run, in seconds."""
 
 
-class LivingReplicas:
+class ExcludedReplicas:
     """The replicas of the generators. No method is collective, except `meet`.
 
     Args:
         store: the job's store, to which this object opens a connection of its own.
         replicas: the job's ranks of each replica.
-        least: number of replicas that must live.
+        minimum: number of replicas that must live.
     """
 
-    def __init__(self, store: JobStore, replicas: Sequence[range], *, least: int):
-        self._store = store.clone("living")
-        self.replicas, self.least = replicas, least
+    def __init__(self, store: JobStore, replicas: Sequence[range], *, minimum: int):
+        self._store = store.clone("excluded")
+        self.replicas, self.minimum = replicas, minimum
         self._lock = threading.Lock()
         self._is_held = True
         """Whether no replica can be left out, because ranks wait for all: in start-up, until `hold` is first
         called, and while weights are sent."""
 
-    def left_out(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[int, ...]:
         """Return the numbers of the replicas that are left out, in the order in which they died."""
         return tuple(json.loads(self._store.get("list") or "[]"))
 
-    def ranks_left_out(self) -> set[int]:
-        return {rank for replica in self.left_out() for rank in self.replicas[replica]}
+    def excluded_ranks(self) -> set[int]:
+        return {rank for replica in self.numbers() for rank in self.replicas[replica]}
 
-    def ranks(self, left_out: Collection[int]) -> tuple[int, ...]:
+    def ranks(self, excluded: Collection[int]) -> tuple[int, ...]:
         """Return the job's ranks of all replicas but these."""
-        return tuple(rank for n, own in enumerate(self.replicas) if n not in left_out for rank in own)
+        return tuple(rank for n, own in enumerate(self.replicas) if n not in excluded for rank in own)
 
     def replica_of(self, rank: int) -> int | None:
         """Return the replica of a rank; None for a trainer."""
@@ -53,7 +53,7 @@ class LivingReplicas:
 
     # On rank 0 ----------------------------------------------------------------------------------------------
 
-    def leave_out(self, lost: Collection[int]) -> list[int]:
+    def exclude(self, lost: Collection[int]) -> list[int]:
         """Leave out the replicas of these ranks and return their numbers.
 
         Returns [] and changes nothing if a trainer is among the ranks, if too few replicas would live, in
@@ -61,11 +61,11 @@ class LivingReplicas:
         """
         numbers = {self.replica_of(rank) for rank in lost}
         with self._lock:
-            before = self.left_out()
+            before = self.numbers()
             found = sorted(number for number in numbers if number is not None and number not in before)
             if self._is_held or None in numbers:
                 return []
-            if len(self.replicas) - len(before) - len(found) < self.least:
+            if len(self.replicas) - len(before) - len(found) < self.minimum:
                 return []
             self._store.set("list", json.dumps([*before, *found]))
         return found
@@ -76,9 +76,9 @@ class LivingReplicas:
         If it is true, no other replica is left out until `release`.
         """
         with self._lock:
-            left_out = self.left_out()
-            self._is_held = is_ready(left_out)
-            return left_out if self._is_held else None
+            excluded = self.numbers()
+            self._is_held = is_ready(excluded)
+            return excluded if self._is_held else None
 
     def release(self) -> None:
         with self._lock:
@@ -93,7 +93,7 @@ class LivingReplicas:
         """
         self._store.set(f"arrived {rank}", "")
         if rank == 0:
-            while not self._have_arrived(gone := self.ranks_left_out(), world_size):
+            while not self._have_arrived(gone := self.excluded_ranks(), world_size):
                 time.sleep(POLL_S)
             self._store.set("met", "" if gone else "all")
             return not gone

@@ -1,0 +1,91 @@
+"""The environments of a replica, and how conversations with them become tokens."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from rl.agents.chat import Chat
+from rl.agents.pool import EnvironmentPool
+from rl.config.agent_plan import make_agent_plan
+from rl.config.agents import Agents
+from rl.config.schema import Config
+from rl.data.prompts import end_token_ids
+from rl.rewards.pool.pool import default_workers
+
+if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
+    from rl.agents.endpoint import Endpoint
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Environments:
+    """The environments on the leader of a replica."""
+
+    config: Agents
+    pool: EnvironmentPool
+    chat: Chat
+    make_endpoint: "Callable[[], Endpoint]"
+    """Starts the server for agents that run by themselves."""
+    _endpoint: "Endpoint | None" = None
+
+    def endpoint(self) -> "Endpoint":
+        """Return the server for agents that run by themselves. The first call starts it."""
+        self._endpoint = self._endpoint or self.make_endpoint()
+        return self._endpoint
+
+    def close(self) -> None:
+        """Close the environments and end their processes."""
+        if self._endpoint is not None:
+            self._endpoint.shutdown()
+        self.pool.shutdown()
+
+
+def start_environments(config: Config, tokenizer) -> Environments | None:
+    """Start the environments; return None on ranks that do not lead a replica of the engine.
+
+    Call it before the engines are built, because they pin this thread to a core. Raises ValueError if the
+    environments cannot be loaded, or if the chat template does not suit them.
+    """
+    agents = config.agents
+    if dist.get_rank() % config.rollout.tp:
+        return None
+    own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
+    leaders = 1 if own_cores else max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // config.rollout.tp)
+    chat = Chat(
+        tokenizer,
+        end_token_ids=end_token_ids(config.model.path) | set(config.rollout.stop_token_ids),
+        on_rewrite=agents.on_rewrite,
+        template_kwargs=agents.template_kwargs,
+    )
+    log.info("tokens between turns: %s", chat.description)
+    pool = EnvironmentPool(
+        make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources),
+        workers=agents.workers or default_workers(leaders),
+        timeout_s=agents.timeout_s,
+        memory_mib=agents.memory_mib,
+        max_output_chars=agents.max_output_chars,
+        interpreter=agents.interpreter,
+        variables=agents.variables,
+    )
+
+    def make_endpoint() -> "Endpoint":
+        from rl.agents.endpoint import Endpoint
+
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        return Endpoint(tokenizer, context_tokens=longest, wake=pool.wake)
+
+    environments = Environments(agents, pool, chat, make_endpoint)
+    try:
+        for tools in pool.check():
+            chat.check(tools)
+            if tools and agents.structured_tool_calls:
+                chat.grammar(tools)
+    except ValueError:
+        environments.close()
+        raise
+    return environments

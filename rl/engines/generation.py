@@ -1,0 +1,84 @@
+"""The engines that generate: with the policy, and with models whose weights stay."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rl.config.adapter import Adapter
+from rl.config.options import ConfigError
+from rl.config.schema import Config, needs_sampling_masks
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.parts import Part
+from rl.runtime.device import Device
+
+
+def check_device(config: Config, device: Device) -> None:
+    """Raise ConfigError for what an engine on a GPU cannot do."""
+    if device.is_cuda and config.rollout.carry_over_cache == "keep":
+        raise ConfigError(
+            "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
+            "trainer works (vLLM's sleep mode discards it); use recompute."
+        )
+    if device.is_cuda and config.model.numerics == "bitwise" and config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"model.numerics=bitwise with rollout.temperature={config.rollout.temperature} is for CPU: on a "
+            "GPU vLLM's kernel divides by it with another rounding than torch; use 1.0."
+        )
+
+
+def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter] = ()) -> RolloutEngine:
+    """Return the engine that generates with the policy. Collective over the world.
+
+    adapters: those of a sweep's points; by default that of `config`, if the engine holds it.
+    """
+    adapter = config.adapter
+    if not adapters and adapter.is_on and adapter.in_engine == "adapter":
+        adapters = [adapter]
+    return RolloutEngine(
+        config.model.path,
+        config.rollout,
+        dtype=config.model.dtype,
+        max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        seed=config.run.seed,
+        device=device,
+        parts=parts_of(config, adapters),
+    )
+
+
+def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of that engine. A run imports only those that it uses."""
+    parts: list[Part] = []
+    if adapters:
+        from rl.rollout.adapters import AdapterSlots
+
+        parts.append(AdapterSlots(adapters))
+    if needs_sampling_masks(config):
+        from rl.rollout.sampling_masks import Masks
+
+        parts.append(Masks())
+    if config.training.router_replay == "engine":
+        from rl.rollout.routes import Routes
+
+        parts.append(Routes())
+    if config.model.numerics == "bitwise":
+        from rl.rollout.bitwise_numerics import BitwiseNumerics
+
+        parts.append(BitwiseNumerics())
+    return parts
+
+
+def build_frozen(
+    config: Config, device: Device, name: str, path: str, memory_share: float, max_tokens: int
+) -> RolloutEngine:
+    """Return an engine whose weights stay; it sleeps. Collective over the world."""
+    engine = RolloutEngine(
+        path,
+        replace(config.rollout, gpu_memory_utilization=memory_share),
+        dtype=config.model.dtype,
+        max_tokens=max_tokens,
+        seed=config.run.seed,
+        device=device,
+        name=name,
+        frozen=True,
+    )
+    engine.sleep()
+    return engine

@@ -1,0 +1,137 @@
+"""The requests that vLLM computes: what it is given for a request, and what it returns."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl.rollout.samples import Completion, Request, context_digest
+from rl.rollout.sampling import Sampling
+from rl.runtime import tracing
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from rl.rollout.engine import RolloutEngine
+
+
+@dataclass
+class Call:
+    """Arguments with which vLLM takes a request. The parts of the engine may change them."""
+
+    prompt: dict
+    params: "SamplingParams"
+    version: int
+    """Version of the policy that samples the first tokens."""
+    options: dict = field(default_factory=dict)
+    """Further arguments of LLMEngine.add_request."""
+
+
+def call_of(request: Request, sampling: Sampling, version: int) -> Call:
+    """Return the call of a request. version: that of the engine's weights."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=request.max_tokens,
+        # vLLM compiles the grammar within add_request if the executor is external_launcher, so that all ranks
+        # admit the request at the same step (vLLM #29996).
+        structured_outputs=request.grammar and StructuredOutputsParams(structural_tag=request.grammar),
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        extra_args={"seed": request.seed},  # for HashedSampler
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        # Stop strings are matched in text; otherwise the trainer decodes in batches.
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # each request has its own parameters
+    )
+    return Call({"prompt_token_ids": request.token_ids.tolist()}, params, version)
+
+
+@dataclass
+class Live:
+    """A request that runs."""
+
+    internal_id: str
+    """vLLM's id: the name and a random suffix."""
+    spans: list[tuple[int, int]]
+    """(number of the first token, version of the policy that sampled the tokens from there on)."""
+
+    def versions(self, num_tokens: int) -> np.ndarray:
+        """Return the version of each of the request's tokens, int32 [num_tokens]."""
+        versions = np.zeros(num_tokens, np.int32)
+        for first, version in self.spans:
+            versions[first:] = version
+        return versions
+
+
+class Calls:
+    """The requests that run in an engine, by name.
+
+    All ranks of a replica call the methods with the same arguments, in the same order.
+    """
+
+    def __init__(self, engine: "RolloutEngine"):
+        self._engine, self._vllm = engine, engine.llm.llm_engine
+        self._live: dict[str, Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, request: Request, sampling: Sampling) -> None:
+        """Give a request to vLLM."""
+        engine = self._engine
+        call = call_of(request, sampling, engine.weights_version)
+        if engine.keeps_cache:
+            first = request.first_version
+            call.prompt["cache_salt"] = f"v{engine.weights_version if first is None else first}"
+        for part in engine.parts:
+            part.request(engine, request, call)
+        internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
+        self._live[request.name] = Live(internal_id, [(0, call.version)])
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Run one engine step; return the requests that it finished."""
+        with tracing.span("engine step", requests=len(self)):
+            outputs = self._vllm.step()
+        return [(output.request_id, self._completion(output)) for output in outputs if output.finished]
+
+    def _completion(self, finished) -> Completion:
+        """Return the tokens of a finished request, with the held columns. finished: vLLM's RequestOutput."""
+        live, output, held = self._live.pop(finished.request_id), finished.outputs[0], {}
+        for part in self._engine.parts:
+            held |= part.completion(self._engine, live.internal_id, output)
+        return Completion(
+            token_ids=np.asarray(output.token_ids, np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
+            end="length" if output.finish_reason == "length" else "stop",
+            weight_versions=live.versions(len(output.token_ids)),
+            held=held,
+            context_digest=context_digest(finished.prompt_token_ids),
+        )
+
+    def abort(self, name: str) -> Completion:
+        """Abort a request and return its tokens so far."""
+        live, engine = self._live.pop(name), self._engine
+        token_ids = np.array(engine.scheduler.requests[live.internal_id].output_token_ids, np.int32)
+        logprobs = np.array(engine.platform.logprobs_so_far(engine, live.internal_id), np.float32)
+        self._vllm.abort_request([name])
+        return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
+
+    def abort_all(self) -> None:
+        """Abort all requests and discard their tokens."""
+        self._vllm.abort_request(list(self._live))
+        self._live.clear()
+
+    def note_version(self, version: int) -> None:
+        """Note that all further tokens are sampled by `version` of the policy."""
+        self._engine.weights_version = version
+        for live in self._live.values():
+            request = self._engine.scheduler.requests[live.internal_id]
+            live.spans.append((request.num_output_tokens, version))

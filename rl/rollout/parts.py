@@ -1,0 +1,55 @@
+"""Parts of a generation engine: what a platform or a feature adds to vLLM, behind named hooks.
+
+A feature is a subclass of `Part` in a file of its own. `RolloutEngine` calls the hooks of its parts in their
+order and knows no feature; `rl.engines.generation` chooses the parts of a run.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from rl.rollout.calls import Call
+from rl.rollout.samples import Request
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
+
+
+class Part:
+    """One part of an engine. The hooks are called on every rank; by default they change nothing."""
+
+    held: tuple[str, ...] = ()
+    """Held columns (`rl.data.held`) that `completion` returns."""
+    keeps_weights = False
+    """Whether the weights must survive a sleep, because a refit does not write all of them."""
+
+    def options(self, engine: "RolloutEngine") -> dict:
+        """Return arguments of vLLM's LLM. Patches of vLLM are applied here, before it is built."""
+        return {}
+
+    def built(self, engine: "RolloutEngine") -> None:
+        """Prepare the model, the runner and the scheduler that vLLM has built."""
+
+    def begin(self, engine: "RolloutEngine") -> None:
+        """Prepare a call of `RolloutEngine.run`."""
+
+    def request(self, engine: "RolloutEngine", request: Request, call: Call) -> None:
+        """Change the arguments with which vLLM takes a request."""
+
+    def completion(self, engine: "RolloutEngine", internal_id: str, output) -> dict[str, np.ndarray]:
+        """Return the held columns of a finished request. output: vLLM's CompletionOutput."""
+        return {}
+
+    def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that a refit writes, by vLLM's names. weights: the model's parameters."""
+        return weights
+
+    def weights_changed(self, engine: "RolloutEngine") -> None:
+        """Discard what was computed from the old weights."""
+
+    def sleep(self, engine: "RolloutEngine") -> None:
+        """Release memory for the trainer."""
+
+    def wake(self, engine: "RolloutEngine", what: str) -> None:
+        """Restore what `sleep` released. what: "weights" before a refit, "kv_cache" after it."""

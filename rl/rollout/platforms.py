@@ -1,0 +1,84 @@
+"""The platforms of a generation engine: vLLM's options there, and how the engine releases its memory."""
+
+import torch.distributed as dist
+
+from rl.rollout import cpu_support
+from rl.rollout.parts import Part
+
+
+class Platform(Part):
+    """The first part of every engine."""
+
+    def logprobs_so_far(self, engine, internal_id: str) -> list[float]:
+        """Return the log-probs of a running request's tokens."""
+        state = engine.llm.llm_engine.output_processor.request_states[internal_id]
+        return state.logprobs_processor.logprobs.logprobs
+
+
+class Cuda(Platform):
+    """vLLM on a GPU. Its sleep mode releases the memory of engines that are refitted."""
+
+    def options(self, engine):
+        is_frozen, is_eager = engine.frozen, engine.config.enforce_eager
+        return dict(
+            enable_sleep_mode=not is_frozen,
+            enforce_eager=is_eager,
+            # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit
+            # would write them in the checkpoint's order, without any error. Triton's kernels use that order.
+            moe_backend="auto" if is_frozen else "triton",
+            gpu_memory_utilization=engine.config.gpu_memory_utilization,
+            # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
+            sleep_mode_offload_cudagraph=not is_frozen and not is_eager,
+        )
+
+    def request(self, engine, request, call):
+        call.params.seed = request.seed
+
+    def sleep(self, engine):
+        if not engine.frozen:  # level 1 copies the weights to the host, level 2 discards them
+            engine.llm.sleep(level=1 if any(part.keeps_weights for part in engine.parts) else 2)
+
+    def wake(self, engine, what):
+        if not engine.frozen:
+            engine.llm.wake_up(tags=[what])
+
+
+class Cpu(Platform):
+    """vLLM's CPU build, with the sampler and the scheduler of this program."""
+
+    def options(self, engine):
+        options: dict = dict(
+            enforce_eager=True,
+            kv_cache_memory_bytes=engine.config.cpu_kv_cache_mib << 20,
+            scheduler_cls="rl.rollout.cpu_scheduler.DecodeScheduler",
+            compilation_config={"custom_ops": ["all"]},
+        )
+        if "kv_lora_rank" in engine.hf:
+            # vLLM's CPU rotary kernel is wrong for 3-dimensional queries.
+            options["compilation_config"]["custom_ops"].append("-rotary_embedding")
+            # The default backend on hosts with AMX removes kv_b_proj.weight.
+            options["attention_backend"] = "CPU_MLA"
+        return options
+
+    def built(self, engine):
+        dist.barrier()
+        cpu_support.unlink_shared_memory()
+        self.cache = cpu_support.KvCache(engine.runner.kv_caches)
+        engine.runner.sampler = cpu_support.make_sampler(engine.runner)
+
+    def weights_changed(self, engine):
+        cpu_support.release_packed_weights(engine.model)
+
+    def sleep(self, engine):
+        if not engine.keeps_cache:
+            self.cache.release()
+        cpu_support.release_packed_weights(engine.model)
+
+    def wake(self, engine, what):
+        if what == "kv_cache":
+            self.cache.restore()
+
+    def logprobs_so_far(self, engine, internal_id):
+        # This scheduler reports tokens only at the end of a request, vLLM's after each step.
+        logprobs = engine.scheduler.logprobs.get(internal_id)
+        return super().logprobs_so_far(engine, internal_id) if logprobs is None else logprobs

@@ -1,0 +1,55 @@
+"""The schedule of a queue: each replica generates the groups that it draws, until none is left."""
+
+from collections.abc import Sequence
+
+from rl.data.prompts import Prompt
+from rl.rollout.events import Done, Event
+from rl.rollout.queue import Queue
+from rl.rollout.samples import Sample
+from rl.rollout.sampling import Sampling
+from rl.rollout.source import SampleSource, Start
+
+
+class QueueSchedule:
+    """Generates the samples of the prompts that a queue gives (a `Schedule`).
+
+    Args:
+        seeds: one per prompt (`Start.seed`).
+        queue: gives the indices of prompts.
+        adapters: index of the adapter that generates for each prompt; None: the first one for all.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        queue: Queue,
+        adapters: Sequence[int] | None = None,
+    ):
+        self._prompts, self._seeds, self._queue = prompts, seeds, queue
+        self._adapters = adapters or [0] * len(prompts)
+        self.together = sampling.samples_per_prompt
+        self._is_drained = False
+        self.samples: list[Sample] = []
+        """The samples that have ended."""
+
+    def next_samples(self) -> list[Start]:
+        item = None if self._is_drained else self._queue.draw()
+        if item is None:
+            self._is_drained = True
+            return []
+        return self._samples_of(item)
+
+    def _samples_of(self, item: int) -> list[Start]:
+        group = item, self._prompts[item], self._seeds[item], self._adapters[item]
+        index, prompt, seed, adapter = group
+        return [Start(index, number, prompt, seed, adapter) for number in range(self.together)]
+
+    def next_events(self, step: int, source: SampleSource) -> list[Event]:
+        events = source.fill()
+        return events if events or source.num_open else [Done()]
+
+    def ended(self, start: Start, rows: list[Sample]) -> None:
+        self.samples += rows

@@ -1,0 +1,47 @@
+"""The dialogue of one turn: a sample is the completion of its prompt."""
+
+import numpy as np
+
+from rl.rollout.samples import Completion, Request, Sample, Segment
+from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.source import Dialogue, Start
+
+
+class SingleTurn(Dialogue):
+    """Generates responses of one turn. A sample that continues has its new tokens alone.
+
+    capacity: maximum number of concurrent requests.
+    """
+
+    def __init__(self, sampling: Sampling, *, capacity: int):
+        super().__init__()
+        self._max_tokens, self._capacity = sampling.max_tokens, capacity
+        self._open: dict[str, Start] = {}
+        self._ready: list[Request] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def has_room(self, num_live: int, together: int) -> bool:
+        return num_live + len(self._ready) + together <= self._capacity
+
+    def start(self, start: Start) -> None:
+        name, seed = f"{start.group}.{start.number}", seed_of(start.seed, start.number)
+        context, limit, version = start.prompt.token_ids, self._max_tokens, None
+        if start.so_far is not None and start.so_far.segments:
+            context = np.concatenate([context, start.so_far.token_ids])
+            limit -= len(start.so_far.token_ids)
+            version = int(start.so_far.weight_versions[0])
+        self._open[name] = start
+        self._ready.append(Request(name, context, seed, limit, first_version=version, adapter=start.adapter))
+
+    def requests(self, num_live: int) -> list[Request]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def receive(self, name: str, completion: Completion) -> None:
+        start = self._open.pop(name)
+        segments, digest = (Segment.of(completion),), completion.context_digest
+        sample = Sample(start.group, start.number, segments, completion.end, context_digest=digest)
+        self.ended.append((start, [sample]))

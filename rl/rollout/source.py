@@ -1,0 +1,151 @@
+"""The samples of a replica: a schedule of samples, each of which proceeds as a dialogue.
+
+    schedule    which samples start next, when the engine takes weights, and when it is done
+    dialogue    how one sample proceeds: one turn, or a trajectory with an environment
+
+`SampleSource` joins one schedule with one dialogue, on the replica's leader. Every schedule works with every
+dialogue.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rl.data.prompts import Prompt
+from rl.rollout.events import Add, Event, Waiting
+from rl.rollout.samples import Completion, Request, Sample
+
+
+@dataclass(frozen=True)
+class Start:
+    """A sample that a replica generates."""
+
+    group: int
+    """Number of its group in the schedule."""
+    number: int
+    """Index of the sample among those of its group."""
+    prompt: Prompt
+    seed: int
+    """Seed of the group. Sample `number` has `seed_of(seed, number)`, whichever replica draws it."""
+    adapter: int = 0
+    """Index of the adapter that generates, in an engine that has several."""
+    so_far: Sample | None = None
+    """The sample's tokens before it was interrupted."""
+
+
+class Schedule(Protocol):
+    """Decides which samples a replica generates, and when."""
+
+    together: int
+    """Maximum number of samples that start at the same time, when the engine has room for all of them."""
+
+    def next_samples(self) -> list[Start]:
+        """Return the samples that start next, [] if none may start now."""
+
+    def next_events(self, step: int, source: "SampleSource") -> list[Event]:
+        """Return the events before engine step `step`, those of `source.fill` among them."""
+
+    def ended(self, start: Start, rows: list[Sample]) -> None:
+        """Take the rows of a sample that has ended, or was aborted; [] if its environment failed."""
+
+
+class Dialogue:
+    """Turns samples into requests of the engine, and completions into samples."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[Start, list[Sample]]] = []
+        """Samples that have ended, with their rows. The source empties the list."""
+
+    @property
+    def num_open(self) -> int:
+        """Number of samples that have started and not ended."""
+        raise NotImplementedError
+
+    def has_room(self, num_live: int, together: int) -> bool:
+        """Return whether so many samples may start. num_live: number of requests in the engine."""
+        raise NotImplementedError
+
+    def start(self, start: Start) -> None:
+        """Start a sample."""
+        raise NotImplementedError
+
+    def requests(self, num_live: int) -> list[Request]:
+        """Return the requests that begin now."""
+        raise NotImplementedError
+
+    def receive(self, name: str, completion: Completion) -> None:
+        """Take the completion of the request `name`; after an abort with the tokens so far."""
+        raise NotImplementedError
+
+    # What is outside of the engine, if anything is ----------------------------------------------------------
+
+    def advance(self, num_live: int, step: int) -> list[Event]:
+        """Take what has arrived before engine step `step`; return requests to abort."""
+        return []
+
+    def wait(self, num_live: int) -> bool:
+        """Wait a second for what the next requests depend on; return whether it was necessary."""
+        return False
+
+    def describe_wait(self) -> str:
+        """Return what is awaited while nothing runs, for the report of a hang."""
+        return ""
+
+
+class SampleSource:
+    """Generates the samples of a schedule as dialogues (`rl.rollout.events.Source`).
+
+    progress: its `update` is called with the number of samples that ended.
+    """
+
+    def __init__(self, schedule: Schedule, dialogue: Dialogue, *, progress=None):
+        self._schedule, self._dialogue, self._progress = schedule, dialogue, progress
+        self._num_live = 0
+        self.running: dict[str, None] = {}
+        """Names of the requests in the engine, the oldest first."""
+
+    @property
+    def num_open(self) -> int:
+        """Number of samples that have started and not ended."""
+        return self._dialogue.num_open
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        self._num_live = num_live
+        events = self._dialogue.advance(num_live, step)
+        self._take_ended()
+        if events:
+            return events
+        events = self._schedule.next_events(step, self)
+        if not events and not num_live and self.num_open:
+            return [Waiting(self._dialogue.describe_wait())]
+        return events
+
+    def fill(self) -> list[Event]:
+        """Return the events that start and continue samples, as far as the engine has room."""
+        self._start_samples()
+        if self._dialogue.wait(self._num_live):
+            self._take_ended()
+            self._start_samples()
+        requests = self._dialogue.requests(self._num_live)
+        self._num_live += len(requests)
+        self.running |= dict.fromkeys(request.name for request in requests)
+        return [Add(request) for request in requests]
+
+    def receive(self, name: str, completion: Completion) -> None:
+        self.running.pop(name, None)
+        self._dialogue.receive(name, completion)
+        self._take_ended()
+
+    def _start_samples(self) -> None:
+        schedule, dialogue = self._schedule, self._dialogue
+        while dialogue.has_room(self._num_live, schedule.together):
+            if not (starts := schedule.next_samples()):
+                break
+            for start in starts:
+                dialogue.start(start)
+
+    def _take_ended(self) -> None:
+        ended, self._dialogue.ended = self._dialogue.ended, []
+        for start, rows in ended:
+            self._schedule.ended(start, rows)
+            if self._progress is not None and not any(row.is_unfinished for row in rows):
+                self._progress.update(1)
