@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,7 +20,7 @@ from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.training.attention import can_share
-from rl.training.gradients import ReductionProbe, with_gradients
+from rl.training.gradients import ReductionProbe, gradient_buffers, with_gradients
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, build_model
@@ -36,7 +34,7 @@ from rl.training.optimizer import (
 )
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.parts import Part, Parts
-from rl.training.pipeline import KnownShapes
+from rl.training.pipeline import run_schedule
 from rl.training.reference import Reference
 from rl.training.spec import ModelSpec
 from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
@@ -93,7 +91,6 @@ class TrainingEngine:
             self._probe = ReductionProbe(self.learned_map)
         assert self.optimizer is not None or self.reference is None, "a frozen model is its own reference"
         self.wrapped.train(self.optimizer is not None)
-        self.forward_backward = get_forward_backward_func()
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
 
     @property
@@ -121,12 +118,11 @@ class TrainingEngine:
             if self.grid.reports_results:
                 places.append(micro.column_index)
                 values.append(torch.stack([getattr(micro, name) for name in names]))
-            return getattr(micro, names[0]).new_zeros(()), {}
 
         # A model in training stays in train() here: in eval() Transformer Engine may choose another attention
         # kernel than in the update. Nothing else depends on the mode, because there is no dropout.
         for plan in plans:
-            self._run(batch, plan, keep, forward_only=True, progress=progress, outputs=names)
+            self.visit(batch, plan, names, keep, progress)
         out = torch.zeros(len(names), int(batch.lengths.sum()), device=self.device.torch)
         if places:
             out[:, torch.cat(places).to(out.device)] = torch.cat(values, dim=1)
@@ -233,9 +229,8 @@ class TrainingEngine:
         weights: also free that of the weights. The model cannot compute before `reload`.
         """
         own = self.parts.resident(list(self.model.parameters()))
-        if isinstance(self.wrapped, DistributedDataParallel):
-            buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
-            gradients = [buffer.grad_data for buffer in buffers]
+        if self.optimizer is not None:
+            gradients = gradient_buffers(self.wrapped)
             self._learning_state_in_host.send(gradients, contents=False)  # `update` sets them to 0 first
             # A float32 model's main weights share the storage of its weights.
             kept = {weight.untyped_storage()._cdata for weight in own}
@@ -261,11 +256,7 @@ class TrainingEngine:
         parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
         Optimizer states are not included, because they are sharded.
         """
-        groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for name, weight in sorted(self.learned_map.parameters.items()):
-            groups[".experts." in name][name] = weight
-        out = [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
-        return out + [replica for part in self.parts for replica in part.replicas()]
+        return self.learned_map.replicas() + [pair for part in self.parts for pair in part.replicas()]
 
     def stale_master_weights(self) -> list[str]:
         """Return the names of weights that are not their rounded master weights. Not collective."""
@@ -313,17 +304,7 @@ class TrainingEngine:
 
             return output, loss_function
 
-        self.forward_backward(
-            forward_step_func=step,
-            data_iterator=iter(rows),
-            model=[self.wrapped],
-            num_microbatches=len(rows),
-            seq_length=1,  # unused: `KnownShapes` provides the shapes
-            micro_batch_size=1,
-            forward_only=forward_only,
-            p2p_communicator=KnownShapes(grid.groups.pp, config, rows),
-            pg_collection=grid.groups,
-        )
+        run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
     def _sum_over_replicas(self, sums: dict[str, Tensor], probe: Tensor) -> dict[str, float]:
         """Return the last stages' metrics, summed over the data parallel ranks, on every rank.
