@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from rl.config import declarations  # noqa: E402
-from rl.config.objective_checks import PREFERENCE_KEYS, SECTION_OF_NEED  # noqa: E402
+from rl.config.effects import PREFERENCE_KEYS  # noqa: E402
+from rl.config.exclusions import exclusions  # noqa: E402
 from rl.config.options import flatten, last, parent, show, tree_docs, tree_keys, type_name  # noqa: E402
 from rl.config.schema import ADVANTAGES, LOSSES, Config, Preference  # noqa: E402
 from tools.docs.curves import draw, stored  # noqa: E402
@@ -43,6 +44,12 @@ training: {tp: 2, optimizer: {lr: 1.0e-6}}
 
 An algorithm sets other defaults for some keys; its [page](algorithms.md) lists them. `train_rl.py --help`
 prints this list, and `--print-config` the values of a run. The error for an unknown key names the nearest.
+
+"""
+EXCLUDED = """## What excludes what
+
+A config that has both features of a pair is refused with the reason and the remedy given here; every other
+pair is accepted. A key stands for any value but its default.
 
 """
 CURVE = """`{config}`: two-digit addition on two CPU ranks, one seed, from {start}.
@@ -86,7 +93,19 @@ def config_page() -> str:
         if keys:
             about = f"{wrapped(plain_text(docs[section]))}\n\n" if section and docs[section] else ""
             parts.append(f"## {section or 'Top level'}\n\n{about}{key_list(keys, defaults)}\n")
-    return CONFIG + "\n".join(parts)
+    return CONFIG + "\n".join([*parts, exclusion_list()])
+
+
+def exclusion_list() -> str:
+    """Return the section of the pairs of features that exclude each other."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for pair in exclusions():
+        rows.setdefault((pair.first, pair.reason, pair.remedy), []).append(pair.second)
+    lines = [
+        wrapped(plain_text(f"- {first} with {', '.join(others)}: {reason}; {remedy}."), "  ")
+        for (first, reason, remedy), others in rows.items()
+    ]
+    return EXCLUDED + "\n".join(lines) + "\n"
 
 
 def blocks(name: str) -> dict[str, str]:
@@ -123,7 +142,9 @@ def page_keys(name: str, algorithm: declarations.Algorithm) -> str:
 def own_keys(name: str, algorithm: declarations.Algorithm) -> list[str]:
     """Return the keys that the algorithm reads: those of its sections, its estimator and its loss."""
     defaults = flatten(Config())
-    sections = {*SECTION_OF_NEED, "teacher"} & set(algorithm.needs)
+    sections = {"critic", "implicit_reward", "preference", "teacher", "dynamic_sampling"} & set(
+        algorithm.needs
+    )
     named = algorithm.defaults.get
     chosen = (ADVANTAGES.get(named("objective.advantage", "")), LOSSES.get(named("objective.loss", "")))
     reads = {key for formula in chosen if formula for key in formula.reads}
@@ -147,7 +168,7 @@ def own_keys(name: str, algorithm: declarations.Algorithm) -> list[str]:
         or key in ("data.prompts_per_step", "training.prompts_per_minibatch", "training.epochs")
     ]
     foreign = {f"preference.{field.name}" for field in fields(Preference)}
-    foreign -= {f"preference.{key}" for key in PREFERENCE_KEYS.get(name, ())}
+    foreign -= {f"preference.{key}" for key, readers in PREFERENCE_KEYS.items() if name in readers.split("|")}
     return [key for key in keys if key not in foreign and not (".optimizer." in key and last(key) != "lr")]
 
 
