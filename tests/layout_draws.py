@@ -17,15 +17,15 @@ import pyarrow.parquet as pq
 import torch
 
 from rl.config.declarations import shipped
-from rl.config.objective_checks import check_loss
+from rl.config.exclusions import check_exclusions
 from rl.config.options import ConfigError
 from rl.config.schema import LOSSES, load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.objectives.aggregate import MODES
 from rl.objectives.kl import ESTIMATORS
-from rl.run.rollouts import columns_of
-from rl.run_directory.rollouts import RolloutLog
+from rl.run.stored_batches import FILE_COLUMNS, columns_of, stored_arrays
+from rl.run_directory.rollout_files import RolloutLog
 from tests.checkpoints import SIZES, save_tiny
 
 SEED = 2026
@@ -210,7 +210,9 @@ def options(algorithm: str, turn: int, rng: random.Random, models: Path, *, has_
 
 def fits(keys: list[str]) -> bool:
     try:
-        check_loss(load_config(None, ["model.path=toy", "data.train=toy.jsonl", "algorithm=grpo", *keys]))
+        check_exclusions(
+            load_config(None, ["model.path=toy", "data.train=toy.jsonl", "algorithm=grpo", *keys])
+        )
     except ConfigError:
         return False
     return True
@@ -245,11 +247,13 @@ def save_samples(
 
     has_rows: divide some samples into rows with prompts of their own.
     """
-    log = RolloutLog(directory, kind="all", token_texts=lambda: [str(i) for i in range(VOCAB.stop)])
+    log = RolloutLog(
+        directory, FILE_COLUMNS, kind="all", token_texts=lambda: [str(i) for i in range(VOCAB.stop)]
+    )
     largest, empty = 1, rng.choice([0.0, 0.3, 0.6, 0.8])
     for step in range(1, STEPS + 1):
         batch = samples(rng, num_prompts, per_prompt, empty=empty, has_rows=has_rows)
-        arrays = {"mask": batch.mask.numpy(), "rollout_logprobs": batch.rollout_logprobs.numpy()}
+        arrays = stored_arrays(batch, batch)
         columns = partial(columns_of, step, batch, list(range(len(batch))), arrays, decode)
         log.write(step, columns)
         largest = max(largest, int(batch.prompt_lengths.sum() + batch.lengths.sum()))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rl.run_directory.named_metrics import is_documented
-from rl.run_directory.rollouts import read, stored_steps
+from rl.run_directory.rollout_files import read, stored_steps
 from tools.records import MACHINE
 
 

@@ -1,6 +1,7 @@
 """A small run directory with metrics, configs and rollouts, for tests of what reads them."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import torch
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.run.rollouts import columns_of
-from rl.run_directory.rollouts import RolloutLog
+from rl.run.stored_batches import FILE_COLUMNS, columns_of, stored_arrays
+from rl.run_directory.rollout_files import RolloutLog
 
 TOKENS = ["<end>", " two", " and", " four", " is", " six", "\n"]
 
@@ -52,15 +53,14 @@ def batch(seed: int = 0, *, agents: bool = False) -> Batch:
 
 def columns(step: int, of: Batch) -> dict[str, list]:
     """Return the stored columns of a batch that was learned from."""
-    names = ("mask", "turns", "turn_rewards", "rollout_logprobs", "weight_versions")
-    arrays = {name: getattr(of, name).numpy() for name in names if getattr(of, name) is not None}
-    arrays["old_logprobs"] = arrays["rollout_logprobs"] + 0.01
-    arrays["advantages"] = (of.rewards - of.rewards.mean()).repeat_interleave(of.lengths).numpy()
+    old_logprobs = of.rollout_logprobs + 0.01
+    advantages = (of.rewards - of.rewards.mean()).repeat_interleave(of.lengths)
+    arrays = stored_arrays(of, replace(of, old_logprobs=old_logprobs, advantages=advantages))
     return columns_of(step, of, list(range(len(of))), arrays, decode)
 
 
 def save_rollouts(run: Path, steps: int, *, agents: bool = False) -> None:
-    log = RolloutLog(run, kind="all", token_texts=lambda: TOKENS)
+    log = RolloutLog(run, FILE_COLUMNS, kind="all", token_texts=lambda: TOKENS)
     for step in range(1, steps + 1):
         log.write(step, partial(columns, step, batch(step, agents=agents)))
     log.close()

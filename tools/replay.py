@@ -64,7 +64,7 @@ def replay(ranks, args: argparse.Namespace) -> int:
         run = replace(config.run, dir=args.run_dir)  # it may have moved
         model = replace(config.model, path=args.weights or config.model.path)
         config = replace(config, run=run, model=model, reward=Reward())
-        files = sorted(Path(args.run_dir, DIRECTORY, f"step_{args.step}").glob("*.npz"))
+        files = sorted(Path(args.run_dir, DIRECTORY, f"step_{args.step}").glob("*.events"))
         if not files:
             raise ValueError(
                 f"RUN_DIR={args.run_dir} has no event log of step {args.step}; name a step of a run with the "

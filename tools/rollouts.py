@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.run_directory.rollouts import COLUMNS, read, stored_steps  # noqa: E402
+from rl.run_directory.rollout_files import read, stored_steps  # noqa: E402
 from tools.report import aligned  # noqa: E402
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 TEXTS = ("prompt", "response", "messages")
 """Columns that --text searches."""
-SCALARS = [name for name, kind in COLUMNS.items() if not kind.endswith("s")]
 PLACE = ("step", "group", "sample", "row", "data_source", "score", "reward", "length", "truncated")
 CELL_CHARS = 60
 
@@ -176,7 +175,9 @@ def export(tables: Iterator["pa.Table"], path: Path) -> int:
     if path.suffix == ".parquet":
         pq.write_table(table, path, compression="zstd")
     elif path.suffix == ".csv":
-        pyarrow.csv.write_csv(table.select(SCALARS), path)
+        pyarrow.csv.write_csv(
+            table.select([each.name for each in table.schema if not pa.types.is_list(each.type)]), path
+        )
     else:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())

@@ -541,6 +541,16 @@ def resolve(config: Config) -> Config:
     )
 
 
+def whole_run(config: Config) -> Config:
+    """Return the config of the run of which `run.mode` does a part (a check has dropped data.val)."""
+    dropped = config.run.mode == "check" and not config.data.val
+    return replace(
+        config,
+        run=replace(config.run, mode="train"),
+        data=replace(config.data, val=["dropped"]) if dropped else config.data,
+    )
+
+
 def algorithm_of(config: Config) -> Algorithm:
     """Return the declarations of the algorithm's file."""
     return describe(config.algorithm)

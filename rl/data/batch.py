@@ -1,7 +1,7 @@
 """The samples of a step: identical on every rank, on the CPU.
 
-`N` samples; `T` response tokens of all samples, concatenated in sample order. A token column has shape [T]
-and is float32 unless another dtype is given; a sample column has shape [N]. Each phase fills its attributes,
+`N` samples; `T` response tokens of all samples, concatenated in sample order. A token column has shape [T],
+a sample column has shape [N]; both are float32 unless another dtype is given. Each phase fills its columns,
 which are None before.
 """
 
@@ -9,119 +9,94 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl.data.columns import Column, per_sample, per_token
 from rl.data.held import HeldColumn, concatenate_columns
 from rl.data.prompts import Messages, Prompt
 
-LOSS_COLUMNS = (
-    "mask",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "weight_versions",
-    "advantages",
-    "loss_weights",
-    "selected_tokens",
-    "old_values",
-    "returns",
-    "implicit_ref_logprobs",
-    "trajectory_tokens",
-)
-"""Token columns that losses may read; micro-batches contain them."""
 
-TOKEN_COLUMNS = (*LOSS_COLUMNS, "teacher_logprobs", "token_rewards", "sum_p_squared", "turns", "turn_rewards")
-
-
-@dataclass
+@dataclass(eq=False)
 class Batch:
     prompt_ids: list[np.ndarray]
     """N arrays int32 [P_i]."""
     response_ids: list[np.ndarray]
     """N arrays int32 [R_i]; R_i may be 0."""
-    groups: Tensor
-    """int64 [N]: index of the sample's prompt in this step, in the order drawn."""
-    truncated: Tensor
-    """bool [N]: whether the response ended at the length limit."""
+    groups: Tensor = per_sample(torch.int64, required=True, stored="int32", stored_as="group")
+    """Index of the sample's prompt in this step, in the order drawn."""
+    truncated: Tensor = per_sample(torch.bool, required=True, stored="bool")
+    """Whether the response ended at the length limit."""
     prompts: list[Prompt] = field(default_factory=list)
     """The prompt of each group; empty for a batch whose groups are not prompts."""
-    trajectories: Tensor | None = None
-    """int64 [N]: index of the trajectory of each row, if a trajectory has several rows."""
-    turns: Tensor | None = None
-    """int32 [T]: number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given
-    to it (minus the index of their source in `rl.rollout.samples.SOURCES`). None: responses of one turn."""
-    turn_rewards: Tensor | None = None
+    trajectories: Tensor | None = per_sample(torch.int64, stored="int32", stored_as="trajectory")
+    """Index of the trajectory of each row, if a trajectory has several rows."""
+    turns: Tensor | None = per_token(torch.int32, stored="int32")
+    """Number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given to it
+    (minus the index of their source in `rl.rollout.samples.SOURCES`). None: responses of one turn."""
+    turn_rewards: Tensor | None = per_token(stored="float32")
     """Reward of each turn by its environment on the turn's last token, 0 elsewhere; filled with `turns`."""
-    mask: Tensor | None = None
+    mask: Tensor | None = per_token(in_loss=True, stored="int8")
     """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
-    rollout_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = per_token(in_loss=True, stored="float32")
     """Log-prob of each token by the engine, in the sampling distribution."""
-    weight_versions: Tensor | None = None
-    """int32 [T]: version of the policy that sampled each token (`TrainingEngine.version`)."""
-    old_logprobs: Tensor | None = None
+    weight_versions: Tensor | None = per_token(torch.int32, in_loss=True, stored="int32")
+    """Version of the policy that sampled each token (`TrainingEngine.version`)."""
+    old_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     """Log-prob by the trainer, before this step's updates."""
-    ref_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     """Log-prob by the reference policy."""
-    teacher_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = per_token()
     """Log-prob by the sample's teacher."""
-    baselines: Tensor | None = None
-    """float32 [N], only for remax: the reward of the greedy response to the sample's prompt."""
-    advantages: Tensor | None = None
-    loss_weights: Tensor | None = None
+    baselines: Tensor | None = per_sample(stored="float32", stored_as="baseline")
+    """Only for remax: the reward of the greedy response to the sample's prompt."""
+    advantages: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
+    loss_weights: Tensor | None = per_token(in_loss=True)
     """Importance weight of each token's loss, for the mismatch between engine and trainer."""
-    selected_tokens: Tensor | None = None
+    selected_tokens: Tensor | None = per_token(in_loss=True)
     """1 for tokens that a loss treats differently, selected by statistics over the whole mini-batch."""
-    implicit_ref_logprobs: Tensor | None = None
-    """Log-prob by the initial implicit reward model, only for prime."""
-    trajectory_tokens: Tensor | None = None
-    """Number of counted tokens in the trajectory of each token, if a trajectory has several rows."""
-    token_rewards: Tensor | None = None
-    """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
-    old_values: Tensor | None = None
+    old_values: Tensor | None = per_token(in_loss=True)
     """Critic's value of the state before each token, before this step's updates."""
-    returns: Tensor | None = None
+    returns: Tensor | None = per_token(in_loss=True)
     """Regression target of the critic."""
-    sum_p_squared: Tensor | None = None
+    implicit_ref_logprobs: Tensor | None = per_token(in_loss=True)
+    """Log-prob by the initial implicit reward model, only for prime."""
+    trajectory_tokens: Tensor | None = per_token(in_loss=True)
+    """Number of counted tokens in the trajectory of each token, if a trajectory has several rows."""
+    token_rewards: Tensor | None = per_token()
+    """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
+    sum_p_squared: Tensor | None = per_token()
     """Sum of the squared probabilities over the vocabulary, at each token."""
-    labels: Tensor | None = None
-    """float32 [N]: target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
+    labels: Tensor | None = per_sample(stored="float32", stored_as="label")
+    """Target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
     samples_per_unit: int = 1
     """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
-    scores: Tensor | None = None
-    """float32 [N]: result of the reward function."""
-    rewards: Tensor | None = None
-    """float32 [N]: scores after penalties and the KL term. Advantages are computed from them."""
+    scores: Tensor | None = per_sample(stored="float32", stored_as="score")
+    """Result of the reward function."""
+    rewards: Tensor | None = per_sample(stored="float32", stored_as="reward")
+    """Scores after penalties and the KL term. Advantages are computed from them."""
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
     held: dict[str, HeldColumn] = field(default_factory=dict)
     """Columns whose rows only some ranks have, by name."""
     conversations: list[Messages] | None = None
     """N conversations of trajectories, if a reward model or a judge reads them."""
+    feedback: list[str | None] | None = None
+    """Text of the reward function about each sample, if a teacher's prompt has it."""
 
     def __post_init__(self):
         if self.mask is None:
             self.mask = torch.ones(int(self.lengths.sum()))
-        self._fingerprint: int | None = None
-        self.feedback: list[str | None] | None = None
-        """Text of the reward function about each sample, if a teacher's prompt has it."""
-        self.teacher: Any = None
-        """The teachers' distributions at the response tokens (`rl.training.divergence.Targets`)."""
-        self.layouts: dict[Any, Any] = {}
-        """Cached layouts of micro-batches, for several passes; filled by `rl.training.packing`."""
 
     def __len__(self) -> int:
         return len(self.response_ids)
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """Hash of the token ids, 63 bits."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.prompt_ids + self.response_ids)
-        return self._fingerprint
+        return fingerprint(self.prompt_ids + self.response_ids)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -160,23 +135,12 @@ class Batch:
         if self.trajectories is None:
             return self
         counts = torch.unique_consecutive(self.trajectories, return_counts=True)[1]
-        firsts = counts.cumsum(0) - counts
-        columns = {
-            name: value[firsts]
-            for name, value in self._columns().items()
-            if name not in (*TOKEN_COLUMNS, "trajectories")
-        }
-        rows = [range(first, first + count) for first, count in zip(firsts.tolist(), counts.tolist())]
-        return replace(
-            self,
-            prompt_ids=[self.prompt_ids[first] for first in firsts],
-            response_ids=[np.concatenate([self.response_ids[i] for i in own]) for own in rows],
-            score_details={name: column[firsts] for name, column in self.score_details.items()},
-            conversations=self.conversations and [self.conversations[first] for first in firsts],
-            held={},
-            trajectories=None,
-            **columns,
-        )
+        firsts = (counts.cumsum(0) - counts).tolist()
+        rows = [range(first, first + count) for first, count in zip(firsts, counts.tolist())]
+        merged = replace(self, held={}, trajectories=None).select(firsts)
+        tokens = {name: value for name, value in self.columns().items() if COLUMNS[name].is_per_token}
+        response_ids = [np.concatenate([self.response_ids[i] for i in own]) for own in rows]
+        return replace(merged, response_ids=response_ids, **tokens)
 
     def last_turn(self, sample: int) -> np.ndarray:
         """Return the tokens of a sample's last turn, int32; all of its response if it has no turns."""
@@ -203,23 +167,25 @@ class Batch:
     def select(self, samples: list[int]) -> "Batch":
         """Return these samples, in this order, with all filled columns."""
         index, tokens = torch.tensor(samples, dtype=torch.int64), self.tokens_of(samples)
-        columns = {
-            name: value[tokens if name in TOKEN_COLUMNS else index] for name, value in self._columns().items()
-        }
+        lists = {name: values for name in LISTS if (values := getattr(self, name)) is not None}
         return replace(
             self,
-            prompt_ids=[self.prompt_ids[i] for i in samples],
-            response_ids=[self.response_ids[i] for i in samples],
             score_details={name: column[index] for name, column in self.score_details.items()},
-            conversations=self.conversations and [self.conversations[i] for i in samples],
             held={name: column.select(samples) for name, column in self.held.items()},
-            **columns,
+            **{name: [values[i] for i in samples] for name, values in lists.items()},
+            **{
+                name: value[tokens if COLUMNS[name].is_per_token else index]
+                for name, value in self.columns().items()
+            },
         )
 
-    def _columns(self) -> dict[str, Tensor]:
+    def columns(self) -> dict[str, Tensor]:
         """Return the filled token and sample columns by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name in COLUMNS if (value := getattr(self, name)) is not None}
+
+    def loss_columns(self) -> dict[str, Tensor]:
+        """Return the filled columns that losses may read."""
+        return {name: column for name, column in self.columns().items() if COLUMNS[name].in_loss}
 
     def keep_groups(self, groups: list[int]) -> "Batch":
         """Return the samples of these groups, renumbered from 0 in the given order.
@@ -248,9 +214,15 @@ class Batch:
         accuracy = self.score_details.get("acc", worth)
         return torch.where(accuracy.isnan(), worth, accuracy)
 
-    def loss_columns(self) -> dict[str, Tensor]:
-        """Return the filled token columns that losses may read."""
-        return {name: column for name in LOSS_COLUMNS if (column := getattr(self, name)) is not None}
+
+COLUMNS: dict[str, Column] = {
+    each.name: each.metadata["column"] for each in fields(Batch) if "column" in each.metadata
+}
+"""The token and sample columns by name."""
+LOSS_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.in_loss)
+"""Token columns that losses may read."""
+LISTS = ("prompt_ids", "response_ids", "conversations", "feedback")
+"""Fields with a list of N entries."""
 
 
 def segment_counts(flags: Tensor, lengths: Tensor) -> Tensor:
@@ -289,28 +261,27 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     The batches must have the same columns filled.
     """
     first = batches[0]
-    columns: dict = {}
-    for name in first._columns():
-        if name not in ("groups", "trajectories"):
-            columns[name] = torch.cat([getattr(batch, name) for batch in batches])
+    names = {name for batch in batches for name in batch.score_details}
+    missing = torch.tensor(float("nan"))
+    alike = [name for name in first.columns() if name not in ("groups", "trajectories")]
+    columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in alike}
     if any(batch.trajectories is not None for batch in batches):
         rows = [torch.arange(len(b)) if b.trajectories is None else b.trajectories for b in batches]
         columns["trajectories"] = _renumber(rows)
-    names = sorted({name for batch in batches for name in batch.score_details})
-    missing = torch.tensor(float("nan"))
-    columns["score_details"] = {
-        name: torch.cat([batch.score_details.get(name, missing.expand(len(batch))) for batch in batches])
-        for name in names
-    }
+    columns["groups"] = _renumber([batch.groups for batch in batches], [len(b.prompts) for b in batches])
     return replace(
         first,
-        prompt_ids=[ids for batch in batches for ids in batch.prompt_ids],
-        response_ids=[ids for batch in batches for ids in batch.response_ids],
         prompts=[prompt for batch in batches for prompt in batch.prompts],
-        conversations=first.conversations
-        and [each for batch in batches for each in batch.conversations or []],
+        score_details={
+            name: torch.cat([batch.score_details.get(name, missing.expand(len(batch))) for batch in batches])
+            for name in sorted(names)
+        },
         held={name: concatenate_columns([batch.held[name] for batch in batches]) for name in first.held},
-        groups=_renumber([batch.groups for batch in batches], [len(batch.prompts) for batch in batches]),
+        **{
+            name: [entry for batch in batches for entry in getattr(batch, name)]
+            for name in LISTS
+            if getattr(first, name) is not None
+        },
         **columns,
     )
 
@@ -334,16 +305,8 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
     A pair has the group of its rejected response. Only token ids, truncation and masks are kept.
     """
     assert len(chosen) == len(rejected), f"{len(chosen)} and {len(rejected)} responses"
-    bare = [
-        Batch(
-            prompt_ids=b.prompt_ids,
-            response_ids=b.response_ids,
-            groups=b.groups,
-            truncated=b.truncated,
-            mask=b.mask,
-        )
-        for b in (chosen, rejected)
-    ]
+    sides = (chosen, rejected)
+    bare = [Batch(b.prompt_ids, b.response_ids, b.groups, b.truncated, mask=b.mask) for b in sides]
     pairs = concatenate(bare).select([i + side * len(chosen) for i in range(len(chosen)) for side in (0, 1)])
     return replace(pairs, groups=rejected.groups.repeat_interleave(2), samples_per_unit=2)
 
@@ -360,11 +323,7 @@ def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
             previous[i] = other
     others = batch.select(previous)
     return Batch(
-        prompt_ids=batch.prompt_ids,
-        response_ids=others.response_ids,
-        groups=batch.groups,
-        truncated=others.truncated,
-        mask=others.mask,
+        batch.prompt_ids, others.response_ids, batch.groups, truncated=others.truncated, mask=others.mask
     )
 
 

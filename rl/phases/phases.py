@@ -165,7 +165,7 @@ class Phases:
             self.teaching.log_probs(batch)
 
     def distributions(self, batch: Batch) -> None:
-        """Fill `teacher`: the teachers' distributions, from which the output `divergence` is computed."""
+        """Compute the teachers' distributions, from which the output `divergence` is computed."""
         assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
         self.teaching.distributions(batch)
 

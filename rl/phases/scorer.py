@@ -230,7 +230,7 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
     try:
         pool.check()
     except ValueError:
-        pool.close()
+        pool.shutdown()
         raise
     return pool
 

@@ -20,7 +20,7 @@ from rl.phases.step import Step
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
-from rl.training.divergence import Targets, head_rows, top_k
+from rl.training.divergence import TARGETS, Targets, head_rows, top_k
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
@@ -58,11 +58,11 @@ class Teaching:
         self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.mask)
 
     def distributions(self, batch: Batch) -> None:
-        """Fill `teacher`: the distribution of each response token by the teacher of the sample's source."""
+        """Fill `TARGETS`: the distribution of each response token by the teacher of the sample's source."""
         self._memory.to_training()
         goal, policy = self._config.teacher, self._engines.policy
         teachers = [0] * len(batch)
-        batch.teacher = targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
+        TARGETS[batch] = targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
         with self._step.phase("log_probs", timing="teacher", batch=batch.fingerprint):
             for number, model, read, plan, context in self._lessons(batch):
                 with context:

@@ -77,7 +77,7 @@ class TrajectoryGeneration(Generation):
             dialogue.close()
             counts.update(dialogue.counts)
             if is_complete and timing != "testing" and self._config.agents.order == "arrival":
-                name = f"step_{self._step.number}/{purpose}_replica_{engine.replica}.npz"
+                name = f"step_{self._step.number}/{purpose}_replica_{engine.replica}.events"
                 path = Path(self._config.run.dir, DIRECTORY, name)
                 store(path, sampling, engine.events, recorder.completions)  # no validation is repeated
             return schedule.samples if is_complete else None

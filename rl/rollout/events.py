@@ -63,7 +63,7 @@ class Waiting:
 
 Event = Add | Abort | Weights | Done | Waiting
 
-_TYPES = (Add, Abort, Weights, Done, Waiting, Request)
+EVENT_TYPES = (Add, Abort, Weights, Done, Waiting, Request)
 """Types that a record may contain."""
 
 
@@ -98,9 +98,9 @@ class EventLog:
         """Return the leader's events; `events` of other ranks are ignored. Collective over the replica."""
         if self._group.size() > 1:
             leads = self._group.rank() == 0
-            payload = self._broadcast(encode(events, *_TYPES) if leads and events else b"")
+            payload = self._broadcast(encode(events, *EVENT_TYPES) if leads and events else b"")
             if not leads:
-                events = decode(payload, *_TYPES) if payload else []
+                events = decode(payload, *EVENT_TYPES) if payload else []
             self._hash.update(payload)
         kept = [event for event in events if not isinstance(event, Waiting)]
         if kept and self._keep_records:

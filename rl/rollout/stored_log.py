@@ -1,23 +1,23 @@
 """A stored event log: the leader's events of one run of a replica's engine, and the tokens it sampled.
 
-    <run.dir>/events/step_12/train.12_replica_0.npz
+    <run.dir>/events/step_12/train.12_replica_0.events
 
-`tools/replay.py` repeats the generation from it and compares. A file has four arrays: `header` (JSON, UTF-8),
-the token ids of contexts and of completions, and log-probs. A context that continues an earlier request of
-its trajectory is stored without that request's tokens, so a turn takes about 100 bytes besides its tokens.
+`tools/replay.py` repeats the generation from it and compares. A file is compressed plain data
+(`rl.runtime.plain_data`): sampling, events and completions. A context that continues an earlier request of
+its trajectory is stored without that request's tokens.
 """
 
-import json
+import gzip
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from rl.rollout.events import Abort, Add, Done, Event, EventLog, Source, Weights
-from rl.rollout.samples import Completion, Request
+from rl.rollout.events import EVENT_TYPES, Abort, Add, Done, Event, EventLog, Source
+from rl.rollout.samples import Completion, Request, Sample, Segment, pack, unpack
 from rl.rollout.sampling import Sampling
+from rl.runtime.plain_data import decode, encode
 
 DIRECTORY = "events"
 
@@ -56,87 +56,51 @@ class StoredLog:
 
 def store(path: Path, sampling: Sampling, events: EventLog, completions: dict[str, Completion]) -> None:
     """Write the log of a run that has ended. A killed process leaves no file of that name."""
-    given: list[np.ndarray] = []
-    last: dict[str, str] = {}
-    requests: dict[str, Request] = {}
+    last: dict[str, Request] = {}
+    bases: dict[str, str] = {}
     records = []
     for step, own in events.records:
-        entries: list[list] = []
+        entries: list[Event] = []
         for event in own:
-            match event:
-                case Add(request):
-                    trajectory = request.name.rpartition(".")[0]
-                    base, kept = last.get(trajectory, ""), 0
-                    if base in completions:
-                        known = np.concatenate([requests[base].token_ids, completions[base].token_ids])
-                        is_prefix = np.array_equal(request.token_ids[: len(known)], known)
-                        kept = len(known) if is_prefix else 0
-                    rest = request.token_ids[kept:]
-                    limits = request.max_tokens, request.grammar
-                    entries.append(["add", request.name, request.seed, *limits, base * bool(kept), len(rest)])
-                    given.append(rest)
-                    requests[request.name], last[trajectory] = request, request.name
-                case Abort(name):
-                    entries.append(["abort", name])
-                case Weights(version):
-                    entries.append(["weights", version])
-                case Done(aborted):
-                    entries.append(["done", aborted])
-        records.append([step, entries])
-    ends = [[name, len(c.token_ids), c.end] for name, c in completions.items()]
-    header = {"sampling": asdict(sampling), "records": records, "completions": ends}
+            if isinstance(event, Add):
+                request = event.request
+                trajectory = request.name.rpartition(".")[0]
+                base = last.get(trajectory)
+                if base is not None and base.name in completions:
+                    known = np.concatenate([base.token_ids, completions[base.name].token_ids])
+                    if np.array_equal(request.token_ids[: len(known)], known):
+                        bases[request.name] = base.name
+                        event = Add(replace(request, token_ids=request.token_ids[len(known) :]))
+                last[trajectory] = request
+            entries.append(event)
+        records.append((step, entries))
+    samples = [Sample(0, 0, (Segment.of(c),), c.end) for c in completions.values()]
+    content = [sampling, records, bases, list(completions), pack(samples, held=False)]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.savez_compressed(
-            file,
-            header=np.frombuffer(json.dumps(header).encode(), np.uint8),
-            given=_joined(given, np.int32),
-            sampled=_joined([c.token_ids for c in completions.values()], np.int32),
-            logprobs=_joined([c.logprobs for c in completions.values()], np.float32),
-        )
+    partial.write_bytes(gzip.compress(encode(content, Sampling, *EVENT_TYPES), 6))
     partial.replace(path)
 
 
 def load(path: Path) -> StoredLog:
-    """Return what `store` wrote; the completions have no weight versions."""
-    with np.load(path) as arrays:
-        header = json.loads(arrays["header"].tobytes())
-        given, sampled, logprobs = arrays["given"], arrays["sampled"], arrays["logprobs"]
-    lengths = [length for _, length, _ in header["completions"]]
-    parts = zip(header["completions"], _cut(sampled, lengths), _cut(logprobs, lengths))
-    none = np.zeros(0, np.int32)
-    completions = {name: Completion(ids, own, end, none) for (name, _, end), ids, own in parts}
-    rests = iter(_cut(given, [e[-1] for _, entries in header["records"] for e in entries if e[0] == "add"]))
+    """Return what `store` wrote; the completions have no values of held columns."""
+    content = decode(gzip.decompress(path.read_bytes()), Sampling, *EVENT_TYPES)
+    sampling, records, bases, names, packed = content
+    samples = zip(names, unpack(packed))
+    completions = {name: Completion(s.token_ids, s.logprobs, s.end, s.weight_versions) for name, s in samples}
     requests: dict[str, Request] = {}
-    records = [
-        (step, [_event(entry, rests, requests, completions) for entry in entries])
-        for step, entries in header["records"]
-    ]
-    sampling = header["sampling"]
-    sampling |= {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
-    return StoredLog(Sampling(**sampling), records, completions)
 
+    def whole(event: Event) -> Event:
+        if not isinstance(event, Add):
+            return event
+        request = event.request
+        if base := bases.get(request.name):
+            known = requests[base].token_ids, completions[base].token_ids
+            request = replace(request, token_ids=np.concatenate([*known, request.token_ids]))
+        requests[request.name] = request
+        return Add(request)
 
-def _event(
-    entry: list, rests: Iterator[np.ndarray], requests: dict[str, Request], completions: dict[str, Completion]
-) -> Event:
-    """Return the event of an entry; a request is added to `requests`."""
-    kind, *values = entry
-    if kind != "add":
-        return {"abort": Abort, "weights": Weights, "done": Done}[kind](*values)
-    name, seed, max_tokens, grammar, base, _ = values
-    before = [requests[base].token_ids, completions[base].token_ids] if base else []
-    requests[name] = Request(name, np.concatenate([*before, next(rests)]), seed, max_tokens, grammar)
-    return Add(requests[name])
-
-
-def _joined(parts: list[np.ndarray], dtype) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
-
-
-def _cut(values: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
-    return np.split(values, np.cumsum(lengths)[:-1]) if lengths else []
+    return StoredLog(sampling, [(step, list(map(whole, own))) for step, own in records], completions)
 
 
 class Replay:

@@ -12,7 +12,7 @@ from rl.data.prompts import num_shared
 from rl.engines.inputs import Inputs
 from rl.phases.step import Step
 from rl.rollout import stored_log
-from rl.run_directory import consumed, rollouts
+from rl.run_directory import consumed, rollout_files
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
 from rl.run_directory.record import record_run
 from rl.run_directory.status import Status
@@ -21,7 +21,7 @@ from rl.runtime import start_up, tracing
 from rl.runtime.session import job
 
 if TYPE_CHECKING:  # pyarrow is imported by the runs that store samples
-    from rl.run.rollouts import RolloutWriter
+    from rl.run.stored_batches import RolloutWriter
 
 
 class RunLog:
@@ -94,7 +94,7 @@ def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> 
     log = MetricLog(config.run.dir, resume_step=last_step or None, followers=shown)
     if (path := Path(config.run.dir, consumed.FILE_NAME)).exists():
         keep_lines_up_to(path, last_step or None)
-    rollouts.remove_after(config.run.dir, last_step)
+    rollout_files.remove_after(config.run.dir, last_step)
     stored_log.remove_after(config.run.dir, last_step)
     record_run(config, last_step, world_size=job().world_size, start_up_s=start_up.parts)
     return log
@@ -105,6 +105,6 @@ def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) ->
     is_generated = learns_from_samples(config) and config.run.mode != "train_only"
     if config.logging.rollouts == "none" or not is_generated:
         return None
-    from rl.run.rollouts import RolloutWriter
+    from rl.run.stored_batches import RolloutWriter
 
     return RolloutWriter(config, inputs.tokenizer, fence=fence)

@@ -27,7 +27,7 @@ from rl.stopping.requests import StopRequests
 if TYPE_CHECKING:
     from rl.agents.replica_environments import Environments
     from rl.refit.link import Link
-    from rl.run.rollouts import StoredBatches
+    from rl.run.stored_batches import StoredBatches
 
 
 class StoredSampler(Generation):
@@ -70,7 +70,7 @@ class SamplerSetUp:
     def check(self) -> None:
         """Read what replaces samples of this run. Not collective; raises ConfigError."""
         if self._config.run.mode == "train_only":
-            from rl.run.rollouts import StoredBatches
+            from rl.run.stored_batches import StoredBatches
 
             self._stored = StoredBatches(self._config)
 

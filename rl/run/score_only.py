@@ -11,7 +11,7 @@ from rl.config.options import ConfigError
 from rl.config.reward_sources import make_plan
 from rl.config.schema import Config
 from rl.rewards.pool.pool import ScoringPool, default_workers
-from rl.run_directory.rollouts import ground_truth, read, stored_steps
+from rl.run_directory.rollout_files import ground_truth, read, stored_steps
 
 COLUMNS = (
     "group",

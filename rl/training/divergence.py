@@ -15,6 +15,7 @@ policy reads it there. Nothing travels between ranks:
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -223,15 +224,19 @@ class Targets:
         return MicroTargets(self.divergence, linear_divergence if self.heads else top_k_divergence, parts)
 
 
+TARGETS: WeakKeyDictionary[Batch, Targets] = WeakKeyDictionary()
+"""The targets of each batch, as long as it lives."""
+
+
 class TeacherTargets(Part):
-    """Gives the head the teachers' distributions (`Batch.teacher`) in passes that compute the divergence."""
+    """Gives the head the teachers' distributions (`TARGETS`) in passes that compute the divergence."""
 
     def attach(self, engine: "TrainingEngine") -> None:
         self._model = engine.model
 
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         if "divergence" in self._model.outputs:
-            micro.teacher = batch.teacher.of(micro.samples, micro.tokens.device)
+            micro.teacher = TARGETS[batch].of(micro.samples, micro.tokens.device)
 
 
 @dataclass

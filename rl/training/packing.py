@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -91,6 +92,10 @@ def with_columns(row: MicroBatch, batch: Batch) -> MicroBatch:
     return replace(row, labels=columns.pop("labels", None), columns=columns)
 
 
+_LAYOUTS: WeakKeyDictionary[Batch, dict] = WeakKeyDictionary()
+"""Layouts of the micro-batches of each batch, by the arguments of `lay_out`."""
+
+
 def lay_out(
     batch: Batch, samples: list[int], *, multiple: int, device: torch.device, share: bool = False
 ) -> MicroBatch:
@@ -99,12 +104,12 @@ def lay_out(
     multiple: the row is padded to a multiple of it (tp under sequence parallelism, else 1). share: adjacent
     samples of one group with equal prompts share one copy of the prompt.
 
-    The layout is cached in the batch, because several passes over a batch use the same plan.
+    The layout is cached as long as the batch lives, because several passes over a batch use the same plan.
     """
-    key = (tuple(samples), multiple, device, share)
-    if key not in batch.layouts:
-        batch.layouts[key] = _lay_out(batch, samples, multiple, device, share)
-    return batch.layouts[key]
+    layouts, key = _LAYOUTS.setdefault(batch, {}), (tuple(samples), multiple, device, share)
+    if key not in layouts:
+        layouts[key] = _lay_out(batch, samples, multiple, device, share)
+    return layouts[key]
 
 
 def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:

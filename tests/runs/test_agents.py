@@ -51,7 +51,7 @@ def test_a_run_with_a_game_and_the_replay_of_its_log(toy, tmp_path):
     texts = [message["content"] for message in sample["messages"]]
     assert texts[-1].startswith(sample["response"]) and texts[2][0] == "+"
     out = run_ranks(2, ROOT / "tools" / "replay.py", tmp_path / "run", 2, timeout=300)
-    assert re.fullmatch(r"train.2_replica_0.npz: 96 completions, \d+ tokens: identical\n", out[0])
+    assert re.fullmatch(r"train.2_replica_0.events: 96 completions, \d+ tokens: identical\n", out[0])
     # Weights of another step give other log-probs.
     (tmp_path / "run" / "events" / "step_2").rename(tmp_path / "run" / "events" / "step_3")
     with pytest.raises(RanksFailed) as failure:

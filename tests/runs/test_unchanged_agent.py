@@ -76,7 +76,7 @@ def test_a_loop_around_the_openai_client_trains(toy, tmp_path):
     """The ids and log-probs that the client receives are those of the engine."""
     assert_agent_trains(LOOP, toy, tmp_path, f"agents.kwargs={{out: {tmp_path}/received}}")
     received = [json.loads(line) for line in (tmp_path / "received").read_text().splitlines()]
-    logs = [load(path) for path in (tmp_path / "run" / DIRECTORY).rglob("*.npz")]
+    logs = [load(path) for path in (tmp_path / "run" / DIRECTORY).rglob("*.events")]
     sampled = [[c.token_ids.tolist(), c.logprobs.tolist()] for log in logs for c in log.completions.values()]
     assert len(sampled) == 2 * 8 * 4 * 6 and sorted(received) == sorted(sampled)
 

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from rl.run_directory.metric_log import STEP
-from rl.run_directory.rollouts import GIVEN_BY, TOKENS_FILE, read, stored_steps
+from rl.run_directory.rollout_files import GIVEN_BY, TOKENS_FILE, read, stored_steps
 
 HERE = Path(__file__).parent
 TOKEN_BYTES = 6

@@ -150,7 +150,7 @@ class Checks:
         per_trajectory = TURNS + 2
         num_prompts = max(1, self.num_events // (4 * per_trajectory))
         _, _, counts, recorder = self.generate(num_prompts)
-        path = self.directory / "log.npz"
+        path = self.directory / "log.events"
         if counts is not None:
             assert counts["trajectories"] == 4 * num_prompts
             store(path, self.sampling, self.engine.events, recorder.completions)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl.data.batch import LOSS_COLUMNS, TOKEN_COLUMNS, Batch, concatenate, mismatch, pair_up
+from rl.data.batch import COLUMNS, LOSS_COLUMNS, Batch, concatenate, mismatch, pair_up
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, length_metrics, sample_means
 
-SAMPLE_COLUMNS = ("groups", "trajectories", "truncated", "baselines", "labels", "scores", "rewards")
+TOKEN_COLUMNS = [name for name, column in COLUMNS.items() if column.is_per_token]
+SAMPLE_COLUMNS = [name for name, column in COLUMNS.items() if not column.is_per_token]
 NAN = float("nan")
 
 
@@ -39,7 +40,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         rewards=column(count),
         samples_per_unit=unit,
         baselines=column(count),
-        cursor={"epoch": 1},
+        feedback=[f"wrong {seed} {i}" for i in range(count)],
         conversations=[[{"role": "user", "content": f"{seed} {i}"}] for i in range(count)],
         score_details={name: column(count) for name in details},
         **{name: column(total) for name in TOKEN_COLUMNS},
@@ -61,8 +62,8 @@ def samples_of(batch, *, groups=True):
         details = {name: column[i].item() for name, column in batch.score_details.items()}
         per_sample = {name: columns[name][i].item() for name in names}
         ids = (batch.prompt_ids[i].tolist(), batch.response_ids[i].tolist())
-        chat = batch.conversations[i] if batch.conversations else None
-        out.append((*ids, tokens, per_sample, details, chat))
+        lists = [own and own[i] for own in (batch.conversations, batch.feedback)]
+        out.append((*ids, tokens, per_sample, details, lists))
     return out
 
 
@@ -74,10 +75,9 @@ def same_types(found, batch):
     assert all(ids.dtype == np.int32 for ids in found.prompt_ids + found.response_ids)
 
 
-def test_every_tensor_is_a_token_or_a_sample_column():
+def test_every_tensor_is_a_declared_column():
     batch = full_batch(0)
-    tensors = {field.name for field in fields(Batch) if isinstance(getattr(batch, field.name), torch.Tensor)}
-    assert tensors == set(TOKEN_COLUMNS) | set(SAMPLE_COLUMNS)
+    assert {name for name, value in vars(batch).items() if isinstance(value, torch.Tensor)} == set(COLUMNS)
     assert set(LOSS_COLUMNS) < set(TOKEN_COLUMNS)
 
 

@@ -48,7 +48,7 @@ def log(tmp_path):
         (11, [Done()]),
     ]
     completions = {"0.0.0": completion("stop", 3, 4), "0.0.1": completion("abort", 8, 9)}
-    path = tmp_path / DIRECTORY / "step_1" / "train.npz"
+    path = tmp_path / DIRECTORY / "step_1" / "train.events"
     store(path, SAMPLING, Events(records), completions)
     return load(path)
 

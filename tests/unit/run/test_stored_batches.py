@@ -11,8 +11,8 @@ import torch
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Run
 from rl.rollout.samples import SOURCES
-from rl.run.rollouts import StoredBatches
-from rl.run_directory.rollouts import COLUMNS, GIVEN_BY, RolloutLog, read, remove_after, stored_steps
+from rl.run.stored_batches import FILE_COLUMNS, StoredBatches
+from rl.run_directory.rollout_files import GIVEN_BY, RolloutLog, read, remove_after, stored_steps
 from tests.stored_run import TOKENS, batch, columns, save_rollouts
 
 
@@ -37,7 +37,7 @@ def test_a_stored_batch_returns_as_it_was_collected(tmp_path, agents):
     original = batch(agents=agents)
     if agents:  # the first trajectory has two rows
         original = replace(original, trajectories=torch.tensor([0, 0, 1, 2, 3, 4]))
-    log = RolloutLog(tmp_path, kind="all", token_texts=lambda: TOKENS)
+    log = RolloutLog(tmp_path, FILE_COLUMNS, kind="all", token_texts=lambda: TOKENS)
     log.write(1, lambda: columns(1, original))
     log.write(2, lambda: columns(2, original.keep_groups([])))  # dapo may find no group to learn from
     log.close()
@@ -81,7 +81,7 @@ def test_readers_and_writers_name_the_same_sources():
 def test_pandas_and_datasets_read_all_steps(tmp_path):
     save_rollouts(tmp_path, 2)
     frame = pandas.read_parquet(tmp_path / "rollouts")
-    assert frame.step.tolist() == [1] * 6 + [2] * 6 and list(frame.columns) == list(COLUMNS)
+    assert frame.step.tolist() == [1] * 6 + [2] * 6 and list(frame.columns) == list(FILE_COLUMNS)
     files = str(tmp_path / "rollouts" / "*.parquet")
     rows = datasets.load_dataset(
         "parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache")
@@ -100,7 +100,7 @@ def test_a_resumed_run_removes_later_and_partial_files(tmp_path):
 
 
 def test_a_failed_write_is_raised_by_the_next_call(tmp_path):
-    log = RolloutLog(tmp_path, kind="all", token_texts=lambda: TOKENS)
+    log = RolloutLog(tmp_path, FILE_COLUMNS, kind="all", token_texts=lambda: TOKENS)
     log.write(1, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         log.flush()

@@ -4,7 +4,7 @@ import re
 import pandas
 import pytest
 
-from rl.run_directory.rollouts import read, stored_steps
+from rl.run_directory.rollout_files import read, stored_steps
 from tests.stored_run import save_rollouts
 from tools import rollouts
 

@@ -1,4 +1,4 @@
-"""Batches as stored rollouts, and back (`rl.run_directory.rollouts`)."""
+"""Batches as stored rollouts, and back (`rl.run_directory.rollout_files`)."""
 
 import copy
 import json
@@ -12,26 +12,36 @@ import torch
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config
-from rl.data.batch import Batch
+from rl.data.batch import COLUMNS, Batch
 from rl.data.prompts import Prompt
 from rl.rollout.samples import SOURCES
-from rl.run_directory.rollouts import COLUMNS, RolloutLog, ground_truth, read, stored_steps
+from rl.run_directory.rollout_files import RolloutLog, ground_truth, read, stored_steps
 
 SAMPLED_GROUPS = 4
 """Number of groups per step that `logging.rollouts=sample` stores."""
-SAMPLE_COLUMNS = {
-    "group": "groups",
-    "trajectory": "trajectories",
-    "truncated": "truncated",
-    "score": "scores",
-    "reward": "rewards",
-    "baseline": "baselines",
-    "label": "labels",
+STORED = {name: column for name, column in COLUMNS.items() if column.stored}
+"""Columns of the batch that are stored."""
+FILE_COLUMNS = {
+    "step": "int32",
+    "prompt_index": "int64",
+    "sample": "int32",
+    "row": "int32",
+    "data_source": "string",
+    "prompt": "string",
+    "response": "string",
+    "messages": "messages",
+    "ground_truth": "string",
+    "ground_truth_is_json": "bool",
+    "extra_info": "string",
+    "score_details": "string",
+    "length": "int32",
+    "prompt_ids": "int32s",
+    "response_ids": "int32s",
+    **{
+        column.stored_as or name: column.stored + "s" * column.is_per_token for name, column in STORED.items()
+    },
 }
-"""Column of the file -> attribute of the batch, per sample."""
-COLLECTED = ("mask", "turns", "turn_rewards", "rollout_logprobs", "weight_versions")
-LEARNED = ("old_logprobs", "ref_logprobs", "advantages")
-"""Attributes of the batch per token, filled by `collect` and by `learn`; the columns have their names."""
+"""Type of each column of a file, as in `rl.run_directory.rollout_files.schema`."""
 
 
 class RolloutWriter:
@@ -45,7 +55,8 @@ class RolloutWriter:
 
     def __init__(self, config: Config, tokenizer, *, fence: Callable[[], None] = lambda: None):
         self._kind, self._tokenizer = config.logging.rollouts, tokenizer
-        self._log = RolloutLog(config.run.dir, kind=self._kind, token_texts=self._token_texts, fence=fence)
+        options: dict = dict(kind=self._kind, token_texts=self._token_texts, fence=fence)
+        self._log = RolloutLog(config.run.dir, FILE_COLUMNS, **options)
 
     def write(self, step: int, collected: Batch, learned: Batch) -> None:
         """Store the batch of a step. collected: a shallow copy of it from before `learn`."""
@@ -53,10 +64,7 @@ class RolloutWriter:
         if self._kind == "sample" and len(groups) > SAMPLED_GROUPS:
             groups = [groups[i * len(groups) // SAMPLED_GROUPS] for i in range(SAMPLED_GROUPS)]
         samples = torch.isin(collected.groups, torch.tensor(groups)).nonzero().squeeze(1).tolist()
-        # The arrays share the batch's memory, which no later phase writes to.
-        arrays: dict[str, np.ndarray] = {}
-        for names, batch in ((COLLECTED, collected), (LEARNED, learned)):
-            arrays |= {n: getattr(batch, n).numpy() for n in names if getattr(batch, n) is not None}
+        arrays = stored_arrays(collected, learned)
         self._log.write(step, partial(columns_of, step, collected, samples, arrays, self._decode))
 
     def flush(self) -> None:
@@ -79,6 +87,15 @@ class RolloutWriter:
         return self._tokenizer.batch_decode(list(ids), skip_special_tokens=not special) if ids else []
 
 
+def stored_arrays(collected: Batch, learned: Batch) -> dict[str, np.ndarray]:
+    """Return the stored columns that are filled.
+
+    They share the memory of the batches, which no later phase writes to.
+    """
+    sources = ((name, learned if column.learned else collected) for name, column in STORED.items())
+    return {name: values.numpy() for name, source in sources if (values := getattr(source, name)) is not None}
+
+
 def columns_of(
     step: int,
     batch: Batch,
@@ -86,9 +103,9 @@ def columns_of(
     arrays: dict[str, np.ndarray],
     decode: Callable[[Sequence[np.ndarray], bool], list[str]],
 ) -> dict[str, list[Any]]:
-    """Return these samples of the batch by column of `rl.run_directory.rollouts.COLUMNS`.
+    """Return these samples of the batch by column of the file.
 
-    arrays: the columns per token, [T]. decode: texts of token ids, with or without special tokens.
+    arrays: from `stored_arrays`. decode: texts of token ids, with or without special tokens.
     """
     offsets, groups = batch.offsets.tolist(), batch.groups.tolist()
     trajectories = range(len(batch)) if batch.trajectories is None else batch.trajectories.tolist()
@@ -116,12 +133,12 @@ def columns_of(
         "length": [len(batch.response_ids[i]) for i in samples],
         "prompt_ids": prompt_ids,
         "response_ids": [batch.response_ids[i] for i in samples],
-        **{name: [values[span] for span in spans] for name, values in arrays.items()},
     }
-    columns["mask"] = [values.astype(np.int8) for values in columns["mask"]]
-    for name, attribute in SAMPLE_COLUMNS.items():
-        values = getattr(batch, attribute)
-        columns[name] = [None] * len(samples) if values is None else values.numpy()[samples].tolist()
+    for name, values in arrays.items():
+        column = STORED[name]
+        values = values.astype(column.stored, copy=False)
+        parts = [values[span] for span in spans] if column.is_per_token else values[samples].tolist()
+        columns[column.stored_as or name] = parts
     details = {name: values.numpy()[samples].tolist() for name, values in batch.score_details.items()}
     columns["score_details"] = [
         _json({name: values[k] for name, values in details.items() if values[k] == values[k]})
@@ -129,7 +146,7 @@ def columns_of(
     ]
     none = [None] * len(samples)
     columns["messages"] = none if batch.turns is None else [_messages(batch, i, decode) for i in samples]
-    return {name: columns.get(name, none) for name in COLUMNS}
+    return {name: columns.get(name, none) for name in FILE_COLUMNS}
 
 
 def _places(owners: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -185,8 +202,8 @@ class StoredBatches:
     def batch(self, step: int) -> Batch:
         """Return the batch of a step as `collect` returned it; with logging.rollouts=sample, a part of it."""
         table = read(self._files[step]).combine_chunks()
-        lists = {name for name, kind in COLUMNS.items() if kind.endswith("s")}
-        rows = {name: table.column(name).to_pylist() for name in COLUMNS if name not in lists}
+        lists = {name for name, kind in FILE_COLUMNS.items() if kind.endswith("s")}
+        rows = {name: table.column(name).to_pylist() for name in FILE_COLUMNS if name not in lists}
 
         def split(name: str) -> list[np.ndarray]:
             arrays = [values.values.to_numpy() for values in table.column(name)]
@@ -198,46 +215,30 @@ class StoredBatches:
                     )
             return [array.astype(np.int32) for array in arrays]
 
-        def tokens(name: str, dtype) -> torch.Tensor | None:
-            column = table.column(name)
-            if column.null_count or not len(column):
+        def tensor(name: str) -> torch.Tensor | None:
+            column = STORED[name]
+            values = table.column(column.stored_as or name).combine_chunks()
+            if values.null_count or not len(values) and name not in ("groups", "truncated"):
                 return None
-            values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            return torch.from_numpy(values.astype(dtype))
+            values = values.flatten() if column.is_per_token else values
+            return torch.from_numpy(values.to_numpy(zero_copy_only=False).copy()).to(column.dtype)
 
-        def column(name: str, dtype) -> torch.Tensor | None:
-            values = rows[name]
-            return None if not values or values[0] is None else torch.tensor(values, dtype=dtype)
-
-        number = torch.float32
-        groups = torch.tensor(rows["group"], dtype=torch.int64).unique(return_inverse=True)[1]
+        columns = {name: tensor(name) for name, column in STORED.items() if not column.learned}
+        for name in ("groups", "trajectories"):  # of a part of the step's samples
+            if (indices := columns[name]) is not None:
+                columns[name] = indices.unique(return_inverse=True)[1]
         firsts = [rows["group"].index(group) for group in sorted(set(rows["group"]))]
         details = [json.loads(text) for text in rows["score_details"]]
         return Batch(
             prompt_ids=(prompt_ids := split("prompt_ids")),
             response_ids=split("response_ids"),
-            groups=groups,
-            truncated=torch.tensor(rows["truncated"], dtype=torch.bool),
             prompts=[_prompt(rows, i, prompt_ids[i]) for i in firsts],
-            trajectories=_renumbered(column("trajectory", torch.int64)),
-            turns=tokens("turns", np.int32),
-            turn_rewards=tokens("turn_rewards", np.float32),
-            mask=tokens("mask", np.float32),
-            rollout_logprobs=tokens("rollout_logprobs", np.float32),
-            weight_versions=tokens("weight_versions", np.int32),
-            baselines=column("baseline", number),
-            labels=column("label", number),
-            scores=column("score", number),
-            rewards=column("reward", number),
             score_details={
                 name: torch.tensor([values.get(name, float("nan")) for values in details])
                 for name in sorted({name for values in details for name in values})
             },
+            **columns,  # type: ignore[arg-type]
         )
-
-
-def _renumbered(indices: torch.Tensor | None) -> torch.Tensor | None:
-    return None if indices is None else indices.unique(return_inverse=True)[1]
 
 
 def _prompt(rows: dict[str, list], i: int, token_ids: np.ndarray) -> Prompt:

@@ -11,6 +11,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,43 +25,12 @@ GIVEN_BY = ("tool", "user", "environment")
 WAITING_STEPS = 2
 """Number of steps that may wait to be written; the next one blocks, which bounds the memory."""
 
-COLUMNS = {
-    "step": "int32",
-    "prompt_index": "int64",
-    "group": "int32",
-    "sample": "int32",
-    "trajectory": "int32",
-    "row": "int32",
-    "data_source": "string",
-    "prompt": "string",
-    "response": "string",
-    "messages": "messages",
-    "ground_truth": "string",
-    "ground_truth_is_json": "bool",
-    "extra_info": "string",
-    "score": "float32",
-    "reward": "float32",
-    "score_details": "string",
-    "truncated": "bool",
-    "length": "int32",
-    "baseline": "float32",
-    "label": "float32",
-    "prompt_ids": "int32s",
-    "response_ids": "int32s",
-    "mask": "int8s",
-    "turns": "int32s",
-    "turn_rewards": "float32s",
-    "rollout_logprobs": "float32s",
-    "old_logprobs": "float32s",
-    "ref_logprobs": "float32s",
-    "advantages": "float32s",
-    "weight_versions": "int32s",
-}
-"""Type of each column; a plural is a list, with an entry per token."""
 
+def schema(columns: Mapping[str, str], kind: str) -> "pa.Schema":
+    """Return the schema of a file.
 
-def schema(kind: str) -> "pa.Schema":
-    """Return the schema of a file. kind: the `logging.rollouts` that it was written with."""
+    columns: type of each column; a plural is a list. kind: the `logging.rollouts` that it is written with.
+    """
     import pyarrow as pa
 
     def type_of(name: str):
@@ -69,7 +39,7 @@ def schema(kind: str) -> "pa.Schema":
         element = getattr(pa, {"bool": "bool_"}.get(name, name.removesuffix("s")))()
         return pa.list_(element) if name.endswith("s") else element
 
-    return pa.schema({name: type_of(kind) for name, kind in COLUMNS.items()}, {"rollouts": kind})
+    return pa.schema({name: type_of(kind) for name, kind in columns.items()}, {"rollouts": kind})
 
 
 def stored_steps(run_dir: str | Path) -> dict[int, Path]:
@@ -105,7 +75,7 @@ class RolloutLog:
     An error of the thread is raised by the next call.
 
     Args:
-        kind: `logging.rollouts`.
+        columns, kind: see `schema`.
         token_texts: returns the text of every token id; called in the thread, once.
         fence: called in the thread before it writes a file; an exception from it ends the writing.
     """
@@ -113,12 +83,14 @@ class RolloutLog:
     def __init__(
         self,
         run_dir: str | Path,
+        columns: Mapping[str, str],
         *,
         kind: str,
         token_texts: Callable[[], list[str]],
         fence: Callable[[], None] = lambda: None,
     ):
-        self._directory, self._kind, self._token_texts = Path(run_dir, DIRECTORY), kind, token_texts
+        self._directory, self._schema = Path(run_dir, DIRECTORY), partial(schema, columns, kind)
+        self._token_texts = token_texts
         self._fence = fence
         self._directory.mkdir(parents=True, exist_ok=True)
         self._error: Exception | None = None
@@ -161,7 +133,7 @@ class RolloutLog:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pa.table(dict(columns), schema=schema(self._kind))
+        table = pa.table(dict(columns), schema=self._schema())
         path = self._directory / f"step_{step:06d}.parquet"
         partial = path.with_name(path.name + ".partial")
         self._fence()
