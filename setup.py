@@ -68,7 +68,7 @@ extras = {
     "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
     # Of logging.wandb, mlflow and trackio. mlflow-skinny has no databases: install mlflow for sqlite:.
     "trackers": ["wandb==0.31.0", "mlflow-skinny==3.17.2", "trackio==0.43.0"],
-    # Packages of environments (rl/agents/adaptors, docs/agents.md), each with the version of its test.
+    # Packages of environments (rl/agents/integrations, docs/agents.md), each with the version of its test.
     "reasoning-gym": ["reasoning-gym==0.1.25"],  # one of its requirements is compiled: needs a C compiler
     # Pins versions of msgspec and reasoning-gym that others do not accept, and needs neither for its games:
     # install it with --no-deps, or in an environment of its own (agents.interpreter).

@@ -12,7 +12,7 @@
 #   SRUN_MPI          srun's --mpi; default none, because ranks find each other without MPI
 #   NO_REQUEUE=1      never requeue; resubmit by hand, or use chain.sbatch
 #   RETRY_CRASHED=1   requeue also after a crash, not only after an orderly stop
-#   OUTLIVE_RANKS=1   for rollout.min_replicas: srun leaves the other ranks when one ends (sbatch --no-kill: also when a node fails)
+#   OUTLIVE_RANKS=1   for roles.min_replicas: srun leaves the other ranks when one ends (sbatch --no-kill: also when a node fails)
 #   MAX_ATTEMPTS      number of consecutive starts without a newer checkpoint, after which the job gives up; default 3
 
 set -eu

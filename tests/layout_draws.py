@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from rl.config.declarations import shipped
-from rl.config.objective_checks import check_loss
+from rl.config.exclusions import check_exclusions
 from rl.config.options import ConfigError
 from rl.config.schema import LOSSES, load_config
 from rl.data.batch import Batch
@@ -210,7 +210,9 @@ def options(algorithm: str, turn: int, rng: random.Random, models: Path, *, has_
 
 def fits(keys: list[str]) -> bool:
     try:
-        check_loss(load_config(None, ["model.path=toy", "data.train=toy.jsonl", "algorithm=grpo", *keys]))
+        check_exclusions(
+            load_config(None, ["model.path=toy", "data.train=toy.jsonl", "algorithm=grpo", *keys])
+        )
     except ConfigError:
         return False
     return True

@@ -8,7 +8,7 @@
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
     reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for
-                   rl.agents.adaptors.reasoning_gym
+                   rl.agents.integrations.reasoning_gym
     seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
                    for gem, textarena, and any environment that makes its task from a seed
     verifiers      the tasks of the taskset in --options, which is verifiers' block [env]; PYTHON is the
@@ -41,7 +41,7 @@ def row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> 
 
 def reasoning_gym_rows(names: list[str], options: Row, seed: int, size: int) -> Iterator[Row]:
     """Yield puzzles of each generator in turn. Raises ValueError for an unknown generator or option."""
-    from rl.agents.adaptors.reasoning_gym import INSTRUCTION, puzzles
+    from rl.agents.integrations.reasoning_gym import INSTRUCTION, puzzles
 
     sources = [puzzles(name, options, seed, -(-size // len(names))) for name in names]
     for i in range(size):
@@ -59,7 +59,7 @@ def seed_rows(names: list[str], seed: int, size: int) -> Iterator[Row]:
 
 def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
     """Yield the first tasks of a taskset."""
-    from rl.agents.adaptors.verifiers import tasks
+    from rl.agents.integrations.verifiers import tasks
 
     for i, (prompt, task) in enumerate(tasks(env, size)):
         yield row(env["taskset"]["id"], prompt, "", task=task, index=i)

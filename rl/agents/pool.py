@@ -19,31 +19,27 @@ this protects against accidents, not attacks.
 
 import contextlib
 import itertools
-import json
 import logging
 import math
-import os
 import pickle
 import select
 import socket
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl.agents.environment import Action, Failure, Messages, Reply, Run, Step, ToolCalls
+from rl.agents.environment import Action, Failure, Reply, Run, Step, ToolCalls
 from rl.agents.worker import MAX_LINE_BYTES
 from rl.config.agent_plan import AgentPlan
-from rl.workers.process import WorkerProcess, Workers
+from rl.workers.pool import START_ATTEMPTS, Pool
+from rl.workers.process import WorkerProcess
 
 if TYPE_CHECKING:
     from rl.data.prompts import Prompt
 
 log = logging.getLogger(__name__)
 
-START_ATTEMPTS = 3
-"""Number of consecutive workers that may die before they are ready."""
 GRACE_S = 5.0
 """Seconds beyond the time limit of a call without a sign of life after which a worker is killed."""
 CLOSING_S = 5.0
@@ -97,258 +93,6 @@ class _Session:
     """Fields of the reply to further requests, after the worker was lost."""
 
 
-class EnvironmentPool:
-    """Worker processes that hold environments, started when needed. Only `wake` is thread-safe."""
-
-    def __init__(
-        self,
-        plan: AgentPlan,
-        *,
-        workers: int,
-        timeout_s: float,
-        memory_mib: int,
-        max_output_chars: int = 8192,
-        interpreter: str = "",
-        startup_s: float = 120.0,
-        variables: Sequence[str] = (),
-    ):
-        """Store the limits; relative paths in the plan are resolved against the present working directory.
-
-        Args:
-            timeout_s: limit of each call of an environment or tool, in seconds.
-            memory_mib: address space of a worker and of each process it starts; 0 for no limit.
-            max_output_chars: characters of a tool's output or a step's text that are kept.
-            interpreter: Python interpreter of the workers; "" for this process's.
-            startup_s: limit of a worker's start, the imports included, in seconds.
-            variables: see `WorkerProcess`.
-        """
-        self._num_workers, self._silence_s, self._startup_s = workers, timeout_s + GRACE_S, startup_s
-        cpus = sorted(os.sched_getaffinity(0))  # an engine may pin this thread before the workers start
-        limits = {"timeout_s": timeout_s, "max_output_chars": max_output_chars}
-        self._options = {"memory_mib": memory_mib, "cpus": cpus, **limits}
-        # -P: the run directory may hold a random.py. The worker sets sys.path after its own imports.
-        self._command = [interpreter or sys.executable, "-P", "-m", "rl.agents.worker"]
-        self._cwd, self._variables = os.getcwd(), variables
-        self._initialization = pickle.dumps((plan, None if interpreter else list(sys.path)))
-        self._workers: Workers[EnvironmentWorker] = Workers()
-        self._wakeups, self._wakeup_end = socket.socketpair()
-        self._wakeups.setblocking(False)
-        self._wakeup_end.setblocking(False)
-        self._workers.poller.register(self._wakeups, select.POLLIN)
-        self._numbers = itertools.count()
-        self._sessions: dict[str, _Session] = {}
-        self._waiting: list[_Session] = []
-        self._replies: list[Reply] = []
-        self._failed_starts, self._start_failure = 0, ""
-        self._tools: list[Messages] = []
-
-    def check(self) -> list[Messages]:
-        """Return the tools of each environment of the plan, without those that depend on the row.
-
-        Starts the first worker. Raises ValueError if the environments and tools cannot be loaded in it.
-        """
-        while not any(worker.is_ready for worker in self._workers.all):
-            if self._failed_starts >= START_ATTEMPTS:
-                raise ValueError(self._start_failure)
-            if not self._workers.all:
-                self._start_worker()
-            self._workers.await_events(self._read, self._replace, 0.1)
-        return self._tools
-
-    @property
-    def waiting(self) -> set[str]:
-        """Sessions that no worker can take yet. They are opened when others end."""
-        return {session.name for session in self._waiting}
-
-    def open(self, session: str, row: Mapping[str, Any], *, alone: bool = False) -> None:
-        """Construct and reset the environment of a new session; `row` as `to_row` returns it.
-
-        alone: whether its process must hold no other session.
-        """
-        assert session not in self._sessions, session
-        opened = self._sessions[session] = _Session(session, next(self._numbers), dict(row), alone)
-        opened.started = time.monotonic()
-        self._waiting.append(opened)
-        self._place()
-
-    def call(self, session: str, action: Action) -> None:
-        """Send an action to a session whose last request is answered."""
-        called = self._sessions[session]
-        assert called.started is None, f"{session} has not answered {called.kind}"
-        kinds = {ToolCalls: "tools", Step: "step", Run: "run"}
-        called.kind = kinds.get(type(action), "score")
-        self._request(called, "act", action)
-
-    def close(self, session: str) -> None:
-        """End a session, and a call of it that is in progress. There is no reply."""
-        closed = self._sessions.pop(session)
-        closed.is_closed = True
-        self._waiting = [waiting for waiting in self._waiting if waiting is not closed]
-        self._replies = [reply for reply in self._replies if reply.session != session]
-        if closed.worker is not None:
-            closed.worker.request(closed, "close", None)
-        if not self._sessions:
-            self._failed_starts = 0  # the next phase may try again
-
-    def poll(self, timeout_s: float = 0.0) -> list[Reply]:
-        """Return the replies that have come; wait at most `timeout_s` for the first one, or until `wake`."""
-        deadline = time.monotonic() + timeout_s
-        is_woken = False
-        while not is_woken:
-            left_s = 0.0 if self._replies else max(deadline - time.monotonic(), 0.0)
-            self._workers.await_events(self._read, self._replace, left_s)
-            self._place()
-            try:
-                is_woken = bool(self._wakeups.recv(4096))
-            except BlockingIOError:
-                is_woken = bool(self._replies) or time.monotonic() >= deadline
-        replies, self._replies = self._replies, []
-        return replies
-
-    def wake(self) -> None:
-        """Make a `poll` in progress, or the next one, return. May be called from any thread."""
-        with contextlib.suppress(BlockingIOError):  # the socket is full of wake-ups
-            self._wakeup_end.send(b"w")
-
-    def shutdown(self) -> None:
-        """Close all sessions; end the workers and every process they started."""
-        for session in list(self._sessions):
-            self.close(session)
-        deadline = time.monotonic() + CLOSING_S
-        while any(w.sessions and w.is_ready for w in self._workers.all) and time.monotonic() < deadline:
-            self._workers.await_events(self._read, self._replace, 0.1)
-        self._workers.close()
-
-    def __enter__(self) -> "EnvironmentPool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
-    # ---- workers ----
-
-    def _request(self, session: _Session, request: str, argument: Any) -> None:
-        session.started = time.monotonic()
-        if session.worker is None:
-            assert session.loss is not None
-            self._answer(session, **session.loss)
-        else:
-            session.worker.request(session, request, argument)
-
-    def _answer(self, session: _Session, **fields: Any) -> None:
-        session.started = None
-        if not session.is_closed:
-            self._replies.append(Reply(session.name, session.kind, **fields))
-
-    def _place(self) -> None:
-        """Open the waiting sessions for which there is a worker; those that must be alone choose first."""
-        waiting, self._waiting = sorted(self._waiting, key=lambda session: not session.is_alone), []
-        for session in waiting:
-            kinds = [left.is_alone for left in self._waiting]
-            worker = None if session.is_alone in kinds else self._choose_worker(session, any(kinds))
-            if worker is not None:
-                session.worker = worker
-                worker.sessions[session.number] = session
-                worker.request(session, "open", session.row)
-            elif self._workers.all:
-                self._waiting.append(session)
-            else:
-                session.loss = {"failure": self._start_failure, "cause": Failure.START}
-                self._answer(session, **session.loss)
-
-    def _choose_worker(self, session: _Session, is_scarce: bool) -> "EnvironmentWorker | None":
-        """Return the worker with the fewest sessions, a new one if all are in use; None if there is none yet.
-
-        is_scarce: whether a session waits for a worker of its own; others then take none without sessions.
-        """
-        usable = [worker for worker in self._workers.all if worker.may_take(session)]
-        if is_scarce:
-            usable = [worker for worker in usable if worker.sessions]
-        elif all(worker.num_open for worker in usable) and len(self._workers.all) < self._num_workers:
-            if self._failed_starts < START_ATTEMPTS:
-                usable += self._start_worker()
-        return min(usable, key=lambda worker: worker.num_open, default=None)
-
-    def _start_worker(self) -> "list[EnvironmentWorker]":
-        try:
-            worker = EnvironmentWorker(
-                self._command,
-                self._initialization,
-                self._options,
-                cwd=self._cwd,
-                startup_s=self._startup_s,
-                variables=self._variables,
-                silence_s=self._silence_s,
-            )
-        except OSError as error:  # out of processes, memory or files
-            self._failed_starts = START_ATTEMPTS
-            self._start_failure = f"a worker for environments cannot be started: {error}"
-            return []
-        self._workers.add(worker)
-        return [worker]
-
-    def _read(self, worker: "EnvironmentWorker") -> None:
-        """Process the messages that a worker has sent."""
-        is_heard = False
-        for message in worker.receive():
-            is_heard = True
-            worker.must_retire |= message.get("retire", False)
-            if "ready" in message:
-                self._failed_starts, self._tools = 0, message["ready"]
-            elif "unloadable" in message:
-                self._failed_starts = START_ATTEMPTS
-                return self._lose(worker, message["unloadable"])
-            elif "n" in message:
-                fields = {key: message[key] for key in REPLY_FIELDS if key in message}
-                session = worker.sessions[message["n"]]
-                if fields.get("cause") == Failure.MEMORY and worker.num_open > 1:
-                    fields["reopen"] = "alone"  # others may have filled the memory
-                self._answer(session, **fields)
-            elif "closed" in message:
-                del worker.sessions[message["closed"]]
-                if message["error"]:
-                    log.warning("an environment could not be closed: %s", once("close", message["error"]))
-                if not worker.sessions and worker.must_retire:
-                    return self._dismiss(worker)
-                if not worker.sessions:
-                    worker.request_sweep()
-        worker.send_held()
-        if is_heard:
-            worker.renew_deadline()
-        if worker.lost:
-            self._replace(worker)
-
-    def _replace(self, worker: "EnvironmentWorker") -> None:
-        """Give up a worker that has ended, sent an invalid message or is late."""
-        cause = Failure.LOST
-        if worker.lost:
-            reason = worker.lost
-        elif worker.is_ready and not worker.is_disconnected:
-            reason = f"a worker for environments was silent for {self._silence_s:g} s and was killed"
-            cause = Failure.TIME
-        else:
-            reason = worker.describe_timeout()
-        if not worker.is_ready:  # a late start is not repeated, because it takes minutes
-            self._failed_starts = self._failed_starts + 1 if worker.lost else START_ATTEMPTS
-        self._lose(worker, reason, cause)
-
-    def _lose(self, worker: "EnvironmentWorker", reason: str, cause: Failure = Failure.START) -> None:
-        if not worker.is_ready:
-            self._start_failure, cause = reason, Failure.START
-        self._dismiss(worker)
-        for session in worker.sessions.values():
-            is_busy = session.started is not None
-            session.worker, session.loss = None, {"failure": reason, "cause": cause}
-            if cause is not Failure.START and len(worker.sessions) > 1:
-                session.loss["reopen"] = "alone" if is_busy else "shared"
-            if is_busy:
-                self._answer(session, **session.loss)
-
-    def _dismiss(self, worker: "EnvironmentWorker") -> None:
-        self._workers.dismiss(worker)
-        self._workers.reap(wait=False)
-
-
 def _is_number(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
 
@@ -371,6 +115,8 @@ class EnvironmentWorker(WorkerProcess):
 
     noun = "environments"
     max_line_bytes = MAX_LINE_BYTES
+
+    ready_type = list  # the tools of each environment
 
     def __init__(self, *arguments: Any, silence_s: float, **options: Any):
         """Start the process, see WorkerProcess. Raises OSError if that fails."""
@@ -409,29 +155,188 @@ class EnvironmentWorker(WorkerProcess):
             is_busy = any(s.started or s.is_closed for s in self.sessions.values())
             self.deadline = time.monotonic() + self._silence_s if is_busy else math.inf
 
-    def validated(self, line: bytes) -> dict[str, Any] | None:
-        """Parse a message of the host; return None if it is invalid: users' code may have written it."""
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(message, dict) or not isinstance(message.get("retire", False), bool):
-            return None
-        if not self.is_ready:
-            if isinstance(message.get("ready"), list):
-                self.is_ready, self.deadline = True, math.inf
-                return message
-            texts = message.get("unloadable"), message.get("traceback")
-            return message if all(isinstance(text, str) for text in texts) else None
+    def is_valid(self, message: dict[str, Any]) -> bool:
+        """Return whether a message is a sign of life, or answers a request."""
+        if not isinstance(message.get("retire", False), bool):
+            return False
         if message.get("alive") is True:
-            return message
+            return True
         number = message.get("closed", message.get("n"))
         session = self.sessions.get(number) if type(number) is int else None
         if session is None:
-            return None
+            return False
         if "closed" in message:
-            return message if session.is_closed and isinstance(message.get("error"), str) else None
-        if session.started is None:
-            return None
+            return session.is_closed and isinstance(message.get("error"), str)
         valid = all(check(message[key]) for key, check in REPLY_FIELDS.items() if key in message)
-        return message if valid else None
+        return valid and session.started is not None
+
+
+class EnvironmentPool(Pool[EnvironmentWorker]):
+    """Worker processes that hold environments, started when needed. Only `wake` is thread-safe."""
+
+    module = "rl.agents.worker"
+    worker_class = EnvironmentWorker
+
+    def __init__(self, plan: AgentPlan, *, timeout_s: float, max_output_chars: int = 8192, **limits: Any):
+        """Store the limits, see `Pool`.
+
+        Args:
+            timeout_s: limit of each call of an environment or tool, in seconds.
+            max_output_chars: characters of a tool's output or a step's text that are kept.
+        """
+        super().__init__(plan, {"timeout_s": timeout_s, "max_output_chars": max_output_chars}, **limits)
+        self._silence_s = self._limits["silence_s"] = timeout_s + GRACE_S
+        self._wakeups, self._wakeup_end = socket.socketpair()
+        self._wakeups.setblocking(False)
+        self._wakeup_end.setblocking(False)
+        self.poller.register(self._wakeups, select.POLLIN)
+        self._numbers = itertools.count()
+        self._sessions: dict[str, _Session] = {}
+        self._waiting: list[_Session] = []
+        self._replies: list[Reply] = []
+
+    @property
+    def waiting(self) -> set[str]:
+        """Sessions that no worker can take yet. They are opened when others end."""
+        return {session.name for session in self._waiting}
+
+    def open(self, session: str, row: Mapping[str, Any], *, alone: bool = False) -> None:
+        """Construct and reset the environment of a new session; `row` as `to_row` returns it.
+
+        alone: whether its process must hold no other session.
+        """
+        assert session not in self._sessions, session
+        opened = self._sessions[session] = _Session(session, next(self._numbers), dict(row), alone)
+        opened.started = time.monotonic()
+        self._waiting.append(opened)
+        self._place()
+
+    def call(self, session: str, action: Action) -> None:
+        """Send an action to a session whose last request is answered."""
+        called = self._sessions[session]
+        assert called.started is None, f"{session} has not answered {called.kind}"
+        kinds = {ToolCalls: "tools", Step: "step", Run: "run"}
+        called.kind = kinds.get(type(action), "score")
+        self._request(called, "act", action)
+
+    def close(self, session: str) -> None:
+        """End a session, and a call of it that is in progress. There is no reply."""
+        closed = self._sessions.pop(session)
+        closed.is_closed = True
+        self._waiting = [waiting for waiting in self._waiting if waiting is not closed]
+        self._replies = [reply for reply in self._replies if reply.session != session]
+        if closed.worker is not None:
+            closed.worker.request(closed, "close", None)
+        if not self._sessions:
+            self.failed_starts = 0  # the next phase may try again
+
+    def poll(self, timeout_s: float = 0.0) -> list[Reply]:
+        """Return the replies that have come; wait at most `timeout_s` for the first one, or until `wake`."""
+        deadline = time.monotonic() + timeout_s
+        is_woken = False
+        while not is_woken:
+            left_s = 0.0 if self._replies else max(deadline - time.monotonic(), 0.0)
+            self.await_events(left_s)
+            self._place()
+            try:
+                is_woken = bool(self._wakeups.recv(4096))
+            except BlockingIOError:
+                is_woken = bool(self._replies) or time.monotonic() >= deadline
+        replies, self._replies = self._replies, []
+        return replies
+
+    def wake(self) -> None:
+        """Make a `poll` in progress, or the next one, return. May be called from any thread."""
+        with contextlib.suppress(BlockingIOError):  # the socket is full of wake-ups
+            self._wakeup_end.send(b"w")
+
+    def shutdown(self) -> None:
+        """Close all sessions; end the workers and every process they started."""
+        for session in list(self._sessions):
+            self.close(session)
+        deadline = time.monotonic() + CLOSING_S
+        while any(w.sessions and w.is_ready for w in self.all) and time.monotonic() < deadline:
+            self.await_events(0.1)
+        super().shutdown()
+
+    # ---- workers ----
+
+    def _request(self, session: _Session, request: str, argument: Any) -> None:
+        session.started = time.monotonic()
+        if session.worker is None:
+            assert session.loss is not None
+            self._answer(session, **session.loss)
+        else:
+            session.worker.request(session, request, argument)
+
+    def _answer(self, session: _Session, **fields: Any) -> None:
+        session.started = None
+        if not session.is_closed:
+            self._replies.append(Reply(session.name, session.kind, **fields))
+
+    def _place(self) -> None:
+        """Open the waiting sessions for which there is a worker; those that must be alone choose first."""
+        waiting, self._waiting = sorted(self._waiting, key=lambda session: not session.is_alone), []
+        for session in waiting:
+            kinds = [left.is_alone for left in self._waiting]
+            worker = None if session.is_alone in kinds else self._choose_worker(session, any(kinds))
+            if worker is not None:
+                session.worker = worker
+                worker.sessions[session.number] = session
+                worker.request(session, "open", session.row)
+            elif self.all:
+                self._waiting.append(session)
+            else:
+                session.loss = {"failure": self.start_failure, "cause": Failure.START}
+                self._answer(session, **session.loss)
+
+    def _choose_worker(self, session: _Session, is_scarce: bool) -> EnvironmentWorker | None:
+        """Return the worker with the fewest sessions, a new one if all are in use; None if there is none yet.
+
+        is_scarce: whether a session waits for a worker of its own; others then take none without sessions.
+        """
+        usable = [worker for worker in self.all if worker.may_take(session)]
+        if is_scarce:
+            usable = [worker for worker in usable if worker.sessions]
+        elif all(worker.num_open for worker in usable) and len(self.all) < self.max_workers:
+            if self.failed_starts < START_ATTEMPTS:
+                usable += filter(None, [self.start()])
+        return min(usable, key=lambda worker: worker.num_open, default=None)
+
+    def received(self, worker: EnvironmentWorker, message: dict[str, Any]) -> None:
+        worker.must_retire |= message.get("retire", False)
+        if "n" in message:
+            fields = {key: message[key] for key in REPLY_FIELDS if key in message}
+            session = worker.sessions[message["n"]]
+            if fields.get("cause") == Failure.MEMORY and worker.num_open > 1:
+                fields["reopen"] = "alone"  # others may have filled the memory
+            self._answer(session, **fields)
+        elif "closed" in message:
+            del worker.sessions[message["closed"]]
+            if message["error"]:
+                log.warning("an environment could not be closed: %s", once("close", message["error"]))
+            if not worker.sessions and worker.must_retire:
+                self.dismiss(worker)
+            elif not worker.sessions:
+                worker.request_sweep()
+
+    def heard(self, worker: EnvironmentWorker, num_messages: int) -> None:
+        worker.send_held()
+        if num_messages:
+            worker.renew_deadline()
+
+    def lateness(self, worker: EnvironmentWorker) -> str:
+        return f"a worker for environments was silent for {self._silence_s:g} s and was killed"
+
+    def gave_up(self, worker: EnvironmentWorker, reason: str) -> None:
+        """Report the loss of a worker to its sessions."""
+        cause = Failure.START
+        if worker.is_ready:
+            cause = Failure.LOST if worker.lost or worker.is_disconnected else Failure.TIME
+        for session in worker.sessions.values():
+            is_busy = session.started is not None
+            session.worker, session.loss = None, {"failure": reason, "cause": cause}
+            if cause is not Failure.START and len(worker.sessions) > 1:
+                session.loss["reopen"] = "alone" if is_busy else "shared"
+            if is_busy:
+                self._answer(session, **session.loss)

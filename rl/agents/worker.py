@@ -24,10 +24,8 @@ import functools
 import inspect
 import json
 import os
-import pickle
 import queue
 import socket
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -43,8 +41,10 @@ from rl.agents.environment import (
     ToolCalls,
     load_environment,
 )
+from rl.config.agent_plan import AgentPlan
 from rl.rewards.score import to_finite, to_score
-from rl.workers.messages import MAX_ERROR_CHARS, encodable, explain, too_slow
+from rl.workers.host import Host
+from rl.workers.messages import encodable, explain, too_slow
 from rl.workers.supervisor import run_worker
 
 BEAT_S = 1.0
@@ -67,39 +67,34 @@ CAUSES = {CallTimeout: Failure.TIME, MemoryError: Failure.MEMORY}
 """Exceptions of a call -> cause of the failure."""
 
 
-class Host:
+class EnvironmentHost(Host):
     """The process's sessions, and its connection to the pool."""
 
     def __init__(self, work: socket.socket, *, timeout_s: float, max_output_chars: int):
+        super().__init__(work)
         self.timeout_s, self.max_output_chars = timeout_s, max_output_chars
         self.threads = asyncio.Semaphore(THREADS)
         self.must_retire = False
-        self._work, self._pid = work, os.getpid()
         self._sessions: dict[int, Session] = {}
 
-    def serve(self) -> None:
-        """Serve the pool's requests until it closes the socket."""
-        stream = self._work.makefile("rb")
-        self._plan, path = pickle.load(stream)
-        sys.path[:] = path or sys.path
-        try:
-            specs = {"": self._plan.default, **self._plan.sources}
-            self._environments = {name: load_environment(spec) for name, spec in specs.items()}
-        except BaseException as error:  # an import runs users' code, which may call exit()
-            sentence = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return self._send({"unloadable": sentence[:MAX_ERROR_CHARS], "traceback": explain(error)})
-        tools = [[tool.schema for tool in e.tools_for({}).values()] for e in self._environments.values()]
-        self._send({"ready": tools})
-        asyncio.run(self._run(stream))
+    def load(self, plan: AgentPlan) -> list[list[dict[str, Any]]]:
+        """Return the tools of each environment."""
+        self._plan = plan
+        specs = {"": plan.default, **plan.sources}
+        self._environments = {name: load_environment(spec) for name, spec in specs.items()}
+        return [[tool.schema for tool in e.tools_for({}).values()] for e in self._environments.values()]
 
-    async def _run(self, stream: Any) -> None:
+    def serve_requests(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         threading.stack_size(STACK_BYTES)
 
         def receive() -> None:
             try:
                 while True:
-                    loop.call_soon_threadsafe(self._dispatch, pickle.load(stream))
+                    loop.call_soon_threadsafe(self._dispatch, self.receive())
             finally:
                 os._exit(0)  # the pool has closed the socket, or memory is exhausted
 
@@ -107,7 +102,7 @@ class Host:
         while True:
             await asyncio.sleep(BEAT_S)
             if any(session.is_busy for session in self._sessions.values()):
-                self._send({"alive": True})
+                self.send({"alive": True})
 
     def _dispatch(self, message: tuple[int, str, Any]) -> None:
         number, request, argument = message
@@ -135,7 +130,7 @@ class Host:
             fields["cause"] = next(
                 (c for kind, c in CAUSES.items() if isinstance(error, kind)), Failure.ERROR
             )
-        self._send({"n": number, **fields})
+        self.send({"n": number, **fields})
 
     async def _close(self, number: int, session: "Session") -> None:
         error = ""
@@ -144,9 +139,9 @@ class Host:
         except BaseException as caught:
             error = _describe(caught)
         del self._sessions[number]
-        self._send({"closed": number, "error": error})
+        self.send({"closed": number, "error": error})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self.exit_in_forks()
         try:
             message["retire"] = self.must_retire
@@ -158,11 +153,6 @@ class Host:
         except BaseException:
             os._exit(1)  # out of memory: the pool would wait for the answer
 
-    def exit_in_forks(self) -> None:
-        """End a process that users' code forked and that returned from its call; only the parent answers."""
-        if os.getpid() != self._pid:
-            os._exit(0)
-
 
 def _describe(error: BaseException) -> str:
     """Return an exception on one line, then its traceback."""
@@ -173,7 +163,7 @@ def _describe(error: BaseException) -> str:
 class Session:
     """The environment of one trajectory."""
 
-    def __init__(self, host: Host, environment: LoadedEnvironment, row: dict[str, Any]):
+    def __init__(self, host: EnvironmentHost, environment: LoadedEnvironment, row: dict[str, Any]):
         self._host, self._environment, self._row = host, environment, row
         self._instance: Any = None
         self._tools: dict[str, Tool] = {}
@@ -342,7 +332,9 @@ class Session:
 
 
 def _serve(work: socket.socket, options: dict[str, Any]) -> None:
-    Host(work, timeout_s=options["timeout_s"], max_output_chars=options["max_output_chars"]).serve()
+    EnvironmentHost(
+        work, timeout_s=options["timeout_s"], max_output_chars=options["max_output_chars"]
+    ).serve()
 
 
 if __name__ == "__main__":

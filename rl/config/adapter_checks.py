@@ -1,62 +1,13 @@
-"""Checks of the section `adapter`: contradictions with the rest of the config and with the model's layers."""
+"""Checks of the section `adapter` against the model's layers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rl.config.options import ConfigError, listed
 from rl.config.schema import Config
+from rl.models import architecture
 from rl.models.adapters import LowRank, adapters, check_ranks
 from rl.models.layout import FP8_BLOCK, Weight, cuts_fp8_blocks
-
-
-def check_adapter(config: Config) -> None:
-    """Raise ConfigError for keys that contradict each other."""
-    adapter, critic = config.adapter, config.critic
-    if critic.share_base and not adapter.is_on:
-        raise ConfigError(
-            "critic.share_base=true shares the frozen weights of a policy with adapters, but "
-            "adapter.kind=none trains all weights; set adapter.kind=lora, or leave out critic.share_base."
-        )
-    if critic.share_base and critic.path:
-        raise ConfigError(
-            f"critic.share_base=true uses the weights of model.path, not those of critic.path={critic.path}; "
-            "leave out one of the two."
-        )
-    if critic.share_base and adapter.init == "pissa":
-        raise ConfigError(
-            "critic.share_base=true cannot be combined with adapter.init=pissa, which takes the principal "
-            "part of every weight out of the shared ones; use adapter.init=zero."
-        )
-    if not adapter.is_on:
-        if adapter.path:
-            raise ConfigError(
-                f"adapter.path={adapter.path} has no effect with adapter.kind=none, by which all weights "
-                "learn; set adapter.kind to that of the directory, or leave out adapter.path."
-            )
-        return
-    if config.model.numerics == "bitwise":
-        raise ConfigError(
-            f"model.numerics=bitwise does not support adapter.kind={adapter.kind}: its layers add up "
-            "products in the engine's order; use adapter.kind=none or leave out model.numerics."
-        )
-    if adapter.base == "fp8":
-        _check_fp8(config)
-    if adapter.path and adapter.init != "zero":
-        raise ConfigError(
-            f"adapter.init={adapter.init} chooses the first A and B, but adapter.path={adapter.path} holds "
-            "them; leave out one of the two."
-        )
-
-
-def _check_fp8(config: Config) -> None:
-    """Raise ConfigError for keys that read or change the base outside the passes of its layers."""
-    reasons = {
-        "adapter.kind=dora, which reads the rows of every weight": config.adapter.kind == "dora",
-        "adapter.init=pissa, which changes every weight": config.adapter.init == "pissa",
-        "critic.share_base=true, whose layers would not dequantise the policy's": config.critic.share_base,
-        "sweep.adapters, whose points share one base in model.dtype": config.sweep.is_on,
-    }
-    for reason in (reason for reason, is_set in reasons.items() if is_set):
-        raise ConfigError(f"adapter.base=fp8 cannot be combined with {reason}; use adapter.base=model.")
 
 
 def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
@@ -105,3 +56,29 @@ def _check_blocks(config: Config, quantised: Sequence[Weight]) -> None:
                 f"those of {cut.hf[0]}, whose values would then depend on the layout; use {key}="
                 f"{listed(fits, 'or')}, or adapter.base=model."
             )
+
+
+def check_layers(config: Config, hf: dict[str, Any]) -> None:
+    """Raise ConfigError for a layer to which vLLM applies no adapter. hf: the model's config.json."""
+    adapter = config.adapter
+    if not adapter.is_on or adapter.in_engine == "merged":
+        return
+    weights = architecture(hf).weights(hf)
+    for pair in adapters_of(config, weights):
+        if reason := _refused(pair):
+            known = {p.module.rpartition(".")[2] for p in adapters(weights, rank=1) if not _refused(p)}
+            raise ConfigError(
+                f"adapter.in_engine=adapter, but {pair.module} is {reason}; use "
+                f"adapter.in_engine=merged, or choose adapter.targets from "
+                f"{listed(sorted(known), 'and')}."
+            )
+
+
+def _refused(pair: LowRank) -> str:
+    """Return why vLLM 0.32 applies no adapter to the layer, or nothing."""
+    if pair.base.expert is not None:
+        return "a routed expert, to whose adapters this project does not write"
+    if pair.module.endswith(".kv_b_proj"):
+        # vLLM loads such an adapter and ignores it: its log-probs are those of the base.
+        return "a projection that vLLM multiplies into others when it loads the weights"
+    return ""

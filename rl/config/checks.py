@@ -8,32 +8,23 @@ import importlib.util
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from rl.config.adapter_checks import check_adapter
-from rl.config.adapter_form_checks import check_form
+from rl.config.agent_plan import make_agent_plan
 from rl.config.durations import seconds_of
 from rl.config.effects import check_effects, replay_warnings
+from rl.config.exclusions import check_exclusions
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
-from rl.config.mode_checks import check_mode
-from rl.config.numerics_checks import check_numerics
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import (
-    Config,
-    algorithm_of,
-    generates_held_out,
-    learns_from_data,
-    learns_from_samples,
-    needs_sampling_masks,
-    uses_teacher,
-    validates,
-)
-from rl.config.sweep_checks import check_sweep
-from rl.config.teachers import Teacher
+from rl.config.schema import Config, Run, algorithm_of, learns_from_samples, uses_teacher
+from rl.config.sweep_checks import check_points
+from rl.config.teacher_checks import check_teacher
 from rl.config.trace import check_trace
 
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
@@ -50,12 +41,13 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
     points: result of `load_points`; with a sweep in one job each of them is checked too.
     """
     if points:
-        check_sweep(config, points)
         for point in points:
             try:
                 check(point)
+                check_exclusions(replace(point, sweep=config.sweep))
             except ConfigError as error:
                 raise ConfigError(f"point {point.run.name}: {error}") from error
+        check_points(config, points)
     values = flatten(config)
     for key, what in REQUIRED.items():
         if not values[key]:
@@ -65,12 +57,9 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
             raise ConfigError(f"{key} is {values[key]}, but must be {accepted.words}.")
     check_names(config)
     check_contradictions(config)
-    check_numerics(config)
-    check_adapter(config)
-    check_form(config)
     check_objective(config)
     check_roles(config)
-    check_mode(config)
+    check_exclusions(config)
     check_effects(config)
     check_trace(config.trace, config.run.max_steps)
     return warnings(config)
@@ -128,20 +117,11 @@ def check_contradictions(config: Config) -> None:
     check_data(config)
     check_checkpoint(config)
     check_trackers(config)
+    check_stored(config.run)
     if config.agents.is_on:
-        from rl.config.agent_checks import check_agents
-
         check_agents(config)
-    if uses_teacher(config) or config.teacher != Teacher():
-        from rl.config.teacher_checks import check_teacher
-
+    if uses_teacher(config):
         check_teacher(config)
-    if config.rollout.carry_over:
-        check_carry_over(config)
-    if needs_sampling_masks(config):
-        check_mask(config)
-    if config.training.router_replay != "none":
-        check_router_replay(config)
     if config.watchdog.lost_s < 4 * config.watchdog.beat_s:
         raise ConfigError(
             f"watchdog.lost_s={config.watchdog.lost_s:g} leaves no room for a late heartbeat: use at least "
@@ -191,133 +171,33 @@ def check_data(config: Config) -> None:
             f"data.train_weights holds {min(data.train_weights)}, but a share must be greater than 0 and "
             "finite."
         )
-    if data.train_weights and data.curriculum:
-        raise ConfigError(
-            "data.curriculum orders all prompts, so data.train_weights cannot weigh their files too; set "
-            "one of them."
-        )
-    if not {"pairs", "labels"}.isdisjoint(needs) and (data.curriculum or data.train_weights):
-        raise ConfigError(
-            f"algorithm={config.algorithm} reads rated responses, which have neither data.curriculum nor "
-            "data.train_weights."
-        )
-    if validates(config) and config.validation.loss and "responses" not in needs:
-        raise ConfigError(
-            f"validation.loss=true needs responses in the data, which algorithm={config.algorithm} does not "
-            "read; leave it out."
-        )
-    check_conversations(config)
 
 
-def check_conversations(config: Config) -> None:
-    """Raise ConfigError for keys that do not suit conversations, or only suit them."""
-    data, needs = config.data, algorithm_of(config).needs
-    if not data.messages_key:
-        only = {f"data.train_on={data.train_on}": data.train_on != "assistant"}
-        only["data.overlong_prompts=truncate_right"] = data.overlong_prompts == "truncate_right"
-        for setting in (setting for setting, is_set in only.items() if is_set):
-            raise ConfigError(f"{setting} is for conversations; set data.messages_key, or leave it out.")
-        return
-    name = f"data.messages_key={data.messages_key}"
-    if "responses" not in needs or "samples" in needs:
+def check_stored(run: Run) -> None:
+    """Raise ConfigError if run.mode=train_only reads the rollouts that it replaces."""
+    own = not run.rollouts or Path(run.rollouts).resolve() == Path(run.dir).resolve()
+    if run.mode == "train_only" and own:
         raise ConfigError(
-            f"{name} reads conversations for algorithm=sft, not for {config.algorithm}; leave it out. "
-            "Prompts of several turns, and pairs of conversations, are read without it."
-        )
-    if data.overlong_prompts == "truncate_left":
-        raise ConfigError(
-            f"data.overlong_prompts=truncate_left would cut the beginning of the conversations of {name}; "
-            "use truncate_right, drop or error."
-        )
-    if generates_held_out(config):
-        raise ConfigError(
-            f"validation.greedy={show(config.validation.greedy)} and validation.samples_per_prompt="
-            f"{config.validation.samples_per_prompt} generate responses, but the conversations of {name} "
-            "have no answer to score; set them to false and 0, and validation.loss=true."
+            f"run.mode=train_only needs run.rollouts, the directory of another run than run.dir={run.dir}, "
+            "because a run replaces the rollouts of its own directory; set both."
         )
 
 
-def check_mask(config: Config) -> None:
-    """Raise ConfigError if the sets of tokens that the engine kept cannot reach the trainer."""
-    rollout = config.rollout
-    reasons = {
-        "rollout.carry_over=true carries samples over": rollout.carry_over,
-        f"roles.rollout={config.roles.rollout} sends samples": config.roles.is_on,
-        "run.mode=train_only reads samples": config.run.mode == "train_only",
-        f"algorithm={config.algorithm} also learns from the data's responses,": learns_from_data(config),
-    }
-    for reason in (reason for reason, is_set in reasons.items() if is_set):
+def check_agents(config: Config) -> None:
+    """Raise ConfigError, or ValueError for a malformed entry, if the section agents cannot be used."""
+    agents, rollout = config.agents, config.rollout
+    make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources)
+    if config.watchdog.limits.environments <= agents.timeout_s:
         raise ConfigError(
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} truncate the "
-            f"distribution, but {reason} without the sets of tokens that were kept, over which the trainer "
-            "renormalises; sample from the whole distribution (1, 0, 0), or accept biased ratios by "
-            "rollout.biased_truncation=true."
+            f"watchdog.limits.environments={config.watchdog.limits.environments:g} must exceed "
+            f"agents.timeout_s={agents.timeout_s:g}, the limit of a single call; raise "
+            "watchdog.limits.environments."
         )
-
-
-def check_carry_over(config: Config) -> None:
-    """Raise ConfigError for what cannot be combined with samples that continue in the next step."""
-    rollout, fix, needs = config.rollout, config.rollout_correction, algorithm_of(config).needs
-    name = f"rollout.carry_over=true, but algorithm={config.algorithm}"
-    if "samples" not in needs:
-        raise ConfigError(f"{name} does not generate; leave out rollout.carry_over.")
-    if config.agents.is_on:
+    if agents.max_tokens_per_turn > rollout.max_response_tokens:
         raise ConfigError(
-            "rollout.carry_over=true cannot be combined with the section agents, because environments of "
-            "unfinished trajectories end with their step; leave out one of the two."
-        )
-    if config.objective.chosen[1] is None:
-        raise ConfigError(
-            f"{name} has a loss of its own, which does not correct for tokens of older weights; use "
-            "algorithm=grpo, dapo, rloo or ppo."
-        )
-    if "greedy_baseline" in needs:
-        raise ConfigError(
-            f"{name} compares samples with a greedy response by the present weights, while older weights "
-            "have sampled part of their tokens; use algorithm=rloo."
-        )
-    if not fix.corrects:
-        raise ConfigError(
-            "rollout.carry_over=true trains on tokens that older weights have sampled; set "
-            "rollout_correction.truncate_tokens=2.0, another weight, or rollout_correction.bypass=true."
-        )
-    if rollout.stop:
-        raise ConfigError(
-            "rollout.carry_over=true cannot be combined with rollout.stop, because a stop string could begin "
-            "in one step and end in the next; use rollout.stop_token_ids."
-        )
-    if rollout.carry_over_cache == "keep" and rollout.deterministic:
-        raise ConfigError(
-            "rollout.carry_over_cache=keep cannot be combined with rollout.deterministic=true, because a "
-            "resumed run computes the cache again and gets other values; use recompute."
-        )
-
-
-def check_router_replay(config: Config) -> None:
-    """Raise ConfigError for what cannot be combined with replayed experts."""
-    mode = config.training.router_replay
-    name = f"training.router_replay={mode}"
-    if config.objective.chosen[1] is None:
-        raise ConfigError(
-            f"{name} needs a policy gradient, which algorithm={config.algorithm} does not have; leave it out."
-        )
-    if mode == "old_policy" and config.rollout_correction.bypass:
-        raise ConfigError(
-            f"{name} replays the experts of the pass that computes the old log-probs, which "
-            "rollout_correction.bypass=true leaves out; use engine."
-        )
-    if mode == "old_policy":
-        return
-    without = {
-        f"roles.rollout={config.roles.rollout}": config.roles.is_on,
-        "rollout.carry_over=true": config.rollout.carry_over,
-        "the section agents": config.agents.is_on,
-        "run.mode=train_only": config.run.mode == "train_only",
-    }
-    for what in (what for what, is_set in without.items() if is_set):
-        raise ConfigError(
-            f"{name} cannot be combined with {what}, whose samples come without the experts of their tokens; "
-            "use old_policy."
+            f"agents.max_tokens_per_turn={agents.max_tokens_per_turn} is above "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}, the limit of all turns together; "
+            "lower it, or use 0."
         )
 
 

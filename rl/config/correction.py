@@ -66,6 +66,11 @@ class RolloutCorrection:
         return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
 
     @property
+    def weighs_tokens(self) -> bool:
+        """Return whether tokens of a sample have weights of their own."""
+        return bool(self.truncate_tokens or self.icepop_high) and not self.weighs_samples
+
+    @property
     def weighs_samples(self) -> bool:
         """Return whether all tokens of a sample have the same weight."""
         return bool(self.truncate_samples or (self.icepop_high and self.icepop_level == "sample"))

@@ -1,173 +1,160 @@
-"""Keys of the sections rollout and reward that only some runs read. A key that the run does not read is
-refused.
+"""Keys that only some runs read. A key that the run does not read is refused.
 
-`GROUPS` is the only list of them: refusals, and the warning of a replay, follow from it. The keys of other
-sections are checked with their sections.
+The table READ_WITH is written in the names of `rl.config.features`. Refusals, and the warning of a replay,
+follow from it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import functools
+from fnmatch import fnmatch
+from typing import Any
 
+from rl.config.declarations import describe
+from rl.config.features import NAMED, is_on, setting
 from rl.config.options import ConfigError, build, flatten, listed, read, show
-from rl.config.schema import (
-    Config,
-    Judge,
-    algorithm_of,
-    generates_held_out,
-    learns_from_samples,
-    needs_engine,
-    needs_reward,
-)
-
-
-@dataclass(frozen=True, eq=False)  # found by identity
-class Group:
-    """Keys that are read under one condition."""
-
-    section: str
-    keys: Sequence[str]
-    reads: Callable[[Config], bool]
-    reason: str
-    """End of the sentence "KEY has no effect ..."; {algorithm} is the algorithm's name."""
-    remedy: str = "leave it out"
-
+from rl.config.schema import ADVANTAGES, LOSSES, Config, Objective, whole_run
 
 VALIDATE = "leave it out, or set data.val, validation.every and validation.greedy=true"
+PREFERENCE_KEYS = {
+    "loss": "dpo|spin",
+    "beta": "dpo|kto|orpo|simpo|spin|sppo",
+    "label_smoothing": "dpo|simpo|spin",
+    "gamma": "simpo",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+}
+"""Key of the section preference -> the algorithms that read it."""
 
-GROUPS = (
-    Group(
-        "rollout",
-        (
-            "tp stop stop_token_ids deterministic max_concurrent_samples gpu_memory_utilization "
-            "cpu_kv_cache_mib enforce_eager"
-        ).split(),
-        needs_engine,
-        "with algorithm={algorithm}, which generates no responses",
+
+@functools.cache
+def readers() -> dict[str, tuple[str, list[str]]]:
+    """Return key of the section objective -> ("advantage" or "loss", names of those that read it)."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for chooser, formulas in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+        for name, formula in formulas.items():
+            for key in formula.reads & set(Objective.__dataclass_fields__):
+                found.setdefault(key, (chooser, []))[1].append(name)
+    return found
+
+
+READ_WITH = [
+    (
+        "generation",
+        "rollout.tp rollout.stop rollout.stop_token_ids rollout.deterministic rollout.max_concurrent_samples "
+        "rollout.gpu_memory_utilization rollout.cpu_kv_cache_mib rollout.enforce_eager",
         VALIDATE,
     ),
-    Group(
-        "rollout",
-        ("top_p", "top_k", "min_p"),
-        lambda config: (
-            learns_from_samples(config)
-            or (generates_held_out(config) and config.validation.samples_per_prompt > 0)
-        ),
-        "with algorithm={algorithm}, which samples no responses",
+    (
+        "sampling",
+        "rollout.top_p rollout.top_k rollout.min_p",
         "leave it out, or set data.val, validation.every and validation.samples_per_prompt",
     ),
-    Group(
-        "rollout",
-        ("temperature",),
-        learns_from_samples,
-        "with algorithm={algorithm}, which does not learn from samples",
-        "leave it out; validation.temperature is that of held-out responses",
+    ("samples", "rollout.temperature", "leave it out; validation.temperature is that of held-out responses"),
+    ("new samples", "rollout.samples_per_prompt rollout.longest_first", ""),
+    ("truncation", "rollout.biased_truncation", ""),
+    (
+        "rollout.carry_over",
+        "rollout.oversample rollout.max_staleness rollout.on_stale rollout.carry_over_cache",
+        "",
     ),
-    Group(
-        "rollout",
-        ("samples_per_prompt", "longest_first"),
-        lambda config: learns_from_samples(config) and config.run.mode != "train_only",
-        "with algorithm={algorithm}, which does not learn from samples",
-    ),
-    Group(
-        "rollout",
-        ("biased_truncation",),
-        lambda config: learns_from_samples(config) and config.rollout.truncates,
-        "with rollout.top_p=1, top_k=0 and min_p=0, or if nothing is learned from samples",
-    ),
-    Group(
-        "rollout",
-        ("oversample", "max_staleness", "on_stale", "carry_over_cache"),
-        lambda config: config.rollout.carry_over,
-        "with rollout.carry_over=false",
-        "leave it out, or set rollout.carry_over=true",
-    ),
-    Group(
-        "reward",
-        (
-            "function kwargs failure_score sources workers variables timeout_s memory_mib model.path "
-            "judge.path"
-        ).split(),
-        needs_reward,
-        "with algorithm={algorithm}, which scores no responses",
+    (
+        "scoring",
+        "reward.function reward.kwargs reward.failure_score reward.sources reward.workers reward.variables "
+        "reward.timeout_s reward.memory_mib reward.model.path reward.judge.path",
         VALIDATE,
     ),
-    Group(
-        "reward",
-        ("overlong_buffer_tokens",),
-        lambda config: "reward" in algorithm_of(config).needs and config.run.mode != "train_only",
-        "with algorithm={algorithm}, which does not learn from scores",
+    ("new scores", "reward.overlong_buffer_tokens", ""),
+    ("reward.overlong_buffer_tokens", "reward.overlong_penalty", ""),
+    ("reward.model.path", "reward.model.coef", ""),
+    ("reward.judge.path", "reward.judge.*", ""),
+    ("algorithm=ppo", "critic.*", ""),
+    ("algorithm=prime", "implicit_reward.*", ""),
+    ("algorithm=dapo", "dynamic_sampling.*", ""),
+    *[(f"algorithm={names}", f"preference.{key}", "") for key, names in PREFERENCE_KEYS.items()],
+    ("preference.loss=sigmoid", "preference.label_smoothing", ""),
+    *[
+        (f"objective.{chooser}={'|'.join(names)}", f"objective.{key}", "")
+        for key, (chooser, names) in readers().items()
+    ],
+    (
+        "a policy loss",
+        "objective.kl_coef objective.entropy_coef objective.reward_kl.coef "
+        "objective.adaptive_entropy.target objective.off_policy_mask objective.top_entropy",
+        "",
     ),
-    Group(
-        "reward",
-        ("overlong_penalty",),
-        lambda config: config.reward.overlong_buffer_tokens > 0,
-        "with reward.overlong_buffer_tokens=0",
-        "leave it out, or set reward.overlong_buffer_tokens",
+    ("objective.adaptive_entropy.target", "objective.adaptive_entropy.*", ""),
+    ("rollout_correction.reject", "rollout_correction.reject_low rollout_correction.reject_high", ""),
+    ("rollout_correction.icepop_high", "rollout_correction.icepop_level", ""),
+    ("a teacher", "teacher.*", "leave it out, or set algorithm=distill or teacher.advantage_coef"),
+    (
+        "distillation",
+        "teacher.divergence teacher.beta teacher.top_k teacher.student_share teacher.teacher_share "
+        "teacher.gpu_memory_utilization",
+        "leave it out, or set algorithm=distill",
     ),
-    Group(
-        "reward",
-        ("model.coef",),
-        lambda config: bool(config.reward.model.path),
-        "without reward.model.path",
-        "leave it out, or set reward.model.path",
-    ),
-    Group(
-        "reward",
-        [f"judge.{key}" for key in vars(Judge()) if key != "path"],
-        lambda config: bool(config.reward.judge.path),
-        "without reward.judge.path",
-        "leave it out, or set reward.judge.path",
-    ),
-)
+    ("teacher.divergence=jensen_shannon", "teacher.beta", ""),
+    ("teacher.teacher_share", "teacher.gpu_memory_utilization", ""),
+    ("teacher.self_taught=present|initial", "teacher.template teacher.max_prompt_tokens", ""),
+    ("trace.steps", "trace.torch_profiler trace.memory_snapshot trace.nvtx", ""),
+]
+"""Feature, keys that are read only with it (* stands for all of a section), and the remedy.
+
+By default the remedy is to leave the key out, or to set the feature's key."""
 
 
 def check_effects(config: Config) -> None:
     """Raise ConfigError for all keys that are not at their defaults and have no effect.
 
     A mode that does a part of a run accepts the config of the whole run, so `run.mode` is not considered. A
-    user's algorithm may read any key, so it is not checked.
+    user's algorithm may read other keys.
     """
-    if not config.algorithm.endswith(".py"):
-        unread = _unread(whole_run(config))
-        sentences = [_sentence(group, keys, config.algorithm) for group, keys in unread.items()]
-        if sentences:
-            raise ConfigError(" ".join(sentences))
+    whole = whole_run(config)
+    if sentences := [_sentence(whole, *row) for row in _unread(whole)]:
+        raise ConfigError(" ".join(sentences))
 
 
-def _sentence(group: Group, keys: list[str], algorithm: str) -> str:
-    reason = group.reason.format(algorithm=algorithm)
+def _sentence(config: Config, feature: str, keys: list[str], remedy: str) -> str:
+    key, _, values = feature.partition("=")
+    values = f"={listed(values.split('|'), 'or')}" if values else ""
+    remedy = remedy or ("leave it out" if feature in NAMED else f"leave it out, or set {key}{values}")
     if len(keys) == 1:
-        return f"{keys[0]} has no effect {reason}; {group.remedy}."
-    return f"{listed(keys, 'and')} have no effect {reason}; {group.remedy.replace('it', 'them', 1)}."
+        return f"{keys[0]} has no effect with {setting(config, f'not {feature}')}; {remedy}."
+    remedy = remedy.replace("it", "them", 1)
+    return f"{listed(keys, 'and')} have no effect with {setting(config, f'not {feature}')}; {remedy}."
 
 
 def replay_warnings(config: Config) -> list[str]:
     """Return a sentence that names the keys without effect in run.mode=train_only, if there are any."""
-    if config.run.mode != "train_only" or config.algorithm.endswith(".py"):
+    if config.run.mode != "train_only":
         return []
-    keys = [key for keys in _unread(config).values() for key in keys]
+    keys = [key for _, keys, _ in _unread(config) for key in keys]
     if not keys:
         return []
     have = "have" if len(keys) > 1 else "has"
     return [f"run.mode=train_only generates and scores nothing: {listed(keys, 'and')} {have} no effect."]
 
 
-def whole_run(config: Config) -> Config:
-    """Return the config of the run of which `run.mode` does a part (a check has dropped data.val)."""
-    dropped = config.run.mode == "check" and not config.data.val
-    return replace(
-        config,
-        run=replace(config.run, mode="train"),
-        data=replace(config.data, val=["dropped"]) if dropped else config.data,
-    )
-
-
-def _unread(config: Config) -> dict[Group, list[str]]:
-    """Return the keys that are not at their defaults and not read, as key=value."""
-    values, defaults = flatten(config), flatten(build(Config, read(None), algorithm_of(config).defaults))
-    found: dict[Group, list[str]] = {}
-    for group in GROUPS:
-        for key in (f"{group.section}.{key}" for key in group.keys):
-            if values[key] != defaults[key] and not group.reads(config):
-                found.setdefault(group, []).append(f"{key}={show(values[key])}")
+def _unread(config: Config) -> list[tuple[str, list[str], str]]:
+    """Return the rows of READ_WITH that refuse keys, with these keys as key=value, each in one row."""
+    values, defaults = flatten(config), _defaults(config.algorithm)
+    changed = [key for key in values if values[key] != defaults[key]]
+    is_users = config.algorithm.endswith(".py")
+    if is_users:
+        changed = [key for key in changed if not key.startswith(("rollout.", "reward."))]
+    found = []
+    for feature, patterns, remedy in READ_WITH:
+        of_algorithm = feature in NAMED or feature.startswith("algorithm=")
+        keys = [key for key in changed if _matches(key, patterns)]
+        if keys and not is_on(config, feature) and not (is_users and of_algorithm):
+            found.append((feature, [f"{key}={show(values[key])}" for key in keys], remedy))
+            changed = [key for key in changed if key not in keys]
     return found
+
+
+@functools.cache
+def _defaults(algorithm: str) -> dict[str, Any]:
+    return flatten(build(Config, read(None), describe(algorithm).defaults))
+
+
+@functools.cache
+def _matches(key: str, patterns: str) -> bool:
+    return any(fnmatch(key, pattern) for pattern in patterns.split())

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from rl.config.adapter_form_checks import check_layers
+from rl.config.adapter_checks import check_layers
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, algorithm_of, learns_from_data, needs_engine

@@ -5,82 +5,26 @@ The declarations of the chosen estimator and loss (`rl.config.declarations.Formu
 stands here.
 """
 
-import functools
 import math
 from collections.abc import Iterable
-from dataclasses import fields
 
 from rl.config.declarations import NEEDS, describe, shipped
-from rl.config.options import ConfigError, build, flatten, listed, read
-from rl.config.schema import (
-    ADVANTAGES,
-    LOSSES,
-    Config,
-    Critic,
-    DynamicSampling,
-    ImplicitReward,
-    Objective,
-    Preference,
-    algorithm_of,
-)
+from rl.config.options import ConfigError, listed
+from rl.config.schema import ADVANTAGES, Config, algorithm_of
 
 COSTLY = frozenset({"critic", "greedy_baseline", "implicit_reward"})
 """Needs that an algorithm provides for one advantage estimator; with another estimator they would be
 wasted."""
 
-SECTION_OF_NEED = {
-    "critic": Critic(),
-    "implicit_reward": ImplicitReward(),
-    "preference": Preference(),
-    "dynamic_sampling": DynamicSampling(),
-}
-"""Sections that only some algorithms read, with their defaults."""
-PREFERENCE_KEYS = {
-    "dpo": ("loss", "beta", "label_smoothing"),
-    "spin": ("loss", "beta", "label_smoothing"),
-    "sppo": ("beta",),
-    "kto": ("beta", "desirable_weight", "undesirable_weight"),
-    "orpo": ("beta",),
-    "simpo": ("beta", "gamma", "label_smoothing"),
-}
-"""Keys of the section preference that each algorithm reads."""
-
-
-@functools.cache
-def readers() -> dict[str, tuple[str, list[str]]]:
-    """Return key of the section objective -> ("advantage" or "loss", names of those that read it)."""
-    found: dict[str, tuple[str, list[str]]] = {}
-    for chooser, formulas in (("advantage", ADVANTAGES), ("loss", LOSSES)):
-        for name, formula in formulas.items():
-            for key in formula.reads & set(Objective.__dataclass_fields__):
-                found.setdefault(key, (chooser, []))[1].append(name)
-    return found
-
 
 def check_objective(config: Config) -> None:
     """Raise ConfigError for the first combination that does not fit together."""
-    check_sections(config)
     check_advantage(config)
     check_loss(config)
-    check_unread(config)
     check_mismatch(config)
     check_reward_kl(config)
     check_adaptive_entropy(config)
     check_correction(config)
-
-
-def check_sections(config: Config) -> None:
-    """Raise ConfigError for a section that is set, but not read by the algorithm."""
-    needs = algorithm_of(config).needs
-    for section, default in SECTION_OF_NEED.items():
-        values, defaults = flatten(getattr(config, section)), flatten(default)
-        changed = [key for key in values if values[key] != defaults[key]]
-        if changed and section not in needs and not config.algorithm.endswith(".py"):
-            users = [name for name in shipped() if section in describe(name).needs]
-            raise ConfigError(
-                f"{section}.{changed[0]} is set, but algorithm={config.algorithm} does not read it; "
-                f"{plural(users, 'does', 'do')}. Leave it out."
-            )
 
 
 def check_advantage(config: Config) -> None:
@@ -121,75 +65,6 @@ def check_advantage(config: Config) -> None:
             f"objective.reward_weights has {len(weights)} numbers for {len(columns)} "
             "objective.reward_columns; give one for each."
         )
-    if not ADVANTAGES[name].columns & {"rewards", "token_rewards"}:
-        check_reward_terms(config)
-    if "greedy_baseline" in required and config.objective.reward_kl.coef:
-        raise ConfigError(
-            f"objective.reward_kl.coef={config.objective.reward_kl.coef} cannot be combined with "
-            f"objective.advantage={name}, whose greedy baseline has no such term; use objective.kl_coef."
-        )
-
-
-def check_reward_terms(config: Config) -> None:
-    """Raise ConfigError for a term of the reward, if the estimator reads single numbers of the reward
-    function."""
-    reward = config.reward
-    terms = {
-        "objective.reward_kl.coef": config.objective.reward_kl.coef,
-        "reward.overlong_buffer_tokens": reward.overlong_buffer_tokens,
-        "reward.model.path": reward.model.path,
-        "reward.judge.path": reward.judge.path,
-    }
-    for key, value in terms.items():
-        if value:
-            raise ConfigError(
-                f"{key}={value} is a term of the reward, but "
-                f"objective.advantage={config.objective.advantage} reads single numbers of the reward "
-                "function; leave it out."
-            )
-
-
-def check_unread(config: Config) -> None:
-    """Raise ConfigError for a key that is set, but not read by the chosen advantage, loss or algorithm."""
-    own = build(Config, read(None), algorithm_of(config).defaults).objective
-    goal = config.objective
-    for key, (chooser, names) in readers().items():
-        chosen = getattr(goal, chooser)
-        if getattr(goal, key) != getattr(own, key) and chosen not in names:
-            raise ConfigError(
-                f"objective.{key}={getattr(goal, key)} has no effect with objective.{chooser}={chosen}; "
-                f"{plural(names, 'reads', 'read')} it."
-            )
-    if goal.loss == "none" and not config.algorithm.endswith(".py"):
-        unread = {
-            "kl_coef": goal.kl_coef,
-            "entropy_coef": goal.entropy_coef,
-            "reward_kl.coef": goal.reward_kl.coef,
-            "adaptive_entropy.target": goal.adaptive_entropy.target,
-            "off_policy_mask": goal.off_policy_mask,
-            "top_entropy": goal.top_entropy if goal.top_entropy < 1 else 0,
-        }
-        for key, value in unread.items():
-            if value:
-                raise ConfigError(
-                    f"objective.{key}={value} has no effect with algorithm={config.algorithm}, which has a "
-                    "loss of its own; leave it out."
-                )
-    preference = config.preference
-    if preference.label_smoothing and preference.loss != "sigmoid":
-        raise ConfigError(
-            f"preference.label_smoothing={preference.label_smoothing} has no effect with "
-            f"preference.loss={preference.loss}; leave it out."
-        )
-    reads = PREFERENCE_KEYS.get(config.algorithm)
-    defaults = vars(build(Config, read(None), algorithm_of(config).defaults).preference)
-    for key, value in vars(preference).items():
-        if reads and key not in reads and value != defaults[key]:
-            known = listed([f"preference.{name}" for name in reads], "and")
-            raise ConfigError(
-                f"preference.{key}={value} has no effect with algorithm={config.algorithm}, which reads only "
-                f"{known}; leave it out."
-            )
 
 
 def check_mismatch(config: Config) -> None:
@@ -231,31 +106,17 @@ def check_reward_kl(config: Config) -> None:
 
 
 def check_adaptive_entropy(config: Config) -> None:
-    """Raise ConfigError for an adaptive weight of the entropy bonus that cannot work."""
-    goal = config.objective
-    control, key = goal.adaptive_entropy, "objective.adaptive_entropy"
-    changed = [field.name for field in fields(control) if getattr(control, field.name) != field.default]
-    if not control.target:
-        if changed:
-            raise ConfigError(
-                f"{key}.{changed[0]} has no effect without {key}.target; set it, e.g. to 0.2, or leave "
-                "both out."
-            )
-        return
-    if not control.low <= goal.entropy_coef <= control.high:
+    """Raise ConfigError for an initial weight of the entropy bonus outside the bounds of the adaptive one."""
+    goal, control = config.objective, config.objective.adaptive_entropy
+    if control.target and not control.low <= goal.entropy_coef <= control.high:
         raise ConfigError(
             f"objective.entropy_coef={goal.entropy_coef}, the first weight, must be from "
-            f"{key}.low={control.low} to {key}.high={control.high}; change one of them."
-        )
-    if config.rollout_correction.bypass:
-        raise ConfigError(
-            f"rollout_correction.bypass=true leaves out the forward pass whose entropy {key} reads; set one "
-            "of them."
+            f"objective.adaptive_entropy.low={control.low} to high={control.high}; change one of them."
         )
 
 
 def check_loss(config: Config) -> None:
-    """Raise ConfigError if the loss does not fit the aggregation, the advantage or its own keys."""
+    """Raise ConfigError for bounds of a loss or of the implicit reward out of order."""
     goal = config.objective
     bounds = config.implicit_reward
     if bounds.min_accuracy > bounds.max_accuracy:
@@ -263,26 +124,8 @@ def check_loss(config: Config) -> None:
             f"implicit_reward.min_accuracy={bounds.min_accuracy} is above "
             f"max_accuracy={bounds.max_accuracy}, so that no prompt would be left; lower it."
         )
-    estimator, loss = goal.chosen
-    if loss is None:
-        return
-    if goal.top_entropy < 1 and "selected_tokens" in loss.columns:
-        raise ConfigError(
-            f"objective.top_entropy={goal.top_entropy} and objective.loss={goal.loss} both select tokens; "
-            "use one of them."
-        )
-    if loss.per_sample and goal.aggregation != "seq-mean-token-mean":
-        raise ConfigError(
-            f"objective.loss={goal.loss} is one number per sample, which "
-            f"objective.aggregation={goal.aggregation} would weigh by the sample's length; use "
-            "seq-mean-token-mean."
-        )
-    if loss.per_sample and estimator is not None and estimator.per_token:
-        raise ConfigError(
-            f"objective.loss={goal.loss} requires one advantage per sample, but "
-            f"objective.advantage={goal.advantage} gives one per token; use grpo or rloo."
-        )
-    for low, high in loss.ascending:
+    loss = goal.chosen[1]
+    for low, high in loss.ascending if loss is not None else ():
         if getattr(goal, low) >= getattr(goal, high):
             raise ConfigError(
                 f"objective.{low}={getattr(goal, low)} is not below objective.{high}={getattr(goal, high)}; "
@@ -291,15 +134,8 @@ def check_loss(config: Config) -> None:
 
 
 def check_correction(config: Config) -> None:
-    """Raise ConfigError for a rollout correction with two weights per token, bounds out of order, or no
-    effect."""
+    """Raise ConfigError for bounds that drop or reduce tokens on which engine and trainer agree."""
     fix = config.rollout_correction
-    weights = [name for name in ("truncate_tokens", "truncate_samples", "icepop_high") if getattr(fix, name)]
-    if len(weights) > 1:
-        raise ConfigError(
-            f"rollout_correction.{weights[0]} and {weights[1]} both weigh a token by its ratio; set one of "
-            "them."
-        )
     for name in ("truncate_tokens", "truncate_samples"):
         if 0 < getattr(fix, name) < 1:
             raise ConfigError(
@@ -311,53 +147,13 @@ def check_correction(config: Config) -> None:
             f"rollout_correction.icepop_low={fix.icepop_low} and icepop_high={fix.icepop_high} drop tokens "
             "on which engine and trainer agree, whose ratio is 1; use bounds around it, such as 0.5 and 5."
         )
-    if fix.icepop_level != "token" and not fix.icepop_high:
-        raise ConfigError(
-            f"rollout_correction.icepop_level={fix.icepop_level} has no effect without icepop_high; set "
-            "icepop_high, or leave it out."
-        )
-    rejections = fix.rejections
-    for rejection in rejections:
+    for rejection in fix.rejections:
         if not (rejection.low <= 0 <= rejection.high and rejection.low < rejection.high):
             raise ConfigError(
                 f"rollout_correction.reject={rejection.name} keeps divergences from "
                 f"reject_low={rejection.low} to reject_high={rejection.high} nats, but tokens on which "
                 "engine and trainer agree have 0; use bounds around it, such as 0 and 0.5."
             )
-    estimator, loss = config.objective.chosen
-    if loss is not None and loss.per_sample and weights and not fix.weighs_samples:
-        raise ConfigError(
-            f"rollout_correction.{weights[0]} weighs single tokens, but "
-            f"objective.loss={config.objective.loss} has one loss per sample; use truncate_samples, "
-            "icepop_level=sample or reject."
-        )
-    if loss is not None and "loss_weights" in loss.columns and fix.weighs_samples:
-        raise ConfigError(
-            f"rollout_correction.{weights[0]} weighs whole samples, but "
-            f"objective.loss={config.objective.loss} multiplies the weights of a sample's tokens; use "
-            "truncate_tokens, or icepop_level=token."
-        )
-    if not rejections and (fix.reject_low or fix.reject_high):
-        raise ConfigError(
-            "rollout_correction.reject_low and reject_high are bounds for rollout_correction.reject, which "
-            "is none; set it, or leave them out."
-        )
-    if fix.bypass and estimator is not None and "sum_p_squared" in estimator.columns:
-        raise ConfigError(
-            "rollout_correction.bypass=true leaves out the forward pass that "
-            f"objective.advantage={config.objective.advantage} reads; set one of them."
-        )
-    if fix.bypass and (weights or rejections):
-        keys = [*weights, *(["reject"] if rejections else [])]
-        raise ConfigError(
-            "rollout_correction.bypass=true uses the engine's log-probs as those of the old policy, which "
-            f"leaves {keys[0]} nothing to correct; set one of them."
-        )
-    if (fix.bypass or weights or rejections) and loss is None:
-        raise ConfigError(
-            f"rollout_correction is for policy gradients, but algorithm={config.algorithm} is none; leave "
-            "it out."
-        )
 
 
 def objective_warnings(config: Config) -> list[str]:
@@ -403,8 +199,3 @@ def objective_warnings(config: Config) -> list[str]:
 
 def in_words(needs: Iterable[str]) -> str:
     return listed(sorted(NEEDS[need] for need in needs), "and")
-
-
-def plural(names: list[str], one: str, several: str) -> str:
-    """Return the names with a verb in the right number: "ppo does", "dpo and spin do"."""
-    return f"{listed(names, 'and')} {one if len(names) == 1 else several}"

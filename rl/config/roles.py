@@ -32,6 +32,9 @@ class Roles:
     """group and sample with `rollout.deterministic`: number of engine steps from the end of a replica's last
     sample of a batch until it takes the weights that learned from this batch. Best is about the number of
     engine steps during one update of the trainers."""
+    min_replicas: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of replicas that must live. If one dies, the others generate its groups, and the run goes on
+    without it until its next start. 0: all must live."""
 
     @property
     def is_on(self) -> bool:

@@ -63,9 +63,6 @@ class Rollout:
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
     """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
     stays in memory while the trainer works; only on CPU."""
-    min_replicas: Annotated[int, NOT_NEGATIVE] = 0
-    """roles: number of replicas that must live. If one dies, the others generate its groups, and the run goes
-    on without it until its next start. 0: all must live."""
 
     @property
     def truncates(self) -> bool:

@@ -541,6 +541,16 @@ def resolve(config: Config) -> Config:
     )
 
 
+def whole_run(config: Config) -> Config:
+    """Return the config of the run of which `run.mode` does a part (a check has dropped data.val)."""
+    dropped = config.run.mode == "check" and not config.data.val
+    return replace(
+        config,
+        run=replace(config.run, mode="train"),
+        data=replace(config.data, val=["dropped"]) if dropped else config.data,
+    )
+
+
 def algorithm_of(config: Config) -> Algorithm:
     """Return the declarations of the algorithm's file."""
     return describe(config.algorithm)
@@ -613,10 +623,10 @@ def needs_feedback(config: Config) -> bool:
 def needs_early_logprobs(config: Config) -> bool:
     """Return whether something reads the old policy's log-probs before the first update of a step.
 
-    If nothing does, the first mini-batch needs no separate forward pass: its update's own forward pass uses
-    the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses that
-    select tokens, rejections (they change the loss denominators), an adaptive weight of the entropy bonus
-    (it needs the entropy), and algorithms that declare "old_logprobs" in NEEDS.
+    If nothing does, a step of one mini-batch needs no separate forward pass: its update's own forward pass
+    uses the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses
+    that select tokens, rejections (they change the loss denominators), an adaptive weight of the entropy
+    bonus (it needs the entropy), and algorithms that declare "old_logprobs" in NEEDS.
     """
     estimator, loss = config.objective.chosen
     return (

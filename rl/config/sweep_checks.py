@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl.config.options import ConfigError, flatten, last, listed, nearest_keys, parent, show
 from rl.config.point_names import name_of, override, short_names
-from rl.config.schema import Config, algorithm_of, load_config, needs_engine, uses_teacher
+from rl.config.schema import Config, algorithm_of, load_config
 from rl.config.sweep import Sweep
 
 VARYING = (
@@ -76,42 +76,8 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
     return found
 
 
-def check_sweep(config: Config, points: Sequence[Config]) -> None:
-    """Raise ConfigError for a sweep that cannot run in one job."""
-    if not config.adapter.is_on:
-        raise ConfigError(
-            "sweep.adapters trains adapters, but adapter.kind=none; set adapter.kind=lora, or sweep with a "
-            "job array (python -m launch sweep)."
-        )
-    if needs_engine(config) and config.adapter.in_engine != "adapter":
-        raise ConfigError(
-            f"sweep.adapters needs the adapters of all points in one engine, but adapter.in_engine="
-            f"{config.adapter.in_engine}; set adapter.in_engine=adapter."
-        )
-    if config.sweep.stop != "none" and not needs_engine(config):
-        raise ConfigError(
-            f"sweep.stop={config.sweep.stop} compares points that are at the same step, but with algorithm="
-            f"{config.algorithm} and no generation in validation each point runs to its end before the next; "
-            "use sweep.stop=none."
-        )
-    for key, is_set in {
-        "the section roles": config.roles.is_on,
-        "rollout.carry_over=true": config.rollout.carry_over,
-        "the section agents": config.agents.is_on,
-        f"run.mode={config.run.mode}": config.run.mode != "train",
-        "checkpoint.background=true": config.checkpoint.background,
-        "trace.steps": bool(config.trace.steps),
-        "logging.prometheus_port": bool(config.logging.prometheus_port),  # each point would need its own
-        "adapter.kind=none in a point, which would train the base of all": any(
-            not point.adapter.is_on for point in points
-        ),
-        "a teacher": any(map(uses_teacher, points)),
-        "adapter.init=pissa": any(point.adapter.init == "pissa" for point in points),  # changes the base
-        "reward.model.path": bool(config.reward.model.path),
-        "reward.judge.path": bool(config.reward.judge.path),
-    }.items():
-        if is_set:
-            raise ConfigError(f"sweep.adapters cannot be combined with {key}; leave it out.")
+def check_points(config: Config, points: Sequence[Config]) -> None:
+    """Raise ConfigError for points that cannot run in one job."""
     kinds = {}
     for point in (config, *points):
         needs = set(algorithm_of(point).needs)

@@ -27,7 +27,7 @@ class Trace:
 
 
 def check_trace(trace: Trace, max_steps: int) -> None:
-    """Raise ConfigError for steps that the run does not have, and for keys that need steps."""
+    """Raise ConfigError for steps that the run does not have, and for a phase within a recorded step."""
     for name in ("steps", "ranks"):
         if min(getattr(trace, name), default=0) < 0:
             raise ConfigError(
@@ -43,8 +43,3 @@ def check_trace(trace: Trace, max_steps: int) -> None:
             "trace.torch_profiler holds step and a phase of it, but torch.profiler cannot record one within "
             "the other; keep only step, or only phases."
         )
-    for name in ("torch_profiler", "memory_snapshot", "nvtx"):
-        if getattr(trace, name) and not trace.steps:
-            raise ConfigError(
-                f"trace.{name}={getattr(trace, name)} has no effect without trace.steps; set the steps."
-            )

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rl.config.adapter_form_checks import check_form, check_layers
+from rl.config.adapter_checks import check_layers
+from rl.config.exclusions import check_exclusions
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine
 from rl.dry_run.hardware import Hardware
@@ -143,7 +144,7 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan, points
 def can_hold_adapters(config: Config, model: Model) -> bool:
     """Return whether the engine can hold the policy in the form of adapter.in_engine."""
     try:
-        check_form(config)
+        check_exclusions(config)
         check_layers(config, model.hf)
     except ConfigError:
         return False

@@ -192,7 +192,7 @@ class Watchdog:
             names = ", ".join(map(str, replicas))
             self._warn(
                 f"{message} The run goes on without replica {names} until its next start; "
-                f"rollout.min_replicas={self.excluded.minimum}"
+                f"roles.min_replicas={self.excluded.minimum}"
             )
             return
         self._end_for(self._board.post(Fault("lost", self.rank, message)))

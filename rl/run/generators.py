@@ -41,12 +41,12 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
     if tracing.control is not None:
         tracing.control.role = watchdog.tracker.role
     store, excluded = session.job().store, None
-    if config.rollout.min_replicas:
+    if config.roles.min_replicas:
         from rl.runtime.excluded_replicas import ExcludedReplicas
 
         rollout, tp = ranks["rollout"], config.rollout.tp
         replicas = [range(first, first + tp) for first in rollout[::tp]]
-        excluded = ExcludedReplicas(store, replicas, minimum=config.rollout.min_replicas)
+        excluded = ExcludedReplicas(store, replicas, minimum=config.roles.min_replicas)
         watchdog.excluded = excluded
     members = {name: tuple(ranks) for name, ranks in ranks.items()}
     return Link(store, session.job().torch_store, rank=rank, device=device, excluded=excluded, **members)

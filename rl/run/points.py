@@ -288,7 +288,7 @@ def _run(
     )
     ends = turns.run()
     if pool is not None:
-        pool.close()
+        pool.shutdown()
     if joint is not None:
         rollout.close()
     stopped = [reason for _, reason in ends if reason]

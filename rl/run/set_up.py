@@ -78,7 +78,7 @@ class SetUp:
     def close(self) -> None:
         """End the processes and the engines that `phases` has built."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.shutdown()
         self._samplers.close()
         self._engines.close()
 

@@ -1,4 +1,4 @@
-"""The replicas of the generators that have died and are left out of the run (`rollout.min_replicas`).
+"""The replicas of the generators that have died and are left out of the run (`roles.min_replicas`).
 
 The list is in the job's store. Rank 0 alone extends it, when its watchdog finds a lost rank; every other rank
 reads it. A replica that is left out stays out until the next start. Its ranks that live end themselves.

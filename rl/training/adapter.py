@@ -27,7 +27,8 @@ from rl.config.adapter import Adapter
 from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
-from rl.training.adapter_checks import check_learning
+from rl.runtime.checksum import placed_checksum
+from rl.runtime.collectives import gather_objects
 from rl.training.parts import Part
 from rl.training.weights import WeightMap, load_hf, mark_split_weights
 
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
+
+
+class WrongLearning(RuntimeError):
+    """Raised on every rank if frozen weights have changed, or the optimizer does not own an adapter."""
 
 
 class Adapters(Part):
@@ -86,7 +91,7 @@ class Adapters(Part):
         self.initial_map: WeightMap | None = None
         """With PiSSA the initial adapters: the original W is the present one and scale * B A of these."""
         self._sums_of_frozen: dict[str, int] = {}
-        """Checksums of the frozen weights at the first check (`rl.training.adapter_checks`)."""
+        """Checksums of the frozen weights at the first check."""
         for added in self._sums.values():
             added.start_magnitudes()
         self._start_random(self._seed)
@@ -98,8 +103,29 @@ class Adapters(Part):
             load_hf(adapter.path, self.learned_map)
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
-        """Raise WrongLearning on every rank if other weights learn than the adapters."""
-        check_learning(name, engine, self._sums_of_frozen)
+        """Compare the frozen weights with those of the first call, the adapters with the gradient buffers.
+
+        The optimizer updates what has a gradient buffer. Raises WrongLearning on every rank.
+        """
+        learned = self.learned_map.parameters
+        own = {id(parameter) for parameter in learned.values()}
+        frozen = {w.hf[0]: (w, p) for w, p in self._base.local() if id(p) not in own}
+        sums = {key: int(placed_checksum(engine.parts.value(*found))) for key, found in frozen.items()}
+        self._sums_of_frozen = first = self._sums_of_frozen or sums
+        moved = [key for key, value in sums.items() if value != first[key]]
+        owned = engine.wrapped.param_to_bucket_group
+        absent = [key for key, parameter in learned.items() if parameter not in owned]
+        found = gather_objects((moved, absent))
+        for number, what in enumerate(
+            ("frozen weights that have changed", "adapters that the optimizer lacks")
+        ):
+            ranks = [rank for rank, lists in enumerate(found) if lists[number]]
+            if ranks:
+                names = found[ranks[0]][number]
+                raise WrongLearning(
+                    f"adapter check: rank {', '.join(map(str, ranks))} of the {name} has {what}: "
+                    f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}."
+                )
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
         """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""

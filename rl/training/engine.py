@@ -7,11 +7,10 @@ its own weights, optimizer and head.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,7 +21,7 @@ from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.training.attention import can_share
-from rl.training.gradients import ReductionProbe, with_gradients
+from rl.training.gradients import ReductionProbe, gradient_buffers, with_gradients
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, build_model
@@ -36,13 +35,27 @@ from rl.training.optimizer import (
 )
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.parts import Part, Parts
-from rl.training.pipeline import KnownShapes
+from rl.training.pipeline import run_schedule
 from rl.training.reference import Reference
 from rl.training.spec import ModelSpec
 from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of one optimizer step, identical on all ranks."""
+
+    metrics: dict[str, float]
+    """Metrics of the loss, summed over micro-batches and data parallel ranks."""
+    observed: list[float]
+    """Sums of what `observe` returned; empty without it."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    has_moved: bool
+    """Whether weights of the last stage changed on any data parallel rank."""
 
 
 class TrainingEngine:
@@ -93,7 +106,6 @@ class TrainingEngine:
             self._probe = ReductionProbe(self.learned_map)
         assert self.optimizer is not None or self.reference is None, "a frozen model is its own reference"
         self.wrapped.train(self.optimizer is not None)
-        self.forward_backward = get_forward_backward_func()
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
 
     @property
@@ -121,12 +133,11 @@ class TrainingEngine:
             if self.grid.reports_results:
                 places.append(micro.column_index)
                 values.append(torch.stack([getattr(micro, name) for name in names]))
-            return getattr(micro, names[0]).new_zeros(()), {}
 
         # A model in training stays in train() here: in eval() Transformer Engine may choose another attention
         # kernel than in the update. Nothing else depends on the mode, because there is no dropout.
         for plan in plans:
-            self._run(batch, plan, keep, forward_only=True, progress=progress, outputs=names)
+            self.visit(batch, plan, names, keep, progress)
         out = torch.zeros(len(names), int(batch.lengths.sum()), device=self.device.torch)
         if places:
             out[:, torch.cat(places).to(out.device)] = torch.cat(values, dim=1)
@@ -174,15 +185,15 @@ class TrainingEngine:
         *,
         lr: float,
         outputs: tuple[str, ...] | None = None,
+        observe: Callable[[MicroBatch], Tensor] | None = None,
         progress=None,
-    ) -> dict[str, float]:
+    ) -> UpdateResult:
         """Take one optimizer step on the samples of the plan and increment `num_updates`.
 
-        outputs: names of the model's outputs that `loss` reads; None for all.
+        outputs: names of the model's outputs that `loss` and `observe` read; None for all. observe: called
+        with each micro-batch after `loss`; returns float64 [n] with the same n for all.
 
-        Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, `grad_norm` before
-        clipping, and `check/moved`: the share of data parallel ranks whose weights changed. Raises
-        FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
+        Raises FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
         assert self.optimizer is not None and self.spec.optimizer is not None, "the model is frozen"
         assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
@@ -190,11 +201,16 @@ class TrainingEngine:
         self.optimizer.zero_grad()
         self._probe.begin()
         sums: dict[str, Tensor] = {}
+        observed = torch.zeros(0, dtype=torch.float64, device=self.device.torch)
 
         def accumulate(micro: MicroBatch):
-            value, terms = loss(micro)
-            for name, term in terms.items():
+            nonlocal observed
+            value, metrics = loss(micro)
+            for name, term in metrics.items():
                 sums[name] = sums.get(name, 0.0) + term.detach().double()
+            if observe is not None:
+                values = observe(micro)
+                observed = observed + values if len(observed) else values
             return value, {}
 
         self._run(batch, plan, accumulate, forward_only=False, progress=progress, outputs=outputs)
@@ -214,9 +230,10 @@ class TrainingEngine:
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
         moved = weights_sum(self.optimizer, self.device.torch) != before
-        sums["check/moved"] = moved.double() / self.grid.dp
         self.num_updates += 1
-        return self._sum_over_replicas(sums, probe) | {"grad_norm": norm}
+        observed = torch.cat((moved.double().view(1), observed))
+        metrics, (num_moved, *rest) = self._sum_over_replicas(sums, observed, probe)
+        return UpdateResult(metrics, rest, norm, num_moved > 0)
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
@@ -233,9 +250,8 @@ class TrainingEngine:
         weights: also free that of the weights. The model cannot compute before `reload`.
         """
         own = self.parts.resident(list(self.model.parameters()))
-        if isinstance(self.wrapped, DistributedDataParallel):
-            buffers = [*self.wrapped.buffers, *self.wrapped.expert_parallel_buffers]
-            gradients = [buffer.grad_data for buffer in buffers]
+        if self.optimizer is not None:
+            gradients = gradient_buffers(self.wrapped)
             self._learning_state_in_host.send(gradients, contents=False)  # `update` sets them to 0 first
             # A float32 model's main weights share the storage of its weights.
             kept = {weight.untyped_storage()._cdata for weight in own}
@@ -261,11 +277,7 @@ class TrainingEngine:
         parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
         Optimizer states are not included, because they are sharded.
         """
-        groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for name, weight in sorted(self.learned_map.parameters.items()):
-            groups[".experts." in name][name] = weight
-        out = [(self.grid.groups.dp_cp, groups[0]), (self.grid.groups.expt_dp, groups[1])]
-        return out + [replica for part in self.parts for replica in part.replicas()]
+        return self.learned_map.replicas() + [pair for part in self.parts for pair in part.replicas()]
 
     def stale_master_weights(self) -> list[str]:
         """Return the names of weights that are not their rounded master weights. Not collective."""
@@ -313,34 +325,27 @@ class TrainingEngine:
 
             return output, loss_function
 
-        self.forward_backward(
-            forward_step_func=step,
-            data_iterator=iter(rows),
-            model=[self.wrapped],
-            num_microbatches=len(rows),
-            seq_length=1,  # unused: `KnownShapes` provides the shapes
-            micro_batch_size=1,
-            forward_only=forward_only,
-            p2p_communicator=KnownShapes(grid.groups.pp, config, rows),
-            pg_collection=grid.groups,
-        )
+        run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
-    def _sum_over_replicas(self, sums: dict[str, Tensor], probe: Tensor) -> dict[str, float]:
-        """Return the last stages' metrics, summed over the data parallel ranks, on every rank.
+    def _sum_over_replicas(
+        self, sums: dict[str, Tensor], values: Tensor, probe: Tensor
+    ) -> tuple[dict[str, float], list[float]]:
+        """Return the last stages' metrics and other values, summed over the data parallel ranks.
 
-        probe: see `ReductionProbe.sums`. Raises WrongReduction.
+        values: float64 [n], with another n on stages before the last one. probe: see `ReductionProbe.sums`.
+        Raises WrongReduction. Collective over the world.
         """
-        names = list(sums)
-        if self.grid.pp > 1:  # only the last stage knows the names
-            names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
-        mine = torch.zeros(len(names), dtype=torch.float64, device=self.device.torch)
-        if self.grid.reports_results and names:
-            mine.copy_(torch.stack([sums[name] for name in names]))
+        names, size = list(sums), len(values)
+        if self.grid.pp > 1:  # only the last stage knows them
+            names, size = broadcast_object((names, size), self.grid.pp - 1, self.grid.groups.pp)
+        mine = torch.zeros(len(names) + size, dtype=torch.float64, device=self.device.torch)
+        if self.grid.reports_results:
+            mine.copy_(torch.cat([*(term.view(1) for term in sums.values()), values]))
         mine = torch.cat((mine, probe.to(mine)))
         dist.all_reduce(mine)
-        values = mine.tolist()
-        self._probe.check(values[len(names) :])
-        return dict(zip(names, values))
+        total = mine.tolist()
+        self._probe.check(total[len(names) + size :])
+        return dict(zip(names, total)), total[len(names) : len(names) + size]
 
 
 def _not_finite(sums: dict[str, Tensor]) -> str:

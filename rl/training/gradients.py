@@ -48,6 +48,11 @@ def with_gradients(model, training: Training, grid: Grid) -> DistributedDataPara
     return wrapped
 
 
+def gradient_buffers(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the memory of all gradients of this rank."""
+    return [buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
+
+
 def _accumulate_in_products(model: torch.nn.Module) -> None:
     """Make Transformer Engine's weight-gradient products accumulate into the float32 gradients.
 

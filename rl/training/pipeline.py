@@ -1,13 +1,38 @@
-"""Transfers between pipeline stages without an exchange of shapes.
+"""Megatron's pipeline schedule, with transfers between the stages that need no exchange of shapes.
 
 Micro-batches have different lengths. Megatron therefore sends the shape before each tensor, and the host
 waits for the device twice to read it. Here every stage packs the same micro-batches and so knows the shapes
 in advance. A stage receives activations, and later gradients, in the order of the micro-batches.
 """
 
+from collections.abc import Callable
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from rl.training.grid import Grid
 from rl.training.packing import MicroBatch
+
+
+def run_schedule(
+    model: torch.nn.Module, rows: list[MicroBatch], step: Callable, grid: Grid, *, forward_only: bool
+) -> None:
+    """Run the rows through Megatron's schedule. Collective over the pipeline group.
+
+    step: Megatron's `forward_step_func`. On CUDA nothing here waits for the device.
+    """
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(rows),
+        model=[model],
+        num_microbatches=len(rows),
+        seq_length=1,  # unused: `KnownShapes` provides the shapes
+        micro_batch_size=1,
+        forward_only=forward_only,
+        p2p_communicator=KnownShapes(grid.groups.pp, model.config, rows),
+        pg_collection=grid.groups,
+    )
 
 
 class KnownShapes(P2PCommunicator):

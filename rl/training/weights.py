@@ -91,6 +91,13 @@ class WeightMap:
             if self.holds(weight):
                 yield weight, self.parameters[self.local_name(weight, self.grid.pp_rank)]
 
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """Return (group, parameters by name): data parallel, then expert data parallel for routed experts."""
+        groups: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for name, parameter in sorted(self.parameters.items()):
+            groups[".experts." in name][name] = parameter
+        return list(zip((self.grid.groups.dp_cp, self.grid.groups.expt_dp), groups))
+
 
 def mark_split_weights(weight_map: WeightMap) -> None:
     """Set Megatron's mark on weights that are split over tensor parallel ranks; clear it on all others.

@@ -1,11 +1,10 @@
-"""The training process's side of its worker processes: their start, their messages and their end."""
+"""The training process's side of a worker process: its start, its messages and its end."""
 
 import contextlib
 import json
 import math
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -13,9 +12,9 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rl.workers.supervisor import KILLING_S, MARK, SWEEP, kill_marked
 
@@ -36,10 +35,12 @@ ENDED_WITHIN_S = 2.0
 
 
 class WorkerProcess(ABC):
-    """The connection to a worker process. A pool's own class says which messages are valid."""
+    """The connection to a worker process. The class of a pool decides which messages are valid."""
 
     noun = ""
     """Kind of the worker, for messages."""
+    ready_type: type
+    """Type of what the host sends when it is ready."""
     max_line_bytes = 1 << 20
     """Longest message of the host."""
 
@@ -91,7 +92,8 @@ class WorkerProcess(ABC):
         self.outgoing: deque[memoryview] = deque()
         self._polls_out = False
         self._work_buffer, self._control_buffer = bytearray(), bytearray()
-        self.is_ready = False
+        self.ready: Any = None
+        """What the host sent when it was ready."""
         self.lost: str | None = None
         """Reason why the worker can no longer be used."""
         self.was_killed = False
@@ -103,6 +105,10 @@ class WorkerProcess(ABC):
         self.deadline = time.monotonic() + startup_s
         self._startup_s = startup_s
         self.send(initialization)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is not None
 
     def send(self, message: bytes) -> None:
         """Send a pickle to the host, now or when its socket accepts it."""
@@ -170,9 +176,25 @@ class WorkerProcess(ABC):
             self.is_disconnected = True
             self.deadline = min(self.deadline, time.monotonic() + ENDED_WITHIN_S)
 
-    @abstractmethod
     def validated(self, line: bytes) -> dict[str, Any] | None:
         """Parse a message of the host; return None if it is invalid: users' code may have written it."""
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(message, dict):
+            return None
+        if self.is_ready:
+            return message if self.is_valid(message) else None
+        if isinstance(message.get("ready"), self.ready_type):
+            self.ready, self.deadline = message["ready"], math.inf
+            return message
+        texts = message.get("unloadable"), message.get("traceback")
+        return message if all(isinstance(text, str) for text in texts) else None
+
+    @abstractmethod
+    def is_valid(self, message: dict[str, Any]) -> bool:
+        """Return whether a message of a host that is ready is valid."""
 
     def shut_down(self) -> None:
         """Make the supervisor kill its descendants and exit, and close the sockets."""
@@ -200,73 +222,6 @@ class WorkerProcess(ABC):
         if self._process.returncode != 0:
             kill_marked(self._mark)
         return True
-
-
-W = TypeVar("W", bound=WorkerProcess)
-
-
-class Workers(Generic[W]):
-    """The worker processes of one pool, with one poller. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.all: list[W] = []
-        self.poller = select.poll()
-        """A pool may register further descriptors, which then end a wait."""
-        self._by_fd: dict[int, W] = {}
-        self._leaving: list[W] = []
-
-    def add(self, worker: W) -> None:
-        self.all.append(worker)
-        for fd in worker.fds:
-            self._by_fd[fd] = worker
-            self.poller.register(fd, select.POLLIN)
-
-    def dismiss(self, worker: W) -> None:
-        for fd in worker.fds:
-            self._unregister(fd)
-        self.all.remove(worker)
-        self._leaving.append(worker)
-        worker.shut_down()
-
-    def reap(self, *, wait: bool) -> None:
-        """Reap dismissed workers that have ended; `wait` until all have."""
-        self._leaving = [w for w in self._leaving if not w.has_ended(wait=wait or w.was_killed)]
-
-    def close(self) -> None:
-        """End the workers and every process that they started."""
-        for worker in list(self.all):
-            self.dismiss(worker)
-        self.reap(wait=True)
-
-    def await_events(
-        self, read: Callable[[W], None], replace: Callable[[W], None], limit_s: float = math.inf
-    ) -> None:
-        """Wait for at most `limit_s` until a worker sends a message or is late, and process it.
-
-        `read` processes the messages of a worker; `replace` dismisses one whose deadline has passed.
-        """
-        for worker in self.all:
-            if worker.is_disconnected:
-                self._unregister(worker.fds[0])  # a closed socket would wake the poller all the time
-            elif worker.needs_poll_update():
-                self.poller.modify(worker.fds[0], select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
-        deadline = min((worker.deadline for worker in self.all), default=math.inf)
-        wait_s = min(limit_s, max(deadline - time.monotonic(), 0.0))
-        for fd, event in self.poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)):
-            if (worker := self._by_fd.get(fd)) is not None:  # else it was just dismissed
-                if event & select.POLLOUT:
-                    worker.flush()
-                read(worker)
-        now = time.monotonic()
-        for worker in [worker for worker in self.all if worker.deadline <= now]:
-            if worker in self.all:  # a failed start dismisses all workers that are starting
-                read(worker)  # it may have answered while this process was suspended
-            if worker in self.all and worker.deadline <= now:
-                replace(worker)
-
-    def _unregister(self, fd: int) -> None:
-        if self._by_fd.pop(fd, None) is not None:
-            self.poller.unregister(fd)
 
 
 def _environment(mark: str, variables: Collection[str]) -> dict[str, str]:

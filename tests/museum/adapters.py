@@ -236,12 +236,12 @@ def not_in_optimizer(bug: Bug) -> None:
     overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1"),
 )
 def copies_differ(bug: Bug) -> None:
-    from rl.phases.updates import Updates
+    from rl.checks.checks import Checks
 
-    @bug.replaces(Updates, "_check_replicas")
-    def after_a_change(check, self, model):
+    @bug.replaces(Checks, "_weights")
+    def after_a_change(check, self, name, model):
         if bug.rank == 1:
             for name, parameter in model.learned_map.parameters.items():
                 if "linear_qkv.lora_A" in name:
                     parameter.data.mul_(1.001)
-        check(self, model)
+        check(self, name, model)

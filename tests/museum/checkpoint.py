@@ -33,9 +33,9 @@ def optimizer_reset(bug: Bug) -> None:
     at=0,
 )
 def rate_restarts(bug: Bug) -> None:
-    from rl.phases import updates
+    from rl.training import schedule
 
-    @bug.replaces(updates, "learning_rate")
+    @bug.replaces(schedule, "learning_rate")
     def since_the_start(learning_rate, optimizer, step, max_steps):
         return learning_rate(optimizer, max(0, step - 2), max_steps)
 
@@ -51,9 +51,9 @@ def rate_restarts(bug: Bug) -> None:
     at=0,
 )
 def rate_doubled(bug: Bug) -> None:
-    from rl.phases import updates
+    from rl.training import schedule
 
-    @bug.replaces(updates, "learning_rate")
+    @bug.replaces(schedule, "learning_rate")
     def twice(learning_rate, optimizer, step, max_steps):
         return learning_rate(optimizer, step + 2, max_steps)
 
@@ -68,13 +68,13 @@ def rate_doubled(bug: Bug) -> None:
     at=1,
 )
 def masters_stale(bug: Bug) -> None:
-    from rl.phases.updates import Updates
+    from rl.checks.checks import Checks
 
-    @bug.replaces(Updates, "_check_replicas")
-    def after_loading(check, self, model):
+    @bug.replaces(Checks, "_weights")
+    def after_loading(check, self, name, model):
         for weight in model.model.parameters():
             weight.data.mul_(1.25)  # as new weights without reload_model_params
-        check(self, model)
+        check(self, name, model)
 
 
 @exhibit(

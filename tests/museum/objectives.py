@@ -176,45 +176,6 @@ def penalty_twice(bug: Bug) -> None:
 
 
 @exhibit(
-    name="dual clip not passed on",
-    peer="RLinf/RLinf#316",
-    saw="clip_ratio_c was accepted as one of **kwargs and never reached the loss.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*at ratio 3\.01 and advantage -1 the gradient is not 0",
-    at=0,
-)
-def no_dual_clip(bug: Bug) -> None:
-    of_ppo(bug, lambda options: {**options, "dual_clip": 0.0})
-
-
-@exhibit(
-    name="bounds of the clip swapped",
-    peer="pytorch/rl#786",
-    saw="The clip of PPO's ratio used the wrong bounds.",
-    caught_by=OBJECTIVE,
-    expects=r"CheckFailed: objective check: .*at ratio .* the gradient is (not )?0",
-    overrides=("objective.clip_high=0.28",),
-    at=0,
-)
-def swapped(bug: Bug) -> None:
-    of_ppo(bug, lambda given: {**given, "clip_low": given["clip_high"], "clip_high": given["clip_low"]})
-
-
-def of_ppo(bug: Bug, change) -> None:
-    import inspect
-
-    from rl.objectives.losses import ppo
-
-    signature = inspect.signature(ppo.ppo)
-
-    @bug.replaces(ppo, "ppo")
-    def changed(loss, *args, **options):
-        return loss(*args, **change(options))
-
-    ppo.ppo.__signature__ = signature
-
-
-@exhibit(
     name="importance weights inverted",
     peer="THUDM/slime#179",
     saw="The correction for the engine used the wrong pair of log-probs.",
@@ -279,9 +240,9 @@ def other_reference(bug: Bug) -> None:
     expects=r"CheckFailed: learning rate check: 0\.0 in step 2",
 )
 def no_rate(bug: Bug) -> None:
-    from rl.phases import updates
+    from rl.training import schedule
 
-    @bug.replaces(updates, "learning_rate")
+    @bug.replaces(schedule, "learning_rate")
     def ended(learning_rate, *args):
         return 0.0
 

@@ -33,9 +33,9 @@ def ranks_interleaved(bug: Bug) -> None:
     from rl.phases import scorer
 
     @bug.replaces(scorer, "gather_columns")
-    def end_to_end(gather, results, mine, total, device):
+    def end_to_end(gather, results, digests, mine, total, device):
         start = bug.rank * len(mine)
-        return gather(results, list(range(start, start + len(mine))), total, device)
+        return gather(results, digests, list(range(start, start + len(mine))), total, device)
 
 
 @exhibit(

@@ -169,13 +169,13 @@ def dropout(bug: Bug) -> None:
     overrides=("agreement.weights_every=1",),
 )
 def drifting(bug: Bug) -> None:
-    from rl.phases.updates import Updates
+    from rl.checks.checks import Checks
 
-    @bug.replaces(Updates, "_check_replicas")
-    def after_a_change(check, self, model):
+    @bug.replaces(Checks, "_weights")
+    def after_a_change(check, self, name, model):
         if bug.rank == 1:
             model.model.decoder.final_layernorm.weight.data.mul_(1.001)
-        check(self, model)
+        check(self, name, model)
 
 
 @exhibit(

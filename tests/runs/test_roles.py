@@ -139,7 +139,7 @@ def test_both_roles_report_what_one_refuses(config, place, rank):
     ],
 )
 def test_a_run_goes_on_without_a_dead_replica(config, toy, tmp_path, place, call):
-    overrides = (*IN_FLIGHT, "roles.rollout=1-2", "rollout.min_replicas=1", "rollout.deterministic=false")
+    overrides = (*IN_FLIGHT, "roles.rollout=1-2", "roles.min_replicas=1", "rollout.deterministic=false")
     overrides += (f"data.val=[{toy}/test.parquet]", "validation.every=3", "validation.max_prompts=4")
     fault = ("kill_this_rank", place, 2, call)
     with pytest.raises(RanksFailed) as failure:

@@ -45,8 +45,7 @@ UNPICKLES = {
 }
 ALLOWED = {
     # From the private socket pair of the process that started it: its own parent. Answers are JSON.
-    ("rl/rewards/pool/worker.py", "pickle.load"),
-    ("rl/agents/worker.py", "pickle.load"),
+    ("rl/workers/host.py", "pickle.load"),
     # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc
     # files are.
     ("rl/training/cpu_support.py", "marshal.loads"),

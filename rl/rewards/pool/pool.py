@@ -15,8 +15,6 @@ Programs that a model wrote belong in `rl.sandbox`.
 import logging
 import math
 import os
-import pickle
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +24,13 @@ from typing import Any
 from rl.config.reward_sources import RewardPlan
 from rl.rewards.pool.worker_process import ScoringWorker
 from rl.rewards.score import Score
-from rl.workers.process import Workers
+from rl.workers.messages import too_slow
+from rl.workers.pool import START_ATTEMPTS, Pool
 
 log = logging.getLogger(__name__)
 
 CHUNK_SAMPLES = 64
 """Largest number of samples in a chunk, and so of concurrent async calls in one worker."""
-START_ATTEMPTS = 3
-"""Number of consecutive workers that may die before they are ready."""
 SWEEP_EVERY_S = 1.0
 """Seconds between searches for orphaned processes of a busy worker; each search reads all of /proc."""
 
@@ -49,44 +46,17 @@ def default_workers(local_world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
-class ScoringPool:
-    """Worker processes that call a plan's reward functions. Not thread-safe; started by the first call."""
+class ScoringPool(Pool[ScoringWorker]):
+    """Worker processes that call a plan's reward functions."""
 
-    def __init__(
-        self,
-        plan: RewardPlan,
-        *,
-        failure_score: float,
-        workers: int,
-        timeout_s: float,
-        memory_mib: int,
-        startup_s: float = 120.0,
-        variables: Sequence[str] = (),
-    ):
-        """Check the limits; relative paths in the plan are resolved against the current working directory.
+    module = "rl.rewards.pool.worker"
+    worker_class = ScoringWorker
 
-        Args:
-            timeout_s: limit of each call, in seconds.
-            startup_s: limit of a worker's start, the import of the functions included, in seconds.
-            memory_mib: address space of a worker and of each process it starts; 0 for no limit.
-            variables: see `WorkerProcess`.
-
-        Raises ValueError for numbers out of range.
-        """
-        if workers < 1:
-            raise ValueError(f"workers={workers}: a scoring pool needs at least 1.")
-        if not 0 < timeout_s < math.inf or not 0 < startup_s < math.inf:
-            raise ValueError(f"timeout_s={timeout_s} and startup_s={startup_s} must be finite and above 0.")
-        if memory_mib < 0:
-            raise ValueError(f"memory_mib={memory_mib} must be 0 (no limit) or more.")
-        self._failure_score, self._num_workers = float(failure_score), workers
-        self._timeout_s, self._startup_s = timeout_s, startup_s
-        # Passed to the workers because an engine may pin the scoring thread to one core before they start.
-        cpus = sorted(os.sched_getaffinity(0))
-        self._options = {"memory_mib": memory_mib, "timeout_s": timeout_s, "cpus": cpus}
-        self._cwd, self._variables = os.getcwd(), variables
-        self._initialization = pickle.dumps((plan, list(sys.path)))
-        self._workers: Workers[ScoringWorker] = Workers()
+    def __init__(self, plan: RewardPlan, *, failure_score: float, timeout_s: float, **limits: Any):
+        """Store the limits, see `Pool`; timeout_s is that of each call, in seconds."""
+        super().__init__(plan, {"timeout_s": timeout_s}, **limits)
+        self._failure_score, self._timeout_s = float(failure_score), timeout_s
+        self._jobs = _Jobs(0)
         self.on_answer: Callable[[int, float], None] | None = None
         """Called after each answer with the worker's number, and time.monotonic() of the answer before."""
 
@@ -100,103 +70,49 @@ class ScoringPool:
         If a worker dies or blocks during concurrent async calls, these are repeated in ever smaller groups
         until the failing call is isolated.
         """
-        jobs = _Jobs(len(samples))
+        jobs = self._jobs = _Jobs(len(samples))
+        self.failed_starts = 0
         try:
-            for worker in list(self._workers.all):
-                self._read(worker, jobs)  # detects workers that died while idle
+            for worker in list(self.all):
+                self.read(worker)  # detects workers that died while idle
             while jobs.unfinished:
-                self._start_workers(jobs)
-                for worker in self._workers.all:
+                self._start_workers()
+                for worker in self.all:
                     if worker.is_free and jobs.has_work:
-                        chunk = jobs.take(self._num_workers, worker.is_async)
+                        chunk = jobs.take(self.max_workers, worker.ready)
                         worker.assign(chunk, samples, self._timeout_s)
-                self._await_events(jobs)
+                self.await_events(math.inf if self.all else 0.0)
         except BaseException:
-            self.close()  # pending results would be taken for answers of the next call
+            self.shutdown()  # pending results would be taken for answers of the next call
             raise
-        for worker in self._workers.all:
+        for worker in self.all:
             worker.request_sweep()
-        self._workers.reap(wait=False)
+        self.reap(wait=False)
         return self._to_scores(jobs)
-
-    def check(self) -> None:
-        """Raise ValueError if the reward functions cannot be loaded in a worker. Starts the first worker."""
-        jobs = _Jobs(0)
-        while not any(worker.is_ready for worker in self._workers.all):
-            if not self._workers.all:
-                self._start_worker(jobs)
-            self._await_events(jobs)
-            if jobs.failed_starts >= START_ATTEMPTS:
-                raise ValueError(jobs.start_failure)
-
-    def close(self) -> None:
-        """End the workers and every process they started. A later `score` starts new ones."""
-        self._workers.close()
-
-    def __enter__(self) -> "ScoringPool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # ---- workers ----
 
-    def _start_workers(self, jobs: "_Jobs") -> None:
+    def _start_workers(self) -> None:
         """Start the workers that the unassigned work can use; fail that work if there are none."""
-        while len(self._workers.all) < min(self._num_workers, jobs.unfinished) and jobs.has_work:
-            if jobs.failed_starts >= START_ATTEMPTS:
+        jobs = self._jobs
+        while len(self.all) < min(self.max_workers, jobs.unfinished) and jobs.has_work:
+            if self.failed_starts >= START_ATTEMPTS:
                 break
-            self._start_worker(jobs)
-        if jobs.failed_starts >= START_ATTEMPTS and not any(worker.is_ready for worker in self._workers.all):
-            jobs.fail_rest()
-            for worker in list(self._workers.all):
-                self._workers.dismiss(worker)
+            self.start()
+        if self.failed_starts >= START_ATTEMPTS and not any(worker.is_ready for worker in self.all):
+            jobs.fail_rest(self.start_details)
+            for worker in list(self.all):
+                self.dismiss(worker)
 
-    def _start_worker(self, jobs: "_Jobs") -> None:
-        try:
-            worker = ScoringWorker(
-                self._initialization,
-                self._options,
-                cwd=self._cwd,
-                startup_s=self._startup_s,
-                variables=self._variables,
-            )
-        except OSError as error:  # out of processes, memory or files
-            return jobs.note_failed_start(f"a scoring worker cannot be started: {error}")
-        self._workers.add(worker)
-
-    def _await_events(self, jobs: "_Jobs") -> None:
-        """Wait until a worker sends a message or is late, and process it."""
-        self._workers.await_events(
-            lambda worker: self._read(worker, jobs),
-            lambda worker: self._replace(worker, jobs, worker.describe_lateness(self._timeout_s)),
-            math.inf if self._workers.all else 0.0,
-        )
-
-    def _read(self, worker: ScoringWorker, jobs: "_Jobs") -> None:
-        """Process the messages that a worker has sent."""
-        for message in worker.receive():
-            if "i" in message:
-                self._record_answer(worker, jobs, message)
-            elif "ready" in message:
-                jobs.failed_starts = 0
-            elif "unloadable" in message:
-                jobs.note_failed_start(message["unloadable"], message["traceback"], retry=False)
-                return self._workers.dismiss(worker)
-            if worker not in self._workers.all:
-                return
-        if worker.lost:
-            self._replace(worker, jobs, worker.lost)
-
-    def _record_answer(self, worker: ScoringWorker, jobs: "_Jobs", message: dict[str, Any]) -> None:
-        """Record a valid message about a sample."""
-        index = message["i"]
+    def received(self, worker: ScoringWorker, message: dict[str, Any]) -> None:
+        """Record a message about a sample."""
+        jobs, index = self._jobs, message["i"]
         if message.get("waiting"):
             worker.awaited.add(index)
         else:
             del worker.chunk[index]
             if self.on_answer is not None:
-                self.on_answer(self._workers.all.index(worker), worker.since)
+                self.on_answer(self.all.index(worker), worker.since)
             worker.since = time.monotonic()
             error = message.get("error")
             failed = isinstance(error, str)
@@ -206,17 +122,18 @@ class ScoringPool:
         if message.get("last"):
             jobs.give_back(list(worker.chunk))
             worker.chunk.clear()
-            self._workers.dismiss(worker)
+            self.dismiss(worker)
         elif not worker.chunk and time.monotonic() - worker.swept_at > SWEEP_EVERY_S:
             worker.request_sweep()
 
-    def _replace(self, worker: ScoringWorker, jobs: "_Jobs", reason: str) -> None:
-        """Dismiss a failed worker, fail the sample that it was processing, and give back the others."""
-        self._workers.dismiss(worker)
-        self._workers.reap(wait=False)
-        if not worker.is_ready:  # a late start is not repeated, because it takes minutes
-            return jobs.note_failed_start(reason, retry=bool(worker.lost))
-        left = list(worker.chunk)
+    def lateness(self, worker: ScoringWorker) -> str:
+        return too_slow(self._timeout_s) + ", and its process was killed"
+
+    def gave_up(self, worker: ScoringWorker, reason: str) -> None:
+        """Fail the sample that a worker was processing, and give back its others."""
+        jobs, left = self._jobs, list(worker.chunk)
+        if not left:
+            return
         # Calls are made in order, and the event loop runs after the last of them.
         current = next((i for i in left if i not in worker.awaited), left[0] if len(left) == 1 else None)
         if current is not None and worker.was_killed and current not in jobs.retried:
@@ -257,11 +174,6 @@ class _Jobs:
         self.outcomes: list[Score | str | None] = [None] * num_samples
         """A score, or the reason of a failure."""
         self.unfinished = num_samples
-        self.failed_starts = 0
-        """Number of consecutive workers that died before they were ready; START_ATTEMPTS for no retry."""
-        self.start_failure = ""
-        """Reason of the last failed start, in a sentence."""
-        self._start_details = ""
         self.retried: set[int] = set()
         """Samples that are repeated because their worker was killed, possibly not by their call."""
         self._next = 0
@@ -291,12 +203,8 @@ class _Jobs:
         self.outcomes[index] = outcome
         self.unfinished -= 1
 
-    def note_failed_start(self, sentence: str, details: str = "", *, retry: bool = True) -> None:
-        self.start_failure, self._start_details = sentence, details or sentence
-        self.failed_starts = self.failed_starts + 1 if retry else START_ATTEMPTS
-
-    def fail_rest(self) -> None:
+    def fail_rest(self, reason: str) -> None:
         """Fail all unassigned samples, because no worker starts."""
         while self.has_work:
             for index in self.take(1, is_async=True):
-                self.finish(index, self._start_details)
+                self.finish(index, reason)

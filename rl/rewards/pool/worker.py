@@ -1,58 +1,49 @@
 """One worker of the scoring pool: calls the reward functions (rl.workers.supervisor has its processes).
 
-The pool sends pickles, first (plan, sys.path), then chunks [(index, sample), ...]. It receives JSON lines:
+The pool sends pickles, after the first one chunks [(index, sample), ...]. It receives JSON lines:
 
-    {"ready": is_async} or {"unloadable": sentence, "traceback": text}       once, after the import
+    {"ready": is_async}                                                      once, after the import
     {"i": index, "of": digest, "values": {name: number}, "prediction": text or null}    a score, which may
                                                                              also have "feedback": text
     {"i": index, "error": text, "last": bool}                                a failure; last: the host exits
     {"i": index, "waiting": true}                                            called, and now awaited
 """
 
-import json
 import os
-import pickle
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from rl.config.reward_sources import RewardPlan
 from rl.rewards.mixture import Mixture
 from rl.rewards.score import RejectedResult, Score, digest
-from rl.workers.messages import MAX_ERROR_CHARS, encodable, explain, too_slow
+from rl.workers.host import Host
+from rl.workers.messages import explain, too_slow
 from rl.workers.supervisor import run_worker
 
 MAX_LINE_BYTES = 1 << 20
 
 
-class Scorer:
-    """Calls the reward functions on the samples from the work socket and sends the results back."""
+class Scorer(Host):
+    """Calls the reward functions on the samples from the pool and sends the results back."""
 
     def __init__(self, work: socket.socket, *, timeout_s: float):
-        self._work, self._timeout_s = work, timeout_s
-        self._pid = os.getpid()
-        self._cwd = os.getcwd()
+        super().__init__(work)
+        self._timeout_s, self._cwd = timeout_s, os.getcwd()
         self._runner = None
 
-    def serve(self) -> None:
-        """Score samples until the pool closes the socket."""
-        stream = self._work.makefile("rb")
-        plan, sys.path[:] = pickle.load(stream)
-        try:
-            mixture = Mixture(plan)
-        except BaseException as error:  # an import runs user code, which may call exit()
-            sentence = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return self._send(
-                {"unloadable": encodable(sentence[:MAX_ERROR_CHARS]), "traceback": explain(error)}
-            )
-        self._send({"ready": mixture.is_async})
+    def load(self, plan: RewardPlan) -> bool:
+        self._mixture = Mixture(plan)
+        return self._mixture.is_async
+
+    def serve_requests(self) -> None:
         while True:
             try:
-                chunk = pickle.load(stream)
+                chunk = self.receive()
             except EOFError:
                 return
-            waiting = self._call(mixture, chunk)
+            waiting = self._call(self._mixture, chunk)
             if waiting:
                 self._await(waiting)
                 self._restore_state()
@@ -72,7 +63,7 @@ class Scorer:
                 if isinstance(outcome, Score):
                     self._answer(index, key, outcome)
                 else:
-                    self._send({"i": index, "waiting": True})
+                    self.send({"i": index, "waiting": True})
                     waiting.append((index, key, outcome))
             self._restore_state()
         return waiting
@@ -105,19 +96,14 @@ class Scorer:
         if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # a character may take 12 bytes
             error = RejectedResult(f"{len(score.values)} values are too many for one sample")
             return self._fail(index, error)
-        self._send(message)
+        self.send(message)
 
     def _fail(self, index: int, error: BaseException) -> None:
         # Leaked or fragmented memory would fail the next samples too, so a new process continues with them.
         last = isinstance(error, MemoryError)
-        self._send({"i": index, "error": explain(error), "last": last})
+        self.send({"i": index, "error": explain(error), "last": last})
         if last:
             os._exit(0)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        if os.getpid() != self._pid:
-            os._exit(0)  # the function forked and its child returned; only the parent answers
-        self._work.sendall(json.dumps(message).encode() + b"\n")
 
     def _restore_state(self) -> None:
         """Reset the alarm and the working directory, which would affect the next sample."""

@@ -38,7 +38,7 @@ class CountedPool(EnvironmentPool):
     now, most_workers = 0.0, 0
 
     def poll(self, timeout_s=0.0):
-        self.most_workers = max(self.most_workers, len(self._workers.all))
+        self.most_workers = max(self.most_workers, len(self.all))
         return super().poll(timeout_s)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl.config.checks import check
-from rl.config.objective_checks import check_loss
+from rl.config.exclusions import check_exclusions
 from rl.config.options import ConfigError
 from rl.config.schema import ADVANTAGES, LOSSES, load_config
 from rl.objectives.aggregate import MODES
@@ -50,7 +50,7 @@ def terms(number: int) -> list[str]:
 
 def allowed(overrides: list[str]) -> bool:
     try:
-        check_loss(load_config(None, TOY + overrides))
+        check_exclusions(load_config(None, TOY + overrides))
     except ConfigError:
         return False
     return True

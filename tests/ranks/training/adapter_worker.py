@@ -1,7 +1,7 @@
 """One rank of test_adapter.py: outputs, merged weights and gradients of adapters in several layouts.
 
     adapter_worker.py CHECKPOINT OUT_DIR 'NAME=LAYOUT[;KEY=VALUE ...]' [...]
-    adapter_worker.py CHECKPOINT OUT_DIR resume OTHER_CHECKPOINT
+    adapter_worker.py CHECKPOINT OUT_DIR 'resume=resume;OTHER_CHECKPOINT'
 
 LAYOUT is TPxPPxEP[xETP]; KEY=VALUE overrides the configuration. Rank 0 saves what `results` returns for each
 to OUT_DIR/NAME.pt. The gradients are read off an optimizer step that is gradient descent. `resume` continues
@@ -10,26 +10,20 @@ from checkpoints and saves what `resume` returns.
 
 import sys
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import new_grid, run_cases  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+import torch
 
-import torch  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-
-from rl.checkpoint.store import CheckpointStore, WronglyLoaded  # noqa: E402
-from rl.config.options import ConfigError, load  # noqa: E402
-from rl.config.schema import Config, Run, resolve  # noqa: E402
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.models.boxes import index  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
-from rl.training.optimizer import optimizer_tensors  # noqa: E402
-from rl.training.weights import full_weights  # noqa: E402
-from tools.hf_reference import random_batch  # noqa: E402
+from rl.checkpoint.store import CheckpointStore, WronglyLoaded
+from rl.config.options import ConfigError, load
+from rl.config.schema import Config, Run, resolve
+from rl.engines.engines import build_policy
+from rl.models import read_hf_config
+from rl.models.boxes import index
+from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.optimizer import optimizer_tensors
+from rl.training.weights import full_weights
+from tools.hf_reference import random_batch
 
 EPS = 1e7
 """Epsilon of Adam and learning rate: an epsilon so far above the gradients makes its step the gradient."""
@@ -85,7 +79,7 @@ def results(config: Config, layout: list[int], device) -> dict:
         return loss, {"loss": loss}
 
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
-    terms = trainer.update(batch, plan, minus_logprobs, lr=EPS)
+    result = trainer.update(batch, plan, minus_logprobs, lr=EPS)
     after = whole(full_weights(trainer.learned_map))
     unchanged = whole(full_weights(trainer.weight_map))
     assert all(torch.equal(unchanged[name], tensor) for name, tensor in base.items())
@@ -97,7 +91,7 @@ def results(config: Config, layout: list[int], device) -> dict:
         "base": base,
         "merged": merged,
         "gradient": {name: before[name] - tensor for name, tensor in after.items()},
-        "norm": terms["grad_norm"],
+        "norm": result.grad_norm,
         "state_bytes": sum(tensor.nbytes for tensor in optimizer_tensors(trainer.optimizer)),
     }
 
@@ -154,22 +148,16 @@ def furthest(a: dict, b: dict) -> float:
 
 
 def main(checkpoint: str, out_dir: str, *cases: str) -> None:
-    with session(RANKS) as device:
-        if cases[0] == "resume":
-            found = resume([f"model.path={checkpoint}"], out_dir, cases[1], device)
-            if RANKS.rank == 0:
-                torch.save(found, f"{out_dir}/resume.pt")
-            return
-        for case in cases:
-            name, _, how = case.partition("=")
-            sizes, *options = how.split(";")
-            layout = [int(size) for size in sizes.split("x")]
-            keys = zip(("tp", "pp", "ep", "etp"), layout)
-            overrides = [f"model.path={checkpoint}", *(f"training.{key}={n}" for key, n in keys)]
-            config = resolve(load(Config, None, [*OPTIONS, *overrides, *options]))
-            found = results(config, layout, device)
-            if RANKS.rank == 0:
-                torch.save(found, f"{out_dir}/{name}.pt")
+    def found(how: str, device) -> dict:
+        sizes, *options = how.split(";")
+        if sizes == "resume":
+            return resume([f"model.path={checkpoint}"], out_dir, *options, device)
+        layout = [int(size) for size in sizes.split("x")]
+        keys = zip(("tp", "pp", "ep", "etp"), layout)
+        overrides = [f"model.path={checkpoint}", *(f"training.{key}={n}" for key, n in keys)]
+        return results(resolve(load(Config, None, [*OPTIONS, *overrides, *options])), layout, device)
+
+    run_cases(out_dir, cases, found)
 
 
 if __name__ == "__main__":

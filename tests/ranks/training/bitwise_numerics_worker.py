@@ -11,26 +11,21 @@ import json
 import sys
 from pathlib import Path
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-
-from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.engines.generation import build_rollout  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.refit.refit import refit  # noqa: E402
-from rl.rollout.batches import batch_of  # noqa: E402
-from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.sampling import Sampling  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
+from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
+from rl.engines.engines import build_policy
+from rl.engines.generation import build_rollout
+from rl.models import read_hf_config
+from rl.refit.refit import refit
+from rl.rollout.batches import batch_of
+from rl.rollout.exchange import exchange
+from rl.rollout.sampling import Sampling
+from rl.runtime.session import session
+from rl.training.micro_batch_plans import plan_minibatch
 
 TEMPERATURE, SAMPLES_PER_PROMPT, MAX_TOKENS = 0.7, 4, 12
 CHUNK = 24

@@ -9,39 +9,34 @@ saves gradient, norms of the weights and divergence to OUT_DIR/NAME.pt.
 
 import sys
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid, run_cases  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+import os
+from dataclasses import replace
+from types import SimpleNamespace
 
-import os  # noqa: E402
-from dataclasses import replace  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
+import numpy as np
+import torch
+from gradient_worker import config_of, fixed_batch
+from transformers import AutoModelForCausalLM
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from gradient_worker import config_of, fixed_batch  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from rl.algorithms import distill  # noqa: E402
-from rl.config.schema import Config, Objective  # noqa: E402
-from rl.config.teachers import Teacher  # noqa: E402
-from rl.data.batch import Batch  # noqa: E402
-from rl.data.prompts import Prompt  # noqa: E402
-from rl.engines.engines import Engines, build_policy  # noqa: E402
-from rl.engines.memory import MemorySharing  # noqa: E402
-from rl.faults.agreement import PhaseAgreement  # noqa: E402
-from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.phases.phases import Phases  # noqa: E402
-from rl.phases.step import Step  # noqa: E402
-from rl.run_directory.progress import Progress  # noqa: E402
-from rl.runtime.session import control_group, session  # noqa: E402
-from rl.training.engine import TrainingEngine  # noqa: E402
-from rl.training.spec import ModelSpec  # noqa: E402
-from tools.make_toy import build_tokenizer  # noqa: E402
+from rl.algorithms import distill
+from rl.config.schema import Config, Objective
+from rl.config.teachers import Teacher
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.engines.engines import Engines, build_policy
+from rl.engines.memory import MemorySharing
+from rl.faults.agreement import PhaseAgreement
+from rl.faults.phase_tracker import PhaseTracker
+from rl.models import read_hf_config
+from rl.phases.phases import Phases
+from rl.phases.step import Step
+from rl.run_directory.progress import Progress
+from rl.runtime.session import control_group
+from rl.training.engine import TrainingEngine
+from rl.training.spec import ModelSpec
+from tools.make_toy import build_tokenizer
 
 ANSWERS = ("abc", "de", "fghi", "j")
 """Ground truth of each prompt."""
@@ -154,17 +149,14 @@ def hugging_face(config: Config) -> dict:
 
 
 def main(models: str, out_dir: str, *cases: str) -> None:
-    with session(RANKS) as device:
-        for case in cases:
-            name, _, how = case.partition("=")
-            layout, _, kind = how.partition(":")
-            if layout == "hf":
-                result = hugging_face(config_for(models, kind, 1, 1)) if RANKS.rank == 0 else {}
-            else:
-                tp, pp = map(int, layout.split("x"))
-                result = megatron(config_for(models, kind, tp, pp), device, tp, pp)
-            if RANKS.rank == 0:
-                torch.save(result, f"{out_dir}/{name}.pt")
+    def results(how: str, device) -> dict:
+        layout, _, kind = how.partition(":")
+        if layout == "hf":
+            return hugging_face(config_for(models, kind, 1, 1)) if RANKS.rank == 0 else {}
+        tp, pp = map(int, layout.split("x"))
+        return megatron(config_for(models, kind, tp, pp), device, tp, pp)
+
+    run_cases(out_dir, cases, results)
 
 
 if __name__ == "__main__":

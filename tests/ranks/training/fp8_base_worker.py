@@ -8,27 +8,22 @@ of the linear layers. The gradient is read off an optimizer step that is gradien
 
 import sys
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+import torch
+from adapter_worker import EPS, OPTIONS, fill, whole
 
-import torch  # noqa: E402
-from adapter_worker import EPS, OPTIONS, fill, whole  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-
-from rl.checkpoint.contents import checksums  # noqa: E402
-from rl.checkpoint.hf import export_hf  # noqa: E402
-from rl.config.options import load  # noqa: E402
-from rl.config.schema import Config, resolve  # noqa: E402
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.fp8_base import Fp8Base  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
-from rl.training.weights import full_weights  # noqa: E402
-from tools.hf_reference import random_batch  # noqa: E402
+from rl.checkpoint.contents import checksums
+from rl.checkpoint.hf import export_hf
+from rl.config.options import load
+from rl.config.schema import Config, resolve
+from rl.engines.engines import build_policy
+from rl.models import read_hf_config
+from rl.runtime.session import session
+from rl.training.fp8_base import Fp8Base
+from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.weights import full_weights
+from tools.hf_reference import random_batch
 
 
 def results(trainer) -> dict:

@@ -1,38 +1,34 @@
-"""One rank of test_gradients.py: the loss and the gradient of one mini-batch, in one or more layouts and
-packings.
+"""One rank of test_gradients.py: outputs, loss and gradient of one mini-batch, in layouts and packings.
 
     gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP:MICRO_BATCH_TOKENS [...]       or NAME=hf, NAME=decay
 
-The gradient is read off an optimizer step with an epsilon so large that Adam is gradient descent with
-learning rate 1: what is compared went through the pipeline, data parallel and distributed optimizer code that
-a run uses. Rank 0 saves {Hugging Face name: gradient}, the norms of the weights, loss and gradient norm to
-OUT_DIR/NAME.pt.
+The model is a policy, or a critic if the checkpoint is a classifier. The gradient is read off an optimizer
+step with an epsilon so large that Adam is gradient descent with learning rate 1: what is compared went
+through the pipeline, data parallel and distributed optimizer code that a run uses. Rank 0 saves outputs,
+{Hugging Face name: gradient}, norms of the weights, loss and gradient norm to OUT_DIR/NAME.pt.
 """
 
 import sys
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import new_grid, run_cases  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+from dataclasses import replace
+from functools import partial
 
-from dataclasses import replace  # noqa: E402
-from functools import partial  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import torch  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from rl.config.schema import Config, Data, Model, Objective, Optimizer, Rollout, Training, resolve  # noqa: E402
-from rl.data.batch import Batch  # noqa: E402
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.phases.policy_gradient import policy_loss  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.loss import Totals  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
-from rl.training.packing import MicroBatch  # noqa: E402
+from rl.config.schema import Config, Data, Model, Objective, Optimizer, Rollout, Training, resolve
+from rl.data.batch import Batch
+from rl.engines.engines import build_policy
+from rl.models import read_hf_config
+from rl.objectives.value_loss import value_loss
+from rl.phases.policy_gradient import policy_loss
+from rl.training.engine import TrainingEngine
+from rl.training.loss import Totals
+from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.packing import MicroBatch
+from rl.training.spec import ModelSpec
 
 EPS = 1e7
 """The step is g / (1 + |g| / EPS) for a gradient g: below the rounding of float32 for gradients up to 1."""
@@ -84,6 +80,23 @@ def fixed_batch(vocab_size: int) -> Batch:
     return batch
 
 
+def with_columns_of_a_critic(batch: Batch) -> Batch:
+    generator = torch.Generator().manual_seed(6)
+    batch.old_values = torch.randn(len(batch.mask), generator=generator)
+    batch.returns = torch.randn(len(batch.mask), generator=generator)
+    return batch
+
+
+def critic_loss(micro: MicroBatch, totals: Totals):
+    token_loss, _ = value_loss(micro.values, micro.old_values, micro.returns, micro.mask, clip=0.3)
+    total = token_loss.sum() / totals.num_tokens
+    return total, {"loss": total}
+
+
+def is_critic(hf: dict) -> bool:
+    return "Classification" in hf["architectures"][0]
+
+
 def totals_of(batch: Batch) -> Totals:
     return Totals(
         num_tokens=float(batch.mask.sum()), num_samples=float(len(batch)), num_units=float(len(batch))
@@ -91,18 +104,21 @@ def totals_of(batch: Batch) -> Totals:
 
 
 def megatron(config: Config, device, tp: int, pp: int) -> dict:
-    hf = read_hf_config(config.model.path)
-    trainer = build_policy(config, hf, new_grid(tp, pp), device)
-    batch = fixed_batch(hf["vocab_size"])
+    hf, grid, training = read_hf_config(config.model.path), new_grid(tp, pp), config.training
+    batch, name = with_columns_of_a_critic(fixed_batch(hf["vocab_size"])), "logprobs"
+    if is_critic(hf):
+        spec = ModelSpec(config.model.path, hf, "float32", has_values=True, optimizer=training.optimizer)
+        trainer, loss, name = TrainingEngine(spec, training, grid, device), critic_loss, "values"
+    else:
+        trainer, loss = build_policy(config, hf, grid, device), policy_loss(config)
+    plan = plan_minibatch(batch, list(range(8)), dp=trainer.grid.dp, max_tokens=training.micro_batch_tokens)
+    (outputs,) = trainer.forward(batch, [plan], (name,))
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
-    loss = partial(policy_loss(config), totals=totals_of(batch))
-    plan = plan_minibatch(
-        batch, list(range(8)), dp=trainer.grid.dp, max_tokens=config.training.micro_batch_tokens
-    )
-    terms = trainer.update(batch, plan, loss, lr=EPS)
+    result = trainer.update(batch, plan, partial(loss, totals=totals_of(batch)), lr=EPS)
+    terms = result.metrics | {"grad_norm": result.grad_norm}
     gradient = {name: before[name] - tensor for name, tensor in trainer.full_weights()}
     weights = {name: tensor.double().norm() for name, tensor in before.items()}
-    return {"gradient": gradient, "terms": terms, "weights": weights}
+    return {"outputs": outputs, "gradient": gradient, "terms": terms, "weights": weights}
 
 
 def weight_decay(config: Config, device) -> dict[str, float]:
@@ -121,54 +137,48 @@ def weight_decay(config: Config, device) -> dict[str, float]:
 
 
 def hugging_face(config: Config) -> dict:
-    """The same loss from transformers' model, one unpacked sequence after the other, in float64."""
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
-    batch = fixed_batch(model.config.vocab_size)
-    logprobs, entropies = [], []
+    """The same from transformers' model, one unpacked sequence after the other, in float64."""
+    hf = read_hf_config(config.model.path)
+    kind = AutoModelForSequenceClassification if is_critic(hf) else AutoModelForCausalLM
+    model = kind.from_pretrained(config.model.path, dtype=torch.float64)
+    batch = with_columns_of_a_critic(fixed_batch(hf["vocab_size"]))
+    outputs, entropies = [], []
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
-        ids = torch.tensor([*prompt.tolist(), *response.tolist()])
-        log_p = (model(ids[None]).logits[0] / config.rollout.temperature).log_softmax(-1)[
-            len(prompt) - 1 : -1
-        ]
-        logprobs.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
+        ids, before = torch.tensor([*prompt.tolist(), *response.tolist()]), slice(len(prompt) - 1, -1)
+        if is_critic(hf):
+            outputs.append(model.score(model.model(ids[None]).last_hidden_state[0])[before, 0])
+            continue
+        log_p = (model(ids[None]).logits[0] / config.rollout.temperature).log_softmax(-1)[before]
+        outputs.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))
-    micro = MicroBatch(
-        samples=list(range(8)),
-        tokens=None,
-        position_ids=None,
-        bounds=None,
-        attention=None,
-        predict_at=None,
-        targets=None,
-        lengths=batch.lengths,
-        column_index=None,
-        columns={k: v.double() for k, v in batch.loss_columns().items()},
+    nothing = dict.fromkeys(
+        ("tokens", "position_ids", "bounds", "attention", "predict_at", "targets", "column_index")
     )
-    micro.logprobs, micro.entropy = torch.cat(logprobs), torch.cat(entropies)
-    value, terms = policy_loss(config)(micro, totals_of(batch))
+    columns = {k: v.double() for k, v in batch.loss_columns().items()}
+    micro = MicroBatch(samples=list(range(8)), lengths=batch.lengths, columns=columns, **nothing)
+    if is_critic(hf):
+        micro.values = torch.cat(outputs)
+    else:
+        micro.logprobs, micro.entropy = torch.cat(outputs), torch.cat(entropies)
+    value, terms = (critic_loss if is_critic(hf) else policy_loss(config))(micro, totals_of(batch))
     value.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.stack([g.norm() for g in gradient.values()]).norm()
-    return {
-        "gradient": gradient,
-        "terms": {k: float(v) for k, v in terms.items()} | {"grad_norm": float(norm)},
-    }
+    terms = {k: float(v) for k, v in terms.items()} | {"grad_norm": float(norm)}
+    return {"outputs": torch.cat(outputs).detach(), "gradient": gradient, "terms": terms}
 
 
 def main(checkpoint: str, out_dir: str, *cases: str) -> None:
-    with session(RANKS) as device:
-        for case in cases:
-            name, _, how = case.partition("=")
-            if how == "hf":
-                result = hugging_face(config_of(checkpoint, 1, 1, 1))
-            elif how == "decay":
-                result = weight_decay(config_of(checkpoint, 1, 1, 4096), device)
-            else:
-                layout, _, tokens = how.partition(":")
-                tp, pp = map(int, layout.split("x"))
-                result = megatron(config_of(checkpoint, tp, pp, int(tokens)), device, tp, pp)
-            if RANKS.rank == 0:
-                torch.save(result, f"{out_dir}/{name}.pt")
+    def results(how: str, device) -> dict:
+        if how == "hf":
+            return hugging_face(config_of(checkpoint, 1, 1, 1))
+        if how == "decay":
+            return weight_decay(config_of(checkpoint, 1, 1, 4096), device)
+        layout, _, tokens = how.partition(":")
+        tp, pp = map(int, layout.split("x"))
+        return megatron(config_of(checkpoint, tp, pp, int(tokens)), device, tp, pp)
+
+    run_cases(out_dir, cases, results)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,15 @@ import json
 import sys
 from pathlib import Path
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+from parity_worker import config_of, random_batch
 
-from megatron_groups import new_grid  # noqa: E402
-from parity_worker import config_of, random_batch  # noqa: E402
-
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training import engine, layer_spec  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
+from rl.engines.engines import build_policy
+from rl.models import read_hf_config
+from rl.runtime.session import session
+from rl.training import engine, layer_spec
+from rl.training.micro_batch_plans import plan_minibatch
 
 MLA = "DeepseekV3ForCausalLM"
 
@@ -54,7 +49,7 @@ def norm_of(config, hf: dict, tp: int, device) -> tuple[float, list[str], int]:
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
-    norm = trainer.update(batch, plan, minus_logprobs, lr=0.0)["grad_norm"]
+    norm = trainer.update(batch, plan, minus_logprobs, lr=0.0).grad_norm
     return norm, [name for name, right in marks if not right], len(marks)
 
 

@@ -13,29 +13,24 @@ import json
 import sys
 from pathlib import Path
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+import torch
+from transformers import AutoModelForCausalLM
 
-import torch  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from rl.checkpoint.hf import export_hf  # noqa: E402
-from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve  # noqa: E402
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.models import architecture, read_hf_config  # noqa: E402
-from rl.refit.refit import check_refit, refit  # noqa: E402
-from rl.rollout.batches import batch_of  # noqa: E402
-from rl.rollout.engine import RolloutEngine  # noqa: E402
-from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.sampling import Sampling  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
-from rl.training.weights import load_hf  # noqa: E402
-from tools.hf_reference import hf_gradient, hf_logprobs, random_batch  # noqa: E402
+from rl.checkpoint.hf import export_hf
+from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
+from rl.engines.engines import build_policy
+from rl.models import architecture, read_hf_config
+from rl.refit.refit import check_refit, refit
+from rl.rollout.batches import batch_of
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.exchange import exchange
+from rl.rollout.sampling import Sampling
+from rl.runtime.session import session
+from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.weights import load_hf
+from tools.hf_reference import hf_gradient, hf_logprobs, random_batch
 
 TEMPERATURE = 0.7
 EPS = 1e7
@@ -82,7 +77,7 @@ def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
-    norm = trainer.update(batch, plan, minus_logprobs, lr=EPS)["grad_norm"]
+    norm = trainer.update(batch, plan, minus_logprobs, lr=EPS).grad_norm
     return {name: tensor - before[name] for name, tensor in trainer.full_weights()}, norm
 
 

@@ -11,29 +11,24 @@ import json
 import sys
 from pathlib import Path
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+from dataclasses import replace
+from functools import partial
 
-from dataclasses import replace  # noqa: E402
-from functools import partial  # noqa: E402
+import torch
+from gradient_worker import config_of
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-import torch  # noqa: E402
-from gradient_worker import config_of  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
-
-from rl.algorithms import dpo  # noqa: E402
-from rl.config.schema import LOSSES, Optimizer  # noqa: E402
-from rl.data.batch import Batch  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.phases.policy_gradient import policy_loss  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.engine import TrainingEngine  # noqa: E402
-from rl.training.loss import Totals  # noqa: E402
-from rl.training.spec import ModelSpec  # noqa: E402
+from rl.algorithms import dpo
+from rl.config.schema import LOSSES, Optimizer
+from rl.data.batch import Batch
+from rl.models import read_hf_config
+from rl.phases.policy_gradient import policy_loss
+from rl.runtime.session import session
+from rl.training.engine import TrainingEngine
+from rl.training.loss import Totals
+from rl.training.spec import ModelSpec
 
 GROUPS = [(30, (5, 9, 0, 12)), (70, (20, 31, 31)), (7, (20,)), (40, (3, 90))]
 """(tokens of the prompt, tokens of each response): a group that is one masked block, groups that are not, an

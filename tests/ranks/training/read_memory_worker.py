@@ -10,19 +10,14 @@ import json
 import sys
 from pathlib import Path
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
 
-from megatron_groups import new_grid  # noqa: E402
-
-from rl.config.schema import Training  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.engine import TrainingEngine  # noqa: E402
-from rl.training.spec import ModelSpec  # noqa: E402
+from rl.config.schema import Training
+from rl.models import read_hf_config
+from rl.runtime.session import session
+from rl.training.engine import TrainingEngine
+from rl.training.spec import ModelSpec
 
 
 def resident(field: str) -> int:

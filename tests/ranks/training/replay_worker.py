@@ -9,34 +9,29 @@ import json
 import sys
 from pathlib import Path
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+from contextlib import contextmanager
+from dataclasses import replace
 
-from contextlib import contextmanager  # noqa: E402
-from dataclasses import replace  # noqa: E402
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-
-from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.rollout.batches import batch_of  # noqa: E402
-from rl.rollout.engine import RolloutEngine  # noqa: E402
-from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.routes import Routes  # noqa: E402
-from rl.rollout.sampling import Sampling  # noqa: E402
-from rl.runtime.collectives import gather_objects  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.held_transfer import KEY  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
-from rl.training.packing import lay_out  # noqa: E402
-from rl.training.parts import Parts  # noqa: E402
-from rl.training.router_replay import RouterReplay  # noqa: E402
+from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
+from rl.engines.engines import build_policy
+from rl.models import read_hf_config
+from rl.rollout.batches import batch_of
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.exchange import exchange
+from rl.rollout.routes import Routes
+from rl.rollout.sampling import Sampling
+from rl.runtime.collectives import gather_objects
+from rl.runtime.session import session
+from rl.training.held_transfer import KEY
+from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.packing import lay_out
+from rl.training.parts import Parts
+from rl.training.router_replay import RouterReplay
 
 SAMPLING = Sampling(
     samples_per_prompt=3,

@@ -10,28 +10,23 @@ import json
 import sys
 from dataclasses import replace
 
-from rl.runtime.ranks import discover
-from train_rl import prepare_environment
+from megatron_groups import RANKS, new_grid  # isort: skip
 
-RANKS = discover()
-prepare_environment(RANKS)
+import numpy as np
 
-import numpy as np  # noqa: E402
-from megatron_groups import new_grid  # noqa: E402
-
-from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
-from rl.engines.engines import build_policy  # noqa: E402
-from rl.engines.generation import build_rollout  # noqa: E402
-from rl.models import read_hf_config  # noqa: E402
-from rl.refit.refit import refit  # noqa: E402
-from rl.rollout.batches import batch_of  # noqa: E402
-from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.sampling import train_sampling  # noqa: E402
-from rl.runtime.collectives import gather_objects  # noqa: E402
-from rl.runtime.session import session  # noqa: E402
-from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
-from rl.training.parts import Parts  # noqa: E402
-from tools.hf_reference import random_batch  # noqa: E402
+from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
+from rl.engines.engines import build_policy
+from rl.engines.generation import build_rollout
+from rl.models import read_hf_config
+from rl.refit.refit import refit
+from rl.rollout.batches import batch_of
+from rl.rollout.exchange import exchange
+from rl.rollout.sampling import train_sampling
+from rl.runtime.collectives import gather_objects
+from rl.runtime.session import session
+from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.parts import Parts
+from tools.hf_reference import random_batch
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
 

@@ -194,7 +194,7 @@ def test_a_resume_with_adapters(tmp_path):
     model, other = (
         save_tiny("Qwen2ForCausalLM", tmp_path / name, seed=seed) for seed, name in enumerate("ab")
     )
-    run_ranks(2, WORKER, model, tmp_path, "resume", other, timeout=400)
+    run_ranks(2, WORKER, model, tmp_path, f"resume=resume;{other}", timeout=400)
     found = torch.load(tmp_path / "resume.pt")
     for dtype in ("bfloat16", "float32"):
         assert found[f"{dtype} 2x1"] == [0, 0, 0]  # bitwise in the same layout, after the next step too

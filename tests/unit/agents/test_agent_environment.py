@@ -109,9 +109,7 @@ REFUSED = rows("""
     agents.kwargs.high=3 agents.tools=[a:b] => agents.kwargs={'high': 3} needs agents.environment ;;
     agents.sources={x: {envronment: a:b}} => agents.sources.x.envronment is unknown ;;
     agents.tools=[{kwargs: {}}] => agents.tools[0]={'kwargs': {}} must be ;;
-    agents.tools=[a:b] algorithm=sft => generates no responses ;;
-    agents.tools=[a:b] agents.max_tokens_per_turn=2000 => above rollout.max_response_tokens=1024 ;;
-    agents.tools=[a:b] rollout.deterministic=true => needs agents.order=waves
+    agents.tools=[a:b] agents.max_tokens_per_turn=2000 => above rollout.max_response_tokens=1024
     """)
 
 

@@ -4,20 +4,15 @@ import json
 
 import pytest
 
-from rl.config.adapter_checks import adapters_of, check_adapter
+from rl.config.adapter_checks import adapters_of, check_layers
 from rl.config.options import ConfigError, load
 from rl.config.schema import Config
 from rl.models import architecture
-from tools.tiny_models import tiny_config
+from tools.tiny_models import PUBLISHED, tiny_config
 
 
 def config_of(*overrides: str) -> Config:
     return load(Config, None, ["adapter={kind: lora, rank: 4}", *overrides])
-
-
-def test_bitwise_numerics_have_no_adapters():
-    with pytest.raises(ConfigError, match="model.numerics=bitwise does not support adapter.kind=lora"):
-        check_adapter(config_of("model.numerics=bitwise"))
 
 
 @pytest.mark.parametrize(
@@ -66,3 +61,23 @@ def test_adapters_of_experts_of_one_rank():
         adapters_of(config_of(one, "training.ep=2"), weights)
     both = "adapter.targets=[experts.5.up_proj, experts.0.up_proj]"
     assert len(adapters_of(config_of(both, "training.ep=2"), weights)) == 2
+
+
+def beside(*overrides: str) -> Config:
+    return config_of("adapter.in_engine=adapter", *overrides)
+
+
+def tiny_hf(architecture: str) -> dict:
+    return tiny_config(architecture).to_dict() | PUBLISHED.get(architecture, {})
+
+
+def test_layers_without_vllm_adapters_are_refused():
+    experts, latents = tiny_hf("Qwen3MoeForCausalLM"), tiny_hf("DeepseekV3ForCausalLM")
+    with pytest.raises(ConfigError, match="experts.0.gate_proj is a routed expert"):
+        check_layers(beside(), experts)
+    with pytest.raises(
+        ConfigError, match=r"self_attn.kv_b_proj is a projection.*choose adapter.targets from"
+    ):
+        check_layers(beside("adapter.targets=[kv_b_proj]"), latents)
+    check_layers(beside("adapter.targets=[q_proj, o_proj]"), experts)
+    check_layers(beside(), tiny_hf("Qwen2ForCausalLM"))

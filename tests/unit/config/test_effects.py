@@ -1,12 +1,13 @@
 """Keys of rollout and reward without effect: refused for every algorithm that does not read them."""
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 
 from rl.config.checks import check
 from rl.config.declarations import shipped
-from rl.config.effects import GROUPS, VALIDATE
+from rl.config.effects import READ_WITH, VALIDATE
 from rl.config.options import ConfigError, flatten
 from rl.config.schema import Config, load_config
 
@@ -60,7 +61,7 @@ SCORING = {
     "variables": ["KEY"],
     "judge.path": "judge",
 }
-ELSEWHERE = {"rollout.max_response_tokens", "rollout.carry_over", "rollout.min_replicas"}
+ELSEWHERE = {"rollout.max_response_tokens", "rollout.carry_over"}
 """Keys that every run reads, or that other checks refuse."""
 VALUES = {f"rollout.{key}": value for key, value in SAMPLING.items()} | WITHOUT_ANOTHER
 VALUES |= {f"reward.{key}": value for key, value in SCORING.items()}
@@ -75,10 +76,15 @@ def error(algorithm: str, *overrides: str) -> str:
     return ""
 
 
-def test_every_key_of_the_two_sections_has_a_group():
-    keys = {f"{group.section}.{key}" for group in GROUPS for key in group.keys}
-    assert keys == set(VALUES)
-    assert keys | ELSEWHERE == {key for key in flatten(Config()) if key.startswith(("rollout.", "reward."))}
+def test_every_key_of_the_two_sections_is_read_with_a_feature():
+    keys = {key for key in flatten(Config()) if key.startswith(("rollout.", "reward."))}
+    read = {
+        key
+        for key in keys
+        for _, patterns, _ in READ_WITH
+        if any(fnmatch(key, pattern) for pattern in patterns.split())
+    }
+    assert read == set(VALUES) and keys - read == ELSEWHERE
 
 
 @pytest.mark.parametrize("algorithm", shipped())

@@ -1,7 +1,6 @@
 """Roles: which ranks they are, and what does not fit together."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -30,13 +29,7 @@ def test_ranks_of_roles():
         ("roles.rollout=5-6", "roles.rollout=5-6 at the rank after its last, 4"),
         ("roles.rollout=", "roles.rollout=(empty) must be the first and the last rank"),
         ("roles.rollout=5-4", "roles.rollout=5-4 must be the first and the last rank"),
-        ("algorithm=sft", "algorithm=sft does not learn from samples"),
-        ("roles.granularity=group", "use roles.lag=1 or more, or granularity=batch"),
-        ("rollout.min_replicas=3", "with rollout.tp=1 has 2 replicas; set at most that many"),
-        ("rollout.min_replicas=2 rollout.deterministic=true", "assigns groups to replicas by a fixed rule"),
-        ("roles.lag=1", "set rollout_correction.truncate_tokens=2"),
-        ("roles.lag=1 algorithm=remax rollout_correction.bypass=true", "use roles.lag=0"),
-        ("roles.lag=1 algorithm=spin rollout_correction.truncate_tokens=2", "compares with the policy that"),
+        ("roles.min_replicas=3", "with rollout.tp=1 has 2 replicas; set at most that many"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, sentence):
@@ -48,7 +41,3 @@ def test_what_fits_is_accepted():
     check_roles(Config())
     check_roles(config_of())
     check_roles(config_of("roles.lag=2", "roles.granularity=sample", "rollout_correction.truncate_tokens=2"))
-    config = config_of()
-    carried = replace(config, rollout=replace(config.rollout, carry_over=True))
-    with pytest.raises(ConfigError, match="rollout.carry_over=true cannot be combined with roles"):
-        check_roles(carried)

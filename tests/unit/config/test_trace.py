@@ -11,8 +11,6 @@ from rl.config.trace import Trace, check_trace
     [
         (dict(steps=[3, -1]), "trace.steps holds -1"),
         (dict(steps=[3, 11]), "run.max_steps=10; choose an earlier step"),
-        (dict(torch_profiler=["update"]), "no effect without trace.steps"),
-        (dict(nvtx=True), "no effect without trace.steps"),
         (dict(steps=[1], ranks=[-2]), "trace.ranks holds -2"),
         (dict(steps=[1], torch_profiler=["update", "step"]), "keep only step, or only phases"),
     ],

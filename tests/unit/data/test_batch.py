@@ -42,7 +42,6 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         baselines=column(count),
         feedback=[f"wrong {seed} {i}" for i in range(count)],
         conversations=[[{"role": "user", "content": f"{seed} {i}"}] for i in range(count)],
-        deferred_at=3,
         score_details={name: column(count) for name in details},
         **{name: column(total) for name in TOKEN_COLUMNS},
     )

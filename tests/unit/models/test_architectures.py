@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from rl.models import SUPPORTED, architecture, dense, value_weights
+from rl.models import SUPPORTED, architecture, dense, value_model, value_weights
 from rl.models.boxes import extent, index, volume
 from rl.models.layout import VOCAB, Weight
 from tests.checkpoints import PARTICULAR, PUBLISHED, tiny_config
@@ -147,9 +147,21 @@ def test_only_qwen2_has_biases_and_only_qwen3_qk_norms():
 
 @EACH
 def test_a_value_model_has_a_value_head(name):
-    names = [key for weight in value_weights(config(name), needs_head=True) for key in weight.hf]
-    assert names[-1] == "score.weight" and "lm_head.weight" not in names
-    assert len(names) == sum(len(weight.hf) for weight in weights(config(name)))
+    for needs_head in (True, False):
+        found = value_weights(config(name), needs_head=needs_head)
+        names = [key for weight in found for key in weight.hf]
+        assert names[-1] == "score.weight" and "lm_head.weight" not in names
+        assert len(names) == sum(len(weight.hf) for weight in weights(config(name)))
+        assert found[-1].optional == (not needs_head)
+
+
+def test_only_classifiers_with_one_label_are_value_models():
+    hf = {"architectures": ["Qwen2ForSequenceClassification"], "tie_word_embeddings": True}
+    assert value_model(hf | {"id2label": {"0": "LABEL_0"}})["architectures"] == [QWEN2]
+    assert value_model(hf | {"num_labels": 1})["tie_word_embeddings"] is False
+    for labels in ({}, {"num_labels": 3}, {"id2label": {"0": "a", "1": "b"}}):
+        with pytest.raises(ValueError, match="is no reward model; it must have num_labels 1"):
+            value_model(hf | labels)
 
 
 def test_experts_lie_where_vllms_loader_puts_them():

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rl.models import qwen2, read_hf_config, sizes
-from rl.models.boxes import extent, index
-from rl.models.layout import VOCAB, assemble, padded_vocab, qkv, stage_layers, vocab_multiple
+from rl.models.boxes import index
+from rl.models.layout import assemble, padded_vocab, qkv, stage_layers, vocab_multiple
 
 TPS = (1, 2, 4)
 
@@ -35,107 +35,25 @@ def config(*, heads=4, kv_heads=4, head_dim=2, hidden=8, ffn=12, vocab=100, laye
     )
 
 
-def random_config(rng, tp, *, on_vllm):
-    """Any sizes that `tp` splits; on vLLM there may be fewer KV heads than ranks."""
-    kv_heads = rng.choice([n for n in (1, 2, 4) if on_vllm or n % tp == 0])
-    least = max(kv_heads, tp)  # both powers of two: query heads are a multiple of either
-    return config(
-        heads=least * rng.randint(1, 3),
-        kv_heads=kv_heads,
-        head_dim=rng.choice((2, 3, 8)),
-        hidden=tp * rng.randint(1, 6),
-        ffn=tp * rng.randint(1, 7),
-        vocab=rng.randint(2, 300),
-        layers=rng.randint(1, 3),
-        tied=rng.random() < 0.5,
-    )
-
-
-def random_configs(*, on_vllm, trials=12):
+def random_configs(trials: int):
+    """Yield (tp, config) of any sizes that tp splits."""
     rng = random.Random(7)
-    return [(tp, random_config(rng, tp, on_vllm=on_vllm)) for tp in TPS for _ in range(trials)]
-
-
-def counts_in_hf(weight, pieces_of_ranks):
-    """The number of ranks that hold each element of each Hugging Face tensor."""
-    counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in zip(weight.hf, weight.shapes)}
-    for pieces in pieces_of_ranks:
-        for piece in pieces:
-            counts[piece.hf][index(piece.hf_box)] += 1
-    return counts
-
-
-def local_counts(weight, shape, pieces):
-    """The number of pieces on each element of the local parameter. Checks that boxes match and lie inside."""
-    counts = torch.zeros(shape, dtype=torch.int64)
-    for piece in pieces:
-        hf_shape = weight.shapes[weight.hf.index(piece.hf)]
-        assert extent(piece.hf_box) == extent(piece.local_box)
-        for box, sizes_of_dims in ((piece.hf_box, hf_shape), (piece.local_box, shape)):
-            assert all(
-                0 <= start < stop <= size for (start, stop), size in zip(box, sizes_of_dims, strict=True)
+    for tp in TPS:
+        for _ in range(trials):
+            kv_heads = rng.choice([n for n in (1, 2, 4) if n % tp == 0])
+            yield (
+                tp,
+                config(
+                    heads=kv_heads * rng.randint(1, 3),
+                    kv_heads=kv_heads,
+                    head_dim=rng.choice((2, 3, 8)),
+                    hidden=tp * rng.randint(1, 6),
+                    ffn=tp * rng.randint(1, 7),
+                    vocab=rng.randint(2, 300),
+                    layers=rng.randint(1, 3),
+                    tied=rng.random() < 0.5,
+                ),
             )
-        counts[index(piece.local_box)] += 1
-    return counts
-
-
-# Coverage ---------------------------------------------------------------------------------------------------
-
-
-def test_megatron_ranks_tile_parameters_of_any_size():
-    for tp, hf in random_configs(on_vllm=False):
-        for weight in qwen2.weights(hf):
-            pieces = [weight.megatron_pieces(tp, rank) for rank in range(tp)]
-            for name, counts in counts_in_hf(weight, pieces).items():
-                assert (counts == (1 if weight.cut.split else tp)).all(), (name, tp, hf)
-            filled = 0
-            for of_rank in pieces:
-                counts = local_counts(weight, weight.megatron_shape(tp), of_rank)
-                if weight.cut is VOCAB:
-                    rows = counts[:, 0]  # real rows first, then padding to the end
-                    assert counts.max() <= 1 and (counts == rows[:, None]).all() and (rows.diff() <= 0).all()
-                    filled += int(rows.sum())
-                else:
-                    assert (counts == 1).all(), (weight.megatron, tp, hf)
-            assert weight.cut is not VOCAB or filled == hf["vocab_size"]
-
-
-def test_only_norms_are_replicated():
-    replicated = {w.megatron for w in qwen2.weights(config()) if not w.cut.split}
-    layer = "decoder.layers.{layer}."
-    assert replicated == {
-        layer + "input_layernorm.weight",
-        layer + "pre_mlp_layernorm.weight",
-        "decoder.final_layernorm.weight",
-    }
-
-
-def test_vllm_ranks_tile_parameters_of_any_size():
-    replications = set()
-    for tp, hf in random_configs(on_vllm=True):
-        dim, heads, kv_heads = hf["head_dim"], hf["num_attention_heads"], hf["num_key_value_heads"]
-        copies = max(1, tp // kv_heads)
-        replications.add(copies)
-        for weight in qwen2.weights(hf):
-            pieces = [weight.vllm_pieces(tp, rank) for rank in range(tp)]
-            for name, counts in counts_in_hf(weight, pieces).items():
-                of_kv = ".k_proj." in name or ".v_proj." in name
-                expected = copies if of_kv else (1 if weight.cut.split else tp)
-                assert (counts == expected).all(), (name, tp, hf)
-            shape = list(weight.shapes[0])
-            if "qkv_proj" in weight.vllm:
-                shape[0] = (heads // tp + 2 * max(1, kv_heads // tp)) * dim
-            elif "gate_up" in weight.vllm:
-                shape[0] = 2 * hf["intermediate_size"] // tp
-            elif "o_proj" in weight.vllm or "down_proj" in weight.vllm:
-                shape[1] //= tp
-            elif weight.cut is VOCAB:
-                shape[0] = -(-hf["vocab_size"] // 64) * 64 // tp
-            for of_rank in pieces:
-                counts = local_counts(weight, tuple(shape), of_rank)
-                assert counts.max() <= 1
-                assert weight.cut is VOCAB or (counts == 1).all(), (weight.vllm, tp, hf)
-    assert replications == {1, 2, 4}
 
 
 # Order against independent references -----------------------------------------------------------------------
@@ -204,23 +122,6 @@ def test_order_of_query_key_value(side, columns):
                     assert torch.equal(local, expected), (tp, kv_heads, heads, rank)
 
 
-def test_example_of_two_groups_with_two_queries_each():
-    """8 rows of queries, 4 of keys, 4 of values, heads of 2 channels."""
-    q, k, v = numbered_qkv(heads=4, kv_heads=2, dim=2, columns=0)  # q 0..7, k 8..11, v 12..15
-    cut, tensors, shapes = qkv(4, 2, 2), dict(q=q, k=k, v=v), ((8,), (4,), (4,))
-    both = [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]]
-    assert fill(cut.megatron("qkv", shapes, 1, 0), tensors, (16,)).tolist() == both[0] + both[1]
-    assert fill(cut.vllm("qkv", shapes, 1, 0), tensors, (16,)).tolist() == list(range(16))
-    assert fill(cut.megatron("qkv", shapes, 2, 1), tensors, (8,)).tolist() == both[1]
-    assert fill(cut.vllm("qkv", shapes, 2, 1), tensors, (8,)).tolist() == both[1]
-    assert [fill(cut.vllm("qkv", shapes, 4, rank), tensors, (6,)).tolist() for rank in range(4)] == [
-        [0, 1, 8, 9, 12, 13],
-        [2, 3, 8, 9, 12, 13],
-        [4, 5, 10, 11, 14, 15],
-        [6, 7, 10, 11, 14, 15],
-    ]
-
-
 def megatron_shard_by_torch(weight, tensors, hf, tp, rank):
     """A rank's Megatron parameter by torch operations and loops, found by the parameter's name."""
     first = tensors[weight.hf[0]]
@@ -249,7 +150,7 @@ def megatron_shard_by_torch(weight, tensors, hf, tp, rank):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_assembled_shards_are_bitwise_the_tensors(dtype):
     generator = torch.Generator().manual_seed(0)
-    for tp, hf in random_configs(on_vllm=False, trials=4):
+    for tp, hf in random_configs(4):
         for weight in qwen2.weights(hf):
             tensors = {
                 name: torch.randn(shape, generator=generator).to(dtype)
@@ -265,32 +166,7 @@ def test_assembled_shards_are_bitwise_the_tensors(dtype):
                 assert torch.equal(full[name], tensors[name]), (name, tp, hf)
 
 
-def test_a_replicated_weight_is_assembled_from_one_shard():
-    norm = next(w for w in qwen2.weights(config()) if not w.cut.split)
-    shards = [torch.full(norm.shapes[0], 1.0)]
-    assert torch.equal(assemble(norm, shards)[norm.hf[0]], shards[0])
-
-
 # Shapes and padding -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tp", TPS)
-def test_shapes_of_megatron_parameters(tp):
-    hf = config(heads=8, kv_heads=4, head_dim=16, hidden=64, ffn=96, vocab=130)
-    shapes = {w.megatron: w.megatron_shape(tp) for w in qwen2.weights(hf) if w.layer in (None, 0)}
-    layer = "decoder.layers.{layer}."
-    assert shapes == {
-        "embedding.word_embeddings.weight": (192 // tp, 64),
-        layer + "input_layernorm.weight": (64,),
-        layer + "self_attention.linear_qkv.weight": ((8 + 2 * 4) * 16 // tp, 64),
-        layer + "self_attention.linear_qkv.bias": ((8 + 2 * 4) * 16 // tp,),
-        layer + "self_attention.linear_proj.weight": (64, 128 // tp),
-        layer + "pre_mlp_layernorm.weight": (64,),
-        layer + "mlp.linear_fc1.weight": (2 * 96 // tp, 64),
-        layer + "mlp.linear_fc2.weight": (64, 96 // tp),
-        "decoder.final_layernorm.weight": (64,),
-        "output_layer.weight": (192 // tp, 64),
-    }
 
 
 def test_shape_of_a_vocabulary_includes_ranks_of_padding():

@@ -8,7 +8,7 @@ import torch
 
 from rl.data.batch import Batch
 from rl.training.micro_batch_plans import Cost, Workload, plan_micro_batches, plan_minibatch
-from rl.training.packing import MicroBatch, pack
+from rl.training.packing import pack
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,8 @@ def example_batch():
     return batch
 
 
-def test_sequences_lie_in_the_row_shortest_first_then_padding():
+def test_a_row_of_samples_by_hand():
+    """Sequences lie shortest first, then padding; response tokens are predicted from the one before."""
     micro = pack(example_batch(), [2, 0, 1], multiple=4, device=CPU)
     assert micro.samples == [2, 0, 1]
     assert micro.tokens.tolist() == [[21, 31, 32, 33, 34, 35, 11, 12, 13, 14, 15, 0]]
@@ -43,22 +44,19 @@ def test_sequences_lie_in_the_row_shortest_first_then_padding():
         micro.attention.cu_seqlens_q.tolist() == micro.attention.cu_seqlens_kv.tolist() == [0, 1, 6, 11, 12]
     )
     assert micro.attention.max_seqlen_q == micro.attention.max_seqlen_kv == 5
-
-
-def test_response_tokens_are_predicted_from_the_one_before():
-    micro = pack(example_batch(), [2, 0, 1], multiple=4, device=CPU)
     assert micro.predict_at.tolist() == [3, 4, 7, 8, 9]
     assert micro.targets.tolist() == [34, 35, 13, 14, 15]
-    assert micro.tokens[0, micro.predict_at + 1].tolist() == micro.targets.tolist()
     assert micro.lengths.tolist() == [2, 3, 0]
-
-
-def test_columns_follow_their_tokens():
-    micro = pack(example_batch(), [2, 0, 1], multiple=4, device=CPU)
     assert micro.column_index.tolist() == [3, 4, 0, 1, 2]
     assert set(micro.columns) == {"mask", "advantages"}
     assert micro.advantages.tolist() == [103, 104, 100, 101, 102]
     assert micro.mask.tolist() == [1, 1, 1, 0, 1]
+    # Megatron requires these types.
+    for name in ("tokens", "position_ids", "predict_at", "targets", "column_index", "lengths"):
+        assert getattr(micro, name).dtype == torch.int64
+    for tensor in (micro.attention.cu_seqlens_q, micro.attention.cu_seqlens_kv, micro.bounds):
+        assert tensor.dtype == torch.int32
+    assert micro.advantages.dtype == torch.float32
 
 
 def test_layouts_are_cached_without_columns():
@@ -71,16 +69,6 @@ def test_layouts_are_cached_without_columns():
     assert second.advantages.tolist() == [-103, -104, -100, -101, -102]
     assert first.labels is None and second.labels.tolist() == [9, 7]
     assert pack(batch, [0, 2], multiple=4, device=CPU).targets.tolist() == [13, 14, 15, 34, 35]
-
-
-def test_types_are_those_that_megatron_takes():
-    micro = pack(example_batch(), [0, 2], multiple=8, device=CPU)
-    for name in ("tokens", "position_ids", "predict_at", "targets", "column_index", "lengths"):
-        assert getattr(micro, name).dtype == torch.int64
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        assert getattr(micro.attention, name).dtype == torch.int32
-    assert micro.bounds.dtype == torch.int32
-    assert micro.advantages.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("multiple", "padding"), [(1, 0), (2, 0), (5, 0), (3, 2), (8, 6), (16, 6)])
@@ -101,14 +89,6 @@ def test_an_empty_micro_batch_is_only_padding(multiple):
     for tensor in (micro.predict_at, micro.targets, micro.lengths, micro.column_index, micro.advantages):
         assert tensor.shape == (0,)
     assert micro.predict_at.dtype == micro.targets.dtype == micro.lengths.dtype == torch.int64
-
-
-def test_an_empty_response_predicts_nothing():
-    micro = pack(example_batch(), [1], multiple=1, device=CPU)
-    assert micro.tokens.tolist() == [[21]]
-    assert micro.attention.cu_seqlens_q.tolist() == [0, 1]
-    assert micro.lengths.tolist() == [0]
-    assert micro.predict_at.shape == micro.targets.shape == micro.advantages.shape == (0,)
 
 
 def groups_batch():
@@ -171,25 +151,6 @@ def test_every_response_token_of_a_planned_batch_is_packed_once():
     assert found.tolist() == np.concatenate(responses).tolist()
 
 
-def test_packed_rows_of_pairs():
-    rng = np.random.default_rng(4)
-    lengths = rng.integers(0, 12, 20)
-    batch = Batch(
-        prompt_ids=[np.full(1 + i // 2 % 3, 90 + i // 2, np.int32) for i in range(20)],
-        response_ids=[np.full(n, i, np.int32) for i, n in enumerate(lengths)],
-        groups=torch.arange(10).repeat_interleave(2),
-        truncated=torch.zeros(20, dtype=torch.bool),
-        samples_per_unit=2,
-    )
-    ranks = plan_minibatch(batch, list(range(20)), dp=2, max_tokens=40)
-    assert len(ranks[0]) > 1
-    for samples in (micro for rank in ranks for micro in rank):
-        micro = pack(batch, samples, multiple=4, device=CPU)
-        assert micro.lengths.tolist() == [lengths[i] for i in samples]
-        assert [i // 2 for i in micro.samples[::2]] == [i // 2 for i in micro.samples[1::2]]
-        assert micro.targets.tolist() == [i for i in samples for _ in range(lengths[i])]
-
-
 # Attributes -------------------------------------------------------------------------------------------------
 
 
@@ -199,19 +160,7 @@ def test_an_absent_column_is_named_with_present_ones():
         AttributeError, match="this micro-batch has no ref_logprobs; its columns are mask, advantages"
     ):
         micro.ref_logprobs  # noqa: B018
-    assert not hasattr(micro, "old_logprobs")
-
-
-def test_an_absent_column_without_any_present():
-    nothing = torch.zeros(0, dtype=torch.int64)
-    micro = MicroBatch([], nothing, nothing, nothing, None, nothing, nothing, nothing, nothing)
-    with pytest.raises(AttributeError, match="has no mask; its columns are none"):
-        micro.mask  # noqa: B018
-
-
-def test_outputs_are_none_before_the_forward_pass():
-    micro = pack(example_batch(), [0], multiple=1, device=CPU)
-    assert micro.logprobs is None and micro.entropy is None
+    assert not hasattr(micro, "old_logprobs") and micro.logprobs is None
 
 
 # Plans and rows ---------------------------------------------------------------------------------------------

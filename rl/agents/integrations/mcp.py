@@ -1,7 +1,7 @@
 """Tools of an MCP server (modelcontextprotocol.io), which a worker reaches as a client.
 
     agents:
-      environment: rl.agents.adaptors.mcp:Mcp
+      environment: rl.agents.integrations.mcp:Mcp
       kwargs: {command: [python, my_server.py]}        # stdio: one server process per trajectory
       kwargs: {url: "http://127.0.0.1:8000/mcp"}       # streamable HTTP: one session per trajectory
 
@@ -12,8 +12,8 @@ error is given to the policy.
 import asyncio
 from typing import Any
 
-from rl.agents.adaptors.chat import tool_schema
-from rl.agents.adaptors.imports import require
+from rl.agents.integrations.chat import tool_schema
+from rl.agents.integrations.imports import require
 
 mcp = require("mcp", extra="mcp")
 

@@ -1,7 +1,7 @@
 """Games of TextArena (github.com/LeonGuertler/TextArena), for one player or two.
 
     agents:
-      environment: rl.agents.adaptors.textarena:Game
+      environment: rl.agents.integrations.textarena:Game
       kwargs: {env_id: TicTacToe-v0, opponent: random}
 
 The policy has one seat; in a game of two it is the row's `extra_info.seat`, or the seed's last bit. The
@@ -13,7 +13,7 @@ hidden. Only the moves of the row's seat are learned from. Those of the other se
 prompts of a batch the policy learns both seats.
 
     agents:
-      environment: rl.agents.adaptors.textarena:SelfPlay
+      environment: rl.agents.integrations.textarena:SelfPlay
       kwargs: {env_id: KuhnPoker-v0}
 
 Wordle, Hangman and other word games download word lists when they are created; all others work offline.
@@ -23,10 +23,10 @@ import random
 import re
 from typing import Any
 
-from rl.agents.adaptors.chat import Refused, complete, user_message
-from rl.agents.adaptors.imports import require
-from rl.agents.adaptors.randomness import PrivateRandom
-from rl.agents.adaptors.rows import seed_of, task_of
+from rl.agents.integrations.chat import Refused, complete, user_message
+from rl.agents.integrations.imports import require
+from rl.agents.integrations.randomness import PrivateRandom
+from rl.agents.integrations.rows import seed_of, task_of
 from rl.config.functions import load_function
 
 textarena = require("textarena", extra="textarena")

@@ -1,7 +1,7 @@
 """A conversation with a user that another language model plays.
 
     agents:
-      environment: rl.agents.adaptors.user_simulation:UserSimulation
+      environment: rl.agents.integrations.user_simulation:UserSimulation
       kwargs:
         base_url: http://gpu7:8000/v1      # any OpenAI-compatible server, such as `vllm serve`
         model: Qwen/Qwen2.5-7B-Instruct
@@ -22,8 +22,8 @@ import os
 import re
 from typing import Any
 
-from rl.agents.adaptors.chat import complete, user_message
-from rl.agents.adaptors.rows import task_of
+from rl.agents.integrations.chat import complete, user_message
+from rl.agents.integrations.rows import task_of
 
 EXCHANGED = {"user": "assistant", "assistant": "user"}
 _SCALE = re.compile(r"(?<=\d)\s*(?:/|out of)\s*1(?:\.0+)?(?![\d/]|\.\d)")

@@ -3,10 +3,10 @@
 `tools/make_tasks.py reasoning-gym` writes a row per puzzle; its `ground_truth` is a puzzle's `pack`.
 
     reward:
-      function: rl.agents.adaptors.reasoning_gym:score           # one answer per prompt; no section `agents`
+      function: rl.agents.integrations.reasoning_gym:score        # one answer per prompt; no section `agents`
 
     agents:
-      environment: rl.agents.adaptors.reasoning_gym:Puzzle       # several attempts; a wrong one is answered
+      environment: rl.agents.integrations.reasoning_gym:Puzzle    # several attempts; a wrong one is answered
       kwargs: {attempts: 3}
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.agents.adaptors.imports import require
+from rl.agents.integrations.imports import require
 
 reasoning_gym = require("reasoning_gym", extra="reasoning-gym")
 

@@ -1,16 +1,16 @@
 """Text games and tasks of gem-llm (github.com/axon-rl/gem), by their id.
 
 agents:
-  environment: rl.agents.adaptors.gem:Gem
+  environment: rl.agents.integrations.gem:Gem
   kwargs: {env_id: "game:GuessTheNumber-v0-easy"}
 """
 
 from typing import Any
 
-from rl.agents.adaptors.chat import user_message
-from rl.agents.adaptors.imports import require
-from rl.agents.adaptors.randomness import PrivateRandom
-from rl.agents.adaptors.rows import seed_of, task_of
+from rl.agents.integrations.chat import user_message
+from rl.agents.integrations.imports import require
+from rl.agents.integrations.randomness import PrivateRandom
+from rl.agents.integrations.rows import seed_of, task_of
 
 gem = require("gem", extra="gem")
 

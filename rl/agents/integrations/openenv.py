@@ -1,7 +1,7 @@
 """Environments behind an OpenEnv server (github.com/meta-pytorch/OpenEnv).
 
     agents:
-      environment: rl.agents.adaptors.openenv:OpenEnv
+      environment: rl.agents.integrations.openenv:OpenEnv
       kwargs: {url: "http://127.0.0.1:8000", action: message, observation: echoed_message}
 
 The policy's text becomes the field `action` of the server's action, or, if `action` is empty, the JSON object
@@ -9,16 +9,16 @@ of the whole action. `observation` names the field of an observation that the po
 the JSON of all fields. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP tools.
 The row's `extra_info.seed` and further kwargs go to the server's reset.
 
-The adaptor speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires gradio
-and fastmcp, and versions of packages that vLLM does not accept.
+The integration speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires
+gradio and fastmcp, and versions of packages that vLLM does not accept.
 """
 
 import json
 from typing import Any
 
-from rl.agents.adaptors.chat import tool_schema, user_message
-from rl.agents.adaptors.imports import require
-from rl.agents.adaptors.rows import seed_of
+from rl.agents.integrations.chat import tool_schema, user_message
+from rl.agents.integrations.imports import require
+from rl.agents.integrations.rows import seed_of
 
 websockets = require("websockets.asyncio.client", extra="openenv")
 

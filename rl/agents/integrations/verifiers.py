@@ -1,7 +1,7 @@
 """Environments of verifiers v1 (github.com/PrimeIntellect-ai/verifiers).
 
     agents:
-      environment: rl.agents.adaptors.verifiers:Verifiers
+      environment: rl.agents.integrations.verifiers:Verifiers
       interpreter: /path/to/bin/python     # an environment with verifiers, which pins another openai
       kwargs:
         env:                               # the block [env] of verifiers' own configuration
@@ -17,8 +17,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from rl.agents.adaptors.imports import require
-from rl.agents.adaptors.rows import task_of
+from rl.agents.integrations.imports import require
+from rl.agents.integrations.rows import task_of
 
 vf = require("verifiers.v1", extra="verifiers")
 

@@ -1,4 +1,4 @@
-"""Import of the packages that adaptors need."""
+"""Import of the packages that integrations need."""
 
 import importlib
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Fields of a data set's row that the adaptors read."""
+"""Fields of a data set's row that the integrations read."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,0 +1,322 @@
+"""The table of features that exclude each other, each pair with its reason and its remedy.
+
+Refusals, the table in docs/config.md and tests/unit/config/test_exclusions.py follow from EXCLUSIONS. It is
+written in the names of `rl.config.features`. A pair that is not in it is accepted.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from rl.config.features import MAX_RANK, is_on, setting
+from rl.config.options import ConfigError
+from rl.config.schema import Config
+
+MERGED = "use adapter.in_engine=merged"
+MODEL_BASE = "use adapter.base=model"
+WHOLE_DISTRIBUTION = (
+    "sample from the whole distribution (rollout.top_p=1, top_k=0, min_p=0), or accept biased ratios by "
+    "rollout.biased_truncation=true"
+)
+CORRECT = "set rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true"
+
+
+EXCLUSIONS = {
+    "data.curriculum": {
+        "data.train_weights": "a curriculum orders the prompts of all files; set one of the two",
+        "rated responses": "rated responses are drawn without one; leave it out",
+    },
+    "data.train_weights": {"rated responses": "rated responses are drawn without them; leave them out"},
+    "data.messages_key": {
+        "not sft": (
+            "only algorithm=sft reads conversations; leave it out: prompts of several turns, and pairs of "
+            "conversations, are read without it"
+        ),
+        "data.overlong_prompts=truncate_left": (
+            "that would cut the beginning of a conversation; use truncate_right, drop or error"
+        ),
+        "held-out responses": (
+            "a conversation has no answer to score; set validation.greedy=false, "
+            "validation.samples_per_prompt=0 and validation.loss=true"
+        ),
+    },
+    "not data.messages_key": {
+        "data.train_on, data.overlong_prompts=truncate_right": (
+            "that is for conversations; set data.messages_key, or leave it out"
+        )
+    },
+    "a held-out loss": {
+        "not responses in the data": "the loss is that of responses in the data; leave out validation.loss"
+    },
+    "run.mode=train|check|rollout_only": {
+        "run.rollouts": "this mode reads no stored samples; use score_only or train_only, or leave it out"
+    },
+    "run.mode=rollout_only|score_only|train_only": {
+        "not samples, learning from the data": (
+            "this mode replays responses of the policy; use another algorithm, or run.mode=train"
+        ),
+        "roles, rollout.carry_over": "samples are stored and replayed step by step; leave it out",
+    },
+    "run.mode=rollout_only": {
+        "logging.rollouts=none|sample": "this mode generates in order to store; set logging.rollouts=all"
+    },
+    "run.mode=score_only": {
+        "reward.model.path, reward.judge.path, agents": (
+            "this mode calls only the reward function, and that gives scores too; leave it out"
+        )
+    },
+    "rollout.carry_over": {
+        "not samples": "nothing is generated for learning; leave out rollout.carry_over",
+        "agents": "environments of unfinished trajectories end with their step; leave out one of the two",
+        "not a policy loss": (
+            "that loss does not correct for tokens of older weights; use algorithm=grpo, dapo, rloo or ppo"
+        ),
+        "greedy baselines": (
+            "samples have tokens of older weights, but the greedy response has none; use algorithm=rloo"
+        ),
+        "not a correction": f"tokens of older weights need a correction; {CORRECT}",
+        "rollout.stop": (
+            "a stop string could begin in one step and end in the next; use rollout.stop_token_ids"
+        ),
+    },
+    "rollout.carry_over_cache=keep": {
+        "rollout.deterministic": (
+            "a resumed run computes the cache again and gets other values; use carry_over_cache=recompute"
+        )
+    },
+    "roles": {
+        "not samples": "nothing is generated for learning; leave out the section roles",
+        "rollout.carry_over, rollout.longest_first, agents": (
+            "generators produce samples of one turn in one fixed order; leave out one of the two"
+        ),
+        "reward.judge.path": (
+            "a judge generates on the ranks that train, which have no engine; leave out one of the two"
+        ),
+    },
+    "lag": {
+        "greedy baselines": (
+            "the engine no longer holds the weights that sampled, which must give the greedy response; use "
+            "roles.lag=0"
+        ),
+        "samples beside responses": (
+            "it compares with the policy that sampled, which the trainers no longer hold; use roles.lag=0"
+        ),
+        "not a correction": f"tokens of older weights need a correction; {CORRECT}",
+    },
+    "no lag": {
+        "roles.granularity=group|sample": (
+            "samples would continue under new weights; use roles.lag=1 or more, or roles.granularity=batch"
+        )
+    },
+    "roles.min_replicas": {
+        "not roles": "every rank trains, and the run cannot go on without one; leave out roles.min_replicas",
+        "rollout.deterministic": "it assigns groups to replicas by a fixed rule; set one of the two",
+    },
+    "sampling masks": {
+        "rollout.carry_over, roles, run.mode=train_only": (
+            "its samples come without the sets of tokens that were kept, over which the trainer "
+            f"renormalises; {WHOLE_DISTRIBUTION}"
+        ),
+        "learning from the data": f"its responses have no sets of kept tokens; {WHOLE_DISTRIBUTION}",
+        "a teacher": f"the teacher's distribution is over the whole vocabulary; {WHOLE_DISTRIBUTION}",
+    },
+    "training.router_replay": {
+        "not a policy loss": "only policy gradients replay experts; leave out training.router_replay"
+    },
+    "training.router_replay=old_policy": {
+        "rollout_correction.bypass": (
+            "bypass leaves out the pass whose experts are replayed; use training.router_replay=engine"
+        )
+    },
+    "training.router_replay=engine": {
+        "roles, rollout.carry_over, agents, run.mode=train_only": (
+            "its samples come without the experts of their tokens; use training.router_replay=old_policy"
+        )
+    },
+    "agents": {
+        "not generation in the whole run": "no responses are generated; remove the section",
+        "greedy baselines, samples beside responses": (
+            "each sample is compared with another response to its prompt, which an environment may fail to "
+            "give; use algorithm=grpo, rloo, reinforce_pp or ppo"
+        ),
+    },
+    "new rows": {
+        "whole responses": (
+            "it learns from whole responses, which new rows would split; use agents.on_rewrite=refuse"
+        )
+    },
+    "order of arrival": {
+        "rollout.deterministic": (
+            "the order then depends on how long the environments take; set agents.order=waves"
+        )
+    },
+    "adapter.path": {
+        "not adapters": "all weights learn; set adapter.kind to that of the directory, or leave it out",
+        "adapter.init=pissa": "the directory holds the first A and B; leave out one of the two",
+    },
+    "adapter.base=fp8": {
+        "adapter.kind=dora": f"dora reads the rows of every weight; {MODEL_BASE}",
+        "adapter.init=pissa": f"pissa changes every weight; {MODEL_BASE}",
+        "critic.share_base": f"the critic's layers would not dequantise the policy's; {MODEL_BASE}",
+        "a sweep": f"points share one base in model.dtype; {MODEL_BASE}",
+    },
+    "adapters in the engine": {
+        "adapter.kind=dora": f"vLLM does not apply its magnitudes; {MERGED}",
+        "a large rank": f"vLLM's largest rank is {MAX_RANK}; {MERGED}",
+        "roles": f"requests that run while weights arrive would keep the old adapter's name; {MERGED}",
+        "rollout.carry_over_cache=keep": (
+            f"an adapter's new version does not use the cache of the old one; {MERGED}"
+        ),
+    },
+    "critic.share_base": {
+        "not adapters": (
+            "the critic shares the frozen weights of a policy with adapters; set adapter.kind=lora, or leave "
+            "out critic.share_base"
+        ),
+        "critic.path": "the shared weights are those of model.path; leave out one of the two",
+        "adapter.init=pissa": "pissa takes a part out of the shared weights; use adapter.init=zero",
+    },
+    "a sweep": {
+        "not adapters": (
+            "each point trains an adapter, and would train the base of all; set adapter.kind=lora, or sweep "
+            "with a job array (python -m launch sweep)"
+        ),
+        "merged adapters": "one engine holds the adapters of all points; set adapter.in_engine=adapter",
+        (
+            "roles, rollout.carry_over, agents, a teacher, reward.model.path, reward.judge.path, "
+            "run.mode=check|rollout_only|score_only|train_only, checkpoint.background, trace.steps"
+        ): "points in one job do not support it; leave it out, or sweep with a job array",
+        "logging.prometheus_port": "each point would need a port of its own; leave it out",
+        "adapter.init=pissa": "pissa changes the base, which the points share; use adapter.init=zero",
+    },
+    "sweep.stop": {
+        "not generation in the whole run": (
+            "without generation each point runs to its end before the next, but the rule compares points at "
+            "the same step; use sweep.stop=none"
+        )
+    },
+    "model.numerics=bitwise": {
+        "not samples": "it compares the trainer with the engine that sampled; use model.numerics=fast",
+        "a teacher, training.router_replay": "its passes do not support it; leave out one of the two",
+        "adapters": (
+            "its layers add up products in the engine's order, adapters do not; use adapter.kind=none, or "
+            "leave out model.numerics"
+        ),
+        "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls": (
+            "the bitwise log-softmax is over the whole vocabulary; leave it out"
+        ),
+        "rollout.carry_over": "older weights would sample a part of the tokens; leave it out",
+        "lag": "older weights would sample; use roles.lag=0",
+        "training.ep": "experts of several ranks are not summed in one order; use training.ep=1",
+        (
+            "rollout_correction.truncate_tokens, rollout_correction.truncate_samples, "
+            "rollout_correction.icepop_high, rollout_correction.reject"
+        ): "there is no difference to correct; leave it out",
+        "rollout_correction.bypass": "the log-probs would not be compared; leave it out",
+    },
+    "a teacher": {
+        (
+            "roles, rollout.carry_over, agents, run.mode=rollout_only|score_only|train_only, "
+            "training.router_replay"
+        ): "the teacher's passes do not support it; leave out one of the two"
+    },
+    "teacher.advantage_coef": {
+        "not a policy loss": "it has no advantages to add to; leave out teacher.advantage_coef",
+        "a loss per sample": (
+            "the teacher gives one advantage per token, but the loss requires one per sample; use "
+            "objective.loss=ppo"
+        ),
+    },
+    "feedback": {
+        "selection by scores, teacher.student_share": (
+            "samples are selected or added after their scores; leave {feedback} out of the template"
+        )
+    },
+    "advantages over a greedy baseline": {
+        "objective.reward_kl.coef": "the greedy baseline has no such term; use objective.kl_coef"
+    },
+    "advantages of single rewards": {
+        "objective.reward_kl.coef, reward.overlong_buffer_tokens, reward.model.path, reward.judge.path": (
+            "it reads single numbers of the reward function, and that is a term of their sum; leave it out"
+        )
+    },
+    "a loss of selected tokens": {"objective.top_entropy": "both select tokens; use one of the two"},
+    "a loss per sample": {
+        "a mean over tokens": (
+            "the mean would weigh samples by their lengths; use objective.aggregation=seq-mean-token-mean"
+        ),
+        "advantages per token": "it requires one advantage per sample; use grpo or rloo",
+        "weights of tokens": (
+            "it is one number per sample; use truncate_samples, icepop_level=sample or reject of "
+            "rollout_correction"
+        ),
+    },
+    "a loss of weighted ratios": {
+        "weights of samples": (
+            "it multiplies the weights of a sample's tokens; use rollout_correction.truncate_tokens, or "
+            "icepop_level=token"
+        )
+    },
+    "rollout_correction.truncate_tokens": {
+        "rollout_correction.truncate_samples, rollout_correction.icepop_high": (
+            "both weigh a token by its ratio; set one of the two"
+        )
+    },
+    "rollout_correction.truncate_samples": {
+        "rollout_correction.icepop_high": "both weigh a token by its ratio; set one of the two"
+    },
+    "rollout_correction.bypass": {
+        (
+            "rollout_correction.truncate_tokens, rollout_correction.truncate_samples, "
+            "rollout_correction.icepop_high, rollout_correction.reject"
+        ): (
+            "bypass uses the engine's log-probs as those of the old policy, which leaves nothing to correct; "
+            "set one of the two"
+        ),
+        "advantages from probabilities, objective.adaptive_entropy.target": (
+            "bypass leaves out the forward pass that this reads; set one of the two"
+        ),
+    },
+    "not a policy loss": {
+        (
+            "rollout_correction.bypass, rollout_correction.truncate_tokens, "
+            "rollout_correction.truncate_samples, rollout_correction.icepop_high, rollout_correction.reject"
+        ): "the correction is for policy gradients; leave it out"
+    },
+}
+"""Feature -> features that exclude it, separated by commas -> "reason; remedy"."""
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two features that a run cannot have both."""
+
+    first: str
+    second: str
+    reason: str
+    remedy: str
+
+    def applies(self, config: Config) -> bool:
+        return is_on(config, self.first) and is_on(config, self.second)
+
+    def sentence(self, config: Config) -> str:
+        first, second = setting(config, self.first), setting(config, self.second)
+        first += "," if ", which" in first else ""
+        return f"{first} cannot be combined with {second}, because {self.reason}; {self.remedy}."
+
+
+@functools.cache
+def exclusions() -> list[Exclusion]:
+    """Return the pairs of the table in its order."""
+    return [
+        Exclusion(first, second, *text.split("; ", 1))
+        for first, row in EXCLUSIONS.items()
+        for others, text in row.items()
+        for second in others.split(", ")
+    ]
+
+
+def check_exclusions(config: Config) -> None:
+    """Raise ConfigError for the first two features of a config that exclude each other."""
+    for exclusion in exclusions():
+        if exclusion.applies(config):
+            raise ConfigError(exclusion.sentence(config))

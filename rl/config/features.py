@@ -1,0 +1,203 @@
+"""Features of a run, by name, over which the tables of `exclusions` and `effects` are written.
+
+A feature is a key that is not at its default (`rollout.carry_over`), a key with one or more values
+(`run.mode=train|check`), a name of NAMED, or "not " and one of these.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+
+from rl.config.declarations import Formula
+from rl.config.options import flatten
+from rl.config.point_names import override
+from rl.config.schema import (
+    Config,
+    algorithm_of,
+    generates_held_out,
+    learns_from_data,
+    learns_from_samples,
+    needs_engine,
+    needs_feedback,
+    needs_reward,
+    needs_sampling_masks,
+    uses_teacher,
+    validates,
+    whole_run,
+)
+
+MAX_RANK = 512
+"""The largest rank of vLLM's adapters."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that is more than the value of one key."""
+
+    is_on: Callable[[Config], bool]
+    on: str = ""
+    """What switches it on, for messages; {section.key} is replaced by the value of the key."""
+    off: str = ""
+    """What switches it off."""
+
+
+def algorithm(is_on: Callable[[Config], bool], off: str = "") -> Feature:
+    return Feature(is_on, "algorithm={algorithm}", f"algorithm={{algorithm}}{off and ', which ' + off}")
+
+
+def needs(*names: str, off: str = "") -> Feature:
+    """Return the feature of an algorithm that needs one of these models or data."""
+    return algorithm(lambda config: not set(algorithm_of(config).needs).isdisjoint(names), off)
+
+
+def advantage(declares: Callable[[Formula], bool]) -> Feature:
+    """Return the feature of an advantage estimator whose declarations fulfil a condition."""
+    return Feature(
+        lambda config: (formula := config.objective.chosen[0]) is not None and declares(formula),
+        "objective.advantage={objective.advantage}",
+    )
+
+
+def loss(declares: Callable[[Formula], bool]) -> Feature:
+    """Return the feature of a loss whose declarations fulfil a condition."""
+    return Feature(
+        lambda config: (formula := config.objective.chosen[1]) is not None and declares(formula),
+        "objective.loss={objective.loss}",
+    )
+
+
+NAMED = {
+    # Algorithms
+    "samples": algorithm(learns_from_samples, "does not learn from samples"),
+    "generation": algorithm(needs_engine, "generates no responses"),
+    "generation in the whole run": algorithm(lambda config: needs_engine(whole_run(config))),
+    "sampling": algorithm(
+        lambda config: (
+            learns_from_samples(config)
+            or (generates_held_out(config) and config.validation.samples_per_prompt > 0)
+        ),
+        "samples no responses",
+    ),
+    "new samples": algorithm(
+        lambda config: learns_from_samples(config) and config.run.mode != "train_only",
+        "does not learn from samples",
+    ),
+    "scoring": algorithm(needs_reward, "scores no responses"),
+    "new scores": algorithm(
+        lambda config: "reward" in algorithm_of(config).needs and config.run.mode != "train_only",
+        "does not learn from scores",
+    ),
+    "a policy loss": algorithm(lambda config: config.objective.loss != "none", "has a loss of its own"),
+    "distillation": needs("teacher", off="does not distill"),
+    "greedy baselines": needs("greedy_baseline"),
+    "whole responses": needs("preference", "implicit_reward"),
+    "selection by scores": needs("dynamic_sampling", "implicit_reward"),
+    "rated responses": needs("pairs", "labels"),
+    "responses in the data": needs("responses", off="does not read responses in the data"),
+    "samples beside responses": algorithm(
+        lambda config: learns_from_samples(config) and "responses" in algorithm_of(config).needs
+    ),
+    "learning from the data": algorithm(learns_from_data),
+    "sft": algorithm(
+        lambda config: not learns_from_samples(config) and "responses" in algorithm_of(config).needs
+    ),
+    # Advantages and losses
+    "advantages of single rewards": advantage(
+        lambda formula: formula.columns.isdisjoint({"rewards", "token_rewards"})
+    ),
+    "advantages over a greedy baseline": advantage(lambda formula: "greedy_baseline" in formula.needs),
+    "advantages per token": advantage(lambda formula: formula.per_token),
+    "advantages from probabilities": advantage(lambda formula: "sum_p_squared" in formula.columns),
+    "a loss of selected tokens": loss(lambda formula: "selected_tokens" in formula.columns),
+    "a loss per sample": loss(lambda formula: formula.per_sample),
+    "a loss of weighted ratios": loss(lambda formula: "loss_weights" in formula.columns),
+    # Sections
+    "agents": Feature(lambda config: config.agents.is_on, "the section agents"),
+    "adapters": Feature(
+        lambda config: config.adapter.is_on, "adapter.kind={adapter.kind}", "adapter.kind=none"
+    ),
+    "roles": Feature(
+        lambda config: config.roles.is_on, "roles.rollout={roles.rollout}", "an empty section roles"
+    ),
+    "a sweep": Feature(lambda config: config.sweep.is_on, "sweep.adapters"),
+    "a teacher": Feature(uses_teacher, "the section teacher", "algorithm={algorithm} and no teacher"),
+    # Keys that have a meaning only with another key
+    "new rows": Feature(
+        lambda config: config.agents.is_on and config.agents.on_rewrite == "new_row",
+        "agents.on_rewrite=new_row",
+    ),
+    "order of arrival": Feature(
+        lambda config: config.agents.is_on and config.agents.order == "arrival", "agents.order=arrival"
+    ),
+    "adapters in the engine": Feature(
+        lambda config: config.adapter.is_on and config.adapter.in_engine == "adapter",
+        "adapter.in_engine=adapter",
+    ),
+    "merged adapters": Feature(
+        lambda config: needs_engine(config) and config.adapter.in_engine == "merged",
+        "adapter.in_engine=merged",
+    ),
+    "a large rank": Feature(lambda config: config.adapter.rank > MAX_RANK, "adapter.rank={adapter.rank}"),
+    "lag": Feature(lambda config: config.roles.is_on and config.roles.lag > 0, "roles.lag={roles.lag}"),
+    "no lag": Feature(lambda config: config.roles.is_on and config.roles.lag == 0, "roles.lag=0"),
+    "sampling masks": Feature(
+        needs_sampling_masks, "rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}"
+    ),
+    "truncation": Feature(
+        lambda config: learns_from_samples(config) and config.rollout.truncates,
+        off="rollout.top_p=1, top_k=0 and min_p=0, or if nothing is learned from samples",
+    ),
+    "a correction": Feature(
+        lambda config: config.rollout_correction.corrects, off="a rollout_correction without a weight"
+    ),
+    "weights of tokens": Feature(
+        lambda config: config.rollout_correction.weighs_tokens,
+        "a weight of single tokens in rollout_correction",
+    ),
+    "weights of samples": Feature(
+        lambda config: config.rollout_correction.weighs_samples,
+        "a weight of whole samples in rollout_correction",
+    ),
+    "a mean over tokens": Feature(
+        lambda config: config.objective.aggregation != "seq-mean-token-mean",
+        "objective.aggregation={objective.aggregation}",
+    ),
+    "feedback": Feature(needs_feedback, "{{feedback}} in teacher.template"),
+    "a held-out loss": Feature(
+        lambda config: validates(config) and config.validation.loss, "validation.loss=true"
+    ),
+    "held-out responses": Feature(
+        generates_held_out,
+        "validation.greedy={validation.greedy} and samples_per_prompt={validation.samples_per_prompt}",
+    ),
+}
+"""Name -> feature."""
+
+DEFAULTS = flatten(Config())
+
+
+def is_on(config: Config, feature: str) -> bool:
+    """Return whether a config has a feature."""
+    if feature.startswith("not "):
+        return not is_on(config, feature.removeprefix("not "))
+    if feature in NAMED:
+        return NAMED[feature].is_on(config)
+    key, _, values = feature.partition("=")
+    value = value_of(config, key)
+    return override(value) in values.split("|") if values else value != DEFAULTS[key]
+
+
+def setting(config: Config, feature: str) -> str:
+    """Return the keys with values by which a config has a feature."""
+    name = feature.removeprefix("not ")
+    if name in NAMED:
+        text = NAMED[name].on if name == feature else NAMED[name].off
+        assert text, feature
+        return text.format(**vars(config))
+    key = name.partition("=")[0]
+    value = value_of(config, key)
+    return f"an empty {key}" if value in ("", []) else f"{key}={override(value)}"
+
+
+def value_of(config: Config, key: str) -> object:
+    return reduce(getattr, key.split("."), config)
