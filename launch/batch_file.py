@@ -68,7 +68,7 @@ class Resources:
 
     @property
     def gpu_hours(self) -> float:
-        """Largest number of GPU-hours of the allocation."""
+        """Maximum number of GPU-hours of the allocation."""
         return self.nodes * self.gpus_per_node * seconds(self.time) / 3600
 
 

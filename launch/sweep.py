@@ -39,7 +39,7 @@ class SweepFile:
     """array: a task of a job array for each point. adapters: all points in one job, as adapters of one base
     model (`sweep.adapters`)."""
     at_a_time: int = 0
-    """Largest number of points that run at once (the % of sbatch --array). 0: no limit."""
+    """Maximum number of points that run at once (the % of sbatch --array). 0: no limit."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Dotted keys and values of all points."""
     grid: dict[str, Any] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class SweepFile:
     seeds: Any = None
     """A number of seeds, or a list of them, for run.seed."""
     skip: list[str] = field(default_factory=list)
-    """Conditions over keys; points for which one holds are left out."""
+    """Conditions over keys; points for which one holds are excluded."""
     only: list[str] = field(default_factory=list)
-    """Conditions over keys; points for which one does not hold are left out."""
+    """Conditions over keys; points for which one does not hold are excluded."""
     job: Resources = field(default_factory=Resources)
     """Resources of each point."""
 
@@ -208,7 +208,7 @@ def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
 def _write_joint_file(
     sweep: SweepFile, directory: Path, tasks: list[int], points: list[Point], *, command: str
 ) -> Path:
-    """Write the batch file of one job with all points. Those that have ended are left out when it starts."""
+    """Write the batch file of one job with all points. Points that have ended are excluded when it starts."""
     place = directory / DIRECTORY
     overrides = joint_overrides(sweep, directory, points)
     config = str(Path(sweep.config).absolute())

@@ -1,8 +1,9 @@
 """The shipped recipes: their commands, dry-run verdicts, published results and expected curves.
 
+    python tools/recipes.py [NAME ...]             print some recipes, or all
     python tools/report.py RUN_DIR --expect NAME   compare a run with the expected curve of a recipe
 
-tools/docs/generate.py writes docs/recipes.md from them.
+tools/docs/generate.py writes the table of docs/recipes.md.
 A recipe is a file configs/expected/NAME.yaml with these keys:
 
     config         file in configs/, without .yaml
@@ -16,6 +17,7 @@ A recipe is a file configs/expected/NAME.yaml with these keys:
 """
 
 import shlex
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,7 @@ def dry_runs() -> str:
     for name, recipe in ((name, read_recipe(name)) for name in names()):
         if recipe.model:
             verdicts = " | ".join(_verdict(recipe.dry_run(gpu)) for gpu in GPUS)
-            rows.append(f"| [{name}](#{name.replace('.', '')}) | {recipe.ranks} | {verdicts} |")
+            rows.append(f"| `{name}` | {recipe.ranks} | {verdicts} |")
     return "\n".join(rows)
 
 
@@ -122,19 +124,16 @@ def _verdict(found: Estimate) -> str:
     return f"fits, {peak / GIB:.0f} GiB, {found.step_seconds:.0f} s per step"
 
 
-def sections() -> str:
-    """Return the sections of all recipes."""
-    return "\n" + "\n\n".join(_section(name, read_recipe(name)) for name in names()) + "\n"
-
-
-def _section(name: str, recipe: Recipe) -> str:
+def describe(name: str) -> str:
+    """Return the command of a recipe, its expected curve and the published results."""
+    recipe = read_recipe(name)
     curve = ", ".join(
         f"`{point.metric}` {point.low:g} to {point.high:g} at step {point.step}"
         for point in recipe.expected()
     )
-    lines = [f"## {name}", "", "```bash", recipe.command(), "```", ""]
-    lines += [f"- Expected: {curve}. Basis: {recipe.basis}."]
-    for line in recipe.published:
-        words, _, address = line.rpartition("; ")
-        lines.append(f"- {words} ([source]({address}))." if words else f"- {address}.")
-    return "\n".join(lines)
+    lines = [name, f"  {recipe.command()}", f"  expected: {curve}", f"  basis: {recipe.basis}"]
+    return "\n".join([*lines, *(f"  published: {line}" for line in recipe.published)])
+
+
+if __name__ == "__main__":
+    print("\n\n".join(describe(name) for name in sys.argv[1:] or names()))

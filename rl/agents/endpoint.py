@@ -47,13 +47,13 @@ NO_TRAJECTORY = "the API key belongs to no open trajectory"
 MODEL = "policy"
 """Name of the model in replies. Requests may name any."""
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""Largest body of a request, in bytes, and its growth in bytes per token of the engine's context. A token is
+"""Maximum body of a request, in bytes, and its growth in bytes per token of the engine's context. A token is
 about 4 characters of text, at most 6 bytes each in JSON, or an id of 7 digits; the rest is for schemas of
 tools and keys of messages."""
 KEY_S, BODY_S = 10.0, 60.0
 """Seconds after its start in which a connection must show a key, and for the body of a request."""
 MAX_STRANGERS = 128
-"""Largest number of connections that have shown no key, beside one per session, because all agents of a call
+"""Maximum number of connections that have shown no key, beside one per session, because all agents of a call
 may connect at once; beyond it the oldest is closed."""
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError)
 """Exceptions of reading a request; LookupError: an unknown encoding, OSError: a client that has gone."""

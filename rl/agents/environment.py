@@ -118,7 +118,7 @@ class Reply:
     tools: Messages = field(default_factory=list)
     """reset: schemas of the tools in OpenAI's function format; [] if there are none."""
     drives: str = ""
-    """reset: how the environment goes on: "tools", "step" or "run"."""
+    """reset: how the environment continues: "tools", "step" or "run"."""
     reward: float | None = None
     """step: reward of the turn."""
     done: bool = False
@@ -250,7 +250,7 @@ class LoadedEnvironment:
 
     @property
     def drives(self) -> str:
-        """Return how a trajectory goes on: "run", "step" or "tools"."""
+        """Return how a trajectory continues: "run", "step" or "tools"."""
         return next((name for name in ("run", "step") if hasattr(self.cls, name)), "tools")
 
     def tools_for(self, row: Mapping[str, Any]) -> dict[str, Tool]:

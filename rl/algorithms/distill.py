@@ -29,7 +29,7 @@ from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch, concatenate
 from rl.objectives.aggregate import aggregate
 from rl.phases.phases import Phases
-from rl.training.loss import Totals
+from rl.training.loss import Loss, Totals
 from rl.training.packing import MicroBatch
 
 NEEDS = ("samples", "teacher")
@@ -63,9 +63,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     if batch.rollout_logprobs is not None:
         phases.log_probs(batch)  # compares engine and trainer
     phases.distributions(batch)
-    divergence_loss = partial(loss, config=phases.config)
-    divergence_loss.reads = ("divergence",)
-    phases.update(batch, divergence_loss)
+    phases.update(batch, Loss(partial(loss, config=phases.config), reads=("divergence",)))
 
 
 def counts(num_prompts: int, *, before: int, student_share: float, teacher_share: float) -> tuple[int, int]:

@@ -22,9 +22,9 @@ class Agents:
     """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
     values of its keyword-only parameters."""
     max_turns: Annotated[int, AT_LEAST_ONE] = 8
-    """Largest number of turns of the policy in a trajectory."""
+    """Maximum number of turns of the policy in a trajectory."""
     max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0
-    """Largest number of tokens that the policy samples in one turn. 0: what is left of
+    """Maximum number of tokens that the policy samples in one turn. 0: what is left of
     `rollout.max_response_tokens`, which limits all turns together, including the tokens of tools and
     environments."""
     max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192

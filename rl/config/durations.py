@@ -20,5 +20,5 @@ def seconds_of(text: str) -> int:
     hours, minutes, seconds = (*parts, 0, 0)[:3]
     total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise ValueError(f"{text!r} is no time at all; leave it out for none.")
+        raise ValueError(f"{text!r} must be positive; omit it for no limit.")
     return total

@@ -9,7 +9,7 @@ from rl.config.ranges import NOT_NEGATIVE, POSITIVE
 
 @dataclass
 class PhaseLimits:
-    """Longest time in one phase, in seconds. The limits detect hangs; a slow phase must not end a run."""
+    """Maximum time in one phase, in seconds. The limits detect hangs; a slow phase must not end a run."""
 
     start_up: Annotated[float, POSITIVE] = 7200.0
     """Reading data and weights, building models and engines; also the time limit for ranks to meet."""

@@ -8,7 +8,7 @@ from typing import Any
 from rl.config.options import show
 
 LONGEST_NAME = 120
-"""Largest length of a point's name, in characters."""
+"""Maximum length of a point's name, in characters."""
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ class Sweep:
     stop: Literal["none", "median", "halving"] = "none"
     """Rule that ends points before run.max_steps. median: a point ends whose best `metric` so far is below
     the median of the other points' means up to the same step (Google Vizier). halving: at steps `first`,
-    2 `first`, 4 `first`, ... the best half of the points goes on (successive halving, arXiv:1502.07943)."""
+    2 `first`, 4 `first`, ... the best half of the points continues (successive halving, arXiv:1502.07943)."""
     metric: str = "critic/score/mean"
     """Metric that the rule compares, as rank 0 logs it; higher is better. A value that is not finite ranks
     last. With a metric of the validation, only the steps that logged it are compared."""

@@ -34,9 +34,9 @@ class AdaptiveEntropy:
     delta: Annotated[float, POSITIVE] = 0.005
     """Increase of the weight in such a step, and decrease in any other step."""
     low: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Least weight."""
+    """Lower bound of the coefficient."""
     high: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Greatest weight."""
+    """Upper bound of the coefficient."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ MAX_SAMPLES = 512
 OVERSAMPLES = (1.5, 2.0)
 """Values of rollout.oversample that are tried beside the config's."""
 LEAST_GAIN = 1.1
-"""Smallest gain over the synchronous form with which another is recommended; the rates are rough."""
+"""Minimum gain over the synchronous form with which another is recommended; the rates are rough."""
 CLOSE = 1.05
 """Factor on the seconds of the fastest form within which a simpler one is preferred."""
 

@@ -125,7 +125,7 @@ class PhaseTracker:
     def wait(self, detail: str) -> None:
         """Track the present phase as a wait for environments until it is called with "".
 
-        detail: which environments. A wait is no entry into a phase: its number is that of the phase, because
+        detail: which environments. A wait does not increment the phase counter, because
         the replicas of the engine wait at different times. After a wait the phase's time starts again.
         """
         if detail and self.current.phase == "environments":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_TERMS = 1 << 20
-"""Largest number of terms of a sum over keys, the vocabulary or the hidden channels."""
+"""Maximum number of terms of a sum over keys, the vocabulary or the hidden channels."""
 TOTAL_BITS = 32
 """Terms of `total` are rounded to multiples of 2**-32; their sum fits 52 bits."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from rl.checks.staleness import check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -22,7 +23,6 @@ from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.generation import Generation
-from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.rollout.batches import batch_of
 from rl.rollout.carry_over import Frontier, Group, QuotaSchedule, extend, quota_of, samples_of

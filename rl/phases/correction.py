@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from rl.checks.batches import check_loss_weights
 from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
-from rl.phases.batch_checks import check_loss_weights
 from rl.phases.batch_metrics import token_mean
 
 

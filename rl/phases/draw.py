@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rl.checks.batches import CheckFailed
 from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
 from rl.data.sampler import EpochSampler, MixedSampler
-from rl.phases.batch_checks import CheckFailed
 
 
 class Draw:

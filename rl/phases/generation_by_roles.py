@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.checks.staleness import StaleTokens, check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
@@ -17,7 +18,6 @@ from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
 from rl.phases.sampler import Sampler
-from rl.phases.staleness import StaleTokens, check_staleness
 from rl.phases.step import Step
 from rl.refit.link import Delivery, Link
 from rl.rollout.batches import batch_of

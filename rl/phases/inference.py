@@ -3,18 +3,16 @@
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference
+from rl.checks.checks import Checks
+from rl.config.schema import Config, needs_early_logprobs, needs_reference
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import check_likelihoods
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
 from rl.phases.deferred import OUTPUTS
-from rl.phases.logprob_checks import check_engine, check_reference, rounding_limit
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
 from rl.phases.step import Step
-from rl.phases.zero_mismatch import check_equal
 from rl.training.engine import TrainingEngine
 
 
@@ -22,37 +20,42 @@ class Inference:
     """Forward passes of the training models, without gradients. Methods are collective over the world."""
 
     def __init__(
-        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, planner: MinibatchPlanner
+        self,
+        config: Config,
+        step: Step,
+        engines: Engines,
+        memory: MemorySharing,
+        planner: MinibatchPlanner,
+        checks: Checks,
     ):
         self._config, self._step, self._engines = config, step, engines
-        self._memory, self._planner = memory, planner
-        self._is_bitwise = config.model.numerics == "bitwise"
-        slack, weights = config.agreement.logprob_slack, engines.policy.weight_map
-        self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
-        """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        self._memory, self._planner, self._checks = memory, planner, checks
+        self._deferred_at: int | None = None
+        """Number of the policy's updates when `log_probs` left `old_logprobs` to the next one."""
         self._filled_at: int | None = None
         """Number of the policy's updates when the last `old_logprobs` were computed."""
 
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
 
-        Computes them with the current weights and applies `rollout_correction`. If nothing reads
-        `old_logprobs` before the first update, the update fills them (`Updates.policy`) and this method only
-        stores the number of the policy's updates so far. With `rollout_correction.bypass`, `old_logprobs` is
-        a copy of the engine's log-probs instead. With `model.numerics=bitwise` it is one too, which the first
-        update compares with its own. A batch with the data's responses has no log-probs of the engine.
+        Computes them with the current weights and applies `rollout_correction`. If the step has one
+        mini-batch and nothing reads `old_logprobs` before its update, the update fills them
+        (`Updates.policy`). With `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's
+        log-probs instead. With `model.numerics=bitwise` it is one too, which the first update compares with
+        its own. A batch with the data's responses has no log-probs of the engine.
         """
         policy, config = self._engines.policy, self._config
-        updates_policy = self._step.number > config.critic.warmup_steps
         estimator, _ = config.objective.chosen
         needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
-        needs_outputs = needs_squares or config.objective.adaptive_entropy.target > 0
-        is_exact = self._is_exact(batch)
+        if self._is_bitwise(batch):
+            may_defer = not needs_squares and not config.objective.adaptive_entropy.target
+        else:
+            may_defer = not needs_early_logprobs(config) and len(self._planner.plans(batch)) == 1
         if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
-        elif updates_policy and (not needs_early_logprobs(config) or is_exact and not needs_outputs):
-            batch.deferred_at = policy.num_updates
-            if is_exact:
+        elif may_defer and self._step.number > config.critic.warmup_steps:
+            self._deferred_at = policy.num_updates
+            if self._is_bitwise(batch):
                 batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
             names = (*OUTPUTS, "sum_p_squared") if needs_squares else OUTPUTS
@@ -62,17 +65,19 @@ class Inference:
         if needs_reference(config):
             self.reference(batch)
 
-    def old_outputs(self, batch: Batch, plans: list[MinibatchPlan]) -> Tensor:
-        """Return OUTPUTS of the current policy, float32 [2, T]; 0 for samples that are not in the plans.
+    def is_deferred(self, batch: Batch) -> bool:
+        """Return whether the next update computes `old_logprobs`.
 
-        With `model.numerics=bitwise` the log-probs are the engine's, and the entropies are 0.
+        Raises RuntimeError if the policy was updated after `log_probs`.
         """
-        if self._is_exact(batch):
-            return torch.stack([batch.rollout_logprobs, torch.zeros_like(batch.rollout_logprobs)])
-        if not plans:
-            return torch.zeros(len(OUTPUTS), int(batch.lengths.sum()))
-        outputs = self._pass(self._engines.policy, batch, OUTPUTS, "old_log_prob", "logp", plans=plans)
-        return torch.stack(outputs)
+        if self._deferred_at is None or not (batch.old_logprobs is None or self._is_bitwise(batch)):
+            return False
+        if self._deferred_at != self._engines.policy.num_updates:
+            raise RuntimeError(
+                f"algorithm={self._config.algorithm} updated the policy between log_probs and update of a "
+                'batch; add "old_logprobs" to its NEEDS, so that log_probs computes them.'
+            )
+        return True
 
     def fill_old_logprobs(
         self, batch: Batch, logprobs: Tensor, entropy: Tensor, *, first: MinibatchPlan | None = None
@@ -80,83 +85,39 @@ class Inference:
         """Fill `old_logprobs` and `loss_weights`, reject tokens, and log how engine and trainer differ.
 
         logprobs, entropy: under the policy before this step's updates, float32 [T]. first: the mini-batch
-        whose update computed them, None if a pass computed those of all.
-
-        Raises NumericsDiffer if `model.numerics=bitwise` and a log-prob is not the engine's.
+        whose update computed them, None if a pass did. With `model.numerics=bitwise` the log-probs of the
+        other mini-batches remain the engine's.
         """
         metrics, mask = self._step.metrics, batch.mask
-        batch.old_logprobs, batch.deferred_at = logprobs, None
+        if first is not None:
+            computed = batch.tokens_of(first.samples)
+            mask = torch.zeros_like(mask).index_copy_(0, computed, mask[computed])
+            if self._is_bitwise(batch):
+                logprobs = batch.rollout_logprobs.index_copy(0, computed, logprobs[computed])
+        batch.old_logprobs, self._deferred_at = logprobs, None
         self._filled_at = self._engines.policy.num_updates
-        if self._config.run.mode != "train_only":  # a replayed policy may have learned from these tokens
-            version = self._engines.policy.version if self._selects else None
-            check_likelihoods(batch, logprobs, name="old policy", version=version)
-        if self._is_exact(batch):
-            plans = self._planner.plans(batch) if first is None else [first]
-            run = self._config.run
-            check_equal(
-                batch,
-                logprobs,
-                self._engines.policy.version,
-                [plan.micro_batches for plan in plans],
-                replayed=run.rollouts if run.mode == "train_only" else "",
-            )
-            if first is not None:  # entropies of other samples are not computed
-                mask = torch.zeros_like(mask).index_copy_(0, own := batch.tokens_of(first.samples), mask[own])
         metrics["actor/entropy"] = token_mean(entropy, mask)
-        metrics |= engine_gap(batch, logprobs)
-        self._check_logprobs(batch, logprobs)
+        metrics |= engine_gap(batch, logprobs) | self._check(batch, reference=False)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
 
-    def _is_exact(self, batch: Batch) -> bool:
+    def _is_bitwise(self, batch: Batch) -> bool:
         """Return whether the engine's log-probs of the batch are bitwise the policy's."""
-        return self._is_bitwise and batch.rollout_logprobs is not None
+        return self._config.model.numerics == "bitwise" and batch.rollout_logprobs is not None
 
-    def has_old_logprobs(self, batch: Batch) -> bool:
-        """Return whether `old_logprobs` are of the present weights, or the first update fills them."""
-        return self._engines.policy.num_updates in (batch.deferred_at, self._filled_at)
+    @property
+    def has_old_logprobs(self) -> bool:
+        """Whether `old_logprobs` are of the present weights, or the first update fills them."""
+        return self._engines.policy.num_updates in (self._deferred_at, self._filled_at)
+
+    def _check(self, batch: Batch, *, reference: bool) -> dict[str, float]:
+        plans = [plan.micro_batches for plan in self._planner.plans(batch)]
+        return self._checks.log_probs(batch, plans, reference=reference)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
         policy = self._engines.policy
         (batch.ref_logprobs,) = self._pass(policy, batch, ("logprobs",), "ref", "ref", of_reference=True)
-        config = self._config
-        selects = self._selects or config.roles.is_on or config.rollout_correction.rejections
-        # Else the tokens that are missing may have smaller ratios.
-        if not selects and config.run.mode != "train_only":
-            check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
-        self._check_reference(batch)
-
-    @property
-    def _selects(self) -> bool:
-        """Whether samples enter a batch by their results or lengths."""
-        config = self._config
-        return "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
-
-    def _check_logprobs(self, batch: Batch, logprobs: Tensor) -> None:
-        """Compare the policy's log-probs with the engine's and the reference's, where they must be equal."""
-        policy, rollout = self._engines.policy, self._config.rollout
-        is_biased = rollout.truncates and rollout.biased_truncation
-        is_biased |= self._config.agents.structured_tool_calls  # the engine samples from allowed tokens only
-        if self._limit and not is_biased and self._config.run.mode != "train_only":
-            plans = [plan.micro_batches for plan in self._planner.plans(batch)]
-            ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)]
-            routes = policy.weight_map.placement.num_experts > 0
-            found = check_engine(
-                batch,
-                logprobs,
-                version=policy.version,
-                limit=self._limit,
-                routes=routes,
-                keeps_cache="keep" in (rollout.carry_over_cache, self._config.roles.cache),
-                ranks=ranks,
-            )
-            self._step.metrics |= found
-        self._check_reference(batch)
-
-    def _check_reference(self, batch: Batch) -> None:
-        """Compare policy and reference before the policy's first update; `batch` may lack either."""
-        if self._limit and self._engines.policy.version == 0 and not self._config.rollout_correction.bypass:
-            check_reference(batch, limit=self._limit)
+        self._check(batch, reference=True)
 
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""

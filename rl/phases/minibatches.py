@@ -51,6 +51,12 @@ class MinibatchPlan:
         )
 
 
+def samples_by_rank(plans: list[MinibatchPlan]) -> list[list[int]]:
+    """Return the samples of each data parallel rank over all mini-batches."""
+    ranks = zip(*(plan.micro_batches for plan in plans), strict=True)
+    return [[i for micros in rank for micro in micros for i in micro] for rank in ranks]
+
+
 class MinibatchPlanner:
     """Plans the mini-batches of a batch once, so that every pass over the batch uses the same packing.
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rl.checks.checks import Checks
 from rl.config.schema import Config, uses_teacher
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import check_duplicates, check_endings, check_groups
 from rl.phases.batch_metrics import length_metrics, score_metrics
 from rl.phases.draw import Draw
 from rl.phases.inference import Inference
@@ -27,9 +27,9 @@ from rl.phases.sampler import Sampler
 from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
 from rl.phases.step import Step
-from rl.phases.updates import TokenSelection, Updates
+from rl.phases.updates import Updates
 from rl.rollout.sampling import greedy_sampling
-from rl.training.loss import Loss
+from rl.training.loss import Loss, LossFunction, TokenSelection
 from rl.training.micro_batch_plans import Cost
 
 if TYPE_CHECKING:  # only for runs with a teacher
@@ -63,8 +63,10 @@ class Phases:
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
-        self.inference = Inference(config, step, engines, self.memory, planner)
-        self.updates = Updates(config, step, engines, self.memory, planner, self.inference)
+        self.checks = Checks(config, policy, end_ids)
+        shared = (config, step, engines, self.memory, planner)
+        self.inference = Inference(*shared, self.checks)
+        self.updates = Updates(*shared, self.inference, self.checks)
         self.teaching = None
         """Passes of the teachers; None if the run has none."""
         if uses_teacher(config):
@@ -126,17 +128,8 @@ class Phases:
 
         round: number of the call within the step; calls with different numbers sample with different seeds.
         """
-        batch, config = self.sampler.batch(prompts, round=round), self.config
-        # Not before the update: an algorithm may learn from some samples of a group.
-        check_groups(batch, samples_per_prompt=config.rollout.samples_per_prompt)
-        check_endings(
-            batch,
-            max_tokens=None if self.sampler.varies_limits else config.rollout.max_response_tokens,
-            stop_ids=self.end_ids | set(config.rollout.stop_token_ids),
-            ends_at_text=bool(config.rollout.stop),
-        )
-        if config.rollout.temperature:
-            check_duplicates(batch)
+        batch = self.sampler.batch(prompts, round=round)
+        self.checks.generated(batch, limits_vary=self.sampler.varies_limits)
         return self._with_lengths_logged(batch)
 
     def score_samples(self, batch: Batch) -> None:
@@ -195,7 +188,7 @@ class Phases:
     def update(
         self,
         batch: Batch,
-        loss: Loss,
+        loss: Loss | LossFunction,
         *,
         select_tokens: TokenSelection | None = None,
         mismatched: Batch | None = None,
@@ -207,7 +200,7 @@ class Phases:
         """Update the critic; reads `returns` and `old_values`."""
         self.updates.critic(batch)
 
-    def update_implicit_reward(self, batch: Batch, loss: Loss) -> None:
+    def update_implicit_reward(self, batch: Batch, loss: Loss | LossFunction) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
         self.updates.implicit_reward(batch, loss)
 

@@ -15,18 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
+from rl.checks.objective import check_objective
 from rl.config.options import ConfigError
 from rl.config.schema import Config
+from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import Batch
 from rl.objectives import top_entropy
 from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import kl
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.segments import expand
-from rl.phases.objective_check import check_objective
-from rl.phases.updates import TokenSelection
 from rl.training.logprobs import OUTPUTS
-from rl.training.loss import Loss, Totals
+from rl.training.loss import Loss, TokenSelection, Totals
 from rl.training.packing import MicroBatch
 
 
@@ -55,15 +55,31 @@ def policy_loss(config: Config) -> Loss:
     _, loss = goal.chosen
     assert loss is not None, "the algorithm has no policy gradient"
     function = getattr(importlib.import_module(f"rl.objectives.losses.{loss.function}"), loss.function)
-    policy = partial(_policy_loss, config=config, token_loss=function)
     inputs = set(inspect.signature(function).parameters)
-    if goal.entropy_coef or goal.adaptive_entropy.target:
+    if goal.entropy_coef:
         inputs.add("entropy")
-    policy.reads = tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs)
-    # Without the masks, which set the loss of single tokens to 0.
-    unmasked = replace(config, objective=replace(goal, top_entropy=1.0, off_policy_mask=0.0))
-    policy.check = partial(check_objective, partial(policy, config=unmasked), unmasked)
-    return policy
+    # Without the masks, which set the loss of single tokens to 0, and with a bonus of fixed weight.
+    checked = replace(
+        config,
+        objective=replace(goal, top_entropy=1.0, off_policy_mask=0.0, adaptive_entropy=AdaptiveEntropy()),
+    )
+    return Loss(
+        partial(_policy_loss, config=config, token_loss=function),
+        reads=tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs),
+        check=partial(check_objective, partial(_policy_loss, config=checked, token_loss=function), checked),
+    )
+
+
+def with_entropy_bonus(loss: Loss, config: Config, coef: float) -> Loss:
+    """Return the loss less `coef` times the mean entropy by `objective.aggregation`."""
+
+    def function(micro: MicroBatch, totals: Totals, **values: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        value, metrics = loss.function(micro, totals, **values)
+        assert micro.entropy is not None
+        return value - coef * _reduction(micro, totals, config)(micro.entropy), metrics
+
+    reads = None if loss.reads is None else tuple(dict.fromkeys((*loss.reads, "entropy")))
+    return replace(loss, function=function, reads=reads)
 
 
 def token_selection(config: Config) -> TokenSelection | None:
@@ -79,11 +95,10 @@ def token_selection(config: Config) -> TokenSelection | None:
     if select is None:
         return None
 
-    def selection(batch: Batch, values: Tensor, seed: int) -> Tensor:
+    def selected(batch: Batch, values: Tensor, seed: int) -> Tensor:
         return select(**arguments(select, batch, config, **{output: values}, seed=seed))
 
-    selection.reads = output
-    return selection
+    return TokenSelection(selected, output)
 
 
 def arguments(
@@ -109,24 +124,9 @@ def arguments(
 
 
 def _policy_loss(
-    micro: MicroBatch,
-    totals: Totals,
-    *,
-    config: Config,
-    token_loss: Callable,
-    entropy_coef: float | None = None,
+    micro: MicroBatch, totals: Totals, *, config: Config, token_loss: Callable
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    goal = config.objective
-    reduce = partial(
-        aggregate,
-        mask=micro.mask,
-        lengths=micro.lengths,
-        mode=goal.aggregation,
-        num_tokens=totals.num_tokens,
-        num_samples=totals.num_samples,
-        norm=config.rollout.max_response_tokens,
-        counts=micro.columns.get("trajectory_tokens"),
-    )
+    goal, reduce = config.objective, _reduction(micro, totals, config)
     losses, stats = token_loss(**arguments(token_loss, micro, config))
     _, formula = goal.chosen
     assert formula is not None, "policy_loss checks it"
@@ -152,8 +152,21 @@ def _policy_loss(
         kl_loss = reduce(kl(*both, micro.mask, **options))
         total = total + goal.kl_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss
-    entropy_coef = goal.entropy_coef if entropy_coef is None else entropy_coef
-    if entropy_coef:
+    if goal.entropy_coef and not goal.adaptive_entropy.target:
         assert micro.entropy is not None
-        total = total - entropy_coef * reduce(micro.entropy)
+        total = total - goal.entropy_coef * reduce(micro.entropy)
     return total, metrics
+
+
+def _reduction(micro: MicroBatch, totals: Totals, config: Config) -> Callable[[Tensor], Tensor]:
+    """Return the function from numbers per token [T] to their mean by `objective.aggregation`."""
+    return partial(
+        aggregate,
+        mask=micro.mask,
+        lengths=micro.lengths,
+        mode=config.objective.aggregation,
+        num_tokens=totals.num_tokens,
+        num_samples=totals.num_samples,
+        norm=config.rollout.max_response_tokens,
+        counts=micro.columns.get("trajectory_tokens"),
+    )

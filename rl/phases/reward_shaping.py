@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from rl.checks.batches import CheckFailed
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.kl import kl
 from rl.objectives.kl_controller import AdaptiveKL, FixedKL
 from rl.objectives.returns import place_at_end
 from rl.objectives.segments import segment_sum
-from rl.phases.batch_checks import CheckFailed
 from rl.phases.batch_metrics import sample_means, spread
 from rl.rewards.length import overlong_penalties
 

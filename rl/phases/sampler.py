@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.checks.staleness import check_staleness
 from rl.config.declarations import shipped
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
-from rl.phases.staleness import check_staleness
 from rl.phases.step import Step
 from rl.rollout.queue import PastLengths
 from rl.rollout.sampling import Sampling, seed_of, train_sampling

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rl.checks.batches import CheckFailed, place
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
 from rl.data.chat_template import ChatTemplate
@@ -19,7 +20,6 @@ from rl.data.prompts import Messages, Prompt
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
-from rl.phases.batch_checks import CheckFailed, place
 from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rewards.score import Score, digest
 from rl.rollout.batches import batch_of
@@ -31,9 +31,6 @@ from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import plan_minibatch
-
-DIGEST = "\0digest"
-"""Name of the column of `_digest`. A reward function cannot use it, because it is not printable."""
 
 
 class Scorer:
@@ -84,14 +81,15 @@ class Scorer:
             scores = self.pool.score(samples)
         with fail_together():
             check_answers(samples, scores)
-        digests = [_digest(batch, mine[k]) for k in asked]
-        columns = gather_columns(
-            [score.values | {DIGEST: key} for score, key in zip(scores, digests, strict=True)],
-            [mine[k] for k in asked],
+        owned = [mine[k] for k in asked]
+        columns, digests = gather_columns(
+            [score.values for score in scores],
+            [_digest(batch, i) for i in owned],
+            owned,
             len(batch),
             self.device,
         )
-        check_places(batch, columns.pop(DIGEST, torch.zeros(0)))
+        check_places(batch, digests)
         if self.keeps_feedback:
             batch.feedback = gather_by_rank([score.feedback for score in scores])
         found = dict(zip(asked, scores))
@@ -196,10 +194,10 @@ def check_answers(samples: list[dict], scores: list[Score]) -> None:
 def check_places(batch: Batch, digests: Tensor) -> None:
     """Raise CheckFailed if the scores of all ranks were put together in another order.
 
-    digests: float32 [N], NaN for samples without one.
+    digests: int64 [N], 0 for samples that the reward function did not score.
     """
     for sample, found in enumerate(digests.tolist()):
-        if not math.isnan(found) and found != _digest(batch, sample):
+        if found and found != _digest(batch, sample):
             raise CheckFailed(
                 f"score check: {place(batch, sample)} has the score of another sample, from rank "
                 f"{sample % dist.get_world_size()}."
@@ -207,9 +205,9 @@ def check_places(batch: Batch, digests: Tensor) -> None:
 
 
 def _digest(batch: Batch, sample: int) -> int:
-    """Return a hash of a response and its prompt that float32 holds exactly, 24 bits."""
+    """Return a hash of a response and its prompt, 1 to 2**32."""
     prompt = batch.prompts[int(batch.groups[sample])].index if batch.prompts else -1
-    return zlib.crc32(batch.response_ids[sample], prompt & 0xFFFFFFFF) & 0xFFFFFF
+    return zlib.crc32(batch.response_ids[sample], prompt & 0xFFFFFFFF) + 1
 
 
 def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
@@ -247,18 +245,20 @@ def gather_by_rank(mine: list) -> list:
 
 
 def gather_columns(
-    results: list[dict[str, float]], mine: list[int], total: int, device: Device
-) -> dict[str, Tensor]:
-    """Return every rank's results as columns float32 [total], NaN where a sample lacks a number.
+    results: list[dict[str, float]], digests: list[int], mine: list[int], total: int, device: Device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return every rank's results as columns float32 [total], NaN where a sample lacks a number, and digests.
 
-    Collective over the world.
+    digests: of the samples `mine`; they travel in the same table, so that a result in the wrong place has the
+    wrong digest. Collective over the world.
     """
     everyone = gather_objects(sorted({name for result in results for name in result}))
     names = sorted({name for rank_names in everyone for name in rank_names})
-    table = torch.zeros(len(names), total, dtype=torch.float64)
-    rows = [[result.get(name, math.nan) for result in results] for name in names]
-    table[:, mine] = torch.tensor(rows, dtype=torch.float64).view(len(names), len(mine))
-    return dict(zip(names, sum_over_world(table, device.torch).float()))
+    table = torch.zeros(len(names) + 1, total, dtype=torch.float64)
+    rows = [*([result.get(name, math.nan) for result in results] for name in names), digests]
+    table[:, mine] = torch.tensor(rows, dtype=torch.float64)
+    *columns, found = sum_over_world(table, device.torch)
+    return {name: column.float() for name, column in zip(names, columns)}, found.long()
 
 
 def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,11 +4,11 @@ from collections import Counter
 
 from torch import Tensor
 
+from rl.checks.batches import warn_of_constant_scores
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.batch_checks import warn_of_constant_scores
 from rl.phases.batch_metrics import score_metrics
 from rl.phases.reward_shaping import overlong_penalty
 from rl.phases.scorer import Scorer

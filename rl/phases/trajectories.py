@@ -8,9 +8,9 @@ import torch
 
 from rl.agents.dialogue import Trajectories
 from rl.agents.replica_environments import Environments
+from rl.checks.batches import AllTrajectoriesFailed, describe_failures, warn_of_failures
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.phases.batch_checks import AllTrajectoriesFailed, describe_failures, warn_of_failures
 from rl.phases.batch_metrics import agent_metrics
 from rl.phases.generation import Generation
 from rl.rollout.batches import batch_of

@@ -22,7 +22,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_ANSWER_CHARS = 1000
-"""Longest content of a box that counts as an answer, in characters; the longest in MATH-500 has 159."""
+"""Maximum length of a box that counts as an answer, in characters; the longest in MATH-500 has 159."""
 MAX_EXPRESSION_CHARS = 300
 """Longest expression that is compared symbolically, in characters."""
 MAX_DIGITS = 20_000

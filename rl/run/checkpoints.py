@@ -65,7 +65,7 @@ class RunCheckpoints:
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
         phases.engines.policy.version = state.get("policy_version", state["step"])  # absent in version 0.1
-        phases.updates.rates = dict(state.get("learning_rates", {}))
+        phases.checks.rates.last = dict(state.get("learning_rates", {}))
         phases.sampler.load_state_dict(state)
         return state["step"], state["metrics"]
 
@@ -79,7 +79,7 @@ class RunCheckpoints:
             **self._phases.sampler.state_dict(cursor),
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
-            "learning_rates": self._phases.updates.rates,
+            "learning_rates": self._phases.checks.rates.last,
             **({} if entropy_control is None else {"entropy_control": entropy_control.state_dict()}),
         }
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from rl.checks.batches import AllTrajectoriesFailed, CheckFailed
+from rl.checks.logprobs import LogprobMismatch
+from rl.checks.updates import WrongTokens
 from rl.data.batch import Batch
 from rl.faults.process import GIB, resident_bytes
-from rl.phases.batch_checks import AllTrajectoriesFailed, CheckFailed
-from rl.phases.counting import WrongTokens
-from rl.phases.logprob_checks import LogprobMismatch
 from rl.refit.refit import RefitMismatch
 from rl.run.first_step_report import report
 from rl.run.loop import Training

@@ -21,7 +21,7 @@ from pathlib import Path
 FILE_NAME = "status.json"
 
 PATIENCE_S = 5.0
-"""Longest wait for a write of another thread when a run ends, in seconds: a file system may hang."""
+"""Maximum wait for a write of another thread when a run ends, in seconds: a file system may hang."""
 
 
 class Status:

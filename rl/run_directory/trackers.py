@@ -2,7 +2,7 @@
 
 Each reads metrics.jsonl. A thread per tracker reads the file as it grows and sends each record, so that
 writing never blocks a step: a slow tracker falls behind, which is logged, and misses nothing. A tracker that
-raises is logged once and left out until the next start of the run, which sends what it missed.
+raises is logged once and excluded until the next start of the run, which sends what it missed.
 
 `<run.dir>/trackers/<name>.json` has the tracker's own id of the run and the last step sent. After a resume
 from a checkpoint some steps are repeated. TensorBoard and Prometheus then show the new values. The others
@@ -30,7 +30,7 @@ DIRECTORY = "trackers"
 BEHIND = 8
 """Number of steps by which a tracker may be behind before that is logged; again after each doubling."""
 MAX_PARAMS = 100
-"""Largest number of parameters in one call of MLflow."""
+"""Maximum number of parameters in one call of MLflow."""
 
 
 class Tracker(Protocol):
@@ -145,7 +145,7 @@ class TrackerThread:
 
     def _warn(self, error: Exception) -> None:
         log.warning(
-            "%s failed after step %d and is left out until the next start of the run: %s: %s",
+            "%s failed after step %d and is excluded until the next start of the run: %s: %s",
             self._tracker.name,
             self._state["step"],
             type(error).__name__,

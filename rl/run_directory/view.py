@@ -99,7 +99,7 @@ def _slowest_text(view: RunView, last: dict[str, float]) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one character per value, whose height is its place between the least and the greatest."""
+    """Return one character per value, whose height is its place between the minimum and the maximum."""
     low, high = min(values), max(values)
     scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(LEVELS[round((value - low) * scale)] for value in values)

@@ -5,7 +5,7 @@ Which collective runs in which group:
 - control (the world on gloo): the comparison before each phase, stop decisions, checkpoints, errors;
 - tp, ep: inside the layers and the head; pp: activations between stages; dp: gradients and weights;
 - replica (the ranks of one vLLM engine): records of events, vLLM's own tensor parallelism.
-docs/architecture.md has the table of one step, with sizes and the calling functions.
+docs/architecture.md lists those of one step, with sizes.
 """
 
 from collections.abc import Sequence

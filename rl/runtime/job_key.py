@@ -26,7 +26,7 @@ MIN_CHARACTERS = 32
 NUM_BYTES = 32
 """Size of a key, a random number and a proof, in bytes."""
 VISIBLE_S = 10.0
-"""Longest time until a network file system shows a file that another node has created, in seconds."""
+"""Maximum time until a network file system shows a file that another node has created, in seconds."""
 
 
 @dataclass(frozen=True)

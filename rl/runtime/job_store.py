@@ -20,13 +20,13 @@ from rl.runtime.job_key import NUM_BYTES, Seal, is_proof, nonce, proof
 from rl.runtime.store_server import MAX_BYTES, TO_CLIENT, TO_SERVER, Table
 
 CONNECT_S = 20.0
-"""Longest time in which a connection is tried again, in seconds."""
+"""Maximum time in which a connection is tried again, in seconds."""
 GREET_S = 5.0
-"""Longest wait for the server's part of the proofs, in seconds."""
+"""Maximum wait for the server's part of the proofs, in seconds."""
 PAUSE_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 ANSWER_S = 300.0
-"""Longest wait for an answer, in seconds, in addition to the time for which the request itself waits."""
+"""Maximum wait for an answer, in seconds, in addition to the time for which the request itself waits."""
 _ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
 """Socket options by which a client notices within half a minute that the server's host is gone."""
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from rl.runtime.store_server import main; main()"

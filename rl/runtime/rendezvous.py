@@ -38,11 +38,11 @@ JOIN_TIMEOUT = "LOCKSTEP_JOIN_TIMEOUT"
 """Environment variable: seconds that the ranks of a step wait for each other; default JOIN_S."""
 JOIN_S = 60.0
 ANSWER_S = 2.0
-"""Longest wait for a connection or an answer of a listener, in seconds; another program may listen there."""
+"""Maximum wait for a connection or an answer of a listener, in seconds; another program may listen there."""
 MAX_UNPROVEN = 512
-"""Largest number of connections that have not yet proved that they know the key; the oldest is closed."""
+"""Maximum number of connections that have not yet proved that they know the key; the oldest is closed."""
 MAX_LINE = 512
-"""Longest message of a rank, in bytes."""
+"""Maximum length of a rank\'s message, in bytes."""
 RETRY_S = 0.25
 """Pause between two rounds through the candidate ports, in seconds."""
 

@@ -26,7 +26,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 """Default time limit of a collective."""
 
 EXIT_TIMEOUT = datetime.timedelta(seconds=20)
-"""Longest wait of a rank that is about to exit for the other ranks to reach the same exit."""
+"""Maximum wait of a rank that is about to exit for the other ranks to reach the same exit."""
 
 SPLIT_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
 """Environment variable with which vLLM splits its groups from the world's communicator."""

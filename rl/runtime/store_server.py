@@ -27,11 +27,11 @@ from typing import Any
 from rl.runtime.job_key import NUM_BYTES, Seal, is_proof, nonce, proof
 
 PROOF_S = 5.0
-"""Longest time until a connection has sent its proof, in seconds."""
+"""Maximum time until a connection has sent its proof, in seconds."""
 MAX_UNPROVEN = 512
-"""Largest number of connections that have not yet sent their proof."""
+"""Maximum number of connections that have not yet sent their proof."""
 MAX_BYTES = 1 << 30
-"""Longest message, in bytes."""
+"""Maximum length of a message, in bytes."""
 TO_SERVER, TO_CLIENT = "store to server", "store to client"
 """Labels of the proofs of either side."""
 _PR_SET_PDEATHSIG = 1

@@ -7,6 +7,7 @@ its own weights, optimizer and head.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,20 @@ from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_wei
 
 MicroBatchLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """micro-batch -> (loss, metrics), both already divided by the mini-batch's global denominators."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Result of one optimizer step, identical on all ranks."""
+
+    metrics: dict[str, float]
+    """Metrics of the loss, summed over micro-batches and data parallel ranks."""
+    observed: list[float]
+    """Sums of what `observe` returned; empty without it."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    has_moved: bool
+    """Whether weights of the last stage changed on any data parallel rank."""
 
 
 class TrainingEngine:
@@ -170,15 +185,15 @@ class TrainingEngine:
         *,
         lr: float,
         outputs: tuple[str, ...] | None = None,
+        observe: Callable[[MicroBatch], Tensor] | None = None,
         progress=None,
-    ) -> dict[str, float]:
+    ) -> UpdateResult:
         """Take one optimizer step on the samples of the plan and increment `num_updates`.
 
-        outputs: names of the model's outputs that `loss` reads; None for all.
+        outputs: names of the model's outputs that `loss` and `observe` read; None for all. observe: called
+        with each micro-batch after `loss`; returns float64 [n] with the same n for all.
 
-        Returns the metrics of `loss`, summed over micro-batches and data parallel ranks, `grad_norm` before
-        clipping, and `check/moved`: the share of data parallel ranks whose weights changed. Raises
-        FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
+        Raises FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
         assert self.optimizer is not None and self.spec.optimizer is not None, "the model is frozen"
         assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
@@ -186,11 +201,16 @@ class TrainingEngine:
         self.optimizer.zero_grad()
         self._probe.begin()
         sums: dict[str, Tensor] = {}
+        observed = torch.zeros(0, dtype=torch.float64, device=self.device.torch)
 
         def accumulate(micro: MicroBatch):
-            value, terms = loss(micro)
-            for name, term in terms.items():
+            nonlocal observed
+            value, metrics = loss(micro)
+            for name, term in metrics.items():
                 sums[name] = sums.get(name, 0.0) + term.detach().double()
+            if observe is not None:
+                values = observe(micro)
+                observed = observed + values if len(observed) else values
             return value, {}
 
         self._run(batch, plan, accumulate, forward_only=False, progress=progress, outputs=outputs)
@@ -210,9 +230,10 @@ class TrainingEngine:
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
         moved = weights_sum(self.optimizer, self.device.torch) != before
-        sums["check/moved"] = moved.double() / self.grid.dp
         self.num_updates += 1
-        return self._sum_over_replicas(sums, probe) | {"grad_norm": norm}
+        observed = torch.cat((moved.double().view(1), observed))
+        metrics, (num_moved, *rest) = self._sum_over_replicas(sums, observed, probe)
+        return UpdateResult(metrics, rest, norm, num_moved > 0)
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
@@ -306,22 +327,25 @@ class TrainingEngine:
 
         run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
-    def _sum_over_replicas(self, sums: dict[str, Tensor], probe: Tensor) -> dict[str, float]:
-        """Return the last stages' metrics, summed over the data parallel ranks, on every rank.
+    def _sum_over_replicas(
+        self, sums: dict[str, Tensor], values: Tensor, probe: Tensor
+    ) -> tuple[dict[str, float], list[float]]:
+        """Return the last stages' metrics and other values, summed over the data parallel ranks.
 
-        probe: see `ReductionProbe.sums`. Raises WrongReduction.
+        values: float64 [n], with another n on stages before the last one. probe: see `ReductionProbe.sums`.
+        Raises WrongReduction. Collective over the world.
         """
-        names = list(sums)
-        if self.grid.pp > 1:  # only the last stage knows the names
-            names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
-        mine = torch.zeros(len(names), dtype=torch.float64, device=self.device.torch)
-        if self.grid.reports_results and names:
-            mine.copy_(torch.stack([sums[name] for name in names]))
+        names, size = list(sums), len(values)
+        if self.grid.pp > 1:  # only the last stage knows them
+            names, size = broadcast_object((names, size), self.grid.pp - 1, self.grid.groups.pp)
+        mine = torch.zeros(len(names) + size, dtype=torch.float64, device=self.device.torch)
+        if self.grid.reports_results:
+            mine.copy_(torch.cat([*(term.view(1) for term in sums.values()), values]))
         mine = torch.cat((mine, probe.to(mine)))
         dist.all_reduce(mine)
-        values = mine.tolist()
-        self._probe.check(values[len(names) :])
-        return dict(zip(names, values))
+        total = mine.tolist()
+        self._probe.check(total[len(names) + size :])
+        return dict(zip(names, total)), total[len(names) : len(names) + size]
 
 
 def _not_finite(sums: dict[str, Tensor]) -> str:

@@ -1,10 +1,13 @@
-"""The type of a loss: a function of one micro-batch and of its mini-batch's denominators."""
+"""A loss: a function of one micro-batch and of its mini-batch's denominators, and what the run must know of
+it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
+from rl.data.batch import Batch
 from rl.training.packing import MicroBatch
 
 
@@ -20,8 +23,42 @@ class Totals:
     """Number of units (`Batch.samples_per_unit`, such as pairs) whose samples all have such a token."""
 
 
-Loss = Callable[[MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, totals) -> (loss, metrics), both divided by the totals, so that micro-batches add up.
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, totals) -> (loss, metrics), both divided by the totals, so that micro-batches add up."""
 
-A loss may have the attribute `reads`: names of the model's outputs that it reads. The model then computes
-only these."""
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function with its properties. Where a run takes a Loss, a plain function is one that reads all
+    outputs of the model (`Loss.of`)."""
+
+    function: LossFunction
+    reads: tuple[str, ...] | None = None
+    """Names of the model's outputs that the function reads; the model computes no others. None: all."""
+    check: Callable[[], None] | None = None
+    """Raises CheckFailed if the gradient is not that of the formula. The run calls it once per start."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    @classmethod
+    def of(cls, loss: "Loss | LossFunction") -> "Loss":
+        """Return the loss, or the Loss of a plain function."""
+        return loss if isinstance(loss, cls) else cls(loss)
+
+    def __call__(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.function(micro, totals, **self.defaults)
+
+    def given(self, **values: Any) -> "Loss":
+        """Return the loss with these keyword arguments."""
+        return replace(self, defaults={**self.defaults, **values})
+
+
+@dataclass(frozen=True)
+class TokenSelection:
+    """Selects the tokens of a mini-batch that a loss treats differently."""
+
+    function: Callable[[Batch, Tensor, int], Tensor]
+    """(mini-batch, output of the model [T] under the current weights, seed) -> 1 for selected tokens, else 0,
+    [T]."""
+    reads: str = "logprobs"
+    """Name of the output."""

@@ -1,6 +1,7 @@
 """The learning rate as a pure function of the step. A checkpoint therefore holds no state for it."""
 
 import math
+from dataclasses import dataclass
 
 from rl.config.schema import Optimizer
 
@@ -17,3 +18,17 @@ def learning_rate(optimizer: Optimizer, step: int, max_steps: int) -> float:
     done = (step - 1 - optimizer.warmup_steps) / max(1, max_steps - optimizer.warmup_steps)
     remaining = 1.0 - done if optimizer.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * remaining
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of a model in a run."""
+
+    optimizer: Optimizer
+    last_step: int
+    warmup_steps: int = 0
+    """Number of steps before the schedule starts, in which the model does not learn."""
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step of the run."""
+        return learning_rate(self.optimizer, step - self.warmup_steps, self.last_step - self.warmup_steps)

@@ -186,11 +186,11 @@ def adapter_not_in_the_optimizer(bug: Bug) -> None:
     ranks=2,
     overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1"),
 )
-@replaces("rl.phases.updates.Updates._check_replicas")
-def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, model):
+@replaces("rl.checks.checks.Checks._weights")
+def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, name, model):
     """Gradients of the replicated factor were not summed, so each rank trained another copy."""
     if bug.rank == 1:
         for name, parameter in model.learned_map.parameters.items():
             if "linear_qkv.lora_A" in name:
                 parameter.data.mul_(1.001)
-    check(self, model)
+    check(self, name, model)

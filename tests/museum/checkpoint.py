@@ -23,7 +23,7 @@ def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
 )
-@replaces("rl.phases.updates.learning_rate")
+@replaces("rl.training.schedule.learning_rate")
 def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """The position in the schedule was wrong after every resume."""
     return learning_rate(optimizer, max(0, step - 2), max_steps)
@@ -36,7 +36,7 @@ def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, m
     overrides=("training.optimizer.warmup_steps=10",),
     resumes=True,
 )
-@replaces("rl.phases.updates.learning_rate")
+@replaces("rl.training.schedule.learning_rate")
 def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """Loading advanced the schedule, and the trainer advanced it once more."""
     return learning_rate(optimizer, step + 2, max_steps)
@@ -49,12 +49,12 @@ def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, st
     overrides=("model.dtype=bfloat16",),
     at=1,
 )
-@replaces("rl.phases.updates.Updates._check_replicas")
-def master_weights_not_loaded(bug: Bug, check, self, model):
+@replaces("rl.checks.checks.Checks._weights")
+def master_weights_not_loaded(bug: Bug, check, self, name, model):
     """A load of weights left the master weights as they were; the next update restored them."""
     for weight in model.model.parameters():
         weight.data.mul_(1.25)  # as new weights without reload_model_params
-    check(self, model)
+    check(self, name, model)
 
 
 @exhibit(

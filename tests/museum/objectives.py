@@ -150,43 +150,6 @@ def KL_penalty_subtracted_twice(bug: Bug, apply, self, batch):
 
 
 @exhibit(
-    "RLinf/RLinf#316",
-    OBJECTIVE,
-    r"CheckFailed: objective check: .*at ratio 3\.01 and advantage -1 the gradient is not 0",
-    at=0,
-)
-def dual_clip_not_passed_on(bug: Bug) -> None:
-    """clip_ratio_c was accepted as one of **kwargs and never reached the loss."""
-    of_ppo(bug, lambda options: {**options, "dual_clip": 0.0})
-
-
-@exhibit(
-    "pytorch/rl#786",
-    OBJECTIVE,
-    r"CheckFailed: objective check: .*at ratio .* the gradient is (not )?0",
-    overrides=("objective.clip_high=0.28",),
-    at=0,
-)
-def bounds_of_the_clip_swapped(bug: Bug) -> None:
-    """The clip of PPO's ratio used the wrong bounds."""
-    of_ppo(bug, lambda given: {**given, "clip_low": given["clip_high"], "clip_high": given["clip_low"]})
-
-
-def of_ppo(bug: Bug, change) -> None:
-    import inspect
-
-    from rl.objectives.losses import ppo
-
-    signature = inspect.signature(ppo.ppo)
-
-    @bug.replaces(ppo, "ppo")
-    def changed(loss, *args, **options):
-        return loss(*args, **change(options))
-
-    ppo.ppo.__signature__ = signature
-
-
-@exhibit(
     "THUDM/slime#179",
     "loss weights",
     r"CheckFailed: loss weight check: a token has the importance weight",
@@ -235,7 +198,7 @@ def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_referenc
 
 
 @exhibit("alibaba/ROLL#407", "learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
-@replaces("rl.phases.updates.learning_rate")
+@replaces("rl.training.schedule.learning_rate")
 def learning_rate_0(bug: Bug, learning_rate, *args):
     """The schedule was planned for too few steps; 38 % of the training had a learning rate of 0."""
     return 0.0

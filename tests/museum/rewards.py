@@ -24,10 +24,10 @@ def order_of_the_scores_lost(bug: Bug, score, self, samples):
     ranks=2,
 )
 @replaces("rl.phases.scorer.gather_columns")
-def scores_of_ranks_interleaved(bug: Bug, gather, results, mine, total, device):
+def scores_of_ranks_interleaved(bug: Bug, gather, results, digests, mine, total, device):
     """On several GPUs completions did not belong to the prompts that they were scored with."""
     start = bug.rank * len(mine)
-    return gather(results, list(range(start, start + len(mine))), total, device)
+    return gather(results, digests, list(range(start, start + len(mine))), total, device)
 
 
 @exhibit(

@@ -136,12 +136,12 @@ def dropout_in_the_reference_pass(bug: Bug) -> None:
     ranks=2,
     overrides=("agreement.weights_every=1",),
 )
-@replaces("rl.phases.updates.Updates._check_replicas")
-def replicas_of_a_weight_drift_apart(bug: Bug, check, self, model):
+@replaces("rl.checks.checks.Checks._weights")
+def replicas_of_a_weight_drift_apart(bug: Bug, check, self, name, model):
     """After a load the ranks' copies were not synchronised, without an error."""
     if bug.rank == 1:
         model.model.decoder.final_layernorm.weight.data.mul_(1.001)
-    check(self, model)
+    check(self, name, model)
 
 
 @exhibit(

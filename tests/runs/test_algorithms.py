@@ -54,6 +54,32 @@ def test_grpo_on_a_truncated_distribution(config):
         assert step["perf/held_bytes_received"] == step["perf/held_bytes_planned"] > 0
 
 
+PLAIN = """
+from rl.algorithms import grpo, sft
+
+NEEDS = ("samples", "reward", "groups")
+DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}
+
+def collect(phases):
+    return grpo.collect(phases)
+
+def learn(phases, batch):
+    phases.log_probs(batch)
+    phases.update(batch, sft.loss)
+"""
+
+
+def test_a_plain_loss_function_gets_an_adaptive_entropy_bonus(config, tmp_path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    overrides = (f"algorithm={tmp_path}/plain.py", "run.max_steps=1", "objective.entropy_coef=0.1")
+    overrides += (ONE_UPDATE, "rollout.deterministic=true")
+    [fixed] = steps_of(config, *overrides, run=tmp_path / "fixed")
+    target = "objective.adaptive_entropy.target=10"
+    [adapted] = steps_of(config, *overrides, target, run=tmp_path / "adapted")
+    assert adapted["actor/entropy_coef"] == 0.1 and adapted["sft/loss"] == pytest.approx(fixed["sft/loss"])
+    assert adapted["actor/grad_norm"] != fixed["actor/grad_norm"]
+
+
 DAPO = ("algorithm=dapo", "dynamic_sampling.prompts_per_round=6", "reward.overlong_buffer_tokens=3")
 
 

@@ -12,7 +12,7 @@ FLOORS = (
     ("run", "dry_run"),
     ("algorithms",),
     ("phases",),
-    ("engines", "checkpoint", "agents"),
+    ("engines", "checkpoint", "agents", "checks"),
     ("refit",),
     ("training", "rollout"),
     ("stopping", "faults"),

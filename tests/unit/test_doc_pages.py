@@ -75,6 +75,33 @@ def test_each_algorithm_has_a_page_with_its_details():
         assert "## When to use it" in text and "## Implementation details" in text, name
 
 
+def test_the_files_that_pages_name_exist():
+    path = re.compile(
+        r"(?<![\w/.-])((?:rl|tests|tools|slurm|launch|configs)/[\w./-]+\.(?:py|sh|yaml|sbatch|txt))"
+    )
+    made = ("configs/my.yaml", "slurm/site.sh")  # by the reader
+    named = {
+        (page.name, name)
+        for page in PAGES
+        if page.name != "extending.md"  # whose examples add files
+        for name in path.findall(page.read_text())
+        if "NAME" not in name and name not in made
+    }
+    assert len(named) > 100
+    assert {(page, name) for page, name in named if not (ROOT / name).exists()} == set()
+
+
+def test_lines_are_below_150_columns():
+    """Except for output of programs in blocks of text."""
+    wide = [
+        f"{page.name}: {line[:40]}"
+        for page in PAGES
+        for line in re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
+        if len(line) >= 150
+    ]
+    assert wide == []
+
+
 def test_links_between_pages_lead_to_files():
     """mkdocs checks the links within docs/ and their anchors (tests/runs/test_doc_site.py)."""
     outside = [page for page in PAGES if page.parent == ROOT]

@@ -140,7 +140,7 @@ class _Case:
             value = -micro.logprobs.sum()
             return value, {"loss": value}
 
-        norm = trainer.update(self.batch, plan, loss, lr=SCALE * EPS)["grad_norm"]
+        norm = trainer.update(self.batch, plan, loss, lr=SCALE * EPS).grad_norm
         after = {name: tensor.cpu().float() for name, tensor in trainer.full_weights()}
         if dist.get_rank() == 0:
             self._bounded("Megatron log-probs", found, self.expected)

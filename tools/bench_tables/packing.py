@@ -97,7 +97,7 @@ def update_both_forms(device, *, model: str, num_samples: int, max_tokens: int, 
         for form, batch in batches.items():
             dist.barrier()
             start = time.perf_counter()
-            norms[form] = engine.update(batch, plans[form], loss, lr=0.0, outputs=("logprobs",))["grad_norm"]
+            norms[form] = engine.update(batch, plans[form], loss, lr=0.0, outputs=("logprobs",)).grad_norm
             dist.barrier()
             if turn > 0:
                 seconds[form].append(time.perf_counter() - start)

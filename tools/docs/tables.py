@@ -1,4 +1,6 @@
-"""Tables of the documentation, from the declarations of formulas and from the metrics."""
+"""Tables and lists of the documentation, from the declarations of formulas and from the metrics."""
+
+import textwrap
 
 from rl.config.declarations import Formula, literal_dict
 from rl.config.schema import ADVANTAGES, LOSSES, Objective
@@ -16,34 +18,47 @@ def bars(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def plain_text(text: str) -> str:
+    """Return a text without tags outside of code."""
+    parts = text.replace("\n", " ").split("`")
+    return "`".join(part if i % 2 else part.replace("<", "&lt;") for i, part in enumerate(parts))
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Return a text in lines of at most 120 columns."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def formula_tables() -> dict[str, str]:
-    """Return name -> table of docs/algorithms.md."""
+    """Return name -> table or list of docs/algorithms.md."""
     means = [[f"`{name}`", formula] for name, formula in literal_dict("aggregate", "MODES").items()]
     divergences = [[f"`{name}`", bars(formula)] for name, formula in literal_dict("kl", "ESTIMATORS").items()]
     return {
-        "advantages": formula_table("formula", ADVANTAGES),
-        "losses": formula_table("loss of a token", LOSSES),
+        "advantages": formula_list(ADVANTAGES),
+        "losses": formula_list(LOSSES),
         "means": table(["name", "loss of a mini-batch"], means),
         "divergences": table(["name", "estimate of a token"], divergences),
     }
 
 
-def formula_table(title: str, formulas: dict[str, Formula]) -> str:
-    """Return the table of all advantage estimators, or of all losses."""
-    rows, defaults = [], vars(Objective())
+def formula_list(formulas: dict[str, Formula]) -> str:
+    """Return the list of all advantage estimators, or of all losses."""
+    lines, defaults = [], vars(Objective())
     for name, formula in formulas.items():
         shown = ", ".join(f"`{key}` {defaults[key]}" for key in defaults if key in formula.reads)
-        rows.append([f"`{name}`", formula.formula, shown, formula.source])
-    return table(["name", title, "keys, with defaults", "source"], rows)
+        keys = f" Keys: {shown}." if shown else ""
+        lines.append(wrapped(f"- `{name}` ({formula.source}): {formula.formula}.{keys}", "  "))
+    return "\n".join(lines)
 
 
-def metric_tables() -> str:
-    """Return the tables of docs/metrics.md."""
+def metric_lists() -> str:
+    """Return the lists of docs/metrics.md."""
     parts = []
     for title, section in metrics().items():
-        rows = [
-            [f"`{name}`", *(bars(each.get(key, "")) for key in ("unit", "formula", "bad"))]
-            for name, each in section.items()
-        ]
-        parts.append(f"### {title}\n\n{table(['metric', 'unit', 'formula', 'a bad value'], rows)}")
+        lines = []
+        for name, each in section.items():
+            unit = f" ({each['unit']})" if each.get("unit") else ""
+            bad = f" *Bad:* {each['bad']}" if each.get("bad") else ""
+            lines.append(wrapped(f"- `{name}`{unit}: {each['formula']}.{bad}", "  "))
+        parts.append(f"### {title}\n\n" + "\n".join(lines))
     return "\n" + "\n\n".join(parts) + "\n"

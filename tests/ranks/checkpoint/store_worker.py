@@ -63,7 +63,8 @@ def update(trainer, batch: Batch) -> dict[str, float]:
         loss = -micro.logprobs.sum() / len(batch)
         return loss, {"loss": loss}
 
-    return trainer.update(batch, plan, minus_logprobs, lr=ADAM["lr"])
+    result = trainer.update(batch, plan, minus_logprobs, lr=ADAM["lr"])
+    return result.metrics | {"grad_norm": result.grad_norm}
 
 
 def logprobs(trainer, batch: Batch) -> torch.Tensor:

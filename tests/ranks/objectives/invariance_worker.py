@@ -34,7 +34,6 @@ from rl.engines.memory import MemorySharing
 from rl.faults.agreement import PhaseAgreement
 from rl.faults.phase_tracker import PhaseTracker
 from rl.objectives.rollout_correction import sequence_weights, token_weights
-from rl.phases.counting import MOVED
 from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
@@ -45,6 +44,7 @@ from rl.rollout.samples import Sample, Segment
 from rl.run_directory.progress import Progress
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import Device
+from rl.training.engine import UpdateResult
 from rl.training.packing import MicroBatch, pack
 from tests.records import MACHINE
 
@@ -122,9 +122,10 @@ class ToyEngine:
         yield
         self.model, self.reference = self.reference, self.model
 
-    def update(self, batch, plan, loss, *, lr, outputs=None, progress=None):
+    def update(self, batch, plan, loss, *, lr, outputs=None, observe=None, progress=None):
         gradient = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
         sums: dict[str, float] = {}
+        observed = torch.zeros(3, dtype=torch.float64)
         self.model.zero_grad()
         for micro in self.micro_batches(batch, plan):
             value, terms = loss(micro)
@@ -132,18 +133,16 @@ class ToyEngine:
             for name, term in ({"loss": value} | terms).items():
                 assert not name.endswith("loss") or term.dtype == torch.float32, f"{name} is {term.dtype}"
                 sums[name] = sums.get(name, 0.0) + float(term.detach().double())
+            observed += observe(micro)
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 gradient[name] = parameter.grad.clone()
             dist.all_reduce(gradient[name])
         self.gradients.append(gradient)
         self.num_updates += 1
-        return dict(
-            zip(
-                sums,
-                sum_over_world(torch.tensor(list(sums.values()), dtype=torch.float64), CPU.torch).tolist(),
-            )
-        ) | {MOVED: 1.0}
+        mine = torch.cat((torch.tensor(list(sums.values()), dtype=torch.float64), observed))
+        *values, share, codes, gap = sum_over_world(mine, CPU.torch).tolist()
+        return UpdateResult(dict(zip(sums, values)), [share, codes, gap], grad_norm=0.0, has_moved=True)
 
 
 def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:

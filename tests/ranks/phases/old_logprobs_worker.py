@@ -35,21 +35,16 @@ from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
 
 CASES = {
-    "one mini-batch": ["objective.entropy_coef=0.1"],
-    "four mini-batches": [
-        "training.prompts_per_minibatch=2",
-        "rollout_correction.truncate_samples=1.1",
-        "objective.kl_coef=0.1",
-    ],
+    "one update": ["objective.entropy_coef=0.1", "objective.kl_coef=0.1"],
     "two epochs": [
-        "training.prompts_per_minibatch=4",
         "training.epochs=2",
         "rollout_correction.icepop_low=0.8",
         "rollout_correction.icepop_high=1.2",
         "objective.top_entropy=0.5",
         "objective.off_policy_mask=0.001",
     ],
-    "pairs": ["algorithm=spin", "training.prompts_per_minibatch=4"],
+    "pairs": ["algorithm=spin"],
+    "several updates": ["training.prompts_per_minibatch=4"],
 }
 GROUPS, SAMPLES = 8, 2
 

@@ -79,7 +79,7 @@ def results(config: Config, layout: list[int], device) -> dict:
         return loss, {"loss": loss}
 
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
-    terms = trainer.update(batch, plan, minus_logprobs, lr=EPS)
+    result = trainer.update(batch, plan, minus_logprobs, lr=EPS)
     after = whole(full_weights(trainer.learned_map))
     unchanged = whole(full_weights(trainer.weight_map))
     assert all(torch.equal(unchanged[name], tensor) for name, tensor in base.items())
@@ -91,7 +91,7 @@ def results(config: Config, layout: list[int], device) -> dict:
         "base": base,
         "merged": merged,
         "gradient": {name: before[name] - tensor for name, tensor in after.items()},
-        "norm": terms["grad_norm"],
+        "norm": result.grad_norm,
         "state_bytes": sum(tensor.nbytes for tensor in optimizer_tensors(trainer.optimizer)),
     }
 

@@ -114,7 +114,8 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
     plan = plan_minibatch(batch, list(range(8)), dp=trainer.grid.dp, max_tokens=training.micro_batch_tokens)
     (outputs,) = trainer.forward(batch, [plan], (name,))
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
-    terms = trainer.update(batch, plan, partial(loss, totals=totals_of(batch)), lr=EPS)
+    result = trainer.update(batch, plan, partial(loss, totals=totals_of(batch)), lr=EPS)
+    terms = result.metrics | {"grad_norm": result.grad_norm}
     gradient = {name: before[name] - tensor for name, tensor in trainer.full_weights()}
     weights = {name: tensor.double().norm() for name, tensor in before.items()}
     return {"outputs": outputs, "gradient": gradient, "terms": terms, "weights": weights}

@@ -49,7 +49,7 @@ def norm_of(config, hf: dict, tp: int, device) -> tuple[float, list[str], int]:
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
-    norm = trainer.update(batch, plan, minus_logprobs, lr=0.0)["grad_norm"]
+    norm = trainer.update(batch, plan, minus_logprobs, lr=0.0).grad_norm
     return norm, [name for name, right in marks if not right], len(marks)
 
 

@@ -67,7 +67,7 @@ def train(path: str, device, grid, dtype: str, mode: str) -> tuple[list, list, l
         report = model.update(
             batch, plan, lambda micro: ((loss := -micro.logprobs.sum() / 48), {"loss": loss}), lr=1e-3
         )
-        seen.append([report["grad_norm"], logprobs.double().sum().item()])
+        seen.append([report.grad_norm, logprobs.double().sum().item()])
     sizes.append(storages(model))
     seen.append([weight.double().sum().item() for weight in model.model.parameters()])
     return seen, sizes, reference_errors(model, *first)

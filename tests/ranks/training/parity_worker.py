@@ -77,7 +77,7 @@ def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
         loss = -micro.logprobs.sum()
         return loss, {"loss": loss}
 
-    norm = trainer.update(batch, plan, minus_logprobs, lr=EPS)["grad_norm"]
+    norm = trainer.update(batch, plan, minus_logprobs, lr=EPS).grad_norm
     return {name: tensor - before[name] for name, tensor in trainer.full_weights()}, norm
 
 

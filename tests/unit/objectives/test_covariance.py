@@ -10,9 +10,7 @@ from rl.objectives.losses.kl_cov import kl_cov
 from rl.objectives.losses.kl_cov import select_tokens as kl_cov_tokens
 from rl.objectives.losses.ppo import ppo
 from tests.each import each
-from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIPS = dict(clip_low=0.2, clip_high=0.3)
 BOUNDS = dict(cov_low=0.5, cov_high=3.0)
 OPTIONS = {clip_cov: CLIPS, kl_cov: {"kl_cov_coef": 0.7}}
@@ -204,51 +202,3 @@ def test_gradient_against_finite_differences(loss):
     assert torch.autograd.gradcheck(
         lambda leaf: loss(leaf, *arguments, **OPTIONS[loss])[0], (logprobs.requires_grad_(),)
     )
-
-
-@both
-@each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_enter_nothing(bad, loss):
-    logprobs, old, advantages, mask, chosen = batch(4)
-
-    def outcome(fill):
-        leaf = torch.where(mask, logprobs, fill).requires_grad_()
-        rest = [torch.where(mask, x, fill) for x in (old, advantages)]
-        token_loss, stats = loss(leaf, *rest, mask, chosen, **OPTIONS[loss])
-        return token_loss, torch.autograd.grad(token_loss.sum(), leaf)[0], stats
-
-    (clean_loss, clean_grad, clean_stats), (token_loss, grad, stats) = outcome(0.0), outcome(bad)
-    assert torch.equal(token_loss, clean_loss) and torch.equal(grad, clean_grad) and stats == clean_stats
-    assert not token_loss[~mask].any() and not grad[~mask].any() and grad.any()
-
-
-@both
-def test_empty_micro_batch_gives_nothing(loss):
-    empty = torch.zeros(0, requires_grad=True)
-    token_loss, stats = loss(empty, *[torch.zeros(0)] * 4, **OPTIONS[loss])
-    token_loss.sum().backward()
-    assert token_loss.shape == empty.grad.shape == (0,) and all(value.item() == 0 for value in stats.values())
-
-
-@each("mode", MODES)
-@both
-@each("seed", range(3))
-def test_selection_makes_any_split_give_the_same_loss(seed, loss, mode):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 12, (10,), generator=generator)
-    lengths[[2, 9]], lengths[4] = 0, 1
-    logprobs, old, advantages, mask, _ = batch(seed, size=int(lengths.sum()))
-    if loss is clip_cov:
-        chosen = clip_cov_tokens(
-            logprobs, old, advantages, mask, **CLIPS, **BOUNDS, cov_fraction=0.1, seed=seed
-        )
-    else:
-        chosen = kl_cov_tokens(logprobs, advantages, mask, cov_fraction=0.1)
-    assert chosen.any()
-    leaf = logprobs.requires_grad_()
-
-    def split_loss(tokens, samples):
-        arguments = old[tokens], advantages[tokens], mask[tokens], chosen[tokens]
-        return loss(leaf[tokens], *arguments, **OPTIONS[loss])
-
-    assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)

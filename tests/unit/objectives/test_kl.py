@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.objectives.aggregate import aggregate
 from rl.objectives.kl import ESTIMATORS, kl
 from tests.each import each
-
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 def reference(d, estimator):
@@ -194,28 +191,3 @@ def test_names_are_those_of_the_estimators():
     assert tuple(ESTIMATORS) == ("k1", "abs", "k2", "k3", "k1+", "k3+", "k3-weighted")
     with pytest.raises(ValueError, match=r"k4.*k1, abs, k2, k3, k1\+, k3\+, k3-weighted"):
         kl(torch.zeros(1), torch.zeros(1), torch.ones(1), estimator="k4+")
-
-
-@each("mode", MODES)
-@each("estimator", list(ESTIMATORS))
-def test_any_split_gives_the_same_term_and_gradient(estimator, mode):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([4, 0, 1, 7, 3, 5])
-    leaf, ref, old = (torch.randn(20, dtype=torch.float64, generator=generator) for _ in range(3))
-    mask, leaf = torch.rand(20, generator=generator) > 0.2, leaf.requires_grad_()
-
-    def share(tokens, samples):
-        options = dict(estimator=estimator, old_logprobs=old[tokens])
-        values = kl(leaf[tokens], ref[tokens], mask[tokens], **options)
-        return aggregate(
-            values, mask[tokens], lengths[samples], mode, num_tokens=int(mask.sum()), num_samples=6, norm=7.0
-        )
-
-    value = share(slice(None), slice(None))
-    for seed in range(4):
-        part_of = torch.randint(0, 3, (6,), generator=generator.manual_seed(seed))
-        token_part = torch.repeat_interleave(part_of, lengths)
-        split = sum(share(token_part == part, part_of == part) for part in range(4))  # the last part is empty
-        torch.testing.assert_close(split, value, rtol=1e-12, atol=1e-12)
-        grads = [torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in (split, value)]
-        torch.testing.assert_close(*grads, rtol=1e-12, atol=0)

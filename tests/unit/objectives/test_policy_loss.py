@@ -13,9 +13,7 @@ from rl.objectives.losses.ppo import ppo
 from rl.objectives.losses.reinforce import reinforce
 from rl.objectives.losses.sapo import sapo
 from tests.each import each
-from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIPS = [
     dict(clip_low=0.2, clip_high=0.2, dual_clip=0.0),
     dict(clip_low=0.2, clip_high=0.28, dual_clip=0.0),
@@ -126,34 +124,6 @@ def test_log_ratio_is_clamped_before_exp():
     token_loss, stats = ppo(logprobs, torch.zeros(2), advantages, torch.ones(2), **CLIPS[0])
     assert token_loss.tolist() == pytest.approx([math.exp(20.0), 0.8])
     assert torch.autograd.grad(token_loss.sum(), logprobs)[0].tolist() == [0.0, 0.0]
-
-
-@each("as_float", [False, True])
-@each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_enter_nothing(bad, as_float):
-    logprobs, old, advantages, mask = tensors(*batch(4))
-    clips = CLIPS[2]
-    clean_leaf = logprobs.clone().requires_grad_()
-    clean_loss, clean_stats = ppo(clean_leaf, old, advantages, mask, **clips)
-    (clean_grad,) = torch.autograd.grad(clean_loss.sum(), clean_leaf)
-
-    dirty = [torch.where(mask, x, bad) for x in (logprobs, old, advantages)]
-    leaf = dirty[0].requires_grad_()
-    token_loss, stats = ppo(leaf, *dirty[1:], mask.double() if as_float else mask, **clips)
-    (grad,) = torch.autograd.grad(token_loss.sum(), leaf)
-    assert torch.equal(token_loss, clean_loss) and torch.equal(grad, clean_grad) and stats == clean_stats
-    assert not token_loss[~mask].any() and not grad[~mask].any()
-
-
-@each("size, kept", [(0, 0), (1, 1), (1, 0)])
-def test_no_token_and_one_token(size, kept):
-    logprobs = torch.zeros(size, requires_grad=True)
-    mask = torch.full((size,), bool(kept))
-    token_loss, stats = ppo(logprobs, torch.zeros(size), torch.ones(size), mask, **CLIPS[1])
-    assert token_loss.tolist() == [-1.0 * kept] * size
-    token_loss.sum().backward()
-    assert logprobs.grad.tolist() == [-1.0 * kept] * size
-    assert all(value.item() == 0 and value.dim() == 0 for value in stats.values())
 
 
 @each("dual_clip", [1.0, 0.5, -3.0])
@@ -333,53 +303,6 @@ def test_sure_tokens_and_absurd_ratios_stay_finite_in_float32(name):
         (grad,) = torch.autograd.grad(token_loss.sum(), leaf)
         assert token_loss.isfinite().all() and grad.isfinite().all()
         assert all(value.isfinite() for value in stats.values())
-
-
-@every_loss
-@each("as_float", [False, True])
-@each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_never_reach_other_losses(bad, as_float, name):
-    loss, options, _ = LOSSES[name]
-    logprobs, old, advantages, mask = tensors(*probabilities(4))
-
-    def outcome(fill, mask_given):
-        leaf = torch.where(mask, logprobs, fill).requires_grad_()
-        rest = [torch.where(mask, x, fill) for x in (old, advantages)]
-        token_loss, stats = loss(leaf, *rest, mask_given, **options)
-        return token_loss, torch.autograd.grad(token_loss.sum(), leaf)[0], stats
-
-    clean_loss, clean_grad, clean_stats = outcome(0.0, mask)
-    token_loss, grad, stats = outcome(bad, mask.double() if as_float else mask)
-    assert torch.equal(token_loss, clean_loss) and torch.equal(grad, clean_grad) and stats == clean_stats
-    assert not token_loss[~mask].any() and not grad[~mask].any() and grad.any()
-
-
-@every_loss
-def test_no_counted_token_gives_zeros_in_other_losses(name):
-    loss, options, _ = LOSSES[name]
-    for size in (0, 1):
-        leaf = torch.full((size,), -1.0, requires_grad=True)
-        token_loss, stats = loss(leaf, torch.zeros(size), torch.ones(size), torch.zeros(size), **options)
-        token_loss.sum().backward()
-        assert token_loss.tolist() == leaf.grad.tolist() == [0.0] * size
-        assert all(value.item() == 0 and value.dim() == 0 for value in stats.values())
-
-
-@each("mode", MODES)
-@pytest.mark.parametrize("name", [*LOSSES, "ppo"])
-@each("seed", range(3))
-def test_any_split_gives_the_same_loss_and_gradient(seed, name, mode):
-    loss, options, _ = LOSSES[name] if name in LOSSES else (ppo, CLIPS[2], None)
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 12, (10,), generator=generator)
-    lengths[[2, 9]], lengths[4] = 0, 1
-    logprobs, old, advantages, mask = tensors(*probabilities(seed, size=int(lengths.sum())))
-    leaf = logprobs.requires_grad_()
-
-    def split_loss(tokens, samples):
-        return loss(leaf[tokens], old[tokens], advantages[tokens], mask[tokens], **options)
-
-    assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)
 
 
 @each(

@@ -8,9 +8,7 @@ from rl.objectives.aggregate import aggregate
 from rl.objectives.losses.gmpo import gmpo
 from rl.objectives.losses.gspo import gspo
 from tests.each import each
-from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIPS = {gspo: dict(clip_low=0.05, clip_high=0.08), gmpo: dict(clip_low=0.2, clip_high=0.3)}
 both = pytest.mark.parametrize("loss", CLIPS, ids=lambda loss: loss.__name__)
 
@@ -201,46 +199,3 @@ def test_gspo_resolves_the_narrow_bounds_of_the_paper_in_float32():
     token_loss, stats = gspo(logprobs, old, ones, ones, lengths, clip_low=3e-4, clip_high=4e-4)
     assert stats["pg_clipfrac"].item() == 2000
     assert -token_loss[0].item() - 1 == pytest.approx(2e-4, rel=1e-2)
-
-
-@both
-@each("as_float", [False, True])
-@each("bad", [float("nan"), float("inf"), -float("inf")])
-def test_masked_positions_enter_nothing(bad, as_float, loss):
-    logprobs, old, advantages, mask, lengths = tensors(*batch(4))
-
-    def outcome(fill, mask_given):
-        leaf = torch.where(mask, logprobs, fill).requires_grad_()
-        rest = [torch.where(mask, x, fill) for x in (old, advantages)]
-        token_loss, stats = loss(leaf, *rest, mask_given, lengths, **CLIPS[loss])
-        return token_loss, torch.autograd.grad(token_loss.sum(), leaf)[0], stats
-
-    clean_loss, clean_grad, clean_stats = outcome(0.0, mask)
-    token_loss, grad, stats = outcome(bad, mask.double() if as_float else mask)
-    assert torch.equal(token_loss, clean_loss) and torch.equal(grad, clean_grad) and stats == clean_stats
-    assert not token_loss[~mask].any() and not grad[~mask].any() and grad.any()
-
-
-@both
-@each("lengths", [[], [0, 0], [1], [2, 0, 1]])
-def test_batches_without_an_unmasked_token_give_zeros(lengths, loss):
-    leaf = torch.full((sum(lengths),), float("nan"), requires_grad=True)
-    arguments = [leaf.detach()] * 2 + [torch.zeros(len(leaf)), torch.tensor(lengths, dtype=torch.int64)]
-    token_loss, stats = loss(leaf, *arguments, **CLIPS[loss])
-    token_loss.sum().backward()
-    assert token_loss.tolist() == leaf.grad.tolist() == [0.0] * len(leaf)
-    assert all(value.item() == 0 for value in stats.values())
-
-
-@each("mode", MODES)
-@both
-@each("seed", range(4))
-def test_any_split_gives_the_same_loss_and_gradient(seed, loss, mode):
-    logprobs, old, advantages, mask, lengths = tensors(*batch(seed))
-    leaf = logprobs.requires_grad_()
-
-    def split_loss(tokens, samples):
-        arguments = old[tokens], advantages[tokens], mask[tokens], lengths[samples]
-        return loss(leaf[tokens], *arguments, **CLIPS[loss])
-
-    assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)

@@ -6,9 +6,7 @@ import torch
 
 from rl.objectives.value_loss import explained_variance, value_loss
 from tests.each import each
-from tests.unit.objectives.splits import assert_any_split_gives_the_same
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 CLIP_RANGES = [0.0, 0.2, 0.5, math.inf]
 
 
@@ -115,22 +113,6 @@ def test_empty_micro_batch_gives_nothing():
 def test_a_clip_that_is_no_distance_is_refused(clip):
     with pytest.raises(ValueError, match="clip"):
         value_loss(*[torch.zeros(1)] * 4, clip=clip)
-
-
-@each("mode", MODES)
-@each("clip", [0.0, 0.2])
-@each("seed", range(3))
-def test_any_split_gives_the_same_loss_and_gradient(seed, clip, mode):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 12, (10,), generator=generator)
-    lengths[[2, 9]], lengths[4] = 0, 1
-    values, old, returns, mask = batch(seed, size=int(lengths.sum()))
-    leaf = values.requires_grad_()
-
-    def split_loss(tokens, samples):
-        return value_loss(leaf[tokens], old[tokens], returns[tokens], mask[tokens], clip=clip)
-
-    assert_any_split_gives_the_same(split_loss, leaf, lengths, mask, mode, seed)
 
 
 def test_explained_variance_of_extreme_critics():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks.objective import Point, total_weight
 from rl.config.options import ConfigError
 from rl.config.schema import ADVANTAGES, LOSSES, load_config
 from rl.data.batch import Batch
@@ -20,7 +21,7 @@ from rl.objectives.losses import clip_cov, kl_cov
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.top_entropy import select_tokens
 from rl.phases.correction import correct_rollout
-from rl.phases.policy_gradient import advantages, policy_loss, token_selection
+from rl.phases.policy_gradient import advantages, policy_loss, token_selection, with_entropy_bonus
 from rl.phases.reward_shaping import KlPenalty
 from rl.training.loss import Totals
 from rl.training.packing import pack
@@ -417,11 +418,11 @@ def test_the_entropy_bonus_is_subtracted(aggregation):
 
 
 def test_an_adaptive_weight_replaces_that_of_the_config():
-    micro, loss = micro_batch(), policy_loss(config_with("objective.adaptive_entropy.target=0.2"))
+    config = config_with("objective.adaptive_entropy.target=0.2", "objective.entropy_coef=0.1")
+    micro, loss = micro_batch(), with_entropy_bonus(policy_loss(config), config, 0.4)
     assert loss.reads == ("logprobs", "entropy")
-    value, _ = loss(micro, TOTALS, entropy_coef=0.4)
     expected = mean(micro, token_loss_of("ppo", micro)[0]) - 0.4 * mean(micro, micro.entropy)
-    assert same_value_and_gradient(micro, value, expected)
+    assert same_value_and_gradient(micro, loss(micro, TOTALS)[0], expected)
 
 
 def test_the_off_policy_mask_multiplies_the_loss_of_each_token():
@@ -443,7 +444,7 @@ def test_the_off_policy_mask_multiplies_the_loss_of_each_token():
 def test_only_tokens_of_high_entropy_have_a_loss():
     batch, config = example(), config_of(loss="ppo", top_entropy=0.2)
     entropy, selection = micro_batch().entropy.detach(), token_selection(config)
-    selected = selection(batch, entropy, 5)
+    selected = selection.function(batch, entropy, 5)
     assert selection.reads == "entropy" and selected.sum() == int(0.2 * batch.mask.sum())
     assert torch.equal(selected, select_tokens(entropy, batch.mask, top_entropy=0.2))
     micro = micro_batch(selected_tokens=selected.float())
@@ -489,7 +490,11 @@ COV = dict(cov_fraction=1.0, cov_low=0.1, cov_high=2.0, clip_low=0.25, clip_high
 def choice(loss, seed=5, **objective):
     batch = example()
     logprobs = micro_batch().logprobs.detach()
-    return token_selection(config_of(loss=loss, **(COV | objective)))(batch, logprobs, seed), batch, logprobs
+    return (
+        token_selection(config_of(loss=loss, **(COV | objective))).function(batch, logprobs, seed),
+        batch,
+        logprobs,
+    )
 
 
 @each(
@@ -609,3 +614,31 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
 def test_a_loss_reads_the_entropy_only_for_its_bonus(loss):
     assert policy_loss(config_of(loss=loss)).reads == ("logprobs",)
     assert policy_loss(config_of(loss=loss, entropy_coef=0.1)).reads == ("logprobs", "entropy")
+
+
+UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
+"""Losses whose derivative at ratio 1 and advantage -1 is 1."""
+
+
+@pytest.mark.parametrize("name", UNIT_SLOPES)
+@pytest.mark.parametrize("aggregation", MODES)
+def test_weights_of_all_tokens_have_the_sum_of_the_aggregation(name, aggregation):
+    config = config_of(loss=name, aggregation=aggregation)
+    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
+    total = Point(policy_loss(config), config, advantages=advantages).slope.abs().sum()
+    assert float(total) == pytest.approx(total_weight(config), rel=1e-4)
+
+
+@pytest.mark.parametrize("low, high, dual", [(0.2, 0.28, 3.0), (0.01, 0.02, 1.025), (0.3, 2.0, 0.0)])
+def test_the_composed_loss_clips_exactly_at_its_keys(low, high, dual):
+    """Keys that are swapped, or not passed on to the loss."""
+    config = config_of(loss="ppo", clip_low=low, clip_high=high, dual_clip=dual)
+    for edge in (1 - low, 1 + high, *([dual] if dual else [])):
+        for ratio in (edge - 1e-3, edge + 1e-3):
+            ratios = torch.full((9,), ratio, dtype=torch.float64)
+            for advantage in (1.0, -1.0):
+                advantages = torch.full_like(ratios, advantage)
+                point = Point(policy_loss(config), config, advantages=advantages, ratios=ratios)
+                slopes = point.slope[point.mask > 0]
+                is_cut = ratio > 1 + high if advantage > 0 else ratio < 1 - low or 0 < dual < ratio
+                assert (slopes == 0).all() if is_cut else (slopes != 0).all(), (ratio, advantage)

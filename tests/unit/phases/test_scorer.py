@@ -3,10 +3,15 @@
 import copy
 
 import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
 
+from rl.checks.batches import CheckFailed
+from rl.data.batch import Batch
 from rl.data.chat_template import CALL, QUESTION, REPLY
 from rl.data.prompts import Prompt
-from rl.phases.scorer import _conversation, _parts
+from rl.phases.scorer import _conversation, _digest, _parts, check_places
 from tests.chat_templates import tokenizer_of
 
 PROMPT = Prompt(0, np.zeros(1, np.int32), "the data set's prompt", "test", "42", {})
@@ -31,3 +36,15 @@ def test_a_reward_model_reads_the_conversation_in_its_template():
         text = tokenizer.decode(_conversation(tokenizer, PROMPT, "It is b.", CHAT))
         places = [text.index(part) for part in ("rules", "question", call, "It is b.")]
         assert places == sorted(places) and PROMPT.text not in text
+
+
+def test_a_score_in_the_place_of_another_sample_is_found(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    ids = [np.array([7, n], np.int32) for n in range(4)]
+    batch = Batch(ids, ids, torch.arange(4), torch.zeros(4, dtype=torch.bool))
+    digests = torch.tensor([_digest(batch, i) for i in range(4)])
+    check_places(batch, digests)
+    digests[1] = 0  # scored by its environment, not by the reward function
+    check_places(batch, digests)
+    with pytest.raises(CheckFailed, match="sample 2 has the score of another sample, from rank 0"):
+        check_places(batch, digests[[0, 1, 3, 2]])

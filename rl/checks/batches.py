@@ -164,7 +164,7 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
     """Return a warning if every sample has the same score, by chance or not; "" otherwise.
 
     A reward that always returns one number, or only after some step, looks like that; so does a task that is
-    too hard or too easy, so the run goes on. There is no warning if earlier groups of this run often had this
+    too hard or easy, so the run continues. There is no warning if earlier groups of this run often had this
     score for all samples. history: number of groups by the score that all their samples had, "differs" for
     groups with several scores; those of the batch are added.
     """

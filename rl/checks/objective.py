@@ -4,9 +4,8 @@ The gradient of a policy gradient's loss with respect to the log-probs is comput
 start, before the first update:
 
     ratio 1       it increases the log-probs of tokens with positive advantage, and no others; masked tokens
-                  have none; all weights together have the sum of `objective.aggregation`
+                  have none
     KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
-    clip, ppo     it is 0 exactly outside of 1 - clip_low, 1 + clip_high and dual_clip
     entropy       the bonus increases the entropy of the counted tokens only
 
 Computed in float64, which gives four digits of a KL term that is a millionth of the entropy bonus.
@@ -17,17 +16,12 @@ import math
 import torch
 from torch import Tensor
 
+from rl.checks.batches import CheckFailed
 from rl.config.schema import Config
 from rl.data.batch import LOSS_COLUMNS
-from rl.phases.batch_checks import CheckFailed
-from rl.training.loss import Loss, Totals
+from rl.training.loss import LossFunction, Totals
 from rl.training.packing import MicroBatch
 
-UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
-"""Losses whose derivative at ratio 1 and advantage -1 is 1."""
-EDGES = (1e-6, 1e6)
-"""Range of the ratio in which bounds are tested. A bound outside of it turns the clip off, and a loss limits
-|log ratio| to 20."""
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
@@ -36,13 +30,11 @@ LENGTHS = (3, 2, 4)
 """Tokens of the samples; the second and the last token are masked."""
 
 
-def check_objective(loss: Loss, config: Config) -> None:
+def check_objective(loss: LossFunction, config: Config) -> None:
     """Raise CheckFailed if the gradient of the loss is not that of the configured objective."""
     goal = config.objective
-    _, formula = goal.chosen
-    assert formula is not None
     advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
-    on_policy = _Point(loss, config, advantages=advantages)
+    on_policy = Point(loss, config, advantages=advantages)
     counted = on_policy.mask > 0
     problem = ""
     if on_policy.slope[~counted].any() or (on_policy.entropy_slope is not None and on_policy.leaks_entropy):
@@ -51,15 +43,8 @@ def check_objective(loss: Loss, config: Config) -> None:
         raised = on_policy.slope < 0  # a loss may ignore negative advantages
         if not (raised == (advantages > 0))[counted].all():
             problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
-        elif formula.function in UNIT_SLOPES:
-            total, expected = float(on_policy.slope.abs().sum()), _weight(config)
-            if not math.isclose(total, expected, rel_tol=1e-4):
-                problem = f"the weights of all tokens have the sum {total:.4g} instead of {expected:.4g}"
     if not problem and goal.kl_coef:
         problem = _problem_of_kl(loss, config)
-    k1 = goal.kl_coef and goal.kl_estimator == "k1"  # its gradient is not 0 at the reference
-    if not problem and formula.function == "ppo" and not k1 and not goal.off_policy_mask:
-        problem = _problem_of_clip(loss, config)
     if not problem and goal.entropy_coef:
         assert on_policy.entropy_slope is not None
         if not (on_policy.entropy_slope * goal.entropy_coef < 0)[counted].all():
@@ -71,12 +56,12 @@ def check_objective(loss: Loss, config: Config) -> None:
         )
 
 
-class _Point:
+class Point:
     """The loss and its gradient at three samples of one micro-batch, with ratios of 1 unless given."""
 
     def __init__(
         self,
-        loss: Loss,
+        loss: LossFunction,
         config: Config,
         *,
         advantages: Tensor,
@@ -133,8 +118,8 @@ def _micro_batch(columns: dict[str, Tensor]) -> MicroBatch:
     )
 
 
-def _weight(config: Config) -> float:
-    """Return the sum of all tokens' weights by `objective.aggregation`, for the samples of `_Point`."""
+def total_weight(config: Config) -> float:
+    """Return the sum of all tokens' weights by `objective.aggregation`, for the samples of `Point`."""
     tokens, samples = sum(LENGTHS) - 2, len(LENGTHS)
     return {
         "token-mean": 1.0,
@@ -145,12 +130,12 @@ def _weight(config: Config) -> float:
     }[config.objective.aggregation]
 
 
-def _problem_of_kl(loss: Loss, config: Config) -> str:
+def _problem_of_kl(loss: LossFunction, config: Config) -> str:
     none, distance = torch.zeros(sum(LENGTHS), dtype=torch.float64), 0.5
-    far, near = (_Point(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
+    far, near = (Point(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
     goal = config.objective
     formula = goal.kl_estimator.removesuffix("+").removesuffix("-weighted")  # at ratio 1
-    expected = goal.kl_coef * DIVERGENCES[formula](distance) * _weight(config)
+    expected = goal.kl_coef * DIVERGENCES[formula](distance) * total_weight(config)
     rounding = 16 * torch.finfo(torch.float64).eps * abs(near.value)  # of the sum
     if not math.isclose(far.value - near.value, expected, rel_tol=1e-3, abs_tol=rounding):
         return (
@@ -160,38 +145,3 @@ def _problem_of_kl(loss: Loss, config: Config) -> str:
     if not (far.slope > 0)[far.mask > 0].all():
         return "the KL term does not pull the policy towards the reference"
     return ""
-
-
-def _problem_of_clip(loss: Loss, config: Config) -> str:
-    goal = config.objective
-    edges = [1 - goal.clip_low, 1 + goal.clip_high, *([goal.dual_clip] if goal.dual_clip else [])]
-    for ratio in _sides(edges):
-        ratios = torch.full((sum(LENGTHS),), ratio, dtype=torch.float64)
-        for advantage in (1.0, -1.0):
-            point = _Point(loss, config, advantages=torch.full_like(ratios, advantage), ratios=ratios)
-            is_cut = (
-                ratio > edges[1]
-                if advantage > 0
-                else ratio < edges[0] or ratio > (goal.dual_clip or math.inf)
-            )
-            slope = point.slope[point.mask > 0]
-            if bool(slope.any()) == is_cut:
-                return (
-                    f"at ratio {ratio:.6g} and advantage {advantage:+.0f} the gradient is {'not ' * is_cut}0"
-                )
-    return ""
-
-
-def _sides(edges: list[float]) -> list[float]:
-    """Return the ratios 0.01 below and above each edge; halfway to the next edge, or to 0, if that is
-    closer.
-
-    Edges that differ by rounding only are one, and those outside of EDGES are left out.
-    """
-    tested: list[float] = []
-    for edge in sorted(edge for edge in edges if EDGES[0] <= edge <= EDGES[1]):
-        if not tested or not math.isclose(edge, tested[-1], rel_tol=1e-9):
-            tested.append(edge)
-    bounds = [0.0, *tested, math.inf]
-    steps = [(min(0.01, (b - a) / 2), min(0.01, (c - b) / 2)) for a, b, c in zip(bounds, tested, bounds[2:])]
-    return [ratio for b, (down, up) in zip(tested, steps) for ratio in (b - down, b + up)]

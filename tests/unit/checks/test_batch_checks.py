@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.config.declarations import formulas, literal_dict
-from rl.config.schema import load_config
-from rl.data.batch import Batch
-from rl.data.prompts import Prompt
-from rl.objectives.advantages.grpo import grpo
-from rl.phases.batch_checks import (
+from rl.checks.batches import (
     CheckFailed,
     check_advantages,
     check_duplicates,
@@ -25,7 +20,12 @@ from rl.phases.batch_checks import (
     warn_of_constant_scores,
     warn_of_failures,
 )
-from rl.phases.objective_check import check_objective
+from rl.checks.objective import check_objective
+from rl.config.declarations import formulas, literal_dict
+from rl.config.schema import load_config
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.objectives.advantages.grpo import grpo
 from rl.phases.policy_gradient import policy_loss
 
 END, VOCABULARY, LIMIT = 1, 16, 12
@@ -221,25 +221,10 @@ def test_every_option_passes_the_objective_check(keys):
         "kl_coef=1e-4 entropy_coef=1 kl_estimator=k1",
         "loss=gspo kl_coef=1e-6 entropy_coef=100 aggregation=seq-mean-token-sum-norm",
         "kl_coef=1e-13 entropy_coef=100",  # the KL term is below the rounding of the loss
-        "clip_high=2.01 dual_clip=3",
-        "clip_high=2 dual_clip=3",
-        "clip_low=0.005 dual_clip=1.005",
-        "clip_low=0.0001 clip_high=0.0001 dual_clip=1.005",
-        "clip_low=0.9999999999",
-        "clip_low=0.999 clip_high=1e8 dual_clip=999",
     ],
 )
 def test_extreme_coefficients_pass_the_objective_check(keys):
     policy_loss(config_with(*(f"objective.{key}" for key in keys.split()))).check()
-
-
-def test_a_clip_at_a_close_wrong_bound_is_found():
-    keys = ["objective.clip_low=0.01", "objective.clip_high=0.02", "objective.dual_clip=1.025"]
-    config = config_with(*keys)
-    for wrong in ("clip_low=0.03", "clip_high=0.023", "clip_high=0.005", "dual_clip=1.04", "dual_clip=1.022"):
-        loss = policy_loss(config_with(*keys, f"objective.{wrong}"))
-        with pytest.raises(CheckFailed, match="objective check: .* the gradient is"):
-            check_objective(loss, config)
 
 
 def test_a_small_kl_beside_a_large_entropy_bonus_is_checked():

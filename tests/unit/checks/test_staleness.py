@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks.staleness import StaleTokens, check_staleness
 from rl.data.batch import Batch
-from rl.phases.staleness import StaleTokens, check_staleness
 
 
 def batch_of(versions, mask):

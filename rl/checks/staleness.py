@@ -1,7 +1,6 @@
 """The age of tokens when a batch is learned from, in versions of the policy."""
 
 from rl.data.batch import Batch
-from rl.phases.batch_metrics import token_mean
 
 
 class StaleTokens(RuntimeError):
@@ -29,6 +28,6 @@ def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
         raise StaleTokens(
             f"{int(wrong.sum())} of {len(sampled)} tokens have a staleness outside of 0 to {limit} versions "
             f"of the policy, the first one {int(ages[first])} (version {int(batch.weight_versions[first])} "
-            f"of {version}, prompt {prompt}). No setting allows this: it is a defect of the run's schedule."
+            f"of {version}, prompt {prompt}). This is a bug of the scheduler; please report it."
         )
-    return {"staleness/mean": token_mean(ages.float(), batch.mask), "staleness/max": float(oldest)}
+    return {"staleness/mean": float(sampled.double().mean()), "staleness/max": float(oldest)}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks.logprobs import LogprobMismatch, check_engine, check_reference, rounding_limit
 from rl.data.batch import Batch
-from rl.phases.logprob_checks import LogprobMismatch, check_engine, check_reference, rounding_limit
 
 QWEN_7B = {"hidden_size": 3584, "num_hidden_layers": 28}
 SAMPLES, LENGTH = 4, 10

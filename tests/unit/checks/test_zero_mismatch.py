@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks.logprobs import NumericsDiffer, check_equal
 from rl.data.batch import Batch
-from rl.phases.zero_mismatch import NumericsDiffer, check_equal
 
 PLANS = [[[[0], [2]], [[1]]]]
 """One mini-batch on two data parallel ranks: samples 0 and 2 on rank 0, sample 1 on rank 1."""

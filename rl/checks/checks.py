@@ -1,0 +1,163 @@
+"""The moments of a step at which its results are compared with a second source. docs/checks.md lists the
+checks."""
+
+from rl.checks.batches import (
+    check_advantages,
+    check_duplicates,
+    check_endings,
+    check_groups,
+    check_informative,
+    check_likelihoods,
+)
+from rl.checks.logprobs import check_engine, check_equal, check_reference, rounding_limit
+from rl.checks.updates import Counts, LearningRates, check_coverage, check_update
+from rl.config.declarations import shipped
+from rl.config.schema import Config, algorithm_of
+from rl.data.batch import Batch
+from rl.faults.agreement import check_master_weights, check_replicas
+from rl.runtime.session import control_group
+from rl.training.engine import TrainingEngine, UpdateResult
+from rl.training.loss import Loss
+from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.schedule import Schedule
+
+
+class Checks:
+    """The checks of a run. Every rank calls each moment with the same arguments and raises the same error.
+
+    policy: the model that learns from the samples. end_ids: ids of tokens that end a response, besides those
+    of `rollout.stop_token_ids`.
+    """
+
+    def __init__(self, config: Config, policy: TrainingEngine, end_ids: frozenset[int]):
+        self._config, self._policy, self._end_ids = config, policy, end_ids
+        slack, weights = config.agreement.logprob_slack, policy.weight_map
+        self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
+        """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        self.rates = LearningRates()
+        self._checked_losses: set[str] = set()
+        """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
+
+    def generated(self, batch: Batch, *, limits_vary: bool) -> None:
+        """Check samples of the policy: groups, endings, duplicates.
+
+        Not before the update, because an algorithm may learn from some samples of a group. limits_vary:
+        whether samples may have been generated with another length limit.
+        """
+        rollout = self._config.rollout
+        check_groups(batch, samples_per_prompt=rollout.samples_per_prompt)
+        check_endings(
+            batch,
+            max_tokens=None if limits_vary else rollout.max_response_tokens,
+            stop_ids=self._end_ids | set(rollout.stop_token_ids),
+            ends_at_text=bool(rollout.stop),
+        )
+        if rollout.temperature:
+            check_duplicates(batch)
+
+    def log_probs(self, batch: Batch, plans: list[MicroBatchPlan], *, reference: bool) -> dict[str, float]:
+        """Check `old_logprobs`, or with `reference` the `ref_logprobs`; return metrics of the differences.
+
+        plans: the mini-batches, which tell the data parallel rank of a sample.
+        """
+        config, found = self._config, {}
+        is_replay = config.run.mode == "train_only"  # whose policy may have learned from these tokens
+        # Whether samples enter a batch by their results or lengths.
+        selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        if reference:
+            # Else the tokens that are missing may have smaller ratios.
+            is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
+            if is_whole and not is_replay:
+                check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
+        else:
+            if not is_replay:
+                version = self._policy.version if selects else None
+                check_likelihoods(batch, batch.old_logprobs, name="old policy", version=version)
+            if config.model.numerics == "bitwise" and batch.rollout_logprobs is not None:
+                replayed = config.run.rollouts if is_replay else ""
+                check_equal(batch, batch.old_logprobs, self._policy.version, plans, replayed=replayed)
+            if not is_replay:
+                found = self._against_engine(batch, plans)
+        if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
+            check_reference(batch, limit=self._limit)
+        return found
+
+    def before_update(
+        self,
+        name: str,
+        model: TrainingEngine,
+        batch: Batch,
+        loss: Loss,
+        schedule: Schedule,
+        *,
+        step: int,
+        samples: list[list[int]],
+        compare_weights: bool,
+    ) -> None:
+        """Check a model and the batch that it is about to learn from.
+
+        name: of the model. samples: those of each mini-batch. compare_weights: compare the weights across
+        data parallel ranks. An update overwrites every weight on all ranks with the value of the rank that
+        owns it, so later they would be equal.
+        """
+        if name == "policy":
+            self._objective(batch, loss)
+        check_coverage(batch, samples)
+        self.rates.check(name, schedule, step)
+        if compare_weights:
+            self._weights(name, model)
+
+    def after_update(
+        self,
+        model: TrainingEngine,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        counts: Counts,
+        result: UpdateResult,
+        *,
+        lr: float,
+        schedule: Schedule,
+    ) -> None:
+        """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
+        counts.check(result, batch, plan, model.grid)
+        peak_lr = schedule.optimizer.lr
+        check_update(result, lr=lr, peak_lr=peak_lr, dtype=self._config.model.dtype)
+
+    def _against_engine(self, batch: Batch, plans: list[MicroBatchPlan]) -> dict[str, float]:
+        """Compare the policy's log-probs with the engine's, where they must be equal."""
+        config, rollout = self._config, self._config.rollout
+        is_biased = rollout.truncates and rollout.biased_truncation
+        is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
+        if not self._limit or is_biased:
+            return {}
+        return check_engine(
+            batch,
+            batch.old_logprobs,
+            version=self._policy.version,
+            limit=self._limit,
+            routes=self._policy.weight_map.placement.num_experts > 0,
+            keeps_cache="keep" in (rollout.carry_over_cache, config.roles.cache),
+            ranks=[[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)],
+        )
+
+    def _weights(self, name: str, model: TrainingEngine) -> None:
+        """Compare weights that several ranks hold, and what parts of the model check."""
+        check_replicas(name, model.replicas(), control_group())
+        check_master_weights(name, model.stale_master_weights(), control_group())
+        for part in model.parts:
+            part.check(model, name)
+
+    def _objective(self, batch: Batch, loss: Loss) -> None:
+        """Check the advantages of a shipped algorithm, and once per start the gradient of the loss.
+
+        A user's algorithm may select samples and shape advantages as it likes.
+        """
+        config = self._config
+        estimator, _ = config.objective.chosen
+        if estimator is not None and config.algorithm in shipped():
+            check_advantages(batch, estimator)
+            if "dynamic_sampling" in algorithm_of(config).needs:
+                check_informative(batch)
+        if loss.check is not None and config.objective.loss not in self._checked_losses:
+            self._checked_losses.add(config.objective.loss)
+            loss.check()
