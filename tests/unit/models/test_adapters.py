@@ -55,3 +55,11 @@ def test_targets_are_last_parts_of_names():
     }
     with pytest.raises(ValueError, match="adapter.targets: gate matches no linear layer"):
         adapters(weights, rank=RANK, targets=["gate"])  # the router
+
+
+def test_a_model_with_one_head_has_adapters():
+    config = json.loads(tiny_config("Qwen2ForCausalLM").to_json_string(use_diff=False))
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    assert {
+        pair.b.vllm.rpartition(".")[0] for pair in adapters(architecture(config).weights(config), rank=RANK)
+    }
