@@ -38,10 +38,10 @@ def error(*overrides) -> str:
 assert check(config_with("algorithm=raft")) == []
 config = config_with("objective.advantage=grpo-median", "objective.loss=ppo-kl", "objective.ppo_kl_coef=0.5")
 assert check(config) == []
-assert "ppo-kl reads it" in error("objective.ppo_kl_coef=0.5")
+assert "set objective.loss=ppo-kl" in error("objective.ppo_kl_coef=0.5")
 assert "0 or more and finite" in error("objective.loss=ppo-kl", "objective.ppo_kl_coef=-1")
 assert "ppo-kl: weight of the divergence from the old policy" in " ".join(help_text(Config, 110).split())
-assert "| `grpo-median` | r - median_G r |  | worked example |" in formula_tables()["advantages"]
+assert "- `grpo-median` (worked example): r - median_G r." in formula_tables()["advantages"]
 assert "`ppo_kl_coef` 1.0" in formula_tables()["losses"]
 
 # Advantage and loss
