@@ -140,4 +140,5 @@ def _same_rows(base: Weight, part: int) -> Cut:
 
 def splits_columns(weight: Weight) -> bool:
     """Return whether tensor parallel ranks hold parts of the weight's columns (input features)."""
-    return weight.cut.split and weight.megatron_pieces(2, 0)[0].hf_box[1] != (0, weight.shapes[0][1])
+    pieces = [piece for rank in (0, 1) for piece in weight.megatron_pieces(2, rank)]  # none of a single head
+    return weight.cut.split and any(piece.hf_box[1] != (0, weight.shapes[0][1]) for piece in pieces)

@@ -19,16 +19,20 @@ class Cuda(Platform):
     """vLLM on a GPU. Its sleep mode releases the memory of engines that are refitted."""
 
     def options(self, engine):
+        from vllm.engine.arg_utils import EngineArgs
+
         is_frozen, is_eager = engine.frozen, engine.config.enforce_eager
-        return dict(
+        options: dict = {}
+        if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
+            # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
+            options["sleep_mode_offload_cudagraph"] = not is_frozen and not is_eager
+        return options | dict(
             enable_sleep_mode=not is_frozen,
             enforce_eager=is_eager,
             # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit
             # would write them in the checkpoint's order, without any error. Triton's kernels use that order.
             moe_backend="auto" if is_frozen else "triton",
             gpu_memory_utilization=engine.config.gpu_memory_utilization,
-            # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
-            sleep_mode_offload_cudagraph=not is_frozen and not is_eager,
         )
 
     def request(self, engine, request, call):

@@ -64,7 +64,9 @@ def build_llm(
             **options,
         )
     client = llm.llm_engine.engine_core
-    client._finalizer.detach()  # it would destroy the trainer's default process group
+    # Garbage collection of the LLM would destroy the trainer's default process group (not in vLLM 0.25).
+    if finalizer := getattr(client, "_finalizer", None):
+        finalizer.detach()
     _abort_in_order(client)
     return llm
 

@@ -72,3 +72,11 @@ def test_vllm_ranks_hold_the_adapters_of_their_rows(name, tp):
             assert a.hf_box == ((0, 3), columns) and b.hf_box == (rows, (0, 3)), pair.module
             assert b.local_box[0] == (0, rows[1] - rows[0]) and a.local_box[1] == (0, columns[1] - columns[0])
             assert splits_columns(pair.base) == (columns != (0, pair.base.shapes[0][1])) or tp == 1
+
+
+def test_a_model_with_one_head_has_adapters():
+    config = json.loads(tiny_config("Qwen2ForCausalLM").to_json_string(use_diff=False))
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    assert {
+        pair.b.vllm.rpartition(".")[0] for pair in adapters(architecture(config).weights(config), rank=RANK)
+    }
