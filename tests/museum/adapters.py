@@ -2,7 +2,7 @@
 
 import functools
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 MERGED = ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8.0")
 BESIDE = (*MERGED, "adapter.in_engine=adapter")
@@ -32,25 +32,29 @@ def after_refits(bug: Bug, change) -> None:
         return moved
 
 
-@exhibit("verl-project/verl#7495", GAP, DIFFER, overrides=MERGED)
+@exhibit("verl-project/verl#7495", overrides=MERGED)
+@caught_by(GAP, DIFFER)
 def adapter_never_merged(bug: Bug) -> None:
     """Every weight sync pushed the frozen base; for two months it was taken for staleness."""
     merge_as(bug, lambda merged, weight, parameter: parameter)
 
 
-@exhibit("radixark/miles#3232", GAP, DIFFER, overrides=MERGED)
+@exhibit("radixark/miles#3232", overrides=MERGED)
+@caught_by(GAP, DIFFER)
 def adapter_merged_twice(bug: Bug) -> None:
     """The adapter's part was counted once per tensor parallel rank, and log-probs drifted apart."""
     merge_as(bug, lambda merged, weight, parameter: merged(weight, merged(weight, parameter)))
 
 
-@exhibit("NVIDIA/TensorRT-LLM#1668", GAP, DIFFER, overrides=(*MERGED, "adapter.kind=rslora"))
+@exhibit("NVIDIA/TensorRT-LLM#1668", overrides=(*MERGED, "adapter.kind=rslora"))
+@caught_by(GAP, DIFFER)
 def adapter_merged_with_another_scale(bug: Bug) -> None:
     """The scale was alpha / rank although the adapter was trained with alpha / sqrt(rank)."""
     merge_as(bug, lambda merged, weight, base: base + (merged(weight, base) - base) / 2)
 
 
-@exhibit("PrimeIntellect-ai/prime-rl#1456", GAP, DIFFER, overrides=MERGED)
+@exhibit("PrimeIntellect-ai/prime-rl#1456", overrides=MERGED)
+@caught_by(GAP, DIFFER)
 def merged_weights_of_an_earlier_step(bug: Bug) -> None:
     """Merging did not change the weights that were saved; rewards before and after training were equal."""
     from rl.training.adapter import Adapters
@@ -72,12 +76,8 @@ def merged_weights_of_an_earlier_step(bug: Bug) -> None:
     Adapters.merging = first
 
 
-@exhibit(
-    "vllm-project/vllm#42125",
-    SYNCHRONOUS,
-    r"RefitMismatch: after the refit .*lora_B.* on rank \d",
-    overrides=BESIDE,
-)
+@exhibit("vllm-project/vllm#42125", overrides=BESIDE)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*lora_B.* on rank \d")
 def adapter_of_the_step_before(bug: Bug) -> None:
     """An adapter that was loaded again under its name was served with values of the one before."""
     from rl.refit import refit
@@ -94,49 +94,40 @@ def adapter_of_the_step_before(bug: Bug) -> None:
     refit.transfer = delayed
 
 
-@exhibit(
-    "verl-project/verl#7495",
-    SYNCHRONOUS,
-    r"RefitMismatch: after the refit .*lora_A.* on rank \d",
-    overrides=BESIDE,
-    at=1,
-)
+@exhibit("verl-project/verl#7495", overrides=BESIDE, at=1)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*lora_A.* on rank \d")
 def adapter_never_written(bug: Bug) -> None:
     """The engine had a place for an adapter, which stayed empty for the whole run."""
     after_refits(bug, lambda name, tensor: tensor.zero_())
 
 
-@exhibit("verl-project/verl#5220", GAP, DIFFER, overrides=BESIDE)
+@exhibit("verl-project/verl#5220", overrides=BESIDE)
+@caught_by(GAP, DIFFER)
 @replaces("vllm.v1.engine.llm_engine.LLMEngine.add_request")
 def requests_without_their_adapter(bug: Bug, add_request, self, *args, lora_request=None, **options):
     """The engine applies an adapter only to requests that name it; rollouts ran with the base."""
     return add_request(self, *args, **options)
 
 
-@exhibit(
-    "NovaSky-AI/SkyRL#2250",
-    SYNCHRONOUS,
-    r"RefitMismatch: after the refit .*lora_B.* on rank \d",
-    overrides=BESIDE,
-)
+@exhibit("NovaSky-AI/SkyRL#2250", overrides=BESIDE)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*lora_B.* on rank \d")
 def scale_of_the_adapter_applied_twice(bug: Bug) -> None:
     """The engine folded the scale into B in place, and did so again when it loaded the same tensors."""
     after_refits(bug, lambda name, tensor: tensor.mul_(2.0) if "lora_B" in name else None)
 
 
-@exhibit("Tencent-Hunyuan/UniRL#155", GAP, DIFFER, overrides=BESIDE)
+@exhibit("Tencent-Hunyuan/UniRL#155", overrides=BESIDE)
+@caught_by(GAP, DIFFER)
 @replaces("rl.refit.values._scaled")
 def scale_of_the_adapter_lost(bug: Bug, scaled, scale, weight, parameter):
     """A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1."""
     return parameter
 
 
-@exhibit(
-    "NVIDIA-NeMo/Automodel#547",
+@exhibit("NVIDIA-NeMo/Automodel#547", overrides=(*MERGED, "agreement.weights_every=1"), at=1)
+@caught_by(
     "adapters learn",
     r"WrongLearning: adapter check: rank 0 of the policy has frozen weights that have changed",
-    overrides=(*MERGED, "agreement.weights_every=1"),
-    at=1,
 )
 def base_trained_beside_the_adapter(bug: Bug) -> None:
     """With tensor parallelism all parameters had requires_grad again, not only the adapter's."""
@@ -151,12 +142,10 @@ def base_trained_beside_the_adapter(bug: Bug) -> None:
     engine.with_gradients = of_all
 
 
-@exhibit(
-    "adapter-hub/adapters#260",
+@exhibit("adapter-hub/adapters#260", overrides=MERGED, at=0)
+@caught_by(
     "adapters learn",
     r"WrongLearning: adapter check: rank 0 of the policy has adapters that the optimizer lacks",
-    overrides=MERGED,
-    at=0,
 )
 def adapter_not_in_the_optimizer(bug: Bug) -> None:
     """The optimizer was built before the adapter was added, and never updated it."""
@@ -180,12 +169,9 @@ def adapter_not_in_the_optimizer(bug: Bug) -> None:
 
 
 @exhibit(
-    "modelscope/mcore-bridge#173",
-    "replicas of the weights",
-    r"Disagreement: .*lora_A.* of the policy on rank \d differ",
-    ranks=2,
-    overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1"),
+    "modelscope/mcore-bridge#173", ranks=2, overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1")
 )
+@caught_by("replicas of the weights", r"Disagreement: .*lora_A.* of the policy on rank \d differ")
 @replaces("rl.checks.checks.Checks._weights")
 def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, name, model):
     """Gradients of the replicated factor were not summed, so each rank trained another copy."""

@@ -1,27 +1,20 @@
 """Exhibits: a run continues from a checkpoint, and does not hold what was saved."""
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 LOADED = "checksums of a loaded checkpoint"
 
 
-@exhibit(
-    "NVIDIA-NeMo/RL#3171",
-    LOADED,
-    r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* because none holds them",
-    resumes=True,
-)
+@exhibit("NVIDIA-NeMo/RL#3171", resumes=True)
+@caught_by(LOADED, r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* because none holds them")
 @replaces("rl.checkpoint.store.load_optimizer")
 def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
     """PPO found no optimizer directory and silently began with new Adam moments."""
 
 
-@exhibit(
-    "THUDM/slime#1547",
-    "schedule of the learning rate",
-    r"WrongLearningRate: the learning rate of the policy was .* in step 2",
-    overrides=("training.optimizer.warmup_steps=10",),
-    resumes=True,
+@exhibit("THUDM/slime#1547", overrides=("training.optimizer.warmup_steps=10",), resumes=True)
+@caught_by(
+    "schedule of the learning rate", r"WrongLearningRate: the learning rate of the policy was .* in step 2"
 )
 @replaces("rl.training.schedule.learning_rate")
 def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
@@ -29,12 +22,9 @@ def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, m
     return learning_rate(optimizer, max(0, step - 2), max_steps)
 
 
-@exhibit(
-    "THUDM/slime#1546",
-    "schedule of the learning rate",
-    r"WrongLearningRate: the learning rate of the policy was .* in step 2",
-    overrides=("training.optimizer.warmup_steps=10",),
-    resumes=True,
+@exhibit("THUDM/slime#1546", overrides=("training.optimizer.warmup_steps=10",), resumes=True)
+@caught_by(
+    "schedule of the learning rate", r"WrongLearningRate: the learning rate of the policy was .* in step 2"
 )
 @replaces("rl.training.schedule.learning_rate")
 def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
@@ -42,12 +32,9 @@ def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, st
     return learning_rate(optimizer, step + 2, max_steps)
 
 
-@exhibit(
-    "NovaSky-AI/SkyRL#2149",
-    "master weights",
-    r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights",
-    overrides=("model.dtype=bfloat16",),
-    at=1,
+@exhibit("NovaSky-AI/SkyRL#2149", overrides=("model.dtype=bfloat16",), at=1)
+@caught_by(
+    "master weights", r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights"
 )
 @replaces("rl.checks.checks.Checks._weights")
 def master_weights_not_loaded(bug: Bug, check, self, name, model):
@@ -57,13 +44,8 @@ def master_weights_not_loaded(bug: Bug, check, self, name, model):
     check(self, name, model)
 
 
-@exhibit(
-    "huggingface/transformers#48569",
-    LOADED,
-    r"WronglyLoaded: after loading .*policy/exp_avg.* on rank 0, 1",
-    ranks=2,
-    resumes=True,
-)
+@exhibit("huggingface/transformers#48569", ranks=2, resumes=True)
+@caught_by(LOADED, r"WronglyLoaded: after loading .*policy/exp_avg.* on rank 0, 1")
 @replaces("rl.checkpoint.shards.ShardReader.fill")
 def optimizer_shard_of_another_rank(bug: Bug, fill, self, name, box, out):
     """With tensor parallelism the optimizer came back with the wrong state, without a warning."""
@@ -74,11 +56,10 @@ def optimizer_shard_of_another_rank(bug: Bug, fill, self, name, box, out):
 
 @exhibit(
     "facebookresearch/metaseq#53",
-    "checksums of the files",
-    r"step_000002/.* is damaged: its checksum is",
     resumes=True,
     overrides=("checkpoint.keep_last=0", "checkpoint.resume=auto"),
 )
+@caught_by("checksums of the files", r"step_000002/.* is damaged: its checksum is")
 @replaces("rl.run.loop.find_checkpoint")
 def file_of_another_step(bug: Bug, find_checkpoint, config, store):
     """A failed save left files of several saves under one name."""
@@ -91,13 +72,8 @@ def file_of_another_step(bug: Bug, find_checkpoint, config, store):
     return find_checkpoint(config, store)
 
 
-@exhibit(
-    "huggingface/trl#2095",
-    LOADED,
-    r"WronglyLoaded: after loading .*critic/weight/score.weight",
-    overrides=("algorithm=ppo",),
-    resumes=True,
-)
+@exhibit("huggingface/trl#2095", overrides=("algorithm=ppo",), resumes=True)
+@caught_by(LOADED, r"WronglyLoaded: after loading .*critic/weight/score.weight")
 @replaces("rl.checkpoint.shards.ShardReader.fill")
 def value_head_not_loaded(bug: Bug, fill, self, name, box, out):
     """A warning said that no v_head weight was found; training went on with a new one."""
@@ -105,13 +81,8 @@ def value_head_not_loaded(bug: Bug, fill, self, name, box, out):
         fill(self, name, box, out)
 
 
-@exhibit(
-    "NVIDIA-NeMo/RL#3722",
-    LOADED,
-    r"WronglyLoaded: after loading .*policy/reference/",
-    overrides=("objective.kl_coef=0.01",),
-    resumes=True,
-)
+@exhibit("NVIDIA-NeMo/RL#3722", overrides=("objective.kl_coef=0.01",), resumes=True)
+@caught_by(LOADED, r"WronglyLoaded: after loading .*policy/reference/")
 @replaces("rl.checkpoint.store.load_weights")
 def reference_of_a_resumed_run_is_its_policy(bug: Bug, load_weights, name, engine, reader):
     """After a resume the KL divergence was measured from the checkpoint, not from the base model."""

@@ -2,40 +2,30 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 DRAWN = "draw"
 SAMPLES = "samples"
 
 
-@exhibit(
-    "NVIDIA-NeMo/RL#3599",
-    DRAWN,
-    r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped",
-    resumes=True,
-)
+@exhibit("NVIDIA-NeMo/RL#3599", resumes=True)
+@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped")
 @replaces("rl.data.sampler.EpochSampler.load_state_dict")
 def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
     """675 of 736 prompts, a third of the data reached, were never trained on."""
     load(self, {**state, "position": state["position"] + 4})
 
 
-@exhibit(
-    "PrimeIntellect-ai/prime-rl#3332",
-    DRAWN,
-    r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated",
-    resumes=True,
-)
+@exhibit("PrimeIntellect-ai/prime-rl#3332", resumes=True)
+@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated")
 @replaces("rl.data.sampler.EpochSampler.load_state_dict")
 def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
     """Every resumed run started the data from the beginning."""
 
 
-@exhibit(
-    "QwenLM/Qwen3-VL#1947",
-    "agreement before each phase",
-    r"Disagreement: ranks disagree on the batch ids before generate.* rank \d",
-    ranks=2,
+@exhibit("QwenLM/Qwen3-VL#1947", ranks=2)
+@caught_by(
+    "agreement before each phase", r"Disagreement: ranks disagree on the batch ids before generate.* rank \d"
 )
 @replaces("rl.data.sampler.EpochSampler.draw")
 def order_of_the_data_differs_between_ranks(bug: Bug, draw, self, n):
@@ -43,12 +33,8 @@ def order_of_the_data_differs_between_ranks(bug: Bug, draw, self, n):
     return draw(self, n)[::-1].copy() if bug.rank == 1 else draw(self, n)
 
 
-@exhibit(
-    "areal-project/AReaL#1419",
-    SAMPLES,
-    r"SamplesDiffer: sample check: prompt \d of the call has 3 samples instead of 4",
-    ranks=2,
-)
+@exhibit("areal-project/AReaL#1419", ranks=2)
+@caught_by(SAMPLES, r"SamplesDiffer: sample check: prompt \d of the call has 3 samples instead of 4")
 @replaces("rl.rollout.schedule.QueueSchedule.ended")
 def sample_lost(bug: Bug, ended, self, start, rows):
     """A failed episode left a group smaller, and the next groups were cut at wrong places."""
@@ -56,35 +42,24 @@ def sample_lost(bug: Bug, ended, self, start, rows):
         ended(self, start, rows)
 
 
-@exhibit(
-    "huggingface/trl#3675",
-    SAMPLES,
-    r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0",
-    ranks=2,
-)
+@exhibit("huggingface/trl#3675", ranks=2)
+@caught_by(SAMPLES, r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0")
 @replaces("rl.rollout.engine.StaticQueue")
 def sample_generated_twice(bug: Bug, queue, num_items, *, replica, num_replicas):
     """The same prompts were sampled several times within a step."""
     return queue(num_items, replica=0, num_replicas=num_replicas)
 
 
-@exhibit(
-    "huggingface/trl#6673",
-    SAMPLES,
-    r"SamplesDiffer: sample check: .* has another prompt in the batch than rank \d generated",
-    ranks=2,
-)
+@exhibit("huggingface/trl#6673", ranks=2)
+@caught_by(SAMPLES, r"SamplesDiffer: sample check: .* has another prompt in the batch than rank \d generated")
 @replaces("rl.rollout.schedule.QueueSchedule.ended")
 def completion_of_another_prompt(bug: Bug, ended, self, start, rows):
     """The tool loop paired a rollout with a completion generated from another one's context."""
     ended(self, start, [replace(row, prompt=row.prompt ^ 2) for row in rows])
 
 
-@exhibit(
-    "PrimeIntellect-ai/prime-rl#600",
-    "groups",
-    r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d",
-)
+@exhibit("PrimeIntellect-ai/prime-rl#600")
+@caught_by("groups", r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d")
 @replaces("rl.phases.generation.batch_of")
 def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **options):
     """[a, b, a, b] was cut into groups as [a, a, b, b], so rewards of two tasks were compared."""
@@ -95,7 +70,8 @@ def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **optio
     return batch
 
 
-@exhibit("rllm-org/rllm#272", "log-probs of engine and trainer", r"LogprobMismatch|CheckFailed")
+@exhibit("rllm-org/rllm#272")
+@caught_by("log-probs of engine and trainer", r"LogprobMismatch|CheckFailed")
 @replaces("rl.phases.generation.batch_of")
 def retokenised_responses(bug: Bug, batch_of, *args, **options):
     """Turns were decoded and encoded again, and the KL divergence had spikes."""
@@ -107,7 +83,8 @@ def retokenised_responses(bug: Bug, batch_of, *args, **options):
     return batch
 
 
-@exhibit("NVIDIA-NeMo/RL#855", "data", r"begins with two BOS tokens", at=0)
+@exhibit("NVIDIA-NeMo/RL#855", at=0)
+@caught_by("data", r"begins with two BOS tokens")
 @replaces("rl.data.prompts._encode")
 def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens):
     """The chat template wrote a BOS token and the tokenizer added another."""
@@ -120,12 +97,11 @@ def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens):
 
 @exhibit(
     "OpenRLHF/OpenRLHF#1089",
-    "data",
-    r"warning: data check: 4 of 4 prompts of data\.val are in data\.train too",
     overrides=("data.val=[TOY/test.parquet]", "validation.every=9", "validation.max_prompts=4"),
     warns=True,
     at=0,
 )
+@caught_by("data", r"warning: data check: 4 of 4 prompts of data\.val are in data\.train too")
 @replaces("rl.engines.inputs.Inputs._prompts")
 def validation_prompts_in_the_training_data(bug: Bug, prompts, self, files, **options):
     """Without an evaluation set, its rows were taken from the training set and trained on."""

@@ -1,6 +1,6 @@
 """Exhibits: engine and trainer hold the same weights and compute different log-probs."""
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 GAP = "log-probs of engine and trainer"
 DIFFER = r"LogprobMismatch: the engine's log-probs differ .*rank \d"
@@ -20,7 +20,8 @@ def after_building(bug: Bug, change) -> None:
     RolloutEngine.__init__ = built
 
 
-@exhibit("NVIDIA-NeMo/RL#2981", GAP, DIFFER, at=0)
+@exhibit("NVIDIA-NeMo/RL#2981", at=0)
+@caught_by(GAP, DIFFER)
 def wrong_rotary_base_in_the_engine(bug: Bug) -> None:
     """The engine's rotary embedding was wrong for later positions; its log-probs collapsed to 0."""
 
@@ -33,14 +34,16 @@ def wrong_rotary_base_in_the_engine(bug: Bug) -> None:
     after_building(bug, change)
 
 
-@exhibit("NVIDIA/Megatron-LM#6305", GAP, DIFFER, model="llama", at=0)
+@exhibit("NVIDIA/Megatron-LM#6305", model="llama", at=0)
+@caught_by(GAP, DIFFER)
 @replaces("rl.training.model.scaled_frequencies")
 def rotary_scaling_ignored(bug: Bug, scaled_frequencies, hf):
     """The factor of the rotary scaling was parsed and never reached the model."""
     return None
 
 
-@exhibit("NVIDIA-NeMo/Megatron-Bridge#5712", GAP, DIFFER, at=0)
+@exhibit("NVIDIA-NeMo/Megatron-Bridge#5712", at=0)
+@caught_by(GAP, DIFFER)
 def wrong_epsilon_of_the_norm(bug: Bug) -> None:
     """Some norms ran with the default epsilon of 1e-5 instead of the config's 1e-6."""
 
@@ -52,7 +55,8 @@ def wrong_epsilon_of_the_norm(bug: Bug) -> None:
     after_building(bug, change)
 
 
-@exhibit("vllm-project/vllm#5621", GAP, DIFFER, model="qwen2-tied")
+@exhibit("vllm-project/vllm#5621", model="qwen2-tied")
+@caught_by(GAP, DIFFER)
 def head_of_the_engine_not_tied(bug: Bug) -> None:
     """With tie_word_embeddings the head kept other weights than the embedding."""
     from rl.engines import memory
@@ -69,7 +73,8 @@ def head_of_the_engine_not_tied(bug: Bug) -> None:
         return refit(trainer, engine, **options)
 
 
-@exhibit("verl-project/verl#7904", GAP, DIFFER)
+@exhibit("verl-project/verl#7904")
+@caught_by(GAP, DIFFER)
 @replaces("rl.rollout.engine.RolloutEngine.wake_cache")
 def weights_changed_after_the_wake_up(bug: Bug, wake_cache, self):
     """Sleep and wake-up left other weights than those synchronised, and the text was garbled."""
@@ -77,19 +82,16 @@ def weights_changed_after_the_wake_up(bug: Bug, wake_cache, self):
     self.weights()["model.norm.weight"].detach().mul_(1.01)
 
 
-@exhibit("huggingface/trl#3029", GAP, DIFFER, overrides=("rollout.temperature=0.7",))
+@exhibit("huggingface/trl#3029", overrides=("rollout.temperature=0.7",))
+@caught_by(GAP, DIFFER)
 @replaces("rl.training.model.Packed.run")
 def temperature_not_applied_by_the_trainer(bug: Bug, run, self, micro, temperature):
     """Log-probs ignored the sampling temperature, which biased the policy gradient."""
     return run(self, micro, 1.0)
 
 
-@exhibit(
-    "NVIDIA-NeMo/RL#4018",
-    GAP,
-    DIFFER,
-    overrides=("data.train=[TOY/long.parquet]", "data.max_prompt_tokens=160"),
-)
+@exhibit("NVIDIA-NeMo/RL#4018", overrides=("data.train=[TOY/long.parquet]", "data.max_prompt_tokens=160"))
+@caught_by(GAP, DIFFER)
 def prefix_cache_of_old_weights(bug: Bug) -> None:
     """Prefixes stayed cached over weight updates, and the mismatch grew until a restart."""
     from rl.rollout.engine import RolloutEngine
@@ -111,7 +113,8 @@ def prefix_cache_of_old_weights(bug: Bug) -> None:
     RolloutEngine.__init__ = without_reset
 
 
-@exhibit("NVIDIA/Megatron-LM#5682", GAP, DIFFER)
+@exhibit("NVIDIA/Megatron-LM#5682")
+@caught_by(GAP, DIFFER)
 @replaces("rl.training.model.Packed.run")
 def labels_shifted_by_one(bug: Bug, run, self, micro, temperature):
     """A packing path did not shift the labels; the first loss was 24 instead of 16."""
@@ -120,7 +123,8 @@ def labels_shifted_by_one(bug: Bug, run, self, micro, temperature):
     return run(self, replace(micro, targets=micro.targets.roll(-1)), temperature)
 
 
-@exhibit("huggingface/transformers#46634", GAP, DIFFER, overrides=("training.shared_prefix=false",))
+@exhibit("huggingface/transformers#46634", overrides=("training.shared_prefix=false",))
+@caught_by(GAP, DIFFER)
 @replaces("rl.training.packing.row_attention")
 def attention_across_packed_samples(bug: Bug, row_attention, groups, keys, device):
     """A mask of ones switched the detection of packed samples off; the loss still fell."""
@@ -129,7 +133,8 @@ def attention_across_packed_samples(bug: Bug, row_attention, groups, keys, devic
     return row_attention([Group(0, groups[-1].end)], keys, device)
 
 
-@exhibit("hiyouga/LlamaFactory#7318", GAP, DIFFER)
+@exhibit("hiyouga/LlamaFactory#7318")
+@caught_by(GAP, DIFFER)
 @replaces("rl.training.packing.positions")
 def positions_not_restarted_in_a_row(bug: Bug, positions, groups):
     """With packing the positions of later samples continued those of earlier ones."""
@@ -138,7 +143,8 @@ def positions_not_restarted_in_a_row(bug: Bug, positions, groups):
     return np.arange(groups[-1].end)
 
 
-@exhibit("huggingface/trl#3234", GAP, DIFFER)
+@exhibit("huggingface/trl#3234")
+@caught_by(GAP, DIFFER)
 @replaces("rl.training.model.Packed.run")
 def dropout_in_the_log_prob_pass(bug: Bug, run, self, micro, temperature):
     """Dropout made log-probs irreproducible, so that first ratios were not 1."""
@@ -153,19 +159,17 @@ def dropout_in_the_log_prob_pass(bug: Bug, run, self, micro, temperature):
         dropout.remove()
 
 
-@exhibit("PrimeIntellect-ai/prime-rl#2952", GAP, DIFFER, model="qwen3-moe")
+@exhibit("PrimeIntellect-ai/prime-rl#2952", model="qwen3-moe")
+@caught_by(GAP, DIFFER)
 @replaces("megatron.core.transformer.moe.router.TopKRouter.gating")
 def router_in_another_dtype(bug: Bug, gating, self, hidden):
     """Trainer and engine computed the router in different precision and chose other experts."""
     return gating(self, hidden.bfloat16().to(hidden))
 
 
-@exhibit(
-    "vllm-project/vllm#15895",
-    "event log of a replica",
-    r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens",
-    ranks=2,
-    overrides=("rollout.tp=2", "rollout.max_response_tokens=1"),
+@exhibit("vllm-project/vllm#15895", ranks=2, overrides=("rollout.tp=2", "rollout.max_response_tokens=1"))
+@caught_by(
+    "event log of a replica", r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens"
 )
 @replaces("rl.rollout.calls.call_of")
 def other_seeds_on_the_ranks_of_a_replica(bug: Bug, call_of, *args):
@@ -175,14 +179,16 @@ def other_seeds_on_the_ranks_of_a_replica(bug: Bug, call_of, *args):
     return found
 
 
-@exhibit("huggingface/trl#5932", "staleness", r"StaleTokens: .* tokens have a staleness outside of 0 to 0")
+@exhibit("huggingface/trl#5932")
+@caught_by("staleness", r"StaleTokens: .* tokens have a staleness outside of 0 to 0")
 @replaces("rl.rollout.calls.Live.versions")
 def tokens_labelled_with_an_older_version(bug: Bug, versions, self, num_tokens):
     """The staleness filter trusted a version label that did not match the weights of the engine."""
     return versions(self, num_tokens) - 1
 
 
-@exhibit("huggingface/trl#6789", GAP, DIFFER, overrides=("rollout.top_p=0.9",))
+@exhibit("huggingface/trl#6789", overrides=("rollout.top_p=0.9",))
+@caught_by(GAP, DIFFER)
 @replaces("rl.training.sampling_masks.masks_of")
 def trainer_ignores_the_truncation(bug: Bug, masks_of, batch, samples):
     """With top_p every importance ratio was multiplied by the probability of the tokens that were kept."""

@@ -1,6 +1,7 @@
 """The museum of silent errors: bugs of other projects, injected into real runs, which a check must end.
 
-    @exhibit("huggingface/trl#5312", "weights of engine and trainer", r"rank 0 .*norm.weight", ranks=2)
+    @exhibit("huggingface/trl#5312", ranks=2)
+    @caught_by("weights of engine and trainer", r"rank 0 .*norm.weight")
     @replaces("rl.engines.memory.refit")
     def refit_skipped(bug, refit, trainer, engine, **options):
         '''After sleep mode the engine generated with old weights.'''
@@ -30,7 +31,7 @@ OTHER_FILES = ("museum", "rank", "tour", "__main__")
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One bug; the fields but `inject` are the arguments of `exhibit`, in their order."""
+    """One bug, as the decorators of a function describe it."""
 
     peer: str
     """Report of the bug: repository#number of an issue or pull request; several are separated by spaces."""
@@ -65,17 +66,27 @@ EXHIBITS: dict[str, Exhibit] = {}
 """All exhibits by name, once `load_exhibits` was called."""
 
 
-def exhibit(*fields: str, **options: Any) -> Callable[[Callable], Callable]:
+def exhibit(peer: str, **options: Any) -> Callable[[Callable], Callable]:
     """Register the decorated function, which injects the bug; its docstring says what users saw."""
 
-    def register(inject: Callable) -> Callable:
+    def register(inject: Any) -> Callable:
         options.setdefault("at", 0 if options.get("resumes") else 2)
-        found = Exhibit(*fields, inject=inject, **options)
+        found = Exhibit(peer, *inject.caught_by, inject=inject, **options)
         assert found.name not in EXHIBITS, f"two exhibits are named {found.name}"
         EXHIBITS[found.name] = found
         return inject
 
     return register
+
+
+def caught_by(check: str, expects: str) -> Callable[[Callable], Callable]:
+    """Say which check must catch the bug, and what it then says."""
+
+    def decorate(inject: Any) -> Callable:
+        inject.caught_by = check, expects
+        return inject
+
+    return decorate
 
 
 def replaces(place: str) -> Callable[[Callable], Callable]:

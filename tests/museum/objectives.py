@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 OBJECTIVE = "objective"
 FIRST = "first update"
@@ -12,12 +12,8 @@ REJECTED = ("rollout_correction.reject=token-k2", "rollout_correction.reject_hig
 KL = ("objective.kl_coef=0.1",)
 
 
-@exhibit(
-    "huggingface/trl#4975",
-    OBJECTIVE,
-    r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
-    at=0,
-)
+@exhibit("huggingface/trl#4975", at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient")
 def masked_tokens_in_the_mean(bug: Bug) -> None:
     """One path of the loss ignored the mask of tool output and trained on it."""
     from rl.phases import policy_gradient
@@ -37,20 +33,16 @@ def masked_tokens_in_the_mean(bug: Bug) -> None:
         return loss(logprobs, old_logprobs, advantages, torch.ones_like(mask), **options)
 
 
-@exhibit("huggingface/trl#6369", TOKENS, r"WrongTokens: an update counted 0\.\d+ times", overrides=REJECTED)
+@exhibit("huggingface/trl#6369", overrides=REJECTED)
+@caught_by(TOKENS, r"WrongTokens: an update counted 0\.\d+ times")
 @replaces("rl.phases.minibatches.MinibatchPlan.totals")
 def masked_tokens_in_the_denominator(bug: Bug, totals, self, batch):
     """Tokens that were masked for truncation still counted in the denominator of the loss."""
     return replace(totals(self, batch), num_tokens=float(len(batch.mask)))
 
 
-@exhibit(
-    "huggingface/trl#6121",
-    OBJECTIVE,
-    r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient",
-    overrides=("objective.entropy_coef=0.01",),
-    at=0,
-)
+@exhibit("huggingface/trl#6121", overrides=("objective.entropy_coef=0.01",), at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient")
 @replaces("rl.phases.policy_gradient.aggregate")
 def entropy_of_masked_tokens(bug: Bug, aggregate, losses, *, mask, **options):
     """The entropy included padding and became negative."""
@@ -60,11 +52,9 @@ def entropy_of_masked_tokens(bug: Bug, aggregate, losses, *, mask, **options):
     return aggregate(losses, mask=torch.ones_like(mask) if is_entropy else mask, **options)
 
 
-@exhibit(
-    "verl-project/verl#3287",
-    TOKENS,
-    r"WrongTokens: an update counted .*rank 0 counted \d+ of \d+ tokens, not those of its samples",
-    overrides=REJECTED,
+@exhibit("verl-project/verl#3287", overrides=REJECTED)
+@caught_by(
+    TOKENS, r"WrongTokens: an update counted .*rank 0 counted \d+ of \d+ tokens, not those of its samples"
 )
 @replaces("rl.training.engine.with_columns")
 def mask_shifted_by_one_token(bug: Bug, with_columns, row, batch):
@@ -74,22 +64,18 @@ def mask_shifted_by_one_token(bug: Bug, with_columns, row, batch):
     return micro
 
 
-@exhibit(
-    "OpenRLHF/OpenRLHF#1297",
-    "mini-batches",
-    r"CheckFailed: mini-batch check: sample \d+ of 16 is in 0 mini-batches instead of 1",
-    overrides=("training.prompts_per_minibatch=2",),
+@exhibit("OpenRLHF/OpenRLHF#1297", overrides=("training.prompts_per_minibatch=2",))
+@caught_by(
+    "mini-batches", r"CheckFailed: mini-batch check: sample \d+ of 16 is in 0 mini-batches instead of 1"
 )
 def mini_batch_left_out(bug: Bug) -> None:
     """The last batch of rollouts was generated and never trained on."""
     plans(bug, lambda found: found[:-1])
 
 
-@exhibit(
-    "openpsi-project/ReaLHF#66",
-    "mini-batches",
-    r"CheckFailed: mini-batch check: sample \d+ of 16 is in 2 mini-batches instead of 1",
-    overrides=("training.prompts_per_minibatch=2",),
+@exhibit("openpsi-project/ReaLHF#66", overrides=("training.prompts_per_minibatch=2",))
+@caught_by(
+    "mini-batches", r"CheckFailed: mini-batch check: sample \d+ of 16 is in 2 mini-batches instead of 1"
 )
 def mini_batch_used_twice(bug: Bug) -> None:
     """Batches were split into wrong mini-batches in PPO and GRPO."""
@@ -104,25 +90,15 @@ def plans(bug: Bug, change) -> None:
         return change(plan(self, batch))
 
 
-@exhibit(
-    "qiancheng0/ToolRL#52",
-    OBJECTIVE,
-    r"CheckFailed: objective check: .*nats above its reference changes the loss by -",
-    overrides=KL,
-    at=0,
-)
+@exhibit("qiancheng0/ToolRL#52", overrides=KL, at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*nats above its reference changes the loss by -")
 def sign_of_the_KL_term(bug: Bug) -> None:
     """The KL loss was maximised, and training collapsed."""
     of_kl(bug, -1)
 
 
-@exhibit(
-    "OpenRLHF/OpenRLHF#768",
-    OBJECTIVE,
-    r"CheckFailed: objective check: .*nats above its reference changes the loss by",
-    overrides=KL,
-    at=0,
-)
+@exhibit("OpenRLHF/OpenRLHF#768", overrides=KL, at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*nats above its reference changes the loss by")
 def KL_counted_twice_in_the_loss(bug: Bug) -> None:
     """The KL term was in the reward and again in the loss."""
     of_kl(bug, 2)
@@ -136,12 +112,8 @@ def of_kl(bug: Bug, factor: float) -> None:
         return factor * kl(*args, **options)
 
 
-@exhibit(
-    "RLinf/RLinf#129",
-    "KL penalty",
-    r"CheckFailed: KL penalty check: the penalty was already subtracted",
-    overrides=("objective.reward_kl.coef=0.1",),
-)
+@exhibit("RLinf/RLinf#129", overrides=("objective.reward_kl.coef=0.1",))
+@caught_by("KL penalty", r"CheckFailed: KL penalty check: the penalty was already subtracted")
 @replaces("rl.phases.phases.Phases.apply_kl_penalty")
 def KL_penalty_subtracted_twice(bug: Bug, apply, self, batch):
     """A wrong parameter reached the KL penalty of the reward."""
@@ -149,24 +121,16 @@ def KL_penalty_subtracted_twice(bug: Bug, apply, self, batch):
     apply(self, batch)
 
 
-@exhibit(
-    "THUDM/slime#179",
-    "loss weights",
-    r"CheckFailed: loss weight check: a token has the importance weight",
-    overrides=("model.dtype=bfloat16", "rollout_correction.truncate_tokens=2.0"),
-)
+@exhibit("THUDM/slime#179", overrides=("model.dtype=bfloat16", "rollout_correction.truncate_tokens=2.0"))
+@caught_by("loss weights", r"CheckFailed: loss weight check: a token has the importance weight")
 @replaces("rl.objectives.rollout_correction.token_weights")
 def importance_weights_inverted(bug: Bug, weights, old_logprobs, rollout_logprobs, mask, **options):
     """The correction for the engine used the wrong pair of log-probs."""
     return weights(rollout_logprobs, old_logprobs, mask, **options)
 
 
-@exhibit(
-    "huggingface/trl#5413",
-    FIRST,
-    r"CheckFailed: first update check|LogprobMismatch|CheckFailed: likelihood check",
-    overrides=("training.prompts_per_minibatch=2",),
-)
+@exhibit("huggingface/trl#5413", overrides=("training.prompts_per_minibatch=2",))
+@caught_by(FIRST, r"CheckFailed: first update check|LogprobMismatch|CheckFailed: likelihood check")
 def old_log_probs_of_the_step_before(bug: Bug) -> None:
     """A ratio of the first iteration was kept and used again later."""
     from rl.phases.inference import Inference
@@ -185,10 +149,11 @@ def old_log_probs_of_the_step_before(bug: Bug) -> None:
 
 
 @exhibit(
-    "NVIDIA/NeMo-Aligner#228",
+    "NVIDIA/NeMo-Aligner#228", overrides=(*KL, "data.prompts_per_step=32", "training.micro_batch_tokens=400")
+)
+@caught_by(
     "likelihoods",
     r"CheckFailed: likelihood check: reference policy / rollout|LogprobMismatch: before the first",
-    overrides=(*KL, "data.prompts_per_step=32", "training.micro_batch_tokens=400"),
 )
 @replaces("rl.phases.inference.Inference._pass")
 def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_reference=False, **options):
@@ -197,29 +162,23 @@ def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_referenc
     return tuple(column.flip(0) for column in found) if of_reference else found
 
 
-@exhibit("alibaba/ROLL#407", "learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
+@exhibit("alibaba/ROLL#407")
+@caught_by("learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
 @replaces("rl.training.schedule.learning_rate")
 def learning_rate_0(bug: Bug, learning_rate, *args):
     """The schedule was planned for too few steps; 38 % of the training had a learning rate of 0."""
     return 0.0
 
 
-@exhibit(
-    "huggingface/open-r1#295",
-    "movement",
-    r"CheckFailed: movement check: the gradient norm is .* changed no weight",
-)
+@exhibit("huggingface/open-r1#295")
+@caught_by("movement", r"CheckFailed: movement check: the gradient norm is .* changed no weight")
 @replaces("rl.training.engine.clip_and_step")
 def weights_do_not_move(bug: Bug, step, optimizer, norm):
     """The gradient had a norm, but the weights stayed as they were."""
 
 
-@exhibit(
-    "OpenRLHF/OpenRLHF#1272",
-    "groups",
-    r"CheckFailed: group check: all samples of group \d have the score 0\.5",
-    overrides=("algorithm=dapo",),
-)
+@exhibit("OpenRLHF/OpenRLHF#1272", overrides=("algorithm=dapo",))
+@caught_by("groups", r"CheckFailed: group check: all samples of group \d have the score 0\.5")
 def filtered_groups_are_trained_on(bug: Bug) -> None:
     """Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on."""
     from rl.algorithms import dapo
@@ -235,7 +194,8 @@ def filtered_groups_are_trained_on(bug: Bug) -> None:
         batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
 
 
-@exhibit("allenai/tango#152", "metric log", r"metric log check: step 2 was logged before", resumes=True)
+@exhibit("allenai/tango#152", resumes=True)
+@caught_by("metric log", r"metric log check: step 2 was logged before")
 @replaces("rl.run.run_log._open_metrics")
 def step_logged_twice(bug: Bug, open_metrics, config, last_step, fence):
     """After a resume the steps since the checkpoint were logged again."""

@@ -1,28 +1,20 @@
 """Exhibits: scores on their way from a reward function to the advantages."""
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 SCORES = "scores"
 
 
-@exhibit(
-    "NVIDIA-NeMo/RL#1026",
-    SCORES,
-    r"rank \d .*CheckFailed: score check: rank \d got the score .*of another sample",
-    ranks=2,
-)
+@exhibit("NVIDIA-NeMo/RL#1026", ranks=2)
+@caught_by(SCORES, r"rank \d .*CheckFailed: score check: rank \d got the score .*of another sample")
 @replaces("rl.rewards.pool.pool.ScoringPool.score")
 def order_of_the_scores_lost(bug: Bug, score, self, samples):
     """A reward model with dynamic batches returned scores in another order than its samples."""
     return score(self, samples)[::-1]
 
 
-@exhibit(
-    "huggingface/trl#3098",
-    SCORES,
-    r"CheckFailed: score check: sample \d+ \(prompt \d+\) has the score of another sample",
-    ranks=2,
-)
+@exhibit("huggingface/trl#3098", ranks=2)
+@caught_by(SCORES, r"CheckFailed: score check: sample \d+ \(prompt \d+\) has the score of another sample")
 @replaces("rl.phases.scorer.gather_columns")
 def scores_of_ranks_interleaved(bug: Bug, gather, results, digests, mine, total, device):
     """On several GPUs completions did not belong to the prompts that they were scored with."""
@@ -30,9 +22,8 @@ def scores_of_ranks_interleaved(bug: Bug, gather, results, digests, mine, total,
     return gather(results, digests, list(range(start, start + len(mine))), total, device)
 
 
-@exhibit(
-    "vllm-project/vllm#57846", SCORES, r"CheckFailed: score check: rank 0 got the score .*of another sample"
-)
+@exhibit("vllm-project/vllm#57846")
+@caught_by(SCORES, r"CheckFailed: score check: rank 0 got the score .*of another sample")
 def worker_repeats_old_answers(bug: Bug) -> None:
     """After an error a worker's old answer stayed queued, and the next request got it."""
     from rl.rewards.pool.pool import ScoringPool
@@ -51,11 +42,8 @@ def worker_repeats_old_answers(bug: Bug) -> None:
     ScoringPool.score = remembered
 
 
-@exhibit(
-    "huggingface/OpenEnv#1025",
-    SCORES,
-    r"CheckFailed: score check: rank 0 got the score 0 .*that no worker computed",
-)
+@exhibit("huggingface/OpenEnv#1025")
+@caught_by(SCORES, r"CheckFailed: score check: rank 0 got the score 0 .*that no worker computed")
 def failures_of_the_reward_scored_0(bug: Bug) -> None:
     """A verifier that crashed was scored 0, which no client can tell from a wrong answer."""
     from rl.rewards.pool.pool import ScoringPool
@@ -72,10 +60,11 @@ def failures_of_the_reward_scored_0(bug: Bug) -> None:
 
 @exhibit(
     "PrimeIntellect-ai/verifiers#186",
-    "constant scores",
-    r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before",
     overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
     warns=True,
+)
+@caught_by(
+    "constant scores", r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before"
 )
 @replaces("rl.rewards.pool.worker_process.ScoringWorker.validated")
 def reward_always_0(bug: Bug, validated, self, line):
@@ -86,21 +75,15 @@ def reward_always_0(bug: Bug, validated, self, line):
     return message
 
 
-@exhibit(
-    "fla-org/flash-linear-attention#1073",
-    "advantages",
-    r"CheckFailed: advantage check: in group \d the reward .* sign is wrong",
-)
+@exhibit("fla-org/flash-linear-attention#1073")
+@caught_by("advantages", r"CheckFailed: advantage check: in group \d the reward .* sign is wrong")
 def advantages_with_the_wrong_sign(bug: Bug) -> None:
     """The loss was negated twice and pushed the policy away from good responses."""
     change(bug, lambda advantages, batch: -advantages)
 
 
-@exhibit(
-    "amazon-science/reskill#12",
-    "advantages",
-    r"CheckFailed: advantage check: the advantages of group \d have the sum",
-)
+@exhibit("amazon-science/reskill#12")
+@caught_by("advantages", r"CheckFailed: advantage check: the advantages of group \d have the sum")
 def advantages_of_the_whole_batch(bug: Bug) -> None:
     """Advantages were whitened over the batch, so groups influenced each other."""
 
@@ -111,11 +94,8 @@ def advantages_of_the_whole_batch(bug: Bug) -> None:
     change(bug, whitened)
 
 
-@exhibit(
-    "ServiceNow/PipelineRL#54",
-    "advantages",
-    r"CheckFailed: advantage check: the advantages of group \d have the sum",
-)
+@exhibit("ServiceNow/PipelineRL#54")
+@caught_by("advantages", r"CheckFailed: advantage check: the advantages of group \d have the sum")
 def baseline_of_the_first_sample(bug: Bug) -> None:
     """The mean reward of a group counted only its first rollout; training seemed to work."""
 
@@ -126,10 +106,9 @@ def baseline_of_the_first_sample(bug: Bug) -> None:
     change(bug, from_first)
 
 
-@exhibit(
-    "TensorAuto/OpenTau#136",
-    "advantages",
-    r"CheckFailed: advantage check: rewards differ within groups, but every advantage is 0",
+@exhibit("TensorAuto/OpenTau#136")
+@caught_by(
+    "advantages", r"CheckFailed: advantage check: rewards differ within groups, but every advantage is 0"
 )
 def advantages_zero_everywhere(bug: Bug) -> None:
     """Every advantage was 0."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 ENDING = "ending"
 LONG = ("rollout.max_response_tokens=24", "data.prompts_per_step=16", "training.micro_batch_tokens=800")
@@ -10,20 +10,16 @@ LONG = ("rollout.max_response_tokens=24", "data.prompts_per_step=16", "training.
 GAP = "log-probs of engine and trainer"
 
 
-@exhibit(
-    "OpenRLHF/OpenRLHF#1327",
-    ENDING,
-    r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end",
-)
+@exhibit("OpenRLHF/OpenRLHF#1327")
+@caught_by(ENDING, r"CheckFailed: ending check: .* with 6 tokens is complete by its label, but does not end")
 @replaces("rl.rollout.single_turn.SingleTurn.receive")
 def truncated_responses_count_as_complete(bug: Bug, receive, self, name, completion):
     """finish_reason=length was dropped, so the penalty of truncated rollouts never applied."""
     receive(self, name, replace(completion, end="stop"))
 
 
-@exhibit(
-    "google/tunix#842", ENDING, r"CheckFailed: ending check: .* continues after a stop token", overrides=LONG
-)
+@exhibit("google/tunix#842", overrides=LONG)
+@caught_by(ENDING, r"CheckFailed: ending check: .* continues after a stop token")
 @replaces("rl.rollout.calls.call_of")
 def stop_token_ignored(bug: Bug, call_of, *args):
     """The policy did not stop at its end of turn and went on to the length limit."""
@@ -32,11 +28,9 @@ def stop_token_ignored(bug: Bug, call_of, *args):
     return found
 
 
-@exhibit(
-    "rasbt/reasoning-from-scratch#185",
-    ENDING,
-    r"CheckFailed: ending check: .* is complete by its label, but does not end with a stop token",
-    overrides=LONG,
+@exhibit("rasbt/reasoning-from-scratch#185", overrides=LONG)
+@caught_by(
+    ENDING, r"CheckFailed: ending check: .* is complete by its label, but does not end with a stop token"
 )
 @replaces("rl.rollout.single_turn.SingleTurn.receive")
 def end_token_cut_off(bug: Bug, receive, self, name, completion):
@@ -49,10 +43,9 @@ def end_token_cut_off(bug: Bug, receive, self, name, completion):
     receive(self, name, completion)
 
 
-@exhibit(
-    "huggingface/trl#5697",
-    ENDING,
-    r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout",
+@exhibit("huggingface/trl#5697")
+@caught_by(
+    ENDING, r"CheckFailed: ending check: .* with 4 tokens is truncated by its label, but not at rollout"
 )
 @replaces("rl.rollout.calls.call_of")
 def engine_truncates_earlier_than_configured(bug: Bug, call_of, *args):
@@ -62,10 +55,9 @@ def engine_truncates_earlier_than_configured(bug: Bug, call_of, *args):
     return found
 
 
-@exhibit(
-    "vllm-project/vllm#11898",
-    "duplicates",
-    r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt",
+@exhibit("vllm-project/vllm#11898")
+@caught_by(
+    "duplicates", r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt"
 )
 @replaces("rl.rollout.single_turn.seed_of")
 def samples_of_a_group_share_a_seed(bug: Bug, seed_of, seed, number):
@@ -73,23 +65,16 @@ def samples_of_a_group_share_a_seed(bug: Bug, seed_of, seed, number):
     return seed_of(seed, 0)
 
 
-@exhibit(
-    "huggingface/trl#5783",
-    "duplicates",
-    r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch",
-)
+@exhibit("huggingface/trl#5783")
+@caught_by("duplicates", r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch")
 @replaces("rl.rollout.calls.call_of")
 def greedy_rollouts(bug: Bug, call_of, request, sampling, version):
     """Defaults of the model replaced temperature 1, and half of a group were equal."""
     return call_of(request, replace(sampling, temperature=0.0), version)
 
 
-@exhibit(
-    "PrimeIntellect-ai/prime-rl#697",
-    GAP,
-    r"LogprobMismatch|CheckFailed: likelihood check",
-    overrides=("rollout.temperature=0.6",),
-)
+@exhibit("PrimeIntellect-ai/prime-rl#697", overrides=("rollout.temperature=0.6",))
+@caught_by(GAP, r"LogprobMismatch|CheckFailed: likelihood check")
 @replaces("rl.rollout.calls.Calls._completion")
 def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
     """The engine reported log-probs of another temperature than it sampled with; ratios exploded."""
@@ -99,10 +84,9 @@ def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
 
 @exhibit(
     "vllm-project/vllm#9453",
-    "likelihoods",
-    r"CheckFailed: likelihood check: old policy / rollout",
     overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
 )
+@caught_by("likelihoods", r"CheckFailed: likelihood check: old policy / rollout")
 @replaces("rl.rollout.calls.Calls._completion")
 def log_probs_in_another_base(bug: Bug, completion, self, *args):
     """Log-probs of the engine were not those that the client assumed."""
@@ -112,7 +96,8 @@ def log_probs_in_another_base(bug: Bug, completion, self, *args):
     return replace(found, logprobs=found.logprobs / math.log(2))
 
 
-@exhibit("areal-project/AReaL#1569", "staleness", r"StaleTokens")
+@exhibit("areal-project/AReaL#1569")
+@caught_by("staleness", r"StaleTokens")
 @replaces("rl.rollout.calls.Live.versions")
 def tokens_labelled_with_a_later_version(bug: Bug, versions, self, num_tokens):
     """The version was read again after the answer, so old tokens counted as new."""

@@ -1,28 +1,20 @@
 """Exhibits: updates, gradients and the reference policy."""
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 COUNT = "counted tokens"
 REDUCTION = "probe of the reduced gradient"
 
 
-@exhibit(
-    "NVIDIA/Megatron-LM#1685",
-    REDUCTION,
-    r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
-    ranks=2,
-)
+@exhibit("NVIDIA/Megatron-LM#1685", ranks=2)
+@caught_by(REDUCTION, r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once")
 @replaces("rl.training.gradients.finalize_model_grads")
 def gradients_not_reduced(bug: Bug, finalize, *args, **options):
     """The example's loop left out finalize_model_grads, so every rank trained on its own samples."""
 
 
-@exhibit(
-    "NVIDIA/Megatron-LM#775",
-    REDUCTION,
-    r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
-    ranks=2,
-)
+@exhibit("NVIDIA/Megatron-LM#775", ranks=2)
+@caught_by(REDUCTION, r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once")
 @replaces("rl.training.gradients.finalize_model_grads")
 def gradients_reduced_twice(bug: Bug, finalize, model, *args, **options):
     """The reduction ran at the end of the backward pass and again at the end of the step."""
@@ -30,12 +22,8 @@ def gradients_reduced_twice(bug: Bug, finalize, model, *args, **options):
     finalize(model, *args, **options)
 
 
-@exhibit(
-    "NVIDIA/Megatron-LM#5956",
-    REDUCTION,
-    r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once",
-    ranks=2,
-)
+@exhibit("NVIDIA/Megatron-LM#5956", ranks=2)
+@caught_by(REDUCTION, r"rank \d.*WrongReduction: the gradients of .* it was not summed exactly once")
 @replaces("rl.training.gradients.finalize_model_grads")
 def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **options):
     """Gradients were divided by a parallel size although the loss had its global denominator."""
@@ -44,12 +32,8 @@ def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **optio
         model.scale_gradients(0.5)
 
 
-@exhibit(
-    "modelscope/ms-swift#10165",
-    COUNT,
-    r"WrongTokens: an update counted .* rank 1 counted .* divided by",
-    ranks=2,
-)
+@exhibit("modelscope/ms-swift#10165", ranks=2)
+@caught_by(COUNT, r"WrongTokens: an update counted .* rank 1 counted .* divided by")
 @replaces("rl.phases.minibatches.MinibatchPlan.totals")
 def denominators_of_each_rank(bug: Bug, totals, self, batch):
     """Each rank divided by its own number of tokens, so short responses counted more."""
@@ -59,36 +43,24 @@ def denominators_of_each_rank(bug: Bug, totals, self, batch):
     return replace(totals(self, batch), num_tokens=float(batch.mask[batch.tokens_of(own)].sum()))
 
 
-@exhibit(
-    "NVIDIA-NeMo/labs-molt#113",
-    COUNT,
-    r"WrongTokens: an update counted .* rank 0 counted",
-    overrides=("training.micro_batch_tokens=40",),
-)
+@exhibit("NVIDIA-NeMo/labs-molt#113", overrides=("training.micro_batch_tokens=40",))
+@caught_by(COUNT, r"WrongTokens: an update counted .* rank 0 counted")
 @replaces("rl.training.engine.TrainingEngine.update")
 def micro_batch_dropped(bug: Bug, update, self, batch, plan, loss, **options):
     """Samples after the last complete accumulation window were dropped."""
     return update(self, batch, [rank[:-1] for rank in plan], loss, **options)
 
 
-@exhibit(
-    "verl-project/verl#1506",
-    "finite gradient norm",
-    r"FloatingPointError: the gradient norm is nan; .* on rank 1",
-    ranks=2,
-)
+@exhibit("verl-project/verl#1506", ranks=2)
+@caught_by("finite gradient norm", r"FloatingPointError: the gradient norm is nan; .* on rank 1")
 @replaces("rl.phases.policy_gradient.aggregate")
 def gradient_that_is_not_a_number_skipped(bug: Bug, aggregate, losses, *args, **options):
     """An update with a gradient norm of nan is skipped with a printed warning."""
     return aggregate(losses * (float("nan") if bug.rank == 1 else 1.0), *args, **options)
 
 
-@exhibit(
-    "NVIDIA-NeMo/RL#3722",
-    "sample of the reference weights",
-    r"the reference weights of rank 0 have changed",
-    overrides=("objective.kl_coef=0.01",),
-)
+@exhibit("NVIDIA-NeMo/RL#3722", overrides=("objective.kl_coef=0.01",))
+@caught_by("sample of the reference weights", r"the reference weights of rank 0 have changed")
 @replaces("rl.training.engine.TrainingEngine.reference_weights")
 def reference_is_the_trained_model(bug: Bug, reference_weights, self):
     """The KL divergence was measured from weights that moved with the policy."""
@@ -96,12 +68,10 @@ def reference_is_the_trained_model(bug: Bug, reference_weights, self):
     return reference_weights(self)
 
 
-@exhibit(
-    "huggingface/trl#2042",
+@exhibit("huggingface/trl#2042", overrides=("objective.kl_coef=0.01",), at=1)
+@caught_by(
     "policy equals reference at the start",
     r"LogprobMismatch: before the first update the log-probs of policy and reference differ",
-    overrides=("objective.kl_coef=0.01",),
-    at=1,
 )
 def dropout_in_the_reference_pass(bug: Bug) -> None:
     """With dropout the log-probs fluctuated against those of the reference."""
@@ -129,12 +99,9 @@ def dropout_in_the_reference_pass(bug: Bug) -> None:
     TrainingEngine.reference_weights = with_dropout
 
 
-@exhibit(
-    "NVIDIA/Megatron-LM#6920",
-    "replicas of the weights",
-    r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ",
-    ranks=2,
-    overrides=("agreement.weights_every=1",),
+@exhibit("NVIDIA/Megatron-LM#6920", ranks=2, overrides=("agreement.weights_every=1",))
+@caught_by(
+    "replicas of the weights", r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ"
 )
 @replaces("rl.checks.checks.Checks._weights")
 def replicas_of_a_weight_drift_apart(bug: Bug, check, self, name, model):
@@ -144,15 +111,8 @@ def replicas_of_a_weight_drift_apart(bug: Bug, check, self, name, model):
     check(self, name, model)
 
 
-@exhibit(
-    "NVIDIA/Megatron-LM#844",
-    "log-probs of engine and trainer",
-    r"LogprobMismatch: the engine's log-probs differ .*rank \d",
-    model="qwen2-tied",
-    ranks=2,
-    overrides=("training.pp=2",),
-    at=1,
-)
+@exhibit("NVIDIA/Megatron-LM#844", model="qwen2-tied", ranks=2, overrides=("training.pp=2",), at=1)
+@caught_by("log-probs of engine and trainer", r"LogprobMismatch: the engine's log-probs differ .*rank \d")
 def gradients_of_a_tied_embedding_not_added(bug: Bug) -> None:
     """First and last pipeline stage updated their copies of the embedding by different gradients."""
     import sys

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.museum.museum import Bug, exhibit, replaces
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 SYNCHRONOUS = "weights of engine and trainer"
 DIFFER = r"RefitMismatch: after the refit .* on rank \d"
@@ -32,7 +32,8 @@ def afterwards(bug: Bug, change) -> None:
         return moved
 
 
-@exhibit("huggingface/trl#5312", SYNCHRONOUS, DIFFER)
+@exhibit("huggingface/trl#5312")
+@caught_by(SYNCHRONOUS, DIFFER)
 @replaces("rl.engines.memory.refit")
 def refit_skipped(bug: Bug, refit, trainer, engine, **options):
     """After sleep mode the engine generated with old weights; rewards stopped rising."""
@@ -41,7 +42,8 @@ def refit_skipped(bug: Bug, refit, trainer, engine, **options):
     return BytesMoved()
 
 
-@exhibit("huggingface/trl#5932", SYNCHRONOUS, DIFFER)
+@exhibit("huggingface/trl#5932")
+@caught_by(SYNCHRONOUS, DIFFER)
 @replaces("rl.engines.memory.MemorySharing.to_generation")
 def version_raised_without_weights(bug: Bug, to_generation, self, *args):
     """The trainer counted its version up although the engine had not taken the weights."""
@@ -49,27 +51,22 @@ def version_raised_without_weights(bug: Bug, to_generation, self, *args):
     return to_generation(self, *args)
 
 
-@exhibit(
-    "NovaSky-AI/SkyRL#1737", SYNCHRONOUS, r"RefitMismatch: after the refit .*model\.layers\.1\..* on rank 0"
-)
+@exhibit("NovaSky-AI/SkyRL#1737")
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*model\.layers\.1\..* on rank 0")
 def one_layer_not_refitted(bug: Bug) -> None:
     """Each chunk of a weight sync restored the layers that were absent from it."""
     without(".layers.1.", bug)
 
 
-@exhibit(
-    "NVIDIA-NeMo/Megatron-Bridge#4199",
-    SYNCHRONOUS,
-    r"RefitMismatch: after the refit .*e_score_correction_bias.* on rank 0",
-    model="deepseek-v3",
-    at=1,
-)
+@exhibit("NVIDIA-NeMo/Megatron-Bridge#4199", model="deepseek-v3", at=1)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*e_score_correction_bias.* on rank 0")
 def expert_bias_not_refitted(bug: Bug) -> None:
     """The router's bias was missing in the conversion, so the two sides chose other experts."""
     without("e_score_correction_bias", bug)
 
 
-@exhibit("allenai/open-instruct#1627", SYNCHRONOUS, DIFFER)
+@exhibit("allenai/open-instruct#1627")
+@caught_by(SYNCHRONOUS, DIFFER)
 def weights_of_the_step_before_sent(bug: Bug) -> None:
     """After a resume the weight sync ran at the wrong step, and the actors kept other weights."""
     from rl.refit import refit
@@ -87,14 +84,16 @@ def weights_of_the_step_before_sent(bug: Bug) -> None:
     refit.transfer = delayed
 
 
-@exhibit("PrimeIntellect-ai/prime-rl#3524", SYNCHRONOUS, DIFFER)
+@exhibit("PrimeIntellect-ai/prime-rl#3524")
+@caught_by(SYNCHRONOUS, DIFFER)
 @replaces("rl.refit.refit.transfer")
 def weights_rounded_to_bfloat16_on_the_way(bug: Bug, transfer, plan, sources, *rest):
     """The transfer rounded float32 routers, and the mismatch grew with every update."""
     return transfer(plan, {n: weight.bfloat16().to(weight) for n, weight in sources.items()}, *rest)
 
 
-@exhibit("areal-project/AReaL#1372", SYNCHRONOUS, r"RefitMismatch: after the refit .*q_proj.* on rank 0")
+@exhibit("areal-project/AReaL#1372")
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*q_proj.* on rank 0")
 def query_heads_permuted(bug: Bug) -> None:
     """A conversion of fused qkv weights put the heads in another order."""
 
@@ -105,7 +104,8 @@ def query_heads_permuted(bug: Bug) -> None:
     afterwards(bug, change)
 
 
-@exhibit("sgl-project/sglang#32430", SYNCHRONOUS, r"RefitMismatch: after the refit .*gate_proj.* on rank 0")
+@exhibit("sgl-project/sglang#32430")
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*gate_proj.* on rank 0")
 def gate_and_up_exchanged(bug: Bug) -> None:
     """A kernel read the halves of w13 in the other order; GSM8K fell from 94 % to 0."""
 
@@ -116,15 +116,8 @@ def gate_and_up_exchanged(bug: Bug) -> None:
     afterwards(bug, change)
 
 
-@exhibit(
-    "NovaSky-AI/SkyRL#1680",
-    SYNCHRONOUS,
-    r"RefitMismatch: after the refit .*experts.* on rank \d",
-    model="qwen3-moe",
-    ranks=2,
-    overrides=("training.ep=2",),
-    at=1,
-)
+@exhibit("NovaSky-AI/SkyRL#1680", model="qwen3-moe", ranks=2, overrides=("training.ep=2",), at=1)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*experts.* on rank \d")
 def experts_in_another_order(bug: Bug) -> None:
     """After the first weight sync the experts' weights were in a layout that the kernels misread."""
 
@@ -136,13 +129,8 @@ def experts_in_another_order(bug: Bug) -> None:
     afterwards(bug, change)
 
 
-@exhibit(
-    "vllm-project/vllm-gguf-plugin#103",
-    SYNCHRONOUS,
-    DIFFER,
-    ranks=2,
-    overrides=("rollout.tp=2", "training.tp=2"),
-)
+@exhibit("vllm-project/vllm-gguf-plugin#103", ranks=2, overrides=("rollout.tp=2", "training.tp=2"))
+@caught_by(SYNCHRONOUS, DIFFER)
 def tensor_parallel_shards_exchanged(bug: Bug) -> None:
     """The loader took rank 0 by default, so ranks had the shard of another rank."""
 
