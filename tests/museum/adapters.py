@@ -176,7 +176,7 @@ def adapter_not_in_the_optimizer(bug: Bug) -> None:
 def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, name, model):
     """Gradients of the replicated factor were not summed, so each rank trained another copy."""
     if bug.rank == 1:
-        for name, parameter in model.learned_map.parameters.items():
-            if "linear_qkv.lora_A" in name:
+        for part, parameter in model.learned_map.parameters.items():
+            if "linear_qkv.lora_A" in part:
                 parameter.data.mul_(1.001)
     check(self, name, model)
