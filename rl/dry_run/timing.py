@@ -69,8 +69,8 @@ def estimate_seconds(
     if "samples" in needs:
         assert engine is not None
         seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware, points)
-        if not config.rollout_correction.bypass and _has_pass_of_old_logprobs(config):
-            seconds["old_log_prob"] = passes(policy, 2)
+        if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
+            seconds["old_log_prob"] = share * passes(policy, 2)
     if needs_reference(config):
         # One transfer: the reference weights go to the GPU, into the memory of the gradients.
         ranks = layout.tp * layout.pp * max(1, layout.ep)
@@ -93,11 +93,14 @@ def estimate_seconds(
     return seconds
 
 
-def _has_pass_of_old_logprobs(config: Config) -> bool:
-    """Return whether old log-probs have a separate pass: they are read early, or by several updates."""
+def _share_of_old_logprobs(config: Config) -> float:
+    """Return the share of a step's samples whose old log-probs need a separate pass, 0 to 1.
+
+    Unless something reads them earlier, the first mini-batch takes them from its update.
+    """
     prompts = config.data.prompts_per_step
-    is_one_update = (config.training.prompts_per_minibatch or prompts) >= prompts
-    return needs_early_logprobs(config) or not is_one_update
+    minibatches = math.ceil(prompts / (config.training.prompts_per_minibatch or prompts))
+    return 1.0 if needs_early_logprobs(config) else 1 - 1 / minibatches
 
 
 def _training_pass(

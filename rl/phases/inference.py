@@ -38,11 +38,11 @@ class Inference:
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
 
-        Computes them with the current weights and applies `rollout_correction`. If the step has one
-        mini-batch and nothing reads `old_logprobs` before its update, the update fills them
-        (`Updates.policy`). With `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's
-        log-probs instead. With `model.numerics=bitwise` it is one too, which the first update compares with
-        its own. A batch with the data's responses has no log-probs of the engine.
+        Computes them with the current weights and applies `rollout_correction`. If nothing reads
+        `old_logprobs` before the first update, the update fills them (`Updates.policy`). With
+        `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's log-probs instead. With
+        `model.numerics=bitwise` it is one too, which the first update compares with its own. A batch with the
+        data's responses has no log-probs of the engine.
         """
         policy, config = self._engines.policy, self._config
         estimator, _ = config.objective.chosen
@@ -50,7 +50,7 @@ class Inference:
         if self._is_bitwise(batch):
             may_defer = not needs_squares and not config.objective.adaptive_entropy.target
         else:
-            may_defer = not needs_early_logprobs(config) and len(self._planner.plans(batch)) == 1
+            may_defer = not needs_early_logprobs(config)
         if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
         elif may_defer and self._step.number > config.critic.warmup_steps:
@@ -79,6 +79,16 @@ class Inference:
             )
         return True
 
+    def old_outputs(self, batch: Batch, plans: list[MinibatchPlan]) -> Tensor:
+        """Return OUTPUTS of the current policy, float32 [2, T]; 0 for samples that are not in the plans.
+
+        With `model.numerics=bitwise` all are 0: the log-probs of the engine stand for them.
+        """
+        if not plans or self._is_bitwise(batch):
+            return torch.zeros(len(OUTPUTS), int(batch.lengths.sum()))
+        outputs = self._pass(self._engines.policy, batch, OUTPUTS, "old_log_prob", "logp", plans=plans)
+        return torch.stack(outputs)
+
     def fill_old_logprobs(
         self, batch: Batch, logprobs: Tensor, entropy: Tensor, *, first: MinibatchPlan | None = None
     ) -> None:
@@ -91,8 +101,8 @@ class Inference:
         metrics, mask = self._step.metrics, batch.mask
         if first is not None:
             computed = batch.tokens_of(first.samples)
-            mask = torch.zeros_like(mask).index_copy_(0, computed, mask[computed])
             if self._is_bitwise(batch):
+                mask = torch.zeros_like(mask).index_copy_(0, computed, mask[computed])
                 logprobs = batch.rollout_logprobs.index_copy(0, computed, logprobs[computed])
         batch.old_logprobs, self._deferred_at = logprobs, None
         self._filled_at = self._engines.policy.num_updates

@@ -77,8 +77,8 @@ class Updates:
     ) -> None:
         """Update the policy.
 
-        If `Inference.log_probs` deferred the old log-probs, they are those of the first update's own forward
-        pass.
+        If `Inference.log_probs` deferred the old log-probs, those of the first mini-batch are from its
+        update's own forward pass, those of the others from a separate pass before it.
 
         select_tokens: called before each update with the whole mini-batch; the loss reads the result as the
         column `selected_tokens`.
@@ -98,6 +98,7 @@ class Updates:
             loss = with_entropy_bonus(loss, config, weight) if weight else loss
         others = [] if mismatched is None else self._planner.new_plans(mismatched)
         is_deferred = self._inference.is_deferred(batch)
+        rest = self._inference.old_outputs(batch, plans[1:]) if is_deferred else None
 
         @contextmanager
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
@@ -106,10 +107,10 @@ class Updates:
                 self._select_tokens(batch, plan, select_tokens, number=number)
             if mismatched is not None:
                 yield loss.given(kl=self._mismatch_kl(mismatched, others[plans.index(plan)]))
-            elif is_deferred and number == 0:
+            elif rest is not None and number == 0:
                 first = FirstUpdate(loss, config.rollout_correction)
                 yield first.loss
-                outputs = first.outputs(policy, len(batch.mask))
+                outputs = rest + first.outputs(policy, len(batch.mask))  # each 0 where the other is not
                 self._inference.fill_old_logprobs(batch, *outputs, first=plan)
             else:
                 yield loss

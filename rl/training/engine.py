@@ -125,7 +125,8 @@ class TrainingEngine:
         """Return the named outputs at every response token, float32 [T] each, on every rank.
 
         names: some of logprobs, entropy and sum_p_squared for a policy; values for a value model. plans: one
-        per mini-batch. With the plans of the update, both passes give bitwise equal results.
+        per mini-batch. With the plans of the update, both passes give bitwise equal results,
+        unless the model has adapters.
         """
         places, values = [], []
 
