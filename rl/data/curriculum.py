@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rl.config.functions import load_function
+from rl.data.prompt_order import EpochOrder, check_seed
 from rl.data.prompts import Prompt
 from rl.data.reading import describe, first_line
-from rl.data.sampler import EpochSampler, check_seed
 
 Order = Callable[[int, list[Prompt], np.random.Generator], Sequence[int]]
 """order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`).
@@ -26,7 +26,7 @@ epoch) and must be the only source of randomness, so that all ranks and resumed 
 """
 
 
-class CurriculumSampler(EpochSampler):
+class CurriculumOrder(EpochOrder):
     """Draws the epochs that `order` returns: np.int64 in [0, len(prompts)).
 
     Only (epoch, position) is checkpointed. A resumed run computes the order of the epoch again, so the order

@@ -11,10 +11,10 @@ from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, algorithm_of, learns_from_data, needs_reward, uses_teacher, validates
-from rl.data.curriculum import CurriculumSampler, load_order
+from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import load_labelled, load_preferences
+from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
-from rl.data.sampler import MixedSampler, PromptSampler
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
 from rl.models.peft import check_peft
@@ -68,7 +68,7 @@ class Inputs:
         if uses_teacher(config):
             check_sources(config, self.prompts)
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
-        self.sampler()  # refuses a curriculum that returns no order
+        self.prompt_order()  # refuses a curriculum that returns no order
         self.held_out: list[Prompt] = []
         if validates(config):
             self.held_out = self._prompts(
@@ -79,16 +79,16 @@ class Inputs:
             self.rewards = make_plan(config.reward.function, config.reward.kwargs, config.reward.sources)
             Mixture(self.rewards)  # refuses a function that is missing or cannot be called
 
-    def sampler(self) -> PromptSampler | MixedSampler | CurriculumSampler:
-        """Return a sampler of the training prompts at its beginning."""
+    def prompt_order(self) -> PromptOrder | MixedOrder | CurriculumOrder:
+        """Return the order of the training prompts at its beginning."""
         data, seed = self.config.data, self.config.run.seed
         if self.order is not None:
-            return CurriculumSampler(self.prompts, self.order, seed=seed)
+            return CurriculumOrder(self.prompts, self.order, seed=seed)
         if data.train_weights:
             files = np.array([prompt.source for prompt in self.prompts])
             sources = [np.flatnonzero(files == number) for number in range(len(data.train))]
-            return MixedSampler(sources, data.train_weights, seed=seed, shuffle=data.shuffle)
-        return PromptSampler(len(self.prompts), seed=seed, shuffle=data.shuffle)
+            return MixedOrder(sources, data.train_weights, seed=seed, shuffle=data.shuffle)
+        return PromptOrder(len(self.prompts), seed=seed, shuffle=data.shuffle)
 
     def _read(self, model: RunModel, world_size: int) -> ModelFiles:
         """Return a model's files after checking architecture, layout, tensors and the policy's adapters."""

@@ -70,7 +70,7 @@ class Generators:
         self._config, self._inputs, self._link, self._stop = config, inputs, link, stop
         self._device, self._tracker = device, watchdog.tracker
         self._messages = Messages(session.job().store)
-        self._sampler = inputs.sampler()
+        self._prompt_order = inputs.prompt_order()
         self._step = 0
         self._next_look = 0.0
         self._waits = False
@@ -133,7 +133,7 @@ class Generators:
             self._look()
         begin = taken[1]
         assert isinstance(begin, Begin)
-        self._sampler.load_state_dict(begin.cursor)
+        self._prompt_order.load_state_dict(begin.cursor)
         return begin
 
     def _window(self) -> int:
@@ -142,7 +142,7 @@ class Generators:
         return batch_size(self._config) * (1 if roles.granularity == "batch" else roles.lag + 1)
 
     def _draw(self, number: int) -> list[Prompt]:
-        return [self._inputs.prompts[i] for i in self._sampler.draw(number)]
+        return [self._inputs.prompts[i] for i in self._prompt_order.draw(number)]
 
     def _answer(self, name: str, message: Generate) -> None:
         """Generate the responses to the prompts of a message, and send them."""

@@ -169,7 +169,7 @@ def _inputs_of(config: Config, inputs: Inputs) -> Inputs:
     own.config = config
     try:
         own.order = load_order(data.curriculum) if data.curriculum else None
-        own.sampler()  # refuses a curriculum that returns no order
+        own.prompt_order()  # refuses a curriculum that returns no order
         if adapter.path:
             hf = inputs.models["policy"].hf
             pairs = adapters_of(config, architecture(hf).weights(hf))

@@ -98,7 +98,7 @@ def make_phases(
         step=step,
         engines=engines,
         memory=memory,
-        draw=Draw(inputs.prompts, inputs.sampler()),
+        draw=Draw(inputs.prompts, inputs.prompt_order()),
         sampler=sampler,
         scorer=None if pool is None else Scorer(config, inputs, step.device, engines, pool),
         end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},

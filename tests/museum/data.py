@@ -10,7 +10,7 @@ SAMPLES = "samples"
 
 @exhibit("NVIDIA-NeMo/RL#3599", resumes=True)
 @caught_by(DRAWN, r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped")
-@replaces("rl.data.sampler.EpochSampler.load_state_dict")
+@replaces("rl.data.prompt_order.EpochOrder.load_state_dict")
 def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
     """675 of 736 prompts, a third of the data reached, were never trained on."""
     load(self, {**state, "position": state["position"] + 4})
@@ -18,7 +18,7 @@ def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
 
 @exhibit("PrimeIntellect-ai/prime-rl#3332", resumes=True)
 @caught_by(DRAWN, r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated")
-@replaces("rl.data.sampler.EpochSampler.load_state_dict")
+@replaces("rl.data.prompt_order.EpochOrder.load_state_dict")
 def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
     """Every resumed run started the data from the beginning."""
 
@@ -27,7 +27,7 @@ def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
 @caught_by(
     "agreement before each phase", r"Disagreement: ranks disagree on the batch ids before generate.* rank \d"
 )
-@replaces("rl.data.sampler.EpochSampler.draw")
+@replaces("rl.data.prompt_order.EpochOrder.draw")
 def order_of_the_data_differs_between_ranks(bug: Bug, draw, self, n):
     """Each rank shuffled with a seed of its own, so prompts were doubled and missing."""
     return draw(self, n)[::-1].copy() if bug.rank == 1 else draw(self, n)

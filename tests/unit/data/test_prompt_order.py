@@ -3,53 +3,53 @@ import json
 import numpy as np
 import pytest
 
-from rl.data.curriculum import CurriculumSampler, load_order
+from rl.data.curriculum import CurriculumOrder, load_order
+from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt
-from rl.data.sampler import MixedSampler, PromptSampler
 
 
-def sampler(num_prompts: int = 10, *, seed: int = 3, shuffle: bool = True) -> PromptSampler:
-    return PromptSampler(num_prompts, seed=seed, shuffle=shuffle)
+def order(num_prompts: int = 10, *, seed: int = 3, shuffle: bool = True) -> PromptOrder:
+    return PromptOrder(num_prompts, seed=seed, shuffle=shuffle)
 
 
 def test_every_epoch_draws_every_prompt_once_in_another_order():
-    drawn = sampler()
-    order = np.concatenate([drawn.draw(3) for _ in range(10)])
-    assert order.dtype == np.int64 and (np.sort(order.reshape(3, 10)) == np.arange(10)).all()
-    first, second = sampler(100).draw(200).reshape(2, 100)
+    drawn = order()
+    places = np.concatenate([drawn.draw(3) for _ in range(10)])
+    assert places.dtype == np.int64 and (np.sort(places.reshape(3, 10)) == np.arange(10)).all()
+    first, second = order(100).draw(200).reshape(2, 100)
     assert (first != second).any()
-    assert sorted(np.bincount(sampler(4).draw(11), minlength=4)) == [2, 3, 3, 3]
+    assert sorted(np.bincount(order(4).draw(11), minlength=4)) == [2, 3, 3, 3]
 
 
 def test_the_order_does_not_depend_on_how_it_is_cut_into_draws():
-    whole, parts = sampler().draw(60), sampler()
+    whole, parts = order().draw(60), order()
     assert np.array_equal(whole, np.concatenate([parts.draw(n) for n in (0, 1, 9, 10, 25, 15)]))
 
 
 def test_the_order_depends_on_the_seed():
-    assert np.array_equal(sampler(100).draw(250), sampler(100).draw(250))
-    other = sampler(100, seed=4).draw(100)
-    assert not np.array_equal(sampler(100, seed=3).draw(100), other)
+    assert np.array_equal(order(100).draw(250), order(100).draw(250))
+    other = order(100, seed=4).draw(100)
+    assert not np.array_equal(order(100, seed=3).draw(100), other)
     # Epoch 1 of a seed is not epoch 0 of the next one.
-    assert not np.array_equal(sampler(100, seed=3).draw(200)[100:], other)
+    assert not np.array_equal(order(100, seed=3).draw(200)[100:], other)
 
 
 def test_without_shuffling_prompts_come_in_file_order():
-    assert sampler(3, shuffle=False).draw(7).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert order(3, shuffle=False).draw(7).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("num_drawn", [0, 7, 10, 20, 33])
-def test_a_restored_sampler_continues(num_drawn):
-    saved = sampler()
+def test_a_restored_order_continues(num_drawn):
+    saved = order()
     saved.draw(num_drawn)
-    restored = sampler()
+    restored = order()
     restored.draw(5)
     restored.load_state_dict(saved.state_dict())
     assert np.array_equal(restored.draw(25), saved.draw(25))
 
 
 def test_the_state_is_the_epoch_and_the_position_in_it():
-    drawn = sampler()
+    drawn = order()
     drawn.draw(23)
     assert drawn.state_dict() == {"epoch": 2, "position": 3} and drawn.epoch == 2
     drawn.draw(7)
@@ -61,21 +61,21 @@ def refused(message, call):
         call()
 
 
-def test_invalid_samplers_and_cursors_are_refused():
+def test_invalid_orders_and_cursors_are_refused():
     beyond = "stands at prompt 10 of epoch 0, but the training data has 10 prompts"
-    refused(beyond, lambda: sampler().load_state_dict({"epoch": 0, "position": 10}))
-    refused("at least one", lambda: sampler(0))
-    refused("run.seed=-1", lambda: sampler(seed=-1))
+    refused(beyond, lambda: order().load_state_dict({"epoch": 0, "position": 10}))
+    refused("at least one", lambda: order(0))
+    refused("run.seed=-1", lambda: order(seed=-1))
     with_weights, without = "had data.train_weights. Resume with", "had no data.train_weights. Resume without"
-    refused(f"{with_weights} them", lambda: sampler().load_state_dict(mixed().state_dict()))
-    refused(f"{without} them", lambda: mixed().load_state_dict(sampler().state_dict()))
+    refused(f"{with_weights} them", lambda: order().load_state_dict(mixed().state_dict()))
+    refused(f"{without} them", lambda: mixed().load_state_dict(order().state_dict()))
 
 
 SOURCES = [np.arange(0, 10), np.arange(100, 107), np.arange(200, 400)]
 
 
-def mixed(weights=(0.5, 0.3, 0.2), *, sources=SOURCES, seed=3, shuffle=True) -> MixedSampler:
-    return MixedSampler(sources, list(weights), seed=seed, shuffle=shuffle)
+def mixed(weights=(0.5, 0.3, 0.2), *, sources=SOURCES, seed=3, shuffle=True) -> MixedOrder:
+    return MixedOrder(sources, list(weights), seed=seed, shuffle=shuffle)
 
 
 def source_of(drawn):
@@ -181,8 +181,8 @@ def test_a_mixture_refuses_the_cursor_of_other_data():
 PROMPTS = [Prompt(i, np.arange(5 - i, dtype=np.int32), f"prompt {i}", "test", None, {}) for i in range(5)]
 
 
-def curriculum(order, *, seed=3) -> CurriculumSampler:
-    return CurriculumSampler(PROMPTS, order, seed=seed)
+def curriculum(order, *, seed=3) -> CurriculumOrder:
+    return CurriculumOrder(PROMPTS, order, seed=seed)
 
 
 def growing(epoch, prompts, rng):
@@ -248,7 +248,7 @@ def test_an_order_that_is_no_list_of_indices_is_refused(returned, message):
 def test_an_invalid_curriculum_is_refused():
     fails_later = curriculum(lambda epoch, prompts, rng: {0: [0, 1]}[epoch])
     refused("data.curriculum failed for epoch 1: KeyError: 1", lambda: fails_later.draw(2))
-    refused("at least one", lambda: CurriculumSampler([], growing, seed=0))
+    refused("at least one", lambda: CurriculumOrder([], growing, seed=0))
     refused("run.seed=-1", lambda: curriculum(growing, seed=-1))
     beyond, state = (
         "stands at prompt 3 of epoch 1, but data.curriculum returns 3",

@@ -1,7 +1,7 @@
 """The order in which prompts are drawn: permuted epochs, or a mixture of sources with their own epochs.
 
-A sampler depends only on its arguments and a cursor, which is checkpointed. Therefore all ranks draw the same
-prompts, and a resumed run continues at the saved position on any number of ranks. All samplers have `draw`,
+An order depends only on its arguments and a cursor, which is checkpointed. Therefore all ranks draw the same
+prompts, and a resumed run continues at the saved position on any number of ranks. All orders have `draw`,
 `state_dict`, `load_state_dict` and `epoch`. User-defined orders are in `rl.data.curriculum`.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 
-class EpochSampler:
+class EpochOrder:
     """Draws epoch after epoch; `order_of(epoch)` computes the prompts of an epoch, np.int64 [n], n > 0.
 
     A batch may span two epochs; no prompt is dropped.
@@ -77,7 +77,7 @@ class EpochSampler:
         self._order = self._order_of(epoch)
 
 
-class PromptSampler(EpochSampler):
+class PromptOrder(EpochOrder):
     """Draws epochs of all prompts, np.int64 in [0, num_prompts), permuted by a generator for (seed, epoch).
 
     Raises ValueError for `num_prompts` < 1 or a negative seed.
@@ -85,7 +85,7 @@ class PromptSampler(EpochSampler):
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool):
         if num_prompts < 1:
-            raise ValueError(f"num_prompts={num_prompts}: a sampler needs at least one prompt.")
+            raise ValueError(f"num_prompts={num_prompts}: an order needs at least one prompt.")
         check_seed(seed)
         self.num_prompts = num_prompts
 
@@ -102,7 +102,7 @@ class PromptSampler(EpochSampler):
         return self._epoch * self.num_prompts + self._position
 
 
-class MixedSampler:
+class MixedOrder:
     """Draws each prompt from one of several sources, selected with probability proportional to its weight.
 
     The source of draw t depends only on (seed, t), not on the sizes of the draws. Each source has its own
@@ -127,7 +127,7 @@ class MixedSampler:
         self._seed = seed
         self._sources = [np.asarray(source, dtype=np.int64) for source in sources]
         self._walks = [
-            PromptSampler(len(source), seed=_source_seed(seed, i), shuffle=shuffle)
+            PromptOrder(len(source), seed=_source_seed(seed, i), shuffle=shuffle)
             for i, source in enumerate(self._sources)
         ]
         self._weights = np.array(weights, dtype=np.float64)
@@ -166,7 +166,7 @@ class MixedSampler:
         """Continue from a cursor. The weights may differ from those of the saved run.
 
         Raises ValueError for another number of sources, a source with fewer prompts than its cursor, or the
-        state of a sampler without weights.
+        state of an order without weights.
         """
         if not {"num_drawn", "sources"} <= set(state):
             raise ValueError(
