@@ -23,7 +23,7 @@ from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.generation import Generation
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.carry_over import Frontier, Group, QuotaSchedule, extend, quota_of, samples_of
 from rl.rollout.samples import Sample
@@ -46,7 +46,7 @@ class CarryOver(Generation):
     def __init__(
         self,
         config: Config,
-        step: Step,
+        step: StepRecord,
         engines: Engines,
         memory: MemorySharing,
         stop: StopRequests | None,

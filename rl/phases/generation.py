@@ -15,7 +15,7 @@ from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.sampler import Sampler
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
@@ -46,7 +46,12 @@ class Generation(Sampler):
     """
 
     def __init__(
-        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests | None
+        self,
+        config: Config,
+        step: StepRecord,
+        engines: Engines,
+        memory: MemorySharing,
+        stop: StopRequests | None,
     ):
         super().__init__(config, step, engines.policy)
         self._engines, self._memory, self._stop = engines, memory, stop

@@ -18,7 +18,7 @@ from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
 from rl.phases.sampler import Sampler
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.refit.link import Delivery, Link
 from rl.rollout.batches import batch_of
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
@@ -53,7 +53,7 @@ class GenerationByRoles(Sampler):
     def __init__(
         self,
         config: Config,
-        step: Step,
+        step: StepRecord,
         policy: TrainingEngine,
         memory: MemorySharing,
         stop: StopRequests | None,

@@ -12,7 +12,7 @@ from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import correct_rollout
 from rl.phases.deferred import OUTPUTS
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.training.engine import TrainingEngine
 
 
@@ -22,7 +22,7 @@ class Inference:
     def __init__(
         self,
         config: Config,
-        step: Step,
+        step: StepRecord,
         engines: Engines,
         memory: MemorySharing,
         planner: MinibatchPlanner,

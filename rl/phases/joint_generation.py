@@ -9,7 +9,7 @@ from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
 from rl.phases.generation import AllReplicas
 from rl.phases.sampler import Sampler
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
@@ -25,7 +25,7 @@ from rl.training.engine import TrainingEngine
 class PointCall:
     """The call of a point; see `Generation.sample`."""
 
-    step: Step
+    step: StepRecord
     prompts: list[Prompt]
     sampling: Sampling
     seeds: list[int]
@@ -43,7 +43,11 @@ class PointGeneration(Sampler):
     """
 
     def __init__(
-        self, config: Config, step: Step, policy: TrainingEngine, wait: Callable[[PointCall], Batch | None]
+        self,
+        config: Config,
+        step: StepRecord,
+        policy: TrainingEngine,
+        wait: Callable[[PointCall], Batch | None],
     ):
         super().__init__(config, step, policy)
         self._wait = wait
@@ -80,7 +84,7 @@ class JointGeneration:
         config: Config,
         engine: RolloutEngine,
         policies: list[TrainingEngine],
-        step: Step,
+        step: StepRecord,
         stop: StopRequests | None,
         *,
         offload: str,

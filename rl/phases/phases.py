@@ -26,7 +26,7 @@ from rl.phases.reward_shaping import KlPenalty
 from rl.phases.sampler import Sampler
 from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.phases.updates import Updates
 from rl.rollout.sampling import greedy_sampling
 from rl.training.loss import Loss, LossFunction, TokenSelection
@@ -49,7 +49,7 @@ class Phases:
         self,
         config: Config,
         *,
-        step: Step,
+        step: StepRecord,
         engines: Engines,
         memory: MemorySharing,
         draw: Draw,

@@ -21,7 +21,7 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rollout.queue import PastLengths
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
 from rl.stopping.requests import StopRequests
@@ -38,7 +38,7 @@ class Sampler:
     """Whether samples of a training batch may have been generated with another limit of tokens, before the
     run was resumed."""
 
-    def __init__(self, config: Config, step: Step, policy: TrainingEngine):
+    def __init__(self, config: Config, step: StepRecord, policy: TrainingEngine):
         self._config, self._step, self._policy = config, step, policy
         self._past_lengths = PastLengths() if config.rollout.longest_first else None
 

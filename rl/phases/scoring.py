@@ -12,7 +12,7 @@ from rl.engines.memory import MemorySharing
 from rl.phases.batch_metrics import score_metrics
 from rl.phases.reward_shaping import overlong_penalty
 from rl.phases.scorer import Scorer
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 
 
 class Scoring:
@@ -23,7 +23,7 @@ class Scoring:
     """
 
     def __init__(
-        self, config: Config, step: Step, engines: Engines, memory: MemorySharing, scorer: Scorer | None
+        self, config: Config, step: StepRecord, engines: Engines, memory: MemorySharing, scorer: Scorer | None
     ):
         self._config, self._step, self._engines, self._memory = config, step, engines, memory
         self._scorer = scorer

@@ -16,7 +16,7 @@ from rl.engines.memory import MemorySharing
 from rl.objectives.distillation import divergence_of
 from rl.phases.batch_metrics import token_mean
 from rl.phases.minibatches import MinibatchPlanner
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
@@ -36,7 +36,7 @@ class Teaching:
     def __init__(
         self,
         config: Config,
-        step: Step,
+        step: StepRecord,
         engines: Engines,
         memory: MemorySharing,
         planner: MinibatchPlanner,

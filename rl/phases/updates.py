@@ -23,7 +23,7 @@ from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner, samples_by_rank
 from rl.phases.policy_gradient import with_entropy_bonus
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rollout.sampling import seed_of
 from rl.training.engine import TrainingEngine
 from rl.training.loss import Loss, LossFunction, TokenSelection, Totals
@@ -51,7 +51,7 @@ class Updates:
     def __init__(
         self,
         config: Config,
-        step: Step,
+        step: StepRecord,
         engines: Engines,
         memory: MemorySharing,
         planner: MinibatchPlanner,

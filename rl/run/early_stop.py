@@ -6,7 +6,7 @@ from statistics import mean, median
 
 from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.runtime.collectives import broadcast_object
 from rl.stopping.requests import StopDecision, StopRequests
 
@@ -143,7 +143,7 @@ class PointStop(StopRequests):
         early: EarlyStop,
         to_save: set[int],
         point: int,
-        step: Step,
+        step: StepRecord,
         last: int,
     ):
         self._own, self._of_job, self._early, self._to_save = own, job, early, to_save

@@ -10,7 +10,7 @@ from rl.config.schema import Config, learns_from_samples
 from rl.data.batch import Batch
 from rl.data.prompts import num_shared
 from rl.engines.inputs import Inputs
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rollout import stored_log
 from rl.run_directory import consumed, rollout_files
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
@@ -35,7 +35,7 @@ class RunLog:
         self,
         config: Config,
         inputs: Inputs,
-        step: Step,
+        step: StepRecord,
         status: Status,
         *,
         last_step: int,

@@ -19,7 +19,7 @@ from rl.faults.watchdog import Watchdog
 from rl.phases.generation import Generation
 from rl.phases.phases import Phases
 from rl.phases.sampler import Sampler
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.runtime import start_up
 from rl.runtime.device import Device
 from rl.stopping.requests import StopRequests
@@ -102,7 +102,9 @@ class SamplerSetUp:
             hf = self._inputs.models["policy"].hf
             self._link.plan_weights(self._config, hf, trainer=engines.policy)
 
-    def sampler(self, step: Step, engines: Engines, memory: MemorySharing, stop: StopRequests) -> Sampler:
+    def sampler(
+        self, step: StepRecord, engines: Engines, memory: MemorySharing, stop: StopRequests
+    ) -> Sampler:
         """Return the sampler."""
         config = self._config
         redo = stop if config.run.on_stop_in_generation == "redo" else None

@@ -16,7 +16,7 @@ from rl.phases.draw import Draw
 from rl.phases.phases import Phases
 from rl.phases.sampler import Sampler
 from rl.phases.scorer import Scorer, start_pool
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rewards.pool.pool import ScoringPool
 from rl.run.samplers import SamplerSetUp
 from rl.run_directory.progress import Progress
@@ -86,7 +86,7 @@ class SetUp:
 def make_phases(
     config: Config,
     inputs: Inputs,
-    step: Step,
+    step: StepRecord,
     engines: Engines,
     memory: MemorySharing,
     sampler: Sampler,
@@ -108,12 +108,12 @@ def make_phases(
 
 def make_step(
     config: Config, device: Device, watchdog: Watchdog, progress: Progress, fence: Callable[[], None]
-) -> Step:
-    """Return the step object of a run. fence: see `Step.fence`. Collective over the world."""
+) -> StepRecord:
+    """Return the step object of a run. fence: see `StepRecord.fence`. Collective over the world."""
     agreement = PhaseAgreement(
         config, json.dumps(code_hashes(config)), control_group(), replica_size=config.rollout.tp
     )
-    return Step(device=device, progress=progress, watchdog=watchdog, agreement=agreement, fence=fence)
+    return StepRecord(device=device, progress=progress, watchdog=watchdog, agreement=agreement, fence=fence)
 
 
 def make_grid(config: Config, device: Device) -> Grid:

@@ -10,15 +10,15 @@ def main() -> int:
 
     found = load_exhibits()[name]
     bug = Bug(found.at, Path(directory))
-    from rl.phases.step import Step
+    from rl.phases.step_record import StepRecord
 
-    begin = Step.begin
+    begin = StepRecord.begin
 
-    def begin_and_note(step: Step, number: int) -> None:
+    def begin_and_note(step: StepRecord, number: int) -> None:
         bug.step = number
         begin(step, number)
 
-    Step.begin = begin_and_note  # type: ignore[method-assign]
+    StepRecord.begin = begin_and_note  # type: ignore[method-assign]
     if found.warns:
         print_warnings()
     found.inject(bug)

@@ -37,7 +37,7 @@ from rl.objectives.rollout_correction import sequence_weights, token_weights
 from rl.phases.minibatches import MinibatchPlan
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import policy_loss, token_selection
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.samples import Sample, Segment
@@ -152,7 +152,7 @@ def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     engines = Engines(dict.fromkeys(("policy", "critic", "implicit_reward"), engine))
     phases = kind(
         config,
-        step=Step(
+        step=StepRecord(
             device=CPU,
             progress=Progress(enabled=False),
             watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, nowhere)),

@@ -29,7 +29,7 @@ from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.phases import inference  # noqa: E402
 from rl.phases.phases import Phases  # noqa: E402
-from rl.phases.step import Step  # noqa: E402
+from rl.phases.step_record import StepRecord  # noqa: E402
 from rl.run_directory.progress import Progress  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
@@ -83,7 +83,7 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
     engines = Engines({"policy": build_policy(config, hf, GRID, DEVICE)})
     phases = Phases(
         config,
-        step=Step(
+        step=StepRecord(
             device=DEVICE,
             progress=Progress(enabled=False),
             watchdog=SimpleNamespace(tracker=PhaseTracker(config.watchdog.limits, open(os.devnull, "w"))),

@@ -31,7 +31,7 @@ from rl.faults.agreement import PhaseAgreement
 from rl.faults.phase_tracker import PhaseTracker
 from rl.models import read_hf_config
 from rl.phases.phases import Phases
-from rl.phases.step import Step
+from rl.phases.step_record import StepRecord
 from rl.run_directory.progress import Progress
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
@@ -78,7 +78,7 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
         model = TrainingEngine(spec, config.training, grid, device)
         engines.teachers[path] = model
     tracker = PhaseTracker(config.watchdog.limits, open(os.devnull, "w"))
-    step = Step(
+    step = StepRecord(
         device=device,
         progress=Progress(enabled=False),
         watchdog=SimpleNamespace(tracker=tracker),

@@ -21,7 +21,7 @@ TRIM_EVERY = 10
 again, which caused half of the page faults of a small step."""
 
 
-class Step:
+class StepRecord:
     """Number and metrics of the current step. All phases of a run share one object; `begin` resets it."""
 
     def __init__(
