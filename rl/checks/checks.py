@@ -17,9 +17,9 @@ from rl.data.batch import Batch
 from rl.faults.agreement import check_master_weights, check_replicas
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine, UpdateResult
+from rl.training.learning_rate import Schedule
 from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
-from rl.training.schedule import Schedule
 
 
 class Checks:

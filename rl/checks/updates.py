@@ -12,11 +12,11 @@ from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects
 from rl.training.engine import UpdateResult
 from rl.training.grid import Grid
+from rl.training.learning_rate import Schedule
 from rl.training.loss import Totals
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES
 from rl.training.packing import MicroBatch
-from rl.training.schedule import Schedule
 
 TOLERANCE = 1e-9
 """Largest distance of the counted share from 1; its terms are float64."""

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, needs_engine, needs_reward
-from rl.engines.generation import build_frozen, build_rollout, check_device
 from rl.engines.inputs import Inputs
 from rl.engines.parts import training_parts
+from rl.engines.rollout_engines import build_frozen, build_rollout, check_device
 from rl.rollout import cpu_support
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import start_up

@@ -7,7 +7,7 @@ replaced before the first nonlinear operation, so neither value nor gradient see
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import masked_log_ratio
+from rl.objectives.log_ratio import masked_log_ratio
 
 MAX_LOG_RATIO = 20.0
 """k3 only: the log-ratio is clamped to +- this before exp, as in verl."""

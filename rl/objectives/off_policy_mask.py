@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import masked_log_ratio, sample_mean
+from rl.objectives.log_ratio import masked_log_ratio, sample_mean
 from rl.objectives.segments import expand
 
 

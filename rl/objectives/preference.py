@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.objectives.policy_loss import sample_mean
+from rl.objectives.log_ratio import sample_mean
 from rl.objectives.segments import segment_sum
 
 

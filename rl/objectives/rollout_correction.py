@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import MAX_LOG_RATIO, masked_log_ratio
+from rl.objectives.log_ratio import MAX_LOG_RATIO, masked_log_ratio
 from rl.objectives.returns import kept as kept_tokens
 from rl.objectives.returns import put_back, reward_to_go, tokens_after
 from rl.objectives.segments import expand, segment_sum

@@ -7,7 +7,7 @@ replaced before the first nonlinear operation, so neither value nor gradient see
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, summed
+from rl.objectives.log_ratio import Loss, summed
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float) -> Loss:

@@ -25,7 +25,7 @@ from rl.engines.memory import MemorySharing
 from rl.phases.generation import Generation
 from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
-from rl.rollout.carry_over import Frontier, Group, QuotaSchedule, extend, quota_of, samples_of
+from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, quota_of, samples_of
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.rollout.single_turn import SingleTurn

@@ -24,7 +24,7 @@ from rl.rollout.batches import batch_of
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
 from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
 from rl.rollout.sampling import Sampling, train_sampling
-from rl.rollout.stream import batch_size
+from rl.rollout.stream_schedule import batch_size
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job

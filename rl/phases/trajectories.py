@@ -15,9 +15,9 @@ from rl.phases.batch_metrics import agent_metrics
 from rl.phases.generation import Generation
 from rl.rollout.batches import batch_of
 from rl.rollout.queue import OrderedQueue, Queue, StaticQueue
+from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
-from rl.rollout.schedule import QueueSchedule
 from rl.rollout.source import SampleSource
 from rl.rollout.stored_log import DIRECTORY, Recorder, store
 from rl.runtime.collectives import gather_objects

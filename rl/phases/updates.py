@@ -26,9 +26,9 @@ from rl.phases.policy_gradient import with_entropy_bonus
 from rl.phases.step_record import StepRecord
 from rl.rollout.sampling import seed_of
 from rl.training.engine import TrainingEngine
+from rl.training.learning_rate import Schedule
 from rl.training.loss import Loss, LossFunction, TokenSelection, Totals
 from rl.training.packing import MicroBatch
-from rl.training.schedule import Schedule
 
 
 def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:

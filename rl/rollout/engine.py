@@ -22,9 +22,9 @@ from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Sourc
 from rl.rollout.parts import Part
 from rl.rollout.platforms import Cpu, Cuda, Platform
 from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
+from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Completion, Sample
 from rl.rollout.sampling import Sampling
-from rl.rollout.schedule import QueueSchedule
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.rollout.vllm_model import DERIVED, build_llm, derive_weights
@@ -47,7 +47,7 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
-        parts: what the features of the run add to it; `rl.engines.generation` chooses them.
+        parts: what the features of the run add to it; `rl.engines.rollout_engines` chooses them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Parts of a generation engine: what a platform or a feature adds to vLLM, behind named hooks.
 
 A feature is a subclass of `Part` in a file of its own. `RolloutEngine` calls the hooks of its parts in their
-order and knows no feature; `rl.engines.generation` chooses the parts of a run.
+order and knows no feature; `rl.engines.rollout_engines` chooses the parts of a run.
 """
 
 from typing import TYPE_CHECKING

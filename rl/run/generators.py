@@ -8,8 +8,8 @@ import torch.distributed as dist
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.data.prompts import Prompt
-from rl.engines.generation import build_rollout
 from rl.engines.inputs import Inputs
+from rl.engines.rollout_engines import build_rollout
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
@@ -18,7 +18,7 @@ from rl.rollout.queue import Queue
 from rl.rollout.sampling import train_sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.stream import WAIT_S, StreamSchedule, batch_size
+from rl.rollout.stream_schedule import WAIT_S, StreamSchedule, batch_size
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device

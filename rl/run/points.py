@@ -27,9 +27,9 @@ from rl.config.schema import Config, needs_engine, needs_reward
 from rl.data.batch import Batch
 from rl.data.curriculum import load_order
 from rl.engines.engines import Engines, build_policy, finish_imports, offload_of
-from rl.engines.generation import build_rollout
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
+from rl.engines.rollout_engines import build_rollout
 from rl.faults.agreement import fail_together
 from rl.faults.lock import LockLost, check_lock, is_of_another, make_run_directory
 from rl.faults.watchdog import Watchdog

@@ -18,7 +18,7 @@ from rl.config.durations import seconds_of
 from rl.config.schema import Config, algorithm_of, learns_from_samples, uses_teacher
 from rl.data.batch import Batch, segment_counts
 from rl.run_directory.view import duration
-from rl.training.schedule import learning_rate
+from rl.training.learning_rate import learning_rate
 
 LARGE_NORM = 100.0
 """Gradient norm that no usual first step of a language model exceeds."""

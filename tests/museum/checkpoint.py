@@ -16,7 +16,7 @@ def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
 @caught_by(
     "schedule of the learning rate", r"WrongLearningRate: the learning rate of the policy was .* in step 2"
 )
-@replaces("rl.training.schedule.learning_rate")
+@replaces("rl.training.learning_rate.learning_rate")
 def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """The position in the schedule was wrong after every resume."""
     return learning_rate(optimizer, max(0, step - 2), max_steps)
@@ -26,7 +26,7 @@ def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, m
 @caught_by(
     "schedule of the learning rate", r"WrongLearningRate: the learning rate of the policy was .* in step 2"
 )
-@replaces("rl.training.schedule.learning_rate")
+@replaces("rl.training.learning_rate.learning_rate")
 def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
     """Loading advanced the schedule, and the trainer advanced it once more."""
     return learning_rate(optimizer, step + 2, max_steps)

@@ -35,7 +35,7 @@ def order_of_the_data_differs_between_ranks(bug: Bug, draw, self, n):
 
 @exhibit("areal-project/AReaL#1419", ranks=2)
 @caught_by(SAMPLES, r"SamplesDiffer: sample check: prompt \d of the call has 3 samples instead of 4")
-@replaces("rl.rollout.schedule.QueueSchedule.ended")
+@replaces("rl.rollout.queue_schedule.QueueSchedule.ended")
 def sample_lost(bug: Bug, ended, self, start, rows):
     """A failed episode left a group smaller, and the next groups were cut at wrong places."""
     if (start.group, start.number) != (1, 2):
@@ -52,7 +52,7 @@ def sample_generated_twice(bug: Bug, queue, num_items, *, replica, num_replicas)
 
 @exhibit("huggingface/trl#6673", ranks=2)
 @caught_by(SAMPLES, r"SamplesDiffer: sample check: .* has another prompt in the batch than rank \d generated")
-@replaces("rl.rollout.schedule.QueueSchedule.ended")
+@replaces("rl.rollout.queue_schedule.QueueSchedule.ended")
 def completion_of_another_prompt(bug: Bug, ended, self, start, rows):
     """The tool loop paired a rollout with a completion generated from another one's context."""
     ended(self, start, [replace(row, prompt=row.prompt ^ 2) for row in rows])

@@ -164,7 +164,7 @@ def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_referenc
 
 @exhibit("alibaba/ROLL#407")
 @caught_by("learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
-@replaces("rl.training.schedule.learning_rate")
+@replaces("rl.training.learning_rate.learning_rate")
 def learning_rate_0(bug: Bug, learning_rate, *args):
     """The schedule was planned for too few steps; 38 % of the training had a learning rate of 0."""
     return 0.0

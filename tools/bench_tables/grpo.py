@@ -215,7 +215,7 @@ def add_learn_arguments(add) -> None:
 def measure_learning(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
     """Return a row with the time of both sides to the target accuracy."""
     from rl.config.schema import Optimizer
-    from rl.training.schedule import learning_rate
+    from rl.training.learning_rate import learning_rate
 
     python = peer.install(args.peer_venv or work / "trl")
     quickstart, every = prepare_quickstart(work), args.every

@@ -9,7 +9,7 @@ above only: a clip_low of 1 or more leaves the ratio unbounded from below.
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
 FORMULA = "-sg(clip(ratio)) A log pi; clip_low 1 leaves the ratio unbounded from below, as published"
 SOURCE = "2506.13585"

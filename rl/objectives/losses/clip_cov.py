@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rl.objectives.covariance import covariances, quota
+from rl.objectives.log_ratio import Loss, masked_log_ratio
 from rl.objectives.losses.ppo import ppo
-from rl.objectives.policy_loss import Loss, masked_log_ratio
 
 KEYS = {
     "cov_fraction": (

@@ -11,8 +11,8 @@ is KL(old || policy) over (this token, any other). A token is outside if A > 0, 
 import torch
 from torch import Tensor
 
+from rl.objectives.log_ratio import Loss
 from rl.objectives.losses.dppo_tv import truncated_loss
-from rl.objectives.policy_loss import Loss
 
 SMALL_CLIP = "bounds a divergence in nats, and its paper uses 0.05"
 FORMULA = "-sg(ratio) A log pi within a trust region in nats (KL)"

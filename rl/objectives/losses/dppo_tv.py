@@ -10,7 +10,7 @@ With p and q the probabilities of the sampled token under the policy and the old
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
 KEYS = {
     "dppo_max_ratio": (

@@ -11,8 +11,8 @@ pulling an outlier back.
 import torch
 from torch import Tensor
 
+from rl.objectives.log_ratio import Loss
 from rl.objectives.losses.reinforce import reinforce
-from rl.objectives.policy_loss import Loss
 
 KEYS = {"dro_beta": ("float", 0.1, "POSITIVE", "Weight of the squared log-ratio.")}
 FORMULA = "-A log pi + dro_beta/2 log(ratio)^2"

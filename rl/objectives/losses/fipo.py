@@ -15,8 +15,8 @@ has no loss. Its tokens stay in the denominator, whereas the authors divide by t
 import torch
 from torch import Tensor
 
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 from rl.objectives.losses.ppo import ppo
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
 from rl.objectives.returns import kept, put_back, reward_to_go
 from rl.objectives.segments import expand, segment_sum
 

@@ -14,7 +14,7 @@ bound the unclipped one.
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import MAX_LOG_RATIO, Loss, masked_log_ratio, sample_mean, summed
+from rl.objectives.log_ratio import MAX_LOG_RATIO, Loss, masked_log_ratio, sample_mean, summed
 from rl.objectives.segments import expand
 
 PER_SAMPLE = True

@@ -5,8 +5,8 @@ What is new in GPG is its advantage, `rl.objectives.advantages.gpg`.
 
 from torch import Tensor
 
+from rl.objectives.log_ratio import Loss
 from rl.objectives.losses.reinforce import reinforce
-from rl.objectives.policy_loss import Loss
 
 USES_RATIO = False
 FORMULA = "-A log pi"

@@ -13,7 +13,7 @@ token.
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, masked_log_ratio, sample_mean, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, sample_mean, summed
 from rl.objectives.segments import expand
 
 AGGREGATION = "seq-mean-token-mean"

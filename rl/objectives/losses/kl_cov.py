@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl.objectives.covariance import covariances, quota
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
 KEYS = {
     "kl_cov_coef": (

@@ -7,8 +7,8 @@ It is GSPO's loss of each token with the mean seq-mean-token-sum.
 
 from torch import Tensor
 
+from rl.objectives.log_ratio import Loss
 from rl.objectives.losses.gspo import gspo
-from rl.objectives.policy_loss import Loss
 
 AGGREGATION = "seq-mean-token-sum"
 SMALL_CLIP = "clips the ratio of a whole sample; GSPO's paper uses 0.0003 and 0.0004"

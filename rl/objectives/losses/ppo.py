@@ -9,7 +9,7 @@ clip_high > clip_low is the clip-higher of DAPO (arXiv:2503.14476).
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
 KEYS = {
     "dual_clip": (

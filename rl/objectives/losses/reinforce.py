@@ -9,7 +9,7 @@ It is valid only while the policy is the one that sampled, so for one update per
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
 USES_RATIO = False
 FORMULA = "-A log pi"

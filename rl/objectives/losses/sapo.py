@@ -12,7 +12,7 @@ of another loss.
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
 KEYS = {
     "sapo_tau_positive": (

@@ -15,7 +15,7 @@ phi then bounds the whole ratio. A weight of 0 makes w, and so the loss of the s
 import torch
 from torch import Tensor
 
-from rl.objectives.policy_loss import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 from rl.objectives.segments import expand, segment_sum
 
 KEYS = {

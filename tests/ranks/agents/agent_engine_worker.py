@@ -31,8 +31,8 @@ from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
+from rl.rollout.queue_schedule import QueueSchedule  # noqa: E402
 from rl.rollout.sampling import seed_of, train_sampling  # noqa: E402
-from rl.rollout.schedule import QueueSchedule  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
 from rl.rollout.stored_log import Recorder, Replay, load, store  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402

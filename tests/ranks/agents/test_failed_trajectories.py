@@ -12,8 +12,8 @@ from rl.agents.replica_environments import Environments
 from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
 from rl.rollout.queue import StaticQueue
+from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.schedule import QueueSchedule
 from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, prompts_of

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from rl.config.options import load  # noqa: E402
 from rl.config.schema import Config, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
-from rl.engines.generation import build_rollout  # noqa: E402
+from rl.engines.rollout_engines import build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, check_weights, refit, traffic_metrics  # noqa: E402

@@ -28,11 +28,11 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
-from rl.rollout.carry_over import Group, QuotaSchedule, extend  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
+from rl.rollout.quota_schedule import Group, QuotaSchedule, extend  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402

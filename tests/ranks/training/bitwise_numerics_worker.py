@@ -18,7 +18,7 @@ import torch
 
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
 from rl.engines.engines import build_policy
-from rl.engines.generation import build_rollout
+from rl.engines.rollout_engines import build_rollout
 from rl.models import read_hf_config
 from rl.refit.refit import refit
 from rl.rollout.batches import batch_of

@@ -9,16 +9,16 @@ from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.config.schema import load_config
 from rl.data.prompts import Prompt
-from rl.rollout.carry_over import Group, Quota, QuotaSchedule
 from rl.rollout.events import Done
 from rl.rollout.messages import Begin, Complete, NextBatch
 from rl.rollout.queue import StaticQueue, own_counter
+from rl.rollout.queue_schedule import QueueSchedule
+from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule
 from rl.rollout.samples import Completion
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.schedule import QueueSchedule
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.stream import StreamSchedule
+from rl.rollout.stream_schedule import StreamSchedule
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 

@@ -17,8 +17,8 @@ from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
 from rl.rollout.queue import StaticQueue
+from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.schedule import QueueSchedule
 from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of

@@ -9,9 +9,9 @@ from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.shards import ShardReader, check_file, in_file_order, read_index, write_shards
 from rl.data.prompts import Prompt
 from rl.rollout.batches import batch_of
-from rl.rollout.carry_over import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, StaticQueue, own_counter
+from rl.rollout.quota_schedule import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.samples import COLUMNS, Completion, Sample, Segment, pack
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.single_turn import SingleTurn

@@ -12,7 +12,7 @@ from rl.rollout.samples import Completion
 from rl.rollout.sampling import train_sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.stream import StreamSchedule
+from rl.rollout.stream_schedule import StreamSchedule
 
 
 class Messages:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rl.config.schema import Optimizer
-from rl.training.schedule import learning_rate
+from rl.training.learning_rate import learning_rate
 
 
 def rates(max_steps, **optimizer):

@@ -16,9 +16,9 @@ from rl.data.prompts import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Done, Event
 from rl.rollout.queue import Queue, own_counter, shared_counter
+from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
 from rl.rollout.sampling import Sampling
-from rl.rollout.schedule import QueueSchedule
 from rl.rollout.source import SampleSource, Start
 
 
