@@ -1,7 +1,7 @@
 """The table of features that exclude each other, each pair with its reason and its remedy.
 
-Refusals, the table of the site's page of keys and tests/unit/config/test_exclusions.py follow from EXCLUSIONS,
-which is written in the names of `rl.config.features`. A pair that is not in it is accepted.
+Refusals, the table on the page of keys and tests/unit/config/test_exclusions.py follow from EXCLUSIONS, which
+is written in the names of `rl.config.features`. A pair that is not in it is accepted.
 """
 
 import functools
