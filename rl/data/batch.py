@@ -278,9 +278,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         },
         held={name: concatenate_columns([batch.held[name] for batch in batches]) for name in first.held},
         **{
-            name: [entry for batch in batches for entry in getattr(batch, name)]
+            name: None if None in (parts := [getattr(batch, name) for batch in batches]) else sum(parts, [])
             for name in LISTS
-            if getattr(first, name) is not None
         },
         **columns,
     )

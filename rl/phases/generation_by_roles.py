@@ -154,7 +154,7 @@ class GenerationByRoles(Sampler):
         Raises ConfigError if batches or groups have another size.
         """
         super().load_state_dict(state)
-        # "split" in version 0.9, and neither in a run without roles
+        # "split" in version 0.1, and neither in a run without roles
         state = state.get("roles") or state.get("split") or {"batch": state["step"]}
         if state.get("batch_size", self._size) != self._size:
             raise ConfigError(
@@ -301,7 +301,7 @@ class GenerationByRoles(Sampler):
                 raise StaleTokens(
                     f"token {token} of sample {number} of group {group} was sampled by version {oldest} of "
                     f"the weights on the replica of rank {rank}, but version {version} is to learn from it, "
-                    f"and roles.lag={lag}. No setting allows this: it is a defect of the run's schedule."
+                    f"and roles.lag={lag}. This is a bug of the scheduler; please report it."
                 )
 
     # Messages and weights ---------------------------------------------------------------------------------

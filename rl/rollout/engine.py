@@ -78,8 +78,6 @@ class RolloutEngine:
         began with the same version of the weights."""
         self.platform: Platform = Cuda() if device.is_cuda else Cpu()
         self.parts: list[Part] = [self.platform, *parts]
-        self.held_columns = tuple(name for part in parts for name in part.held)
-        """Held columns (`rl.data.held`) of the engine's completions."""
         cpu_support.install()
         options: dict = {}
         for part in self.parts:

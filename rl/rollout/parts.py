@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 class Part:
     """One part of an engine. The hooks are called on every rank; by default they change nothing."""
 
-    held: tuple[str, ...] = ()
-    """Held columns (`rl.data.held`) that `completion` returns."""
     keeps_weights = False
     """Whether the weights must survive a sleep, because a refit does not write all of them."""
 

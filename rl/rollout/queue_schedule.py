@@ -43,9 +43,8 @@ class QueueSchedule:
         return self._samples_of(item)
 
     def _samples_of(self, item: int) -> list[Start]:
-        group = item, self._prompts[item], self._seeds[item], self._adapters[item]
-        index, prompt, seed, adapter = group
-        return [Start(index, number, prompt, seed, adapter) for number in range(self.together)]
+        prompt, seed, adapter = self._prompts[item], self._seeds[item], self._adapters[item]
+        return [Start(item, number, prompt, seed, adapter) for number in range(self.together)]
 
     def next_events(self, step: int, source: SampleSource) -> list[Event]:
         events = source.fill()

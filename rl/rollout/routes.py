@@ -17,8 +17,6 @@ class Routes(Part):
     L: layers that are mixtures of experts.
     """
 
-    held = ("routes",)
-
     def options(self, engine):
         from vllm.platforms import current_platform
 

@@ -9,18 +9,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.data.held import SAMPLING_MASKS
+from rl.config.options import ConfigError
 from rl.rollout.parts import Part
 
 
 class Masks(Part):
     """Adds the sampling masks to the completions of an engine."""
 
-    held = SAMPLING_MASKS
-
     def options(self, engine):
+        if not engine.device.is_cuda:
+            return {}
+        from vllm.engine.arg_utils import EngineArgs
+
+        if "return_sampling_mask" not in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
+            raise ConfigError(
+                "rollout.top_p, top_k or min_p truncates the distribution, but this vLLM does not return the "
+                "tokens that it kept; use vLLM 0.32, or rollout.biased_truncation=true."
+            )
         # vLLM raises an error if it would use its first model runner, which does not return the masks.
-        return {"return_sampling_mask": True} if engine.device.is_cuda else {}
+        return {"return_sampling_mask": True}
 
     def built(self, engine):
         self._vocab_size = engine.llm.llm_engine.model_config.get_vocab_size()

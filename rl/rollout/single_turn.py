@@ -29,7 +29,9 @@ class SingleTurn(Dialogue):
     def start(self, start: Start) -> None:
         name, seed = f"{start.group}.{start.number}", seed_of(start.seed, start.number)
         context, limit, version = start.prompt.token_ids, self._max_tokens, None
-        if start.so_far is not None and start.so_far.segments:
+        if start.so_far is not None and len(
+            start.so_far.token_ids
+        ):  # it may have been aborted before its first
             context = np.concatenate([context, start.so_far.token_ids])
             limit -= len(start.so_far.token_ids)
             version = int(start.so_far.weight_versions[0])

@@ -74,7 +74,9 @@ def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
     sizes[rank] = len(content)
     sizes = sum_over_world(sizes, device)
     everything = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
-    everything.split(sizes.tolist())[rank].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    if content:
+        own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        everything.split(sizes.tolist())[rank].copy_(own)
     everything = sum_over_world(everything, device)
     return [part.numpy().tobytes() for part in everything.split(sizes.tolist())]
 

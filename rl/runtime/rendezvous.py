@@ -42,7 +42,7 @@ ANSWER_S = 2.0
 MAX_UNPROVEN = 512
 """Maximum number of connections that have not yet proved that they know the key; the oldest is closed."""
 MAX_LINE = 512
-"""Maximum length of a rank\'s message, in bytes."""
+"""Maximum length of a rank's message, in bytes."""
 RETRY_S = 0.25
 """Pause between two rounds through the candidate ports, in seconds."""
 

@@ -155,11 +155,13 @@ class Pool(ABC, Generic[W]):
 
     def read(self, worker: W) -> None:
         """Process the messages that a worker has sent."""
-        num_messages = 0
+        num_messages, is_started = 0, worker.is_ready
         for message in worker.receive():
             num_messages += 1
-            if "ready" in message:
-                self.failed_starts = 0
+            if is_started:
+                self.received(worker, message)
+            elif "ready" in message:
+                is_started, self.failed_starts = True, 0
             elif "unloadable" in message:
                 self._note_failed_start(message["unloadable"], message["traceback"], retry=False)
                 self.dismiss(worker)

@@ -72,6 +72,12 @@ def test_a_sample_continues_until_the_quota_is_met():
     assert batch.prompts[0].draw == 3 and batch.truncated.tolist() == [False, False]
 
 
+def test_a_sample_aborted_before_its_first_token_starts_again():
+    turns, _ = source_of([Group(prompt(3, 20), (sample(0, 4, 1), sample(1, end="abort")))])
+    (request,) = (event.request for event in turns.next_events(0, 0))
+    assert (request.token_ids.tolist(), request.max_tokens, request.first_version) == ([20], 6, None)
+
+
 def test_groups_that_are_due_keep_the_engine_going():
     turns, schedule = source_of(groups(), due=[0])
     turns.next_events(0, 0)
