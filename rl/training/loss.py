@@ -54,12 +54,22 @@ class Loss:
         return replace(self, defaults={**self.defaults, **values})
 
 
+SelectionFunction = Callable[[Batch, Tensor, int], Tensor]
+"""(mini-batch, output of the model [T] under the current weights, seed) -> 1 for selected tokens, else 0,
+[T]."""
+
+
 @dataclass(frozen=True)
 class TokenSelection:
-    """Selects the tokens of a mini-batch that a loss treats differently."""
+    """Selects the tokens of a mini-batch that a loss treats differently. Where a run takes a TokenSelection,
+    it takes a plain function too (`TokenSelection.of`)."""
 
-    function: Callable[[Batch, Tensor, int], Tensor]
-    """(mini-batch, output of the model [T] under the current weights, seed) -> 1 for selected tokens, else 0,
-    [T]."""
+    function: SelectionFunction
     reads: str = "logprobs"
     """Name of the output."""
+
+    @classmethod
+    def of(cls, select: "TokenSelection | SelectionFunction") -> "TokenSelection":
+        """Return the selection, or that of a plain function; its attribute `reads`, if any, is that of the
+        selection."""
+        return select if isinstance(select, cls) else cls(select, getattr(select, "reads", "logprobs"))

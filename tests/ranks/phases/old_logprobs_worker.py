@@ -33,6 +33,7 @@ from rl.phases.step_record import StepRecord  # noqa: E402
 from rl.run_directory.progress import Progress  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
+from rl.training.loss import Loss, TokenSelection  # noqa: E402
 
 CASES = {
     "one update": ["objective.entropy_coef=0.1", "objective.kl_coef=0.1"],
@@ -72,7 +73,8 @@ def sampled(vocab_size: int, *, pairs: bool) -> Batch:
     return batch
 
 
-def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
+def begun(overrides: list[str], *, separate: bool) -> tuple[Phases, Batch]:
+    """Return the phases in step 1, and its batch."""
     keys = [f"model.path={sys.argv[1]}", "data.train=x.jsonl", f"data.prompts_per_step={GROUPS}"]
     keys += ["agreement.logprob_slack=0"]  # no engine sampled the tokens
     keys += ["model.dtype=float32", f"training.pp={sys.argv[3]}", "training.micro_batch_tokens=60"]
@@ -99,8 +101,38 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
     batch = sampled(hf["vocab_size"], pairs=config.algorithm == "spin")
     plans = [plan.micro_batches for plan in phases.updates._planner.plans(batch)]
     batch.rollout_logprobs += engines.policy.forward(batch, plans, ("logprobs",))[0]
-    load(config.algorithm).learn(phases, batch)
-    return phases.metrics, dict(engines.policy.full_weights()), batch.loss_columns()
+    return phases, batch
+
+
+def results(phases: Phases, batch: Batch) -> tuple[dict, dict, dict]:
+    return phases.metrics, dict(phases.engines.policy.full_weights()), batch.loss_columns()
+
+
+def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
+    phases, batch = begun(overrides, separate=separate)
+    load(phases.config.algorithm).learn(phases, batch)
+    return results(phases, batch)
+
+
+def selected_step(*, plain: bool) -> tuple[dict, dict, dict]:
+    """Learn from tokens of high entropy, with plain functions or with the classes that they stand for."""
+    phases, batch = begun(["training.prompts_per_minibatch=4"], separate=False)
+
+    def loss(micro, totals):
+        return -(micro.logprobs * micro.selected_tokens * micro.mask).sum() / totals.num_tokens, {}
+
+    def select(samples, entropy, seed):
+        assert len(entropy) == len(samples.mask)
+        return entropy > entropy.median()
+
+    loss.reads, select.reads = ("logprobs",), "entropy"
+    if plain:
+        phases.update(batch, loss, select_tokens=select)
+    else:
+        phases.update(
+            batch, Loss(loss, reads=loss.reads), select_tokens=TokenSelection(select, select.reads)
+        )
+    return results(phases, batch)
 
 
 if __name__ == "__main__":
@@ -109,6 +141,9 @@ if __name__ == "__main__":
         found = {
             case: {name: step(keys, separate=name == "separate") for name in ("separate", "deferred")}
             for case, keys in CASES.items()
+        }
+        found["selected tokens"] = {
+            name: selected_step(plain=plain) for name, plain in (("separate", False), ("deferred", True))
         }
         if dist.get_rank() == 0:
             torch.save(found, sys.argv[2])
