@@ -221,7 +221,7 @@ class Updates:
         step, epochs, plans = self._step, self._config.training.epochs, self._planner.plans(batch)
         sums: dict[str, float] = {}
         lr = schedule.rate(step.number)
-        is_first = model is self._engines.policy and self._inference.has_old_logprobs
+        is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:

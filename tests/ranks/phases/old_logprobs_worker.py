@@ -135,6 +135,39 @@ def selected_step(*, plain: bool) -> tuple[dict, dict, dict]:
     return results(phases, batch)
 
 
+def negative_likelihood(micro, totals):
+    return -(micro.logprobs * micro.mask).sum() / totals.num_tokens, {}
+
+
+def refused(phases: Phases, batch: Batch) -> bool:
+    """Return whether the update of a batch says that its old log-probs came too late."""
+    before = phases.engines.policy.num_updates
+    try:
+        phases.update(batch, negative_likelihood)
+    except RuntimeError as error:
+        late = 'add "old_logprobs" to its NEEDS' in str(error)
+        return late and batch.old_logprobs is None and phases.engines.policy.num_updates == before
+    return False
+
+
+def check_several_batches() -> None:
+    """Old log-probs are deferred to the update of their own batch, and only while the weights are theirs."""
+    phases, first = begun([], separate=False)
+    first.rollout_logprobs = None  # those of an engine would be of the weights before the first update
+    second = first.select(list(reversed(range(len(first)))))
+    phases.log_probs(first)
+    phases.update(second, negative_likelihood)  # without log-probs
+    assert second.old_logprobs is None and refused(phases, first)
+    for batch in (first, second):
+        phases.log_probs(batch)
+    phases.update(first, negative_likelihood)
+    assert first.old_logprobs is not None and refused(phases, second)
+    phases.log_probs(second)
+    part = second.select(list(range(0, len(second), 2)))
+    phases.update(part, negative_likelihood)
+    assert part.old_logprobs is not None and refused(phases, second)
+
+
 if __name__ == "__main__":
     with session(RANKS) as DEVICE:
         GRID = build_grid(tp=1, pp=int(sys.argv[3]), seed=1)
@@ -145,6 +178,7 @@ if __name__ == "__main__":
         found["selected tokens"] = {
             name: selected_step(plain=plain) for name, plain in (("separate", False), ("deferred", True))
         }
+        check_several_batches()
         if dist.get_rank() == 0:
             torch.save(found, sys.argv[2])
         dist.barrier()
