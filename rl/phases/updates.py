@@ -155,8 +155,6 @@ class Updates:
         """
         step, every = self._step, self._config.agreement.weights_every
         self._memory.to_training()
-        if name == "policy":
-            self._memory.wait_for_readers()
         step.is_committed = True
         schedule = Schedule(optimizer, self._config.run.max_steps, warmup_steps)
         with step.timed("agreement"):
@@ -221,6 +219,8 @@ class Updates:
         step, epochs, plans = self._step, self._config.training.epochs, self._planner.plans(batch)
         sums: dict[str, float] = {}
         lr = schedule.rate(step.number)
+        if model is self._engines.policy:
+            self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
         is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:

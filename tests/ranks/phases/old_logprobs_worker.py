@@ -110,7 +110,15 @@ def results(phases: Phases, batch: Batch) -> tuple[dict, dict, dict]:
 
 def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
     phases, batch = begun(overrides, separate=separate)
+    waits: list[tuple[int, bool]] = []
+
+    def wait() -> None:
+        waits.append((phases.engines.policy.num_updates, "timing_s/old_log_prob" in phases.metrics))
+
+    phases.memory.wait_for_readers = wait
     load(phases.config.algorithm).learn(phases, batch)
+    # Every pass without gradients is before the wait, which is before the first update.
+    assert waits == [(0, "timing_s/old_log_prob" in phases.metrics)]
     return results(phases, batch)
 
 
