@@ -157,17 +157,11 @@ class Updates:
         self._memory.to_training()
         step.is_committed = True
         schedule = Schedule(optimizer, self._config.run.max_steps, warmup_steps)
-        with step.timed("agreement"):
-            self._checks.before_update(
-                name,
-                self._engines.training[name],
-                batch,
-                loss,
-                schedule,
-                step=step.number,
-                samples=[plan.samples for plan in self._planner.plans(batch)],
-                compare_weights=bool(every) and (step.number % every == 0 or step.is_first_of_start),
-            )
+        samples = [plan.samples for plan in self._planner.plans(batch)]
+        self._checks.before_update(name, batch, loss, schedule, step=step.number, samples=samples)
+        if every and (step.number % every == 0 or step.is_first_of_start):
+            with step.timed("agreement"):
+                self._checks.weights(name, self._engines.training[name])
         return schedule
 
     def _complete(self, batch: Batch) -> None:

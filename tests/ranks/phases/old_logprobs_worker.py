@@ -137,9 +137,7 @@ def selected_step(*, plain: bool) -> tuple[dict, dict, dict]:
     if plain:
         phases.update(batch, loss, select_tokens=select)
     else:
-        phases.update(
-            batch, Loss(loss, reads=loss.reads), select_tokens=TokenSelection(select, select.reads)
-        )
+        phases.update(batch, Loss(loss, reads=loss.reads), select_tokens=TokenSelection(select, select.reads))
     return results(phases, batch)
 
 
