@@ -1,1 +1,1 @@
-"""Checks that run in every step, for errors that no phase notices. `Checks` has its four moments."""
+"""Checks that run in every step, for errors that no phase notices. `Checks` lists their moments."""

@@ -83,29 +83,27 @@ class Checks:
         return found
 
     def before_update(
-        self,
-        name: str,
-        model: TrainingEngine,
-        batch: Batch,
-        loss: Loss,
-        schedule: Schedule,
-        *,
-        step: int,
-        samples: list[list[int]],
-        compare_weights: bool,
+        self, name: str, batch: Batch, loss: Loss, schedule: Schedule, *, step: int, samples: list[list[int]]
     ) -> None:
-        """Check a model and the batch that it is about to learn from.
+        """Check the batch that a model is about to learn from, and the loss and learning rate.
 
-        name: of the model. samples: those of each mini-batch. compare_weights: compare the weights across
-        data parallel ranks. An update overwrites every weight on all ranks with the value of the rank that
-        owns it, so later they would be equal.
+        name: of the model. samples: those of each mini-batch.
         """
         if name == "policy":
             self._objective(batch, loss)
         check_coverage(batch, samples)
         self.rates.check(name, schedule, step)
-        if compare_weights:
-            self._weights(name, model)
+
+    def weights(self, name: str, model: TrainingEngine) -> None:
+        """Compare weights that several ranks hold, and what parts of the model check, before an update.
+
+        An update overwrites every weight on all ranks with the value of the rank that owns it, so after it
+        they would be equal.
+        """
+        check_replicas(name, model.replicas(), control_group())
+        check_master_weights(name, model.stale_master_weights(), control_group())
+        for part in model.parts:
+            part.check(model, name)
 
     def after_update(
         self,
@@ -139,13 +137,6 @@ class Checks:
             keeps_cache="keep" in (rollout.carry_over_cache, config.roles.cache),
             ranks=[[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)],
         )
-
-    def _weights(self, name: str, model: TrainingEngine) -> None:
-        """Compare weights that several ranks hold, and what parts of the model check."""
-        check_replicas(name, model.replicas(), control_group())
-        check_master_weights(name, model.stale_master_weights(), control_group())
-        for part in model.parts:
-            part.check(model, name)
 
     def _objective(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once per start the gradient of the loss.

@@ -46,6 +46,8 @@ class Batch:
     """Version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     """Log-prob by the trainer, before this step's updates."""
+    deferred_at: int | None = None
+    """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
     ref_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     """Log-prob by the reference policy."""
     teacher_logprobs: Tensor | None = per_token()

@@ -30,8 +30,6 @@ class Inference:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner, self._checks = memory, planner, checks
-        self._deferred_at: int | None = None
-        """Number of the policy's updates when `log_probs` left `old_logprobs` to the next one."""
         self._filled_at: int | None = None
         """Number of the policy's updates when the last `old_logprobs` were computed."""
 
@@ -54,7 +52,7 @@ class Inference:
         if config.rollout_correction.bypass:
             batch.old_logprobs = batch.rollout_logprobs.clone()
         elif may_defer and self._step.number > config.critic.warmup_steps:
-            self._deferred_at = policy.num_updates
+            batch.deferred_at = policy.num_updates
             if self._is_bitwise(batch):
                 batch.old_logprobs = batch.rollout_logprobs.clone()
         else:
@@ -66,13 +64,13 @@ class Inference:
             self.reference(batch)
 
     def is_deferred(self, batch: Batch) -> bool:
-        """Return whether the next update computes `old_logprobs`.
+        """Return whether `log_probs` left the `old_logprobs` of this batch to the next update.
 
         Raises RuntimeError if the policy was updated after `log_probs`.
         """
-        if self._deferred_at is None or not (batch.old_logprobs is None or self._is_bitwise(batch)):
+        if batch.deferred_at is None:
             return False
-        if self._deferred_at != self._engines.policy.num_updates:
+        if batch.deferred_at != self._engines.policy.num_updates:
             raise RuntimeError(
                 f"algorithm={self._config.algorithm} updated the policy between log_probs and update of a "
                 'batch; add "old_logprobs" to its NEEDS, so that log_probs computes them.'
@@ -104,7 +102,7 @@ class Inference:
             if self._is_bitwise(batch):
                 mask = torch.zeros_like(mask).index_copy_(0, computed, mask[computed])
                 logprobs = batch.rollout_logprobs.index_copy(0, computed, logprobs[computed])
-        batch.old_logprobs, self._deferred_at = logprobs, None
+        batch.old_logprobs, batch.deferred_at = logprobs, None
         self._filled_at = self._engines.policy.num_updates
         metrics["actor/entropy"] = token_mean(entropy, mask)
         metrics |= engine_gap(batch, logprobs) | self._check(batch, reference=False)
@@ -114,10 +112,9 @@ class Inference:
         """Return whether the engine's log-probs of the batch are bitwise the policy's."""
         return self._config.model.numerics == "bitwise" and batch.rollout_logprobs is not None
 
-    @property
-    def has_old_logprobs(self) -> bool:
-        """Whether `old_logprobs` are of the present weights, or the first update fills them."""
-        return self._engines.policy.num_updates in (self._deferred_at, self._filled_at)
+    def has_old_logprobs(self, batch: Batch) -> bool:
+        """Return whether `old_logprobs` are of the present weights, or the first update fills them."""
+        return self._engines.policy.num_updates in (batch.deferred_at, self._filled_at)
 
     def _check(self, batch: Batch, *, reference: bool) -> dict[str, float]:
         plans = [plan.micro_batches for plan in self._planner.plans(batch)]

@@ -27,7 +27,7 @@ from rl.phases.step_record import StepRecord
 from rl.rollout.sampling import seed_of
 from rl.training.engine import TrainingEngine
 from rl.training.learning_rate import Schedule
-from rl.training.loss import Loss, LossFunction, TokenSelection, Totals
+from rl.training.loss import Loss, LossFunction, SelectionFunction, TokenSelection, Totals
 from rl.training.packing import MicroBatch
 
 
@@ -72,7 +72,7 @@ class Updates:
         batch: Batch,
         loss: Loss | LossFunction,
         *,
-        select_tokens: TokenSelection | None = None,
+        select_tokens: TokenSelection | SelectionFunction | None = None,
         mismatched: Batch | None = None,
     ) -> None:
         """Update the policy.
@@ -104,7 +104,7 @@ class Updates:
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
             number = policy.num_updates - first_update
             if select_tokens is not None:
-                self._select_tokens(batch, plan, select_tokens, number=number)
+                self._select_tokens(batch, plan, TokenSelection.of(select_tokens), number=number)
             if mismatched is not None:
                 yield loss.given(kl=self._mismatch_kl(mismatched, others[plans.index(plan)]))
             elif rest is not None and number == 0:
@@ -155,21 +155,13 @@ class Updates:
         """
         step, every = self._step, self._config.agreement.weights_every
         self._memory.to_training()
-        if name == "policy":
-            self._memory.wait_for_readers()
         step.is_committed = True
         schedule = Schedule(optimizer, self._config.run.max_steps, warmup_steps)
-        with step.timed("agreement"):
-            self._checks.before_update(
-                name,
-                self._engines.training[name],
-                batch,
-                loss,
-                schedule,
-                step=step.number,
-                samples=[plan.samples for plan in self._planner.plans(batch)],
-                compare_weights=bool(every) and (step.number % every == 0 or step.is_first_of_start),
-            )
+        samples = [plan.samples for plan in self._planner.plans(batch)]
+        self._checks.before_update(name, batch, loss, schedule, step=step.number, samples=samples)
+        if every and (step.number % every == 0 or step.is_first_of_start):
+            with step.timed("agreement"):
+                self._checks.weights(name, self._engines.training[name])
         return schedule
 
     def _complete(self, batch: Batch) -> None:
@@ -221,7 +213,9 @@ class Updates:
         step, epochs, plans = self._step, self._config.training.epochs, self._planner.plans(batch)
         sums: dict[str, float] = {}
         lr = schedule.rate(step.number)
-        is_first = model is self._engines.policy and self._inference.has_old_logprobs
+        if model is self._engines.policy:
+            self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
+        is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
         phase = step.phase("update", timing=timing, batch=batch.fingerprint)
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:

@@ -29,8 +29,8 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function with its properties. Where a run takes a Loss, a plain function is one that reads all
-    outputs of the model (`Loss.of`)."""
+    """A loss function with its properties. Where a run takes a Loss, it takes a plain function too
+    (`Loss.of`)."""
 
     function: LossFunction
     reads: tuple[str, ...] | None = None
@@ -42,8 +42,9 @@ class Loss:
 
     @classmethod
     def of(cls, loss: "Loss | LossFunction") -> "Loss":
-        """Return the loss, or the Loss of a plain function."""
-        return loss if isinstance(loss, cls) else cls(loss)
+        """Return the loss, or the Loss of a plain function; its attribute `reads`, if any, is that of the
+        Loss."""
+        return loss if isinstance(loss, cls) else cls(loss, reads=getattr(loss, "reads", None))
 
     def __call__(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         return self.function(micro, totals, **self.defaults)
@@ -53,12 +54,22 @@ class Loss:
         return replace(self, defaults={**self.defaults, **values})
 
 
+SelectionFunction = Callable[[Batch, Tensor, int], Tensor]
+"""(mini-batch, output of the model [T] under the current weights, seed) -> 1 for selected tokens, else 0,
+[T]."""
+
+
 @dataclass(frozen=True)
 class TokenSelection:
-    """Selects the tokens of a mini-batch that a loss treats differently."""
+    """Selects the tokens of a mini-batch that a loss treats differently. Where a run takes a TokenSelection,
+    it takes a plain function too (`TokenSelection.of`)."""
 
-    function: Callable[[Batch, Tensor, int], Tensor]
-    """(mini-batch, output of the model [T] under the current weights, seed) -> 1 for selected tokens, else 0,
-    [T]."""
+    function: SelectionFunction
     reads: str = "logprobs"
     """Name of the output."""
+
+    @classmethod
+    def of(cls, select: "TokenSelection | SelectionFunction") -> "TokenSelection":
+        """Return the selection, or that of a plain function; its attribute `reads`, if any, is that of the
+        selection."""
+        return select if isinstance(select, cls) else cls(select, getattr(select, "reads", "logprobs"))

@@ -33,6 +33,7 @@ from rl.phases.step_record import StepRecord  # noqa: E402
 from rl.run_directory.progress import Progress  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
+from rl.training.loss import Loss, TokenSelection  # noqa: E402
 
 CASES = {
     "one update": ["objective.entropy_coef=0.1", "objective.kl_coef=0.1"],
@@ -72,7 +73,8 @@ def sampled(vocab_size: int, *, pairs: bool) -> Batch:
     return batch
 
 
-def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
+def begun(overrides: list[str], *, separate: bool) -> tuple[Phases, Batch]:
+    """Return the phases in step 1, and its batch."""
     keys = [f"model.path={sys.argv[1]}", "data.train=x.jsonl", f"data.prompts_per_step={GROUPS}"]
     keys += ["agreement.logprob_slack=0"]  # no engine sampled the tokens
     keys += ["model.dtype=float32", f"training.pp={sys.argv[3]}", "training.micro_batch_tokens=60"]
@@ -99,8 +101,77 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
     batch = sampled(hf["vocab_size"], pairs=config.algorithm == "spin")
     plans = [plan.micro_batches for plan in phases.updates._planner.plans(batch)]
     batch.rollout_logprobs += engines.policy.forward(batch, plans, ("logprobs",))[0]
-    load(config.algorithm).learn(phases, batch)
-    return phases.metrics, dict(engines.policy.full_weights()), batch.loss_columns()
+    return phases, batch
+
+
+def results(phases: Phases, batch: Batch) -> tuple[dict, dict, dict]:
+    return phases.metrics, dict(phases.engines.policy.full_weights()), batch.loss_columns()
+
+
+def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
+    phases, batch = begun(overrides, separate=separate)
+    waits: list[tuple[int, bool]] = []
+
+    def wait() -> None:
+        waits.append((phases.engines.policy.num_updates, "timing_s/old_log_prob" in phases.metrics))
+
+    phases.memory.wait_for_readers = wait
+    load(phases.config.algorithm).learn(phases, batch)
+    # Every pass without gradients is before the wait, which is before the first update.
+    assert waits == [(0, "timing_s/old_log_prob" in phases.metrics)]
+    return results(phases, batch)
+
+
+def selected_step(*, plain: bool) -> tuple[dict, dict, dict]:
+    """Learn from tokens of high entropy, with plain functions or with the classes that they stand for."""
+    phases, batch = begun(["training.prompts_per_minibatch=4"], separate=False)
+
+    def loss(micro, totals):
+        return -(micro.logprobs * micro.selected_tokens * micro.mask).sum() / totals.num_tokens, {}
+
+    def select(samples, entropy, seed):
+        assert len(entropy) == len(samples.mask)
+        return entropy > entropy.median()
+
+    loss.reads, select.reads = ("logprobs",), "entropy"
+    if plain:
+        phases.update(batch, loss, select_tokens=select)
+    else:
+        phases.update(batch, Loss(loss, reads=loss.reads), select_tokens=TokenSelection(select, select.reads))
+    return results(phases, batch)
+
+
+def negative_likelihood(micro, totals):
+    return -(micro.logprobs * micro.mask).sum() / totals.num_tokens, {}
+
+
+def refused(phases: Phases, batch: Batch) -> bool:
+    """Return whether the update of a batch says that its old log-probs came too late."""
+    before = phases.engines.policy.num_updates
+    try:
+        phases.update(batch, negative_likelihood)
+    except RuntimeError as error:
+        late = 'add "old_logprobs" to its NEEDS' in str(error)
+        return late and batch.old_logprobs is None and phases.engines.policy.num_updates == before
+    return False
+
+
+def check_several_batches() -> None:
+    """Old log-probs are deferred to the update of their own batch, and only while the weights are theirs."""
+    phases, first = begun([], separate=False)
+    first.rollout_logprobs = None  # those of an engine would be of the weights before the first update
+    second = first.select(list(reversed(range(len(first)))))
+    phases.log_probs(first)
+    phases.update(second, negative_likelihood)  # without log-probs
+    assert second.old_logprobs is None and refused(phases, first)
+    for batch in (first, second):
+        phases.log_probs(batch)
+    phases.update(first, negative_likelihood)
+    assert first.old_logprobs is not None and refused(phases, second)
+    phases.log_probs(second)
+    part = second.select(list(range(0, len(second), 2)))
+    phases.update(part, negative_likelihood)
+    assert part.old_logprobs is not None and refused(phases, second)
 
 
 if __name__ == "__main__":
@@ -110,6 +181,10 @@ if __name__ == "__main__":
             case: {name: step(keys, separate=name == "separate") for name in ("separate", "deferred")}
             for case, keys in CASES.items()
         }
+        found["selected tokens"] = {
+            name: selected_step(plain=plain) for name, plain in (("separate", False), ("deferred", True))
+        }
+        check_several_batches()
         if dist.get_rank() == 0:
             torch.save(found, sys.argv[2])
         dist.barrier()

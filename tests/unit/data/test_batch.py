@@ -39,6 +39,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         scores=column(count),
         rewards=column(count),
         samples_per_unit=unit,
+        deferred_at=3,
         baselines=column(count),
         feedback=[f"wrong {seed} {i}" for i in range(count)],
         conversations=[[{"role": "user", "content": f"{seed} {i}"}] for i in range(count)],
