@@ -5,6 +5,7 @@ is written in the names of `rl.config.features`. A pair that is not in it is acc
 """
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rl.config.features import MAX_RANK, is_on, setting
@@ -315,8 +316,11 @@ def exclusions() -> list[Exclusion]:
     ]
 
 
-def check_exclusions(config: Config) -> None:
-    """Raise ConfigError for the first two features of a config that exclude each other."""
+def check_exclusions(config: Config, of: Collection[str] = ()) -> None:
+    """Raise ConfigError for the first two features of a config that exclude each other.
+
+    of: features; if given, only the pairs with one of them are checked.
+    """
     for exclusion in exclusions():
-        if exclusion.applies(config):
+        if (not of or exclusion.first in of or exclusion.second in of) and exclusion.applies(config):
             raise ConfigError(exclusion.sentence(config))
