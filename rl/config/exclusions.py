@@ -5,9 +5,10 @@ is written in the names of `rl.config.features`. A pair that is not in it is acc
 """
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from rl.config.features import MAX_RANK, is_on, setting
+from rl.config.features import MAX_RANK, is_on, requirement, setting
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 
@@ -28,7 +29,7 @@ EXCLUSIONS = {
     "data.train_weights": {"rated responses": "rated responses are drawn without them; leave them out"},
     "data.messages_key": {
         "not sft": (
-            "only algorithm=sft reads conversations; leave it out: prompts of several turns, and pairs of "
+            "no other algorithm reads conversations; leave it out: prompts of several turns, and pairs of "
             "conversations, are read without it"
         ),
         "data.overlong_prompts=truncate_left": (
@@ -65,10 +66,10 @@ EXCLUSIONS = {
         )
     },
     "rollout.carry_over": {
-        "not samples": "nothing is generated for learning; leave out rollout.carry_over",
+        "not samples": "it carries over samples to learn from; leave out rollout.carry_over",
         "agents": "environments of unfinished trajectories end with their step; leave out one of the two",
         "not a policy loss": (
-            "that loss does not correct for tokens of older weights; use algorithm=grpo, dapo, rloo or ppo"
+            "other losses do not correct for tokens of older weights; use algorithm=grpo, dapo, rloo or ppo"
         ),
         "greedy baselines": (
             "samples have tokens of older weights, but the greedy response has none; use algorithm=rloo"
@@ -84,7 +85,7 @@ EXCLUSIONS = {
         )
     },
     "roles": {
-        "not samples": "nothing is generated for learning; leave out the section roles",
+        "not samples": "generators produce samples to learn from; leave out the section roles",
         "rollout.carry_over, rollout.longest_first, agents": (
             "generators produce samples of one turn in one fixed order; leave out one of the two"
         ),
@@ -108,7 +109,10 @@ EXCLUSIONS = {
         )
     },
     "roles.min_replicas": {
-        "not roles": "every rank trains, and the run cannot go on without one; leave out roles.min_replicas",
+        "not roles": (
+            "without generators every rank trains, and a run needs all that train; leave out "
+            "roles.min_replicas"
+        ),
         "rollout.deterministic": "it assigns groups to replicas by a fixed rule; set one of the two",
     },
     "sampling masks": {
@@ -133,7 +137,7 @@ EXCLUSIONS = {
         )
     },
     "agents": {
-        "not generation in the whole run": "no responses are generated; remove the section",
+        "not generation in the whole run": "environments act on generated responses; remove the section",
         "greedy baselines, samples beside responses": (
             "each sample is compared with another response to its prompt, which an environment may fail to "
             "give; use algorithm=grpo, rloo, reinforce_pp or ppo"
@@ -150,7 +154,9 @@ EXCLUSIONS = {
         )
     },
     "adapter.path": {
-        "not adapters": "all weights learn; set adapter.kind to that of the directory, or leave it out",
+        "not adapters": (
+            "without one all weights learn; set adapter.kind to that of the directory, or leave it out"
+        ),
         "adapter.init=pissa": "the directory holds the first A and B; leave out one of the two",
     },
     "adapter.base=fp8": {
@@ -220,7 +226,7 @@ EXCLUSIONS = {
         ): "the teacher's passes do not support it; leave out one of the two"
     },
     "teacher.advantage_coef": {
-        "not a policy loss": "it has no advantages to add to; leave out teacher.advantage_coef",
+        "not a policy loss": "it is added to advantages; leave out teacher.advantage_coef",
         "a loss per sample": (
             "the teacher gives one advantage per token, but the loss requires one per sample; use "
             "objective.loss=ppo"
@@ -299,9 +305,13 @@ class Exclusion:
         return is_on(config, self.first) and is_on(config, self.second)
 
     def sentence(self, config: Config) -> str:
-        first, second = setting(config, self.first), setting(config, self.second)
+        first = setting(config, self.first)
         first += "," if ", which" in first else ""
-        return f"{first} cannot be combined with {second}, because {self.reason}; {self.remedy}."
+        if self.second.startswith("not "):
+            meets = f"requires {requirement(config, self.second.removeprefix('not '))}"
+        else:
+            meets = f"cannot be combined with {setting(config, self.second)}"
+        return f"{first} {meets}, because {self.reason}; {self.remedy}."
 
 
 @functools.cache
@@ -315,8 +325,11 @@ def exclusions() -> list[Exclusion]:
     ]
 
 
-def check_exclusions(config: Config) -> None:
-    """Raise ConfigError for the first two features of a config that exclude each other."""
+def check_exclusions(config: Config, of: Collection[str] = ()) -> None:
+    """Raise ConfigError for the first two features of a config that exclude each other.
+
+    of: features; if given, only the pairs with one of them are checked.
+    """
     for exclusion in exclusions():
-        if exclusion.applies(config):
+        if (not of or exclusion.first in of or exclusion.second in of) and exclusion.applies(config):
             raise ConfigError(exclusion.sentence(config))

@@ -5,14 +5,15 @@ A feature is a key that is not at its default (`rollout.carry_over`), a key with
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 
-from rl.config.declarations import Formula
+from rl.config.declarations import Formula, describe, shipped
 from rl.config.options import flatten
 from rl.config.point_names import override
 from rl.config.schema import (
     Config,
+    Preference,
     algorithm_of,
     generates_held_out,
     learns_from_data,
@@ -29,6 +30,17 @@ from rl.config.schema import (
 MAX_RANK = 512
 """The largest rank of vLLM's adapters."""
 
+PREFERENCE_KEYS = {
+    "dpo": ("loss", "beta", "label_smoothing"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "orpo": ("beta",),
+    "simpo": ("beta", "gamma", "label_smoothing"),
+    "spin": ("loss", "beta", "label_smoothing"),
+    "sppo": ("beta",),
+}
+"""Algorithm -> keys of the section preference that it reads. Another algorithm that needs "preference" may
+read all of them."""
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -39,15 +51,38 @@ class Feature:
     """What switches it on, for messages; {section.key} is replaced by the value of the key."""
     off: str = ""
     """What switches it off."""
+    required: str = ""
+    """What a run must have for it, after "requires" in messages."""
+    algorithms: Callable[[str], bool] | None = None
+    """Whether an algorithm has it, if the algorithm alone decides."""
 
 
-def algorithm(is_on: Callable[[Config], bool], off: str = "") -> Feature:
-    return Feature(is_on, "algorithm={algorithm}", f"algorithm={{algorithm}}{off and ', which ' + off}")
+def algorithm(
+    is_on: Callable[[Config], bool],
+    off: str = "",
+    required: str = "",
+    algorithms: Callable[[str], bool] | None = None,
+) -> Feature:
+    off = f"algorithm={{algorithm}}{off and ', which ' + off}"
+    return Feature(is_on, "algorithm={algorithm}", off, required, algorithms)
 
 
-def needs(*names: str, off: str = "") -> Feature:
+def needs(*names: str, off: str = "", required: str = "") -> Feature:
     """Return the feature of an algorithm that needs one of these models or data."""
-    return algorithm(lambda config: not set(algorithm_of(config).needs).isdisjoint(names), off)
+
+    def has(name: str) -> bool:
+        return not set(describe(name).needs).isdisjoint(names)
+
+    return algorithm(lambda config: has(config.algorithm), off, required, has)
+
+
+def reads_preference(key: str) -> Feature:
+    """Return the feature of an algorithm that reads a key of the section preference."""
+
+    def has(name: str) -> bool:
+        return "preference" in describe(name).needs and key in PREFERENCE_KEYS.get(name, (key,))
+
+    return algorithm(lambda config: has(config.algorithm), algorithms=has)
 
 
 def advantage(declares: Callable[[Formula], bool]) -> Feature:
@@ -68,9 +103,16 @@ def loss(declares: Callable[[Formula], bool]) -> Feature:
 
 NAMED = {
     # Algorithms
-    "samples": algorithm(learns_from_samples, "does not learn from samples"),
+    "samples": algorithm(
+        learns_from_samples,
+        "does not learn from samples",
+        "an algorithm that learns from samples, unlike algorithm={algorithm}",
+    ),
     "generation": algorithm(needs_engine, "generates no responses"),
-    "generation in the whole run": algorithm(lambda config: needs_engine(whole_run(config))),
+    "generation in the whole run": algorithm(
+        lambda config: needs_engine(whole_run(config)),
+        required="an algorithm or a validation that generates responses, unlike algorithm={algorithm}",
+    ),
     "sampling": algorithm(
         lambda config: (
             learns_from_samples(config)
@@ -87,20 +129,31 @@ NAMED = {
         lambda config: "reward" in algorithm_of(config).needs and config.run.mode != "train_only",
         "does not learn from scores",
     ),
-    "a policy loss": algorithm(lambda config: config.objective.loss != "none", "has a loss of its own"),
+    "a policy loss": algorithm(
+        lambda config: config.objective.loss != "none",
+        "has a loss of its own",
+        "an algorithm with a policy loss, unlike algorithm={algorithm}",
+    ),
     "distillation": needs("teacher", off="does not distill"),
+    "needs critic": needs("critic"),
+    "needs implicit_reward": needs("implicit_reward"),
+    "needs dynamic_sampling": needs("dynamic_sampling"),
     "greedy baselines": needs("greedy_baseline"),
     "whole responses": needs("preference", "implicit_reward"),
     "selection by scores": needs("dynamic_sampling", "implicit_reward"),
     "rated responses": needs("pairs", "labels"),
-    "responses in the data": needs("responses", off="does not read responses in the data"),
+    "responses in the data": needs(
+        "responses", required="an algorithm that reads responses in the data, unlike algorithm={algorithm}"
+    ),
     "samples beside responses": algorithm(
         lambda config: learns_from_samples(config) and "responses" in algorithm_of(config).needs
     ),
     "learning from the data": algorithm(learns_from_data),
     "sft": algorithm(
-        lambda config: not learns_from_samples(config) and "responses" in algorithm_of(config).needs
+        lambda config: not learns_from_samples(config) and "responses" in algorithm_of(config).needs,
+        required="algorithm=sft, not {algorithm}",
     ),
+    **{f"reads preference.{field.name}": reads_preference(field.name) for field in fields(Preference)},
     # Advantages and losses
     "advantages of single rewards": advantage(
         lambda formula: formula.columns.isdisjoint({"rewards", "token_rewards"})
@@ -114,10 +167,12 @@ NAMED = {
     # Sections
     "agents": Feature(lambda config: config.agents.is_on, "the section agents"),
     "adapters": Feature(
-        lambda config: config.adapter.is_on, "adapter.kind={adapter.kind}", "adapter.kind=none"
+        lambda config: config.adapter.is_on,
+        "adapter.kind={adapter.kind}",
+        required="an adapter.kind other than none",
     ),
     "roles": Feature(
-        lambda config: config.roles.is_on, "roles.rollout={roles.rollout}", "an empty section roles"
+        lambda config: config.roles.is_on, "roles.rollout={roles.rollout}", required="the section roles"
     ),
     "a sweep": Feature(lambda config: config.sweep.is_on, "sweep.adapters"),
     "a teacher": Feature(uses_teacher, "the section teacher", "algorithm={algorithm} and no teacher"),
@@ -148,7 +203,7 @@ NAMED = {
         off="rollout.top_p=1, top_k=0 and min_p=0, or if nothing is learned from samples",
     ),
     "a correction": Feature(
-        lambda config: config.rollout_correction.corrects, off="a rollout_correction without a weight"
+        lambda config: config.rollout_correction.corrects, required="a weight in rollout_correction"
     ),
     "weights of tokens": Feature(
         lambda config: config.rollout_correction.weighs_tokens,
@@ -197,6 +252,21 @@ def setting(config: Config, feature: str) -> str:
     key = name.partition("=")[0]
     value = value_of(config, key)
     return f"an empty {key}" if value in ("", []) else f"{key}={override(value)}"
+
+
+def requirement(config: Config, feature: str) -> str:
+    """Return what a config must have for a feature, after "requires"."""
+    if feature not in NAMED:
+        return feature
+    text = NAMED[feature].required
+    assert text, feature
+    return text.format(**vars(config))
+
+
+def algorithms_with(feature: str) -> list[str]:
+    """Return the shipped algorithms that have a feature, if the algorithm alone decides; else none."""
+    has = NAMED[feature].algorithms if feature in NAMED else None
+    return [name for name in shipped() if has(name)] if has else []
 
 
 def value_of(config: Config, key: str) -> object:

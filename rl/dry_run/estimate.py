@@ -144,7 +144,7 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan, points
 def can_hold_adapters(config: Config, model: Model) -> bool:
     """Return whether the engine can hold the policy in the form of adapter.in_engine."""
     try:
-        check_exclusions(config)
+        check_exclusions(config, of=("adapters in the engine", "merged adapters"))
         check_layers(config, model.hf)
     except ConfigError:
         return False

@@ -138,9 +138,8 @@ def test_every_pair_of_the_table_is_refused(pair):
     assert config is not None and pair.applies(config)
     assert refusal(config) in [other.sentence(config) for other in exclusions() if other.applies(config)]
     sentence = pair.sentence(config)
-    assert "cannot be combined with" in sentence and sentence.endswith(
-        f"because {pair.reason}; {pair.remedy}."
-    )
+    relation = " requires " if pair.second.startswith("not ") else " cannot be combined with "
+    assert relation in sentence and sentence.endswith(f"because {pair.reason}; {pair.remedy}.")
     assert "{" not in sentence.replace("{feedback}", "")
 
 
@@ -159,6 +158,19 @@ def test_the_sentence_names_values_reason_and_remedy():
     assert refusal(config) == (
         "rollout.carry_over=true cannot be combined with the section agents, because environments of "
         "unfinished trajectories end with their step; leave out one of the two."
+    )
+    config = config_with("rollout.carry_over", "not a correction")
+    assert config is not None
+    assert refusal(config) == (
+        "rollout.carry_over=true requires a weight in rollout_correction, because tokens of older weights "
+        "need a correction; set rollout_correction.truncate_tokens=2, or another weight, or "
+        "rollout_correction.bypass=true."
+    )
+    config = config_with("roles", "not samples")
+    assert config is not None
+    assert refusal(config) == (
+        "roles.rollout=1-1 requires an algorithm that learns from samples, unlike algorithm=sft, because "
+        "generators produce samples to learn from; leave out the section roles."
     )
     config = load_config(None, ["model.path=m", "data.train=[d]", *example("roles"), "rollout.top_k=5"])
     assert "rollout.top_p=1.0, top_k=5, min_p=0.0 cannot be combined with roles.rollout=1-1" in refusal(

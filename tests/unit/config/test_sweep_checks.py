@@ -26,7 +26,7 @@ def test_points_of_one_kind_are_accepted():
     ("points", "overrides", "reason"),
     [
         ([{"algorithm": "dpo"}], (), "the run's own `algorithm`"),
-        ([{"adapter.kind": "none"}], (), "point .* cannot be combined with adapter.kind=none"),
+        ([{"adapter.kind": "none"}], (), "point .* requires an adapter.kind other than none"),
         ([{"algorithm": "ppo"}], (), "trains a second model .critic."),
         ([{"rollout.temperature": 0.5}], (), "all points share it"),
     ],
