@@ -98,7 +98,7 @@ def check_effects(config: Config) -> None:
     """Raise ConfigError for all keys that are not at their defaults and have no effect.
 
     A mode that does a part of a run accepts the config of the whole run, so `run.mode` is not considered. A
-    user's algorithm may read other keys.
+    user's algorithm may read other keys, except those of teachers, which the run builds.
     """
     whole = whole_run(config)
     if sentences := [_sentence(whole, *row) for row in _unread(whole)]:
@@ -138,7 +138,7 @@ def _unread(config: Config) -> list[tuple[str, list[str], str]]:
         changed = [key for key in changed if not key.startswith(("rollout.", "reward."))]
     found = []
     for feature, patterns, remedy in READ_WITH:
-        accepts = is_users and feature in NAMED
+        accepts = is_users and feature in NAMED and not patterns.startswith("teacher.")
         keys = [key for key in changed if _matches(key, patterns)]
         if keys and not accepts and not is_on(config, feature):
             found.append((feature, [f"{key}={show(values[key])}" for key in keys], remedy))

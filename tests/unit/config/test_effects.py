@@ -159,3 +159,19 @@ def test_a_new_algorithm_reads_the_section_that_it_needs(tmp_path, monkeypatch, 
     assert error(f"without_{need}", key) == (
         f"{key} has no effect with algorithm=without_{need}; leave it out, or set algorithm=with_{need}."
     )
+
+
+@pytest.mark.parametrize("key", ["teacher.path=t", "teacher.top_k=5", "teacher.sources={a: t}"])
+def test_teachers_that_a_users_algorithm_does_not_need_are_refused(tmp_path, key):
+    policy = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}
+    for name, needs, defaults in (
+        ("own", ("samples", "reward"), policy),
+        ("taught", ("samples", "teacher"), {}),
+    ):
+        (tmp_path / f"{name}.py").write_text(f"NEEDS = {needs}\nDEFAULTS = {defaults}\n{FUNCTIONS}")
+    said = error(f"{tmp_path}/own.py", key)
+    assert said.startswith(key.partition("=")[0]) and "has no effect with algorithm=" in said
+    assert error(f"{tmp_path}/taught.py", "teacher.path=t", key) == ""
+    beside = ("teacher.path=t", "teacher.advantage_coef=0.1")
+    assert error(f"{tmp_path}/own.py", *beside) == ""
+    assert "leave it out, or set algorithm=distill" in error(f"{tmp_path}/own.py", *beside, "teacher.top_k=5")
