@@ -5,24 +5,16 @@ follow from it.
 """
 
 import functools
+from dataclasses import fields
 from fnmatch import fnmatch
 from typing import Any
 
 from rl.config.declarations import describe
-from rl.config.features import NAMED, is_on, setting
+from rl.config.features import NAMED, algorithms_with, is_on, setting
 from rl.config.options import ConfigError, build, flatten, listed, read, show
-from rl.config.schema import ADVANTAGES, LOSSES, Config, Objective, whole_run
+from rl.config.schema import ADVANTAGES, LOSSES, Config, Objective, Preference, whole_run
 
 VALIDATE = "leave it out, or set data.val, validation.every and validation.greedy=true"
-PREFERENCE_KEYS = {
-    "loss": "dpo|spin",
-    "beta": "dpo|kto|orpo|simpo|spin|sppo",
-    "label_smoothing": "dpo|simpo|spin",
-    "gamma": "simpo",
-    "desirable_weight": "kto",
-    "undesirable_weight": "kto",
-}
-"""Key of the section preference -> the algorithms that read it."""
 
 
 @functools.cache
@@ -66,10 +58,10 @@ READ_WITH = [
     ("reward.overlong_buffer_tokens", "reward.overlong_penalty", ""),
     ("reward.model.path", "reward.model.coef", ""),
     ("reward.judge.path", "reward.judge.*", ""),
-    ("algorithm=ppo", "critic.*", ""),
-    ("algorithm=prime", "implicit_reward.*", ""),
-    ("algorithm=dapo", "dynamic_sampling.*", ""),
-    *[(f"algorithm={names}", f"preference.{key}", "") for key, names in PREFERENCE_KEYS.items()],
+    ("needs critic", "critic.*", ""),
+    ("needs implicit_reward", "implicit_reward.*", ""),
+    ("needs dynamic_sampling", "dynamic_sampling.*", ""),
+    *[(f"reads preference.{field.name}", f"preference.{field.name}", "") for field in fields(Preference)],
     ("preference.loss=sigmoid", "preference.label_smoothing", ""),
     *[
         (f"objective.{chooser}={'|'.join(names)}", f"objective.{key}", "")
@@ -89,7 +81,7 @@ READ_WITH = [
         "distillation",
         "teacher.divergence teacher.beta teacher.top_k teacher.student_share teacher.teacher_share "
         "teacher.gpu_memory_utilization",
-        "leave it out, or set algorithm=distill",
+        "",
     ),
     ("teacher.divergence=jensen_shannon", "teacher.beta", ""),
     ("teacher.teacher_share", "teacher.gpu_memory_utilization", ""),
@@ -98,14 +90,15 @@ READ_WITH = [
 ]
 """Feature, keys that are read only with it (* stands for all of a section), and the remedy.
 
-By default the remedy is to leave the key out, or to set the feature's key."""
+By default the remedy is to leave the key out, or to set the feature's key, or one of the algorithms that have
+the feature."""
 
 
 def check_effects(config: Config) -> None:
     """Raise ConfigError for all keys that are not at their defaults and have no effect.
 
     A mode that does a part of a run accepts the config of the whole run, so `run.mode` is not considered. A
-    user's algorithm may read other keys.
+    user's algorithm may read other keys, except those of teachers, which the run builds.
     """
     whole = whole_run(config)
     if sentences := [_sentence(whole, *row) for row in _unread(whole)]:
@@ -113,9 +106,12 @@ def check_effects(config: Config) -> None:
 
 
 def _sentence(config: Config, feature: str, keys: list[str], remedy: str) -> str:
-    key, _, values = feature.partition("=")
-    values = f"={listed(values.split('|'), 'or')}" if values else ""
-    remedy = remedy or ("leave it out" if feature in NAMED else f"leave it out, or set {key}{values}")
+    if not remedy:
+        key, _, values = feature.partition("=")
+        if feature in NAMED:
+            key, values = "algorithm", "|".join(algorithms_with(feature))
+        setter = f"{key}={listed(values.split('|'), 'or')}" if values else key
+        remedy = "leave it out" if feature in NAMED and not values else f"leave it out, or set {setter}"
     if len(keys) == 1:
         return f"{keys[0]} has no effect with {setting(config, f'not {feature}')}; {remedy}."
     remedy = remedy.replace("it", "them", 1)
@@ -142,9 +138,9 @@ def _unread(config: Config) -> list[tuple[str, list[str], str]]:
         changed = [key for key in changed if not key.startswith(("rollout.", "reward."))]
     found = []
     for feature, patterns, remedy in READ_WITH:
-        of_algorithm = feature in NAMED or feature.startswith("algorithm=")
+        accepts = is_users and feature in NAMED and not patterns.startswith("teacher.")
         keys = [key for key in changed if _matches(key, patterns)]
-        if keys and not is_on(config, feature) and not (is_users and of_algorithm):
+        if keys and not accepts and not is_on(config, feature):
             found.append((feature, [f"{key}={show(values[key])}" for key in keys], remedy))
             changed = [key for key in changed if key not in keys]
     return found

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from rl.config import declarations  # noqa: E402
-from rl.config.effects import PREFERENCE_KEYS  # noqa: E402
 from rl.config.exclusions import exclusions  # noqa: E402
+from rl.config.features import algorithms_with  # noqa: E402
 from rl.config.options import flatten, last, parent, show, tree_docs, tree_keys, type_name  # noqa: E402
 from rl.config.schema import ADVANTAGES, LOSSES, Config, Preference  # noqa: E402
 from tools.docs.curves import draw, stored  # noqa: E402
@@ -167,8 +167,8 @@ def own_keys(name: str, algorithm: declarations.Algorithm) -> list[str]:
         or (key in ("data.chosen_key", "data.rejected_key") and "pairs" in algorithm.needs)
         or key in ("data.prompts_per_step", "training.prompts_per_minibatch", "training.epochs")
     ]
-    foreign = {f"preference.{field.name}" for field in fields(Preference)}
-    foreign -= {f"preference.{key}" for key, readers in PREFERENCE_KEYS.items() if name in readers.split("|")}
+    preference = [f"preference.{field.name}" for field in fields(Preference)]
+    foreign = {key for key in preference if name not in algorithms_with(f"reads {key}")}
     return [key for key in keys if key not in foreign and not (".optimizer." in key and last(key) != "lr")]
 
 

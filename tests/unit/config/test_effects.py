@@ -5,6 +5,7 @@ from fnmatch import fnmatch
 
 import pytest
 
+from rl.config import declarations
 from rl.config.checks import check
 from rl.config.declarations import shipped
 from rl.config.effects import READ_WITH, VALIDATE
@@ -135,3 +136,42 @@ def test_an_algorithm_of_the_user_may_read_any_key(tmp_path):
     )
     for key, value in VALUES.items():
         assert "has no effect" not in error(str(own), f"{key}={value}")
+
+
+FUNCTIONS = "def collect(phases): ...\ndef learn(phases, batch): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("need", "key"),
+    [
+        ("critic", "critic.warmup_steps=3"),
+        ("implicit_reward", "implicit_reward.beta=0.3"),
+        ("dynamic_sampling", "dynamic_sampling.max_rounds=3"),
+        ("preference", "preference.label_smoothing=0.1"),
+        ("preference", "preference.gamma=0.3"),
+    ],
+)
+def test_a_new_algorithm_reads_the_section_that_it_needs(tmp_path, monkeypatch, need, key):
+    monkeypatch.setattr(declarations, "ALGORITHMS", tmp_path)
+    for name, needs in ((f"with_{need}", ("samples", need)), (f"without_{need}", ("samples",))):
+        (tmp_path / f"{name}.py").write_text(f"NEEDS = {needs}\nDEFAULTS = {{}}\n{FUNCTIONS}")
+    assert error(f"with_{need}", key) == ""
+    assert error(f"without_{need}", key) == (
+        f"{key} has no effect with algorithm=without_{need}; leave it out, or set algorithm=with_{need}."
+    )
+
+
+@pytest.mark.parametrize("key", ["teacher.path=t", "teacher.top_k=5", "teacher.sources={a: t}"])
+def test_teachers_that_a_users_algorithm_does_not_need_are_refused(tmp_path, key):
+    policy = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}
+    for name, needs, defaults in (
+        ("own", ("samples", "reward"), policy),
+        ("taught", ("samples", "teacher"), {}),
+    ):
+        (tmp_path / f"{name}.py").write_text(f"NEEDS = {needs}\nDEFAULTS = {defaults}\n{FUNCTIONS}")
+    said = error(f"{tmp_path}/own.py", key)
+    assert said.startswith(key.partition("=")[0]) and "has no effect with algorithm=" in said
+    assert error(f"{tmp_path}/taught.py", "teacher.path=t", key) == ""
+    beside = ("teacher.path=t", "teacher.advantage_coef=0.1")
+    assert error(f"{tmp_path}/own.py", *beside) == ""
+    assert "leave it out, or set algorithm=distill" in error(f"{tmp_path}/own.py", *beside, "teacher.top_k=5")
