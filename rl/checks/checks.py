@@ -17,7 +17,7 @@ from rl.data.batch import Batch
 from rl.faults.agreement import check_master_weights, check_replicas
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine, UpdateResult
-from rl.training.learning_rate import Schedule
+from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
 
@@ -83,7 +83,14 @@ class Checks:
         return found
 
     def before_update(
-        self, name: str, batch: Batch, loss: Loss, schedule: Schedule, *, step: int, samples: list[list[int]]
+        self,
+        name: str,
+        batch: Batch,
+        loss: Loss,
+        schedule: RateSchedule,
+        *,
+        step: int,
+        samples: list[list[int]],
     ) -> None:
         """Check the batch that a model is about to learn from, and the loss and learning rate.
 
@@ -114,7 +121,7 @@ class Checks:
         result: UpdateResult,
         *,
         lr: float,
-        schedule: Schedule,
+        schedule: RateSchedule,
     ) -> None:
         """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
         counts.check(result, batch, plan, model.grid)

@@ -12,7 +12,7 @@ from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects
 from rl.training.engine import UpdateResult
 from rl.training.grid import Grid
-from rl.training.learning_rate import Schedule
+from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Totals
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES
@@ -100,7 +100,7 @@ class LearningRates:
     def __init__(self):
         self.last: dict[str, dict[str, Any]] = {}
 
-    def check(self, name: str, schedule: Schedule, step: int) -> None:
+    def check(self, name: str, schedule: RateSchedule, step: int) -> None:
         """Note the rate of a step, and compare that of the step before a resume with the present schedule.
 
         Raises CheckFailed if the rate is 0, and WrongLearningRate if the same schedule gives another rate for

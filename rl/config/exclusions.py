@@ -1,7 +1,8 @@
 """The table of features that exclude each other, each pair with its reason and its remedy.
 
 Refusals, the table on the page of keys and tests/unit/config/test_exclusions.py follow from EXCLUSIONS, which
-is written in the names of `rl.config.features`. A pair that is not in it is accepted.
+is written in the names of `rl.config.features`. A pair that is not in it is accepted,
+unless the values themselves are at fault (`rl.config.checks`).
 """
 
 import functools

@@ -26,7 +26,7 @@ from rl.phases.policy_gradient import with_entropy_bonus
 from rl.phases.step_record import StepRecord
 from rl.rollout.sampling import seed_of
 from rl.training.engine import TrainingEngine
-from rl.training.learning_rate import Schedule
+from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss, LossFunction, SelectionFunction, TokenSelection, Totals
 from rl.training.packing import MicroBatch
 
@@ -148,7 +148,7 @@ class Updates:
 
     def _begin(
         self, name: str, batch: Batch, loss: Loss, optimizer: Optimizer, warmup_steps: int = 0
-    ) -> Schedule:
+    ) -> RateSchedule:
         """Prepare and check the update of a model; return its learning rates.
 
         warmup_steps: number of steps before the learning rate schedule of this model starts.
@@ -156,7 +156,7 @@ class Updates:
         step, every = self._step, self._config.agreement.weights_every
         self._memory.to_training()
         step.is_committed = True
-        schedule = Schedule(optimizer, self._config.run.max_steps, warmup_steps)
+        schedule = RateSchedule(optimizer, self._config.run.max_steps, warmup_steps)
         samples = [plan.samples for plan in self._planner.plans(batch)]
         self._checks.before_update(name, batch, loss, schedule, step=step.number, samples=samples)
         if every and (step.number % every == 0 or step.is_first_of_start):
@@ -201,7 +201,7 @@ class Updates:
         self,
         model: TrainingEngine,
         batch: Batch,
-        schedule: Schedule,
+        schedule: RateSchedule,
         *,
         timing: str,
         update_of: Callable[[MinibatchPlan], AbstractContextManager[Loss]],

@@ -21,7 +21,7 @@ def learning_rate(optimizer: Optimizer, step: int, max_steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RateSchedule:
     """The learning rate of a model in a run."""
 
     optimizer: Optimizer
