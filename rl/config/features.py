@@ -48,11 +48,11 @@ class Feature:
 
     is_on: Callable[[Config], bool]
     on: str = ""
-    """What switches it on, for messages; {section.key} is replaced by the value of the key."""
+    """Setting that enables it, for messages; {section.key} is replaced by the value of the key."""
     off: str = ""
-    """What switches it off."""
+    """Description of its absence, for messages."""
     required: str = ""
-    """What a run must have for it, after "requires" in messages."""
+    """Noun phrase that follows "requires" in messages."""
     algorithms: Callable[[str], bool] | None = None
     """Whether an algorithm has it, if the algorithm alone decides."""
 

@@ -34,10 +34,10 @@ class Rollout:
     """Assign prompts to replicas by a fixed rule instead of to the first idle replica. With the same seed,
     world and layout a run is then bitwise repeatable on CPU."""
     max_concurrent_samples: Annotated[int, AT_LEAST_ONE] = 512
-    """Most samples that one replica generates at a time (vLLM's max_num_seqs). The default is the largest
-    batch size for which vLLM captures a CUDA graph. Prompts that a replica has started stay there. If
-    `deterministic=false` should balance the replicas, set at most half of the samples that one replica
-    generates in a step."""
+    """Maximum number of samples that one replica generates at a time (vLLM's max_num_seqs). The default is
+    the largest batch size for which vLLM captures a CUDA graph. Prompts that a replica has started stay
+    there. If `deterministic=false` should balance the replicas, set at most half of the samples that one
+    replica generates in a step."""
     gpu_memory_utilization: Annotated[float, PROBABILITY] = 0.5
     """Fraction of a GPU's memory that the engine may take while it is awake. No effect on CPU."""
     cpu_kv_cache_mib: Annotated[int, AT_LEAST_ONE] = 64

@@ -230,9 +230,9 @@ class ImplicitReward:
     outcome_coef: Annotated[float, NOT_NEGATIVE] = 5.0
     """Weight of the advantage from outcome rewards."""
     min_accuracy: Annotated[float, FRACTION] = 0.2
-    """Least share of correct samples of a prompt; other prompts are left out of the step."""
+    """Minimum share of correct samples of a prompt; other prompts are left out of the step."""
     max_accuracy: Annotated[float, FRACTION] = 0.8
-    """Greatest share of correct samples of a prompt; other prompts are left out of the step."""
+    """Maximum share of correct samples of a prompt; other prompts are left out of the step."""
 
 
 @dataclass
@@ -240,7 +240,8 @@ class DynamicSampling:
     """dapo: groups whose samples all have the same score have no advantage and are replaced."""
 
     max_rounds: Annotated[int, AT_LEAST_ONE] = 10
-    """Most rounds of generation in a step. After them the step continues with the groups that it has."""
+    """Maximum number of rounds of generation in a step. After them the step continues with the groups that it
+    has."""
     prompts_per_round: Annotated[int, NOT_NEGATIVE] = 0
     """Prompts drawn per round. 0: `data.prompts_per_step`."""
 

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Column:
-    """What is known about a column."""
+    """Owner, type and use of a column."""
 
     is_per_token: bool
     """One value per response token, [T]; else one per sample, [N]."""

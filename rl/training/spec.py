@@ -1,4 +1,4 @@
-"""What a model of the training grid is, apart from the features that take part in it."""
+"""Specification of a model of the training grid, apart from the features that take part in it."""
 
 from dataclasses import dataclass
 

@@ -93,7 +93,7 @@ class WorkerProcess(ABC):
         self._polls_out = False
         self._work_buffer, self._control_buffer = bytearray(), bytearray()
         self.ready: Any = None
-        """What the host sent when it was ready."""
+        """Value that the host sent when it was ready."""
         self.lost: str | None = None
         """Reason why the worker can no longer be used."""
         self.was_killed = False

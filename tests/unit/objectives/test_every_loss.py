@@ -1,5 +1,5 @@
-"""What `rl.objectives.losses` promises of every loss: masked positions enter nothing, and a mini-batch may be
-cut between any two samples."""
+"""Properties of every loss: masked positions enter nothing, and a mini-batch may be cut between any two
+samples."""
 
 import importlib
 import inspect
