@@ -19,11 +19,11 @@ from torch import Tensor
 
 from rl.config.schema import Training
 from rl.models import architecture
-from rl.models.dense import rope_theta, scaled_frequencies
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
+from rl.models.rope import rope_theta
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
-from rl.training.layer_spec import block_spec, use_te
+from rl.training.layer_spec import block_spec, megatrons_names, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
@@ -262,19 +262,17 @@ def build_model(
         rotary_base=rope_theta(hf),
         pg_collection=grid.groups,
     )
-    if values:
-        model = ValueModel(config, layers, **options)
-    else:
-        model = Policy(
-            config,
-            layers,
-            share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
-            real_vocab_size=hf["vocab_size"],
-            head_chunk_tokens=training.head_chunk(options["vocab_size"] // grid.tp),
-            **options,
-        )
-    if (frequencies := scaled_frequencies(hf)) is not None:
-        # Megatron's rope_scaling option has a fixed original context and fixed frequency factors.
-        model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
-    model.rotary = rotate_by_row(model, fused=config.apply_rope_fusion)
+    with megatrons_names(config):
+        if values:
+            model = ValueModel(config, layers, **options)
+        else:
+            model = Policy(
+                config,
+                layers,
+                share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+                real_vocab_size=hf["vocab_size"],
+                head_chunk_tokens=training.head_chunk(options["vocab_size"] // grid.tp),
+                **options,
+            )
+    model.rotary = rotate_by_row(model, hf, fused=config.apply_rope_fusion)
     return model
