@@ -27,6 +27,7 @@ from rl.training.layer_spec import block_spec, megatrons_names, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
+from rl.training.rows import select_rows
 
 if TYPE_CHECKING:
     from rl.training.divergence import MicroTargets
@@ -104,7 +105,7 @@ class Policy(Packed):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        hidden = hidden_states[:, 0].index_select(0, labels.predict_at)
+        hidden = select_rows(hidden_states[:, 0], labels.predict_at)
         if self.outputs == ("hidden",):
             return (hidden,)
         options = dict(temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group)
@@ -162,7 +163,7 @@ class ValueModel(Packed):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return (self.value_head(hidden_states[:, 0].index_select(0, labels.predict_at)).squeeze(-1).float(),)
+        return (self.value_head(select_rows(hidden_states[:, 0], labels.predict_at)).squeeze(-1).float(),)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Bypass LanguageModule's method, which requires an output layer."""
