@@ -1,7 +1,6 @@
-"""Measure Lockstep and compare it with its peers: one command per table.
+"""Measure Lockstep: one command per table.
 
-    python tools/bench.py grpo --rows quickstart           a GRPO step against TRL's GRPOTrainer
-    python tools/bench.py learn                            time to 0.90 accuracy, against TRL
+    python tools/bench.py generation --sizes 0.7M          tokens per second, against bare vLLM
     python tools/bench.py control --check docs/performance.json
     python tools/bench.py show docs/performance.json       the stored tables
     python tools/bench.py TABLE --help
@@ -11,8 +10,7 @@ the machine. Figures are medians over the rounds. The table is printed as Markdo
 JSON. --store adds it to a file of results (docs/performance.json). --check compares its figures, most of
 which are ratios, with such a file and exits with 1 if a figure is worse by more than --tolerance.
 
---work is a directory for models, TRL's environment and the quickstart's warm-up, which are reused. The
-default is a temporary directory.
+Models and runs are written to a temporary directory (TMPDIR).
 """
 
 import argparse
@@ -31,7 +29,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import checkpoint, configs, control, generation, grpo, packing, sweep  # noqa: E402
+from tools.bench_tables import configs, control, generation, sweep  # noqa: E402
 from tools.bench_tables.report import (  # noqa: E402
     Result,
     describe_machine,
@@ -53,38 +51,16 @@ class Table:
     better: str
     add_arguments: Callable
     measure: Callable
-    """(arguments, directory of reused files, directory of this call) -> (rows, versions of peers)."""
+    """(arguments, directory of the runs) -> rows."""
 
 
 TABLES = {
-    "grpo": Table("A GRPO step against TRL", "TRL / Lockstep", "higher", grpo.add_arguments, grpo.measure),
-    "learn": Table(
-        "Time to held-out accuracy on the quickstart's task, against TRL",
-        "TRL / Lockstep",
-        "higher",
-        grpo.add_learn_arguments,
-        grpo.measure_learning,
-    ),
     "generation": Table(
         "Tokens per second of the generation phase against bare vLLM, one rank with one thread",
         "Lockstep / vLLM",
         "higher",
         generation.add_arguments,
         generation.measure,
-    ),
-    "packing": Table(
-        "An update on packed against padded samples",
-        "padded / packed",
-        "higher",
-        packing.add_arguments,
-        packing.measure,
-    ),
-    "queue": Table(
-        "Idle share of two replicas with static and shared queues, log-normal lengths (sigma 1)",
-        "idle share",
-        "lower",
-        configs.add_queue_arguments,
-        configs.measure_queues,
     ),
     "carry_over": Table(
         "Carry-over against synchronous steps on the same ranks, log-normal lengths (sigma 1)",
@@ -114,13 +90,6 @@ TABLES = {
         control.add_arguments,
         control.measure,
     ),
-    "checkpoint": Table(
-        "Seconds for which a checkpoint blocks training",
-        "background / foreground",
-        "lower",
-        checkpoint.add_arguments,
-        checkpoint.measure,
-    ),
 }
 
 
@@ -132,17 +101,15 @@ def main(argv: list[str] | None = None) -> int:
     table = TABLES[args.table]
     if args.check and not args.check.exists():
         sys.exit(f"bench: --check={args.check} does not exist; create the file with --store.")
-    work = args.work or Path(tempfile.mkdtemp(prefix="lockstep-bench-"))
-    work.mkdir(parents=True, exist_ok=True)
-    runs = Path(tempfile.mkdtemp(prefix="runs-", dir=work))
+    runs = Path(tempfile.mkdtemp(prefix="lockstep-bench-"))
     machine = describe_machine()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides are stopped too
     try:
-        rows, versions = table.measure(args, work, runs)
+        rows = table.measure(args, runs)
     except BenchFailed as error:
         sys.exit(f"bench: {error}")
     finally:
-        shutil.rmtree(runs if args.work else work, ignore_errors=True)
+        shutil.rmtree(runs, ignore_errors=True)
     machine["load after"] = f"{os.getloadavg()[0]:.1f}"
     command = shlex.join(["python", "tools/bench.py", *(sys.argv[1:] if argv is None else argv)])
     result = Result(
@@ -153,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         rows=rows,
         command=command,
         machine=machine,
-        versions=describe_versions() | versions,
+        versions=describe_versions(),
     )
     print(result.markdown(), flush=True)
     if args.out:
@@ -177,9 +144,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     show.add_argument("results", type=Path, metavar="FILE")
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.title, description=table.title)
-        sub.add_argument(
-            "--work", type=Path, metavar="DIR", help="directory of files that are reused (temporary)"
-        )
         sub.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
         sub.add_argument("--store", type=Path, metavar="FILE", help="add the table to a file of results")
         sub.add_argument("--check", type=Path, metavar="FILE", help="compare with a file of results")

@@ -38,7 +38,7 @@ class Result:
     table: str
     title: str
     figure: str
-    """Meaning of the rows' figures, such as 'TRL / Lockstep, seconds of a step'."""
+    """Meaning of the rows' figures, such as 'bitwise / fast, seconds of a step'."""
     better: Literal["higher", "lower"]
     rows: list[Row]
     command: str
