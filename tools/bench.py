@@ -1,14 +1,12 @@
 """Measure Lockstep: one command per table.
 
     python tools/bench.py generation --sizes 0.7M          tokens per second, against bare vLLM
-    python tools/bench.py control --check docs/performance.json
-    python tools/bench.py show docs/performance.json       the stored tables
+    python tools/bench.py control --ranks 2                share of a step outside of its work
     python tools/bench.py TABLE --help
 
 Both sides of a comparison run in one command and take turns, step by step, so that both see the same load of
 the machine. Figures are medians over the rounds. The table is printed as Markdown and, with --out, written as
-JSON. --store adds it to a file of results (docs/performance.json). --check compares its figures, most of
-which are ratios, with such a file and exits with 1 if a figure is worse by more than --tolerance.
+JSON. docs/performance.md has the results.
 
 Models and runs are written to a temporary directory (TMPDIR).
 """
@@ -30,14 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.bench_tables import configs, control, generation, sweep  # noqa: E402
-from tools.bench_tables.report import (  # noqa: E402
-    Result,
-    describe_machine,
-    describe_versions,
-    read_results,
-    regressions,
-    store_results,
-)
+from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
 
@@ -48,7 +39,6 @@ class Table:
     title: str
     figure: str
     """Meaning of the rows' figures."""
-    better: str
     add_arguments: Callable
     measure: Callable
     """(arguments, directory of the runs) -> rows."""
@@ -58,35 +48,30 @@ TABLES = {
     "generation": Table(
         "Tokens per second of the generation phase against bare vLLM, one rank with one thread",
         "Lockstep / vLLM",
-        "higher",
         generation.add_arguments,
         generation.measure,
     ),
     "carry_over": Table(
         "Carry-over against synchronous steps on the same ranks, log-normal lengths (sigma 1)",
         "carry-over / synchronous, tokens per second of whole steps",
-        "higher",
         configs.add_carry_over_arguments,
         configs.measure_carry_over,
     ),
     "numerics": Table(
         "A GRPO step with model.numerics=bitwise against fast",
         "bitwise / fast, seconds of a step",
-        "lower",
         configs.add_numerics_arguments,
         configs.measure_numerics,
     ),
     "sweep": Table(
         "A sweep of adapters in one job against the same points alone",
         "one job / alone, core-seconds",
-        "lower",
         sweep.add_arguments,
         sweep.measure,
     ),
     "control": Table(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",
         "share, or seconds",
-        "lower",
         control.add_arguments,
         control.measure,
     ),
@@ -95,12 +80,7 @@ TABLES = {
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.table == "show":
-        print("\n".join(result.markdown() for result in read_results(args.results).values()), end="")
-        return 0
     table = TABLES[args.table]
-    if args.check and not args.check.exists():
-        sys.exit(f"bench: --check={args.check} does not exist; create the file with --store.")
     runs = Path(tempfile.mkdtemp(prefix="lockstep-bench-"))
     machine = describe_machine()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides are stopped too
@@ -116,7 +96,6 @@ def main(argv: list[str] | None = None) -> int:
         table=args.table,
         title=table.title,
         figure=table.figure,
-        better=table.better,
         rows=rows,
         command=command,
         machine=machine,
@@ -125,14 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     print(result.markdown(), flush=True)
     if args.out:
         args.out.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
-    worse = (
-        regressions(result, read_results(args.check).get(args.table), args.tolerance) if args.check else []
-    )
-    if args.store:
-        store_results(args.store, [result])
-    for sentence in worse:
-        print(f"worse: {sentence}", file=sys.stderr)
-    return 1 if worse else 0
+    return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -140,16 +112,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     tables = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
-    show = tables.add_parser("show", help="Print the tables of a file of results")
-    show.add_argument("results", type=Path, metavar="FILE")
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.title, description=table.title)
         sub.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
-        sub.add_argument("--store", type=Path, metavar="FILE", help="add the table to a file of results")
-        sub.add_argument("--check", type=Path, metavar="FILE", help="compare with a file of results")
-        sub.add_argument(
-            "--tolerance", type=float, default=0.15, help="relative loss that --check accepts (0.15)"
-        )
         table.add_arguments(sub.add_argument)
     return parser.parse_args(argv)
 

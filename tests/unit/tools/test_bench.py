@@ -1,52 +1,19 @@
-"""tools/bench.py: results are stored, compared and printed; lengths of random models; sides take turns."""
+"""tools/bench.py: tables are printed; lengths of random models; sides take turns."""
 
 import sys
 
 import pytest
 
-from tools.bench_tables.report import Result, Row, read_results, regressions, store_results
+from tools.bench_tables.report import Result, Row
 from tools.bench_tables.sides import BenchFailed, Side, alternate
 from tools.bench_tables.tasks import end_probability
 
 
-def result(figure, *, better="higher", name="a row"):
-    row = Row(name, {"ours": 0.51234, "steps": 5, "equal": "4 of 5"}, figure)
-    return Result("sweep", "A sweep", "one job / alone", better, [row], "python tools/bench.py sweep")
-
-
 def test_markdown():
-    lines = result(1.8765).markdown().splitlines()
+    row = Row("a row", {"ours": 0.51234, "steps": 5, "equal": "4 of 5"}, 1.8765)
+    lines = Result("sweep", "A sweep", "one job / alone", [row], "the command").markdown().splitlines()
     assert lines[2] == "|  | ours | steps | equal | one job / alone |"
     assert lines[4] == "| a row | 0.512 | 5 | 4 of 5 | **1.88** |"
-
-
-def test_regressions(tmp_path):
-    path = tmp_path / "results.json"
-    store_results(path, [result(2.0)])
-    stored = read_results(path)["sweep"]
-    assert regressions(result(1.71), stored, 0.15) == []
-    (sentence,) = regressions(result(1.69), stored, 0.15)
-    assert "sweep, a row: one job / alone is 1.69 and was 2; with a tolerance of 15%" in sentence
-    lower = result(2.0, better="lower")
-    assert regressions(result(1.0, better="lower"), lower, 0.15) == []
-    assert "at most 2.3" in regressions(result(2.31, better="lower"), lower, 0.15)[0]
-    (sentence,) = regressions(result(2.0, name="another"), stored, 0.15)
-    assert "no stored figures for its rows (another)" in sentence
-    assert regressions(result(2.0), None, 0.15)
-    (sentence,) = regressions(result(None), stored, 0.15)
-    assert sentence == "sweep, a row: no one job / alone was found; it was 2."
-
-
-def test_storing_keeps_other_rows(tmp_path):
-    path = tmp_path / "results.json"
-    store_results(path, [result(2.0), result(1.0, name="another")][:1])
-    store_results(path, [result(3.0, name="another")])
-    store_results(path, [result(4.0)])
-    rows = read_results(path)["sweep"].rows
-    assert {row.name: row.figure for row in rows} == {"a row": 4.0, "another": 3.0}
-    path.write_text('{"sweep": 1}')
-    with pytest.raises(ValueError, match="is not a file of results"):
-        read_results(path)
 
 
 def test_end_probability():
