@@ -360,7 +360,7 @@ class CheckpointStore:
             for name, model in models.items():
                 load_optimizer(name, model, reader, manifest["models"][name]["optimizer_step"])
                 load_weights(name, model, reader)
-        _check_loaded(saved.path, manifest.get("checksums", {}), models)
+        _check_loaded(saved.path, manifest["checksums"], models)
         then, now = manifest["layout"], layout_of(models)
         if then == now:
             restore_rng(reader, dist.get_rank())
@@ -392,7 +392,7 @@ class CheckpointStore:
         }
         bases = {
             name: value
-            for name, value in manifest.get("checksums", {}).items()
+            for name, value in manifest["checksums"].items()
             if name.split("/")[0] in same and name.split("/")[1] == BASE
         }
         if bases:
@@ -462,7 +462,7 @@ def _check_models(
             raise ConfigError(
                 f"{path} has no {name}, only {has}: another algorithm wrote it; use another run.dir."
             )
-        there, here = saved.get("adapter", {}), adapter_of(model)
+        there, here = saved["adapter"], adapter_of(model)
         if there != here:
             raise ConfigError(
                 f"{path} was written with {_adapter_in_words(there)}, not {_adapter_in_words(here)}; use the "

@@ -22,7 +22,7 @@ from rl.phases.step_record import StepRecord
 from rl.refit.link import Delivery, Link
 from rl.rollout.batches import batch_of
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
-from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
+from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import Sampling, train_sampling
 from rl.rollout.stream_schedule import batch_size
 from rl.run_directory.consumed import FILE_NAME, append_consumed
@@ -154,18 +154,19 @@ class GenerationByRoles(Sampler):
         Raises ConfigError if batches or groups have another size.
         """
         super().load_state_dict(state)
-        # "split" in version 0.1, and neither in a run without roles
-        state = state.get("roles") or state.get("split") or {"batch": state["step"]}
-        if state.get("batch_size", self._size) != self._size:
+        if "roles" not in state:  # of a run without
+            self._next_batch = self._num_learned = self._num_asked = state["step"]
+            return
+        state = state["roles"]
+        if state["batch_size"] != self._size:
             raise ConfigError(
                 f"batches have {self._size} prompts (data.prompts_per_step, or with dynamic sampling "
                 "dynamic_sampling.prompts_per_round), but the checkpoint counts batches of "
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
-        samples = iter(_stored_samples(state))
-        for group, prompt, source, rows in state.get("groups", []):
-            number = rows if isinstance(rows, int) else len(rows)
+        samples = iter(unpack(state["samples"]))
+        for group, prompt, source, number in state["groups"]:
             if number != self._sampling.samples_per_prompt:
                 raise ConfigError(
                     f"rollout.samples_per_prompt={self._sampling.samples_per_prompt}, but the checkpoint "
@@ -323,15 +324,6 @@ class GenerationByRoles(Sampler):
             sent = torch.tensor(moved.sent)
             dist.all_reduce(sent)
             self._step.metrics["perf/refit_bytes_received"] = int(sent)
-
-
-def _stored_samples(state: dict) -> list[Sample]:
-    """Return the samples of all groups of a checkpoint."""
-    if "samples" in state or not state.get("groups"):
-        return unpack(state["samples"]) if "samples" in state else []
-    rows = ((g % state["batch_size"], row) for g, _, _, own in state["groups"] for row in own)
-    ends = ("stop", "length")
-    return samples_of_columns(state, ((place, k, length, ends[cut]) for place, (k, cut, length) in rows))
 
 
 def _oldest(samples: list[Sample]) -> int:

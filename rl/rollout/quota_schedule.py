@@ -17,7 +17,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Done, Event
 from rl.rollout.queue import Queue, own_counter, shared_counter
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.samples import Sample, pack, samples_of_columns, unpack
+from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import Sampling
 from rl.rollout.source import SampleSource, Start
 
@@ -173,17 +173,11 @@ class Frontier:
         Raises ValueError if a prompt has other tokens than the one that the group's samples respond to.
         """
         prompts = [prompt_of(index, draw) for index, draw in state["prompts"]]
-        known = state.get("fingerprints", [None] * len(prompts))  # absent in version 0.1
-        changed = [p.index for p, own in zip(prompts, known) if own not in (None, fingerprint([p.token_ids]))]
+        known = zip(prompts, state["fingerprints"], strict=True)
+        changed = [prompt.index for prompt, own in known if own != fingerprint([prompt.token_ids])]
         if changed:
             raise ValueError(f"prompts {changed} have other tokens than when they were sampled")
-        if "samples" in state:
-            found = unpack(state["samples"])
-        else:
-            sizes = enumerate(zip(state["lengths"], state["ends"], strict=True))
-            rows = ((i, k, *row) for i, own in sizes for k, row in enumerate(zip(*own)))
-            found = samples_of_columns(state, rows)
         samples: list[list[Sample]] = [[] for _ in prompts]
-        for sample in found:
+        for sample in unpack(state["samples"]):
             samples[sample.prompt].append(sample)
         return cls(tuple(map(Group, prompts, map(tuple, samples))), state["num_drawn"])

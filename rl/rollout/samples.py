@@ -304,19 +304,6 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
     return samples
 
 
-def samples_of_columns(
-    columns: dict[str, np.ndarray], rows: Iterable[tuple[int, int, int, str]]
-) -> list[Sample]:
-    """Return the samples of a checkpoint of version 0.1, which has an array of all tokens for each column.
-
-    rows: prompt, number, length and end of each sample.
-    """
-    rows = list(rows)
-    lengths = np.array([length for _, _, length, _ in rows], np.int64)
-    parts = zip(*(cut(columns[name], lengths) for name in COLUMNS))
-    return [Sample(i, number, (Segment(*part),), end) for (i, number, _, end), part in zip(rows, parts)]
-
-
 def _segments(packed: dict[str, Any]) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
     per_segment = zip(*(packed[name].tolist() for name in ("turn", "source", "reward", "digest")))

@@ -64,8 +64,8 @@ class RunCheckpoints:
             phases.draw.load_state_dict(state)
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
-        phases.engines.policy.version = state.get("policy_version", state["step"])  # absent in version 0.1
-        phases.checks.rates.last = dict(state.get("learning_rates", {}))
+        phases.engines.policy.version = state["policy_version"]
+        phases.checks.rates.last = state["learning_rates"]
         phases.sampler.load_state_dict(state)
         return state["step"], state["metrics"]
 

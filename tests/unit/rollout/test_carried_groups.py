@@ -12,7 +12,7 @@ from rl.rollout.batches import batch_of
 from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, StaticQueue, own_counter
 from rl.rollout.quota_schedule import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
-from rl.rollout.samples import COLUMNS, Completion, Sample, Segment, pack
+from rl.rollout.samples import Completion, Sample, Segment, pack
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
@@ -111,19 +111,6 @@ def test_a_frontier_is_exact_after_a_checkpoint(tmp_path, number):
     again = Frontier.from_state(state, lambda index, draw: prompts[index])
     assert again.num_drawn == 5 and [group.prompt.index for group in again.groups] == [30, 40][:number]
     assert encode(pack(samples_of(again.groups))) == encode(pack(samples_of(frontier.groups)))
-
-
-def test_a_frontier_of_version_0_1_is_read():
-    frontier = Frontier(tuple(groups()), num_drawn=5)
-    samples = samples_of(frontier.groups)
-    state = {name: np.concatenate([getattr(s, name) for s in samples]) for name in COLUMNS}
-    state |= {"num_drawn": 5, "prompts": [[30, 3], [40, 4]], "lengths": [[2, 2], [0, 0]]}
-    state |= {"ends": [["stop", "abort"], ["abort", "abort"]]}
-    prompts = {group.prompt.index: group.prompt for group in frontier.groups}
-    again = samples_of(Frontier.from_state(state, lambda index, draw: prompts[index]).groups)
-    for name in ("prompt", "number", "end", *COLUMNS):
-        found, expected = ([np.array(getattr(s, name)).tolist() for s in some] for some in (again, samples))
-        assert found == expected
 
 
 def test_samples_are_those_of_a_shorter_limit():
