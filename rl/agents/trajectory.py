@@ -118,7 +118,8 @@ class Trajectory:
     def take(self, completion: Completion) -> None:
         """Append the tokens that the policy sampled in its next turn."""
         self.is_cut = completion.end == "length" and len(completion.token_ids) >= self.room
-        self.rows[-1].segments.append(Segment.of(completion, self.num_turns))
+        segments = self.rows[-1].segments
+        segments.append(Segment.of(completion, self.num_turns, segments))
         self.num_turns, self.end = self.num_turns + 1, completion.end
 
     def reward_turn(self, reward: float) -> None:

@@ -117,7 +117,7 @@ EXCLUSIONS = {
         "rollout.deterministic": "it assigns groups to replicas by a fixed rule; set one of the two",
     },
     "sampling masks": {
-        "rollout.carry_over, roles, run.mode=train_only": (
+        "rollout.carry_over, run.mode=train_only": (
             "its samples come without the sets of tokens that were kept, over which the trainer "
             f"renormalises; {WHOLE_DISTRIBUTION}"
         ),
@@ -133,7 +133,7 @@ EXCLUSIONS = {
         )
     },
     "training.router_replay=engine": {
-        "roles, rollout.carry_over, agents, run.mode=train_only": (
+        "rollout.carry_over, run.mode=train_only": (
             "its samples come without the experts of their tokens; use training.router_replay=old_policy"
         )
     },

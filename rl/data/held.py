@@ -29,6 +29,21 @@ class Row(NamedTuple):
     """[number of values, *shape of a value]."""
 
 
+KEY = np.dtype(np.int64)
+"""Type of `Row.key` on the way."""
+
+
+@dataclass
+class BytesMoved:
+    """Bytes of held columns that this rank received from others, and that the plans gave it."""
+
+    received: int = 0
+    planned: int = 0
+
+    def __add__(self, other: "BytesMoved") -> "BytesMoved":
+        return BytesMoved(self.received + other.received, self.planned + other.planned)
+
+
 def row_key(prompt_ids: np.ndarray, response_ids: np.ndarray) -> int:
     """Return a 32-bit hash of a sample's tokens. It travels with the row, so that a wrong row is an error."""
     return zlib.crc32(response_ids.tobytes(), zlib.crc32(prompt_ids.tobytes()))
@@ -43,6 +58,10 @@ class Absent:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass

@@ -14,15 +14,17 @@ from rl.checks.staleness import StaleTokens, check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
+from rl.data.held import BytesMoved
 from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
 from rl.phases.sampler import Sampler
 from rl.phases.step_record import StepRecord
 from rl.refit.link import Delivery, Link
+from rl.rollout import held_parts
 from rl.rollout.batches import batch_of
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
-from rl.rollout.samples import Sample, pack, unpack
+from rl.rollout.samples import Sample, pack
 from rl.rollout.sampling import Sampling, train_sampling
 from rl.rollout.stream_schedule import batch_size
 from rl.run_directory.consumed import FILE_NAME, append_consumed
@@ -100,8 +102,10 @@ class GenerationByRoles(Sampler):
             self._messages.end(code)
 
     def check(self, batch: Batch) -> None:
-        """Log the staleness of the batch too."""
+        """Log the staleness of the batch, and the bytes of its held columns, too."""
         self._step.metrics |= check_staleness(batch, self._policy.version, self._config.roles.lag)
+        self._log_held(batch, self._link.held)
+        self._link.held = BytesMoved()
 
     def learned(self) -> None:
         """Note, in `consumed.jsonl` too, that the algorithm has learned from all batches that it took.
@@ -136,16 +140,17 @@ class GenerationByRoles(Sampler):
                 self._receive(lambda: all(group in self._groups for group in groups))
 
     def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
-        """Return plain data for a checkpoint. Not collective."""
         return dict(cursor) | {"roles": self._stream_state()}
 
     def _stream_state(self) -> dict[str, Any]:
         deliveries = [self._groups[group] for group in sorted(self._groups)]
+        samples = [sample for delivery in deliveries for sample in delivery.samples]
+        samples, _ = held_parts.collect(samples, [0] * len(samples), self._step.device.torch)
         return {
             "batch": self._num_learned,
             "batch_size": self._size,
             "groups": [[*each.key, each.source, len(each.samples)] for each in deliveries],
-            "samples": pack([sample for delivery in deliveries for sample in delivery.samples]),
+            "samples": pack(samples, held=dist.get_rank() == 0),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -165,7 +170,7 @@ class GenerationByRoles(Sampler):
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
-        samples = iter(unpack(state["samples"]))
+        samples = iter(self._loaded(state["samples"]))
         for group, prompt, source, number in state["groups"]:
             if number != self._sampling.samples_per_prompt:
                 raise ConfigError(

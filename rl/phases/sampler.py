@@ -14,16 +14,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from rl.checks.staleness import check_staleness
 from rl.config.declarations import shipped
 from rl.config.options import ConfigError
-from rl.config.schema import Config
+from rl.config.schema import Config, needs_sampling_masks
 from rl.data.batch import Batch, fingerprint
+from rl.data.held import SAMPLING_MASKS, BytesMoved
 from rl.data.prompts import Prompt
 from rl.phases.step_record import StepRecord
+from rl.rollout import held_parts
 from rl.rollout.queue import PastLengths
+from rl.rollout.samples import Sample, unpack
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
+from rl.runtime.collectives import sum_over_world
 from rl.stopping.requests import StopRequests
 from rl.training.engine import TrainingEngine
 
@@ -111,7 +116,10 @@ class Sampler:
         """Complete what a checkpoint must hold."""
 
     def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
-        """Return plain data for a checkpoint. cursor: of the last batch that was learned from."""
+        """Return plain data for a checkpoint; rank 0's is written. Collective over the world.
+
+        cursor: of the last batch that was learned from.
+        """
         return dict(cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -128,7 +136,34 @@ class Sampler:
             means = state.get("past_lengths", {}).items()
             self._past_lengths.means = {int(index): mean for index, mean in means}
 
+    def _loaded(self, packed: dict[str, Any]) -> list[Sample]:
+        """Return the samples of a checkpoint. Rank 0 keeps the values of their held columns.
+
+        Raises ConfigError if they lack one that this run learns with.
+        """
+        samples, config = unpack(packed), self._config
+        columns = {"routes"} if config.training.router_replay == "engine" else set()
+        columns |= set(SAMPLING_MASKS) if needs_sampling_masks(config) else set()
+        segments = (segment for sample in samples for segment in sample.segments if segment.is_sampled)
+        missing = next((columns - segment.held.keys() for segment in segments), set())
+        if missing:
+            raise ConfigError(
+                f"the checkpoint holds samples without {', '.join(sorted(missing))}; resume with the values "
+                "of training.router_replay, rollout.top_p, top_k and min_p of the saved run."
+            )
+        return held_parts.only_on(samples, 0)
+
     # Parts of `sample` and `batch` -----------------------------------------------------------------------
+
+    def _log_held(self, batch: Batch, moved: BytesMoved) -> None:
+        """Log the bytes that brought the held columns of a batch to the ranks that keep them.
+
+        moved: this rank's. Collective over the world.
+        """
+        if batch.held:
+            total = sum_over_world(torch.tensor([moved.received, moved.planned]), self._step.device.torch)
+            names = "perf/held_collected_bytes_received", "perf/held_collected_bytes_planned"
+            self._step.metrics |= zip(names, total.tolist())
 
     def _seeds(self, purpose: str, number: int) -> list[int]:
         """Return the seed of each prompt, which depends on its place: one drawn twice has other samples."""

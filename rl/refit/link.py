@@ -11,6 +11,7 @@ spans all ranks of the job, with communicators of its own. Ranks of the link are
 
 Weights travel by the plan of a refit (`rl.refit.plan`), from the trainer's parameters to the engine's. A
 thread sends while the trainer computes. Samples travel to the first training rank, which broadcasts them.
+Values of held columns (`rl.data.held`) travel to one training rank each, directly from the generator.
 """
 
 import contextlib
@@ -29,15 +30,17 @@ from torch import Tensor
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config
+from rl.data import held
 from rl.models import architecture
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
 from rl.refit.gather import RefitMismatch
 from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights, training_parameters
 from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.refit.values import values_of
+from rl.rollout import held_parts
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.samples import Sample, pack, unpack
-from rl.runtime.collectives import broadcast_object
+from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.runtime.job_store import JobStore
 from rl.runtime.own_group import own_group
@@ -54,7 +57,10 @@ heartbeats end a run whose other side is gone."""
 UNLIMITED_S = UNLIMITED.total_seconds()
 
 _SAMPLES = "samples"
-"""Key of the queue in the store that announces samples: their sender's rank, and their size in bytes."""
+"""Key of the queue in the store that announces samples: their sender's rank, and the sizes in bytes of the
+samples and of their held values."""
+_HELD_TAG = 1
+"""Tag of messages with held values; that of samples is 0."""
 
 
 class Delivery(NamedTuple):
@@ -109,8 +115,12 @@ class Link:
         self._sending: Future[BytesMoved | None] | None = None
         self._connect_and_move: Callable[[], BytesMoved]
         self._num_refits = 0
-        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[bytes, int, bytes]] = queue.SimpleQueue()
+        self._num_sent = 0
+        """Number of calls of `send_samples`."""
         self._sender: Future[None] | None = None
+        self.held = held.BytesMoved()
+        """Bytes of held columns that this rank has received from generators, and planned."""
 
     def plan_weights(
         self,
@@ -331,20 +341,28 @@ class Link:
     def send_samples(self, key: Any, samples: list[Sample]) -> None:
         """Send finished samples to all training ranks; return at once. Called by a replica's leader.
 
+        The values of held columns are sent to one of them, in turn.
+
         key: identifies the samples, such as a group's number; plain data. Raises what the sending
         thread raised meanwhile.
         """
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
         self.check_threads()
-        self._outgoing.put(encode([key, self.rank, pack(samples)]))
+        home = (self.rank + self._num_sent) % len(self.train)
+        self._num_sent += 1
+        values = b"".join(held_parts.content_of(segment) for s in samples for segment in s.segments)
+        self._outgoing.put((encode([key, self.rank, home, pack(samples, held=False)]), home, values))
 
     def _send_queued(self) -> None:
         while True:
-            content = torch.frombuffer(bytearray(self._outgoing.get()), dtype=torch.uint8)
+            samples, home, values = self._outgoing.get()
             # One operation of the store: a replica that dies leaves no number that the trainers wait for.
-            self._thread_store.push(_SAMPLES, json.dumps([self.rank, len(content)]))
-            self._control.send([content], self.train[0], 0).wait()
+            self._thread_store.push(_SAMPLES, json.dumps([self.rank, len(samples), len(values)]))
+            for content, target, tag in ((samples, self.train[0], 0), (values, self.train[home], _HELD_TAG)):
+                if content:
+                    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                    self._control.send([tensor], target, tag).wait()
 
     def receive_samples(self, timeout_s: float = 0.0) -> list[Delivery]:
         """Return what has arrived since the last call, in order of arrival, identical on all training ranks.
@@ -353,19 +371,13 @@ class Link:
         Raises what the thread that sends weights raised: without weights no sample would come.
         """
         self.check_threads()
-        arrived: list[bytes] = []
+        arrived: list[tuple[bytes, int]] = []
         if self.excluded is not None and self.rank == self.train[0]:
             self.leaders = self.excluded.ranks(self.excluded.numbers())[:: self._tp]
         while self.rank == self.train[0] and self._wait(_SAMPLES, 0 if arrived else timeout_s):
-            source, num_bytes = json.loads(self._store.pop(_SAMPLES) or "")
-            content = torch.empty(num_bytes, dtype=torch.uint8)
-            try:
-                self._control.recv([content], source, 0).wait()
-            except RuntimeError:  # the sender has died
-                if self.excluded is None:
-                    raise
-                continue
-            arrived.append(content.numpy().tobytes())
+            source, num_bytes, num_held = json.loads(self._store.pop(_SAMPLES) or "")
+            if (content := self._received(source, num_bytes, 0)) is not None:
+                arrived.append((content, num_held))
         connects = self._sending is not None and self._sending.done() and self._sending.result() is None
         found = broadcast_object((self.leaders, arrived, connects), group=control_group())
         self.leaders, arrived, connects = found
@@ -373,8 +385,45 @@ class Link:
             moved: Future = Future()
             moved.set_result(self.wait_sent())
             self._sending = moved
-        messages = map(decode, arrived)
-        return [Delivery(key, source, unpack(packed)) for key, source, packed in messages]
+        deliveries = [self._delivery(content, num_held) for content, num_held in arrived]
+        if self.excluded is None or not any(num_held for _, num_held in arrived):
+            return [delivery for delivery in deliveries if delivery is not None]
+        # A sender may have died between its samples and their held values.
+        arrive = gather_objects([delivery is not None for delivery in deliveries], control_group())
+        return [
+            found for found, everywhere in zip(deliveries, map(all, zip(*arrive))) if found and everywhere
+        ]
+
+    def _received(self, source: int, num_bytes: int, tag: int) -> bytes | None:
+        """Return a message, None if its sender has died and the run goes on without it."""
+        content = torch.empty(num_bytes, dtype=torch.uint8)
+        try:
+            self._control.recv([content], source, tag).wait()
+        except RuntimeError:
+            if self.excluded is None:
+                raise
+            return None
+        return content.numpy().tobytes()
+
+    def _delivery(self, content: bytes, num_held: int) -> Delivery | None:
+        """Return the delivery of a message, with its held values if this rank is their home.
+
+        num_held: size of the values, as the sender announced it. Returns None if the sender has died.
+        """
+        key, source, home, packed = decode(content)
+        samples = held_parts.only_on(unpack(packed), home)
+        if not num_held or self.train[home] != self.rank:
+            return Delivery(key, source, samples)
+        if (values := self._received(source, num_held, _HELD_TAG)) is None:
+            return None
+        planned = sum(held_parts.num_bytes(segment) for sample in samples for segment in sample.segments)
+        self.held += held.BytesMoved(len(values), planned)
+        if len(values) != planned:
+            raise RuntimeError(
+                f"held columns: rank {source} sent {len(values)} bytes for the samples {key}, whose sizes "
+                f"plan {planned}"
+            )
+        return Delivery(key, source, held_parts.unpacked(samples, values, home))
 
     def check_threads(self) -> None:
         """Raise what a sending thread has raised. Not collective."""

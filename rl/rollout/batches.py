@@ -74,16 +74,17 @@ def _held_columns(samples: Sequence[Sample], prompt_ids: list[np.ndarray]) -> di
     """Return the held columns, with the rows that this rank has."""
     segments = [segment for sample in samples for segment in sample.segments]
     kinds = {name: values for segment in segments for name, values in segment.held.items()}
-    # Rows that every rank has are taken from rank 0.
-    holders = torch.tensor([max(sample.rank, 0) for sample in samples], dtype=torch.int64)
+    holders = torch.tensor([sample.holder for sample in samples], dtype=torch.int64)
     columns = {}
     for name, values in kinds.items():
-        rows = {
-            i: Row(row_key(prompt_ids[i], sample.token_ids), row)
-            for i, sample in enumerate(samples)
-            if (row := sample.held(name)) is not None
-        }
         lengths = torch.tensor([sample.held_length(name) for sample in samples])
+        none = np.zeros((0, *values.shape[1:]), values.dtype)
+        rows = {}
+        for i, sample in enumerate(samples):
+            row = sample.held(name) if lengths[i] else none
+            if row is not None:
+                key = sample.row_key
+                rows[i] = Row(row_key(prompt_ids[i], sample.token_ids) if key == -1 else key, row)
         columns[name] = HeldColumn(rows, holders, lengths, values.dtype, tuple(values.shape[1:]))
     return columns
 

@@ -84,15 +84,30 @@ class Segment:
     reward: float = 0.0
     """Reward of the turn, by an environment that rewards single turns."""
     held: dict[str, np.ndarray | Absent] = field(default_factory=dict)
-    """As in `Completion`; `Absent` on ranks that have received the sample without these values."""
+    """As in `Completion`, without values of tokens before the segment that earlier segments have; `Absent` on
+    ranks that have received the sample without these values."""
     digest: int = -1
     """`segment_digest` where the segment was made; -1 if unknown."""
+    row_key: int = -1
+    """With held values, `rl.data.held.row_key` of all tokens up to the last one of this segment, by the
+    account of the engine that sampled it; -1 if unknown."""
+    holder: int = -1
+    """Rank that has the values of held columns, after an exchange; -1: every rank that has the segment."""
 
     @classmethod
-    def of(cls, completion: Completion, turn: int = 0) -> "Segment":
-        """Return the tokens of a completion as a segment."""
+    def of(cls, completion: Completion, turn: int = 0, before: Sequence["Segment"] = ()) -> "Segment":
+        """Return the tokens of a completion as a segment.
+
+        before: the earlier segments of the row. Columns in OF_SEQUENCE have values of these tokens again, of
+        which the first ones count: those of the pass from which a token was sampled.
+        """
         columns = completion.token_ids, completion.logprobs, completion.weight_versions
-        return cls(*columns, turn=turn, held=dict(completion.held))._with_digest()
+        held, key = dict(completion.held), -1
+        for name in held.keys() & OF_SEQUENCE:
+            held[name] = held[name][sum(len(s.held[name]) for s in before if name in s.held) :]
+        if held and completion.context_digest != -1:
+            key = zlib.crc32(completion.token_ids.tobytes(), completion.context_digest)
+        return cls(*columns, turn=turn, held=held, row_key=key)._with_digest()
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -111,9 +126,15 @@ class Segment:
         return replace(self, digest=segment_digest(self.token_ids, flags))
 
     def first(self, num_tokens: int) -> "Segment":
-        """Return the first tokens of the segment. Values of held columns are not cut."""
-        assert not self.held, "held values of a part of a segment"
-        return replace(self, **{name: getattr(self, name)[:num_tokens] for name in COLUMNS})._with_digest()
+        """Return the first tokens of the segment, at least one. Its held values must be on this rank."""
+        columns = {name: getattr(self, name)[:num_tokens] for name in COLUMNS}
+        held = dict(self.held)
+        for name in held.keys() & OF_SEQUENCE:  # the last value is that of the token before the last one
+            held[name] = held[name][: len(held[name]) - (len(self.token_ids) - num_tokens)]
+        if "kept_counts" in held:
+            counts = np.asarray(held["kept_counts"])[:num_tokens]
+            held |= {"kept_counts": counts, "kept_ids": held["kept_ids"][: int(counts.sum(dtype=np.int64))]}
+        return replace(self, **columns, held=held, row_key=-1)._with_digest()
 
 
 @dataclass(frozen=True)
@@ -193,24 +214,37 @@ class Sample:
         return np.array(numbers, np.int32).repeat([len(s.token_ids) for s in self.segments])
 
     def held(self, name: str) -> np.ndarray | None:
-        """Return the values of a held column, those of all segments end to end; None if others have them.
+        """Return the values of a held column, those of all segments end to end.
 
-        A later segment of a column in OF_SEQUENCE repeats the tokens before it; the first value counts.
+        None if there are none, or if other ranks have some of them.
         """
-        parts, covered = [], 0
-        for segment in self.segments:
-            if name in segment.held:
-                values = segment.held[name]
-                if isinstance(values, Absent):
-                    return None
-                parts.append(values[covered:])
-                covered = len(values) if name in OF_SEQUENCE else 0
-        return np.concatenate(parts) if parts else None
+        parts = [segment.held[name] for segment in self.segments if name in segment.held]
+        arrays = [values for values in parts if not isinstance(values, Absent)]
+        return np.concatenate(arrays) if arrays and len(arrays) == len(parts) else None
 
     def held_length(self, name: str) -> int:
         """Return the number of values of a held column, also if other ranks have them."""
-        lengths = [len(segment.held[name]) for segment in self.segments if name in segment.held]
-        return sum(lengths[-1:] if name in OF_SEQUENCE else lengths)
+        return sum(len(segment.held[name]) for segment in self.segments if name in segment.held)
+
+    @property
+    def holder(self) -> int:
+        """Rank that has the values of held columns of the last segment with any.
+
+        Rank 0 if every rank that has the sample has them.
+        """
+        last = next((segment.holder for segment in reversed(self.segments) if segment.held), self.rank)
+        return max(last, 0)
+
+    @property
+    def row_key(self) -> int:
+        """`rl.data.held.row_key` by the engine's account; -1 if unknown."""
+        key = -1
+        for segment in self.segments:
+            if segment.is_sampled:
+                key = segment.row_key
+            elif key != -1:
+                key = zlib.crc32(segment.token_ids.tobytes(), key)
+        return key
 
     @property
     def mask(self) -> np.ndarray:
@@ -251,6 +285,8 @@ def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = 
         "turn": [segment.turn for segment in segments],
         "source": [-1 if segment.is_sampled else SOURCES.index(segment.source) for segment in segments],
         "digest": [segment.digest for segment in segments],
+        "row_key": [segment.row_key for segment in segments],
+        "holder": [segment.holder for segment in segments],
     }
     return {
         **{name: np.array(values, np.int64) for name, values in (per_sample | per_segment).items()},
@@ -280,8 +316,11 @@ def _pack_held(values: list, *, with_values: bool) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
-    """Return the samples of `pack`. rank: that of the samples."""
-    segments = iter(_segments(packed))
+    """Return the samples of `pack`.
+
+    rank: rank that generated the samples, and has the held values of which `pack` says no other holder.
+    """
+    segments = iter(_segments(packed, rank))
     per_sample = ("prompt", "number", "row", "end", "num_segments", "context_length", "context_digest")
     rows = zip(*(packed[name].tolist() for name in per_sample), packed["outcomes"], packed["conversations"])
     samples, start = [], 0
@@ -304,12 +343,21 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
     return samples
 
 
-def _segments(packed: dict[str, Any]) -> list[Segment]:
+def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
-    per_segment = zip(*(packed[name].tolist() for name in ("turn", "source", "reward", "digest")))
+    names = ("turn", "source", "reward", "digest", "row_key", "holder")
+    per_segment = zip(*(packed[name].tolist() for name in names))
     segments = [
-        Segment(*tokens, turn, "policy" if source < 0 else SOURCES[source], reward, digest=digest)
-        for tokens, (turn, source, reward, digest) in zip(columns, per_segment)
+        Segment(
+            *tokens,
+            turn,
+            "policy" if source < 0 else SOURCES[source],
+            reward,
+            digest=digest,
+            row_key=row_key,
+            holder=rank if holder < 0 else holder,
+        )
+        for tokens, (turn, source, reward, digest, row_key, holder) in zip(columns, per_segment)
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])

@@ -44,6 +44,7 @@ class SingleTurn(Dialogue):
 
     def receive(self, name: str, completion: Completion) -> None:
         start = self._open.pop(name)
-        segments, digest = (Segment.of(completion),), completion.context_digest
+        before = () if start.so_far is None else start.so_far.segments
+        segments, digest = (Segment.of(completion, before=before),), completion.context_digest
         sample = Sample(start.group, start.number, segments, completion.end, context_digest=digest)
         self.ended.append((start, [sample]))

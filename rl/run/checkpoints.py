@@ -70,7 +70,7 @@ class RunCheckpoints:
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
-        """Return what a checkpoint holds besides the models. Not collective.
+        """Return what a checkpoint holds besides the models; rank 0's is written.
 
         cursor: `Phases.cursor` after the last batch that was learned from.
         """

@@ -11,6 +11,7 @@ docs/architecture.md lists those of one step, with sizes.
 from collections.abc import Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
@@ -18,6 +19,9 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 from rl.runtime.plain_data import decode, encode
 
 T = TypeVar("T")
+
+BUFFER = 64 << 20
+"""Bytes that a rank sends, and receives, at once in `exchange_bytes`."""
 
 
 def gather_objects(
@@ -79,6 +83,28 @@ def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
         everything.split(sizes.tolist())[rank].copy_(own)
     everything = sum_over_world(everything, device)
     return [part.numpy().tobytes() for part in everything.split(sizes.tolist())]
+
+
+def exchange_bytes(messages: dict[int, bytes], sizes: np.ndarray, device: torch.device) -> dict[int, bytes]:
+    """Return the message from each rank that sends one. Collective over the world.
+
+    messages: by the rank that receives them. sizes: bytes by sender and receiver, int64 [world, world].
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outgoing = [messages.get(target, b"") for target in range(world)]
+    assert [len(content) for content in outgoing] == sizes[rank].tolist(), "messages differ from their sizes"
+    incoming = [bytearray() for _ in range(world)]
+    chunk = max(1, BUFFER // world)
+    for start in range(0, int(sizes.max()), chunk):
+        left = (sizes - start).clip(0, chunk)
+        sending, receiving = left[rank].tolist(), left[:, rank].tolist()
+        piece = bytearray().join(content[start : start + chunk] for content in outgoing)
+        sent = torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0, dtype=torch.uint8)
+        received = torch.empty(sum(receiving), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, sent.to(device), receiving, sending)
+        for content, part in zip(incoming, received.cpu().split(receiving)):
+            content += part.numpy().tobytes()
+    return {source: bytes(content) for source, content in enumerate(incoming) if content}
 
 
 def any_rank(here: bool, group: dist.ProcessGroup | None = None) -> bool:

@@ -7,27 +7,21 @@ needs.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch
-from rl.data.held import HeldColumn, row_key
+from rl.data.held import KEY, BytesMoved, HeldColumn, row_key
 from rl.models.placement import training_ranks
+from rl.runtime.collectives import exchange_bytes
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 Need = Callable[[int], slice | None]
 """pipeline stage -> the part of a value's first dimension that its ranks need: slice(None) for all of the
 value, None for nothing."""
-
-BUFFER = 64 << 20
-"""Bytes that a rank sends, and receives, at once."""
-KEY = np.dtype(np.int64)
-"""Type of `Row.key` on the way."""
 
 
 class Move(NamedTuple):
@@ -39,17 +33,6 @@ class Move(NamedTuple):
     part: slice
     num_bytes: int
     """Size of the values, without the key."""
-
-
-@dataclass
-class BytesMoved:
-    """Bytes that this rank received from others, and that the plans gave it."""
-
-    received: int = 0
-    planned: int = 0
-
-    def __add__(self, other: "BytesMoved") -> "BytesMoved":
-        return BytesMoved(self.received + other.received, self.planned + other.planned)
 
 
 def plan_moves(
@@ -102,7 +85,7 @@ def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid
         found = {rank: messages.pop(rank, b"")}
         np.fill_diagonal(sizes, 0)
         if sizes.any():
-            found |= _transport(messages, sizes, device)
+            found |= exchange_bytes(messages, sizes, device)
         total.planned += int(sizes[:, rank].sum())
         total.received += sum(len(content) for source, content in found.items() if source != rank)
         for source, content in found.items():
@@ -134,25 +117,3 @@ def _unpack(batch: Batch, name: str, moves: Sequence[Move], content: bytes) -> N
         width = (len(range(*part.indices(column.shape[0]))), *column.shape[1:]) if column.shape else ()
         column.local[sample] = flat.reshape(int(column.lengths[sample]), *width)
         first += KEY.itemsize + num_bytes
-
-
-def _transport(messages: dict[int, bytes], sizes: np.ndarray, device: torch.device) -> dict[int, bytes]:
-    """Return the message from each rank that sends one. Collective over the world.
-
-    messages: by the rank that receives them. sizes: bytes by sender and receiver, int64 [world, world].
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    outgoing = [messages.get(target, b"") for target in range(world)]
-    assert [len(content) for content in outgoing] == sizes[rank].tolist(), "rows differ from their sizes"
-    incoming = [bytearray() for _ in range(world)]
-    chunk = max(1, BUFFER // world)
-    for start in range(0, int(sizes.max()), chunk):
-        left = (sizes - start).clip(0, chunk)
-        sending, receiving = left[rank].tolist(), left[:, rank].tolist()
-        piece = bytearray().join(content[start : start + chunk] for content in outgoing)
-        sent = torch.frombuffer(piece, dtype=torch.uint8) if piece else torch.empty(0, dtype=torch.uint8)
-        received = torch.empty(sum(receiving), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(received, sent.to(device), receiving, sending)
-        for content, part in zip(incoming, received.cpu().split(receiving)):
-            content += part.numpy().tobytes()
-    return {source: bytes(content) for source, content in enumerate(incoming) if content}

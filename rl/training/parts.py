@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.data.batch import Batch
+from rl.data.held import BytesMoved
 from rl.models.layout import Weight
 from rl.runtime.collectives import sum_over_world
 from rl.training.grid import Grid
-from rl.training.held_transfer import BytesMoved, Need, fetch
+from rl.training.held_transfer import Need, fetch
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
 from rl.training.weights import WeightMap

@@ -134,8 +134,8 @@ class RouterReplay(Part):
     def _given(self, batch: Batch, row: MicroBatch) -> Routes:
         """Return the engine's routes of the row's tokens.
 
-        A prompt that several samples share has those of the first of them. The engine did not route a
-        sample's last token, which nothing is predicted from.
+        A prompt that several samples share has those of the first of them. The engine may not have routed
+        the tokens from the last sampled one on, from which nothing is predicted.
         """
         column, num_tokens, device = batch.held["routes"], row.tokens.numel(), row.tokens.device
         size = self._num_layers, self._config.moe_router_topk
@@ -143,10 +143,10 @@ class RouterReplay(Part):
         given = np.zeros((num_tokens, 1), np.bool_)
         for sample, start, first in reversed(list(zip(row.samples, *row.starts))):
             prompt, response = len(batch.prompt_ids[sample]), len(batch.response_ids[sample])
-            index = np.concatenate([np.arange(start, start + prompt), np.arange(first, first + response)])[
-                :-1
-            ]
-            values = column.local[sample]
+            index = np.concatenate([np.arange(start, start + prompt), np.arange(first, first + response)])
+            values, of_sample = column.local[sample], batch.tokens_of([sample])
+            sampled = np.arange(response) if batch.turns is None else (batch.turns[of_sample] > 0).nonzero()
+            index = index[: prompt + int(sampled[-1]) if len(sampled) else 0]
             if values.shape != (len(index), *size):
                 raise RuntimeError(
                     f"the routes of sample {sample} have the shape {values.shape}, but a sample of {prompt} "

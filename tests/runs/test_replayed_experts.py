@@ -3,6 +3,7 @@
 import pytest
 
 from tests.checkpoints import save_tiny
+from tests.records import comparable
 from tests.toy import train
 
 
@@ -20,3 +21,26 @@ def test_a_run_replays_experts_in_every_update(config, tmp_path, mode):
             assert step["training/router_mismatch"] < 0.01
         else:
             assert "perf/held_bytes_received" not in step and "training/router_mismatch" not in step
+
+
+HELD = ("training.router_replay=engine", "rollout.top_k=12", "rollout_correction.truncate_tokens=2")
+"""Routes and sampling masks, both of which stay with the rank that has them."""
+
+
+def comparable_steps(run) -> list[dict]:
+    """Records without what differs between forms of generation: staleness and bytes."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("staleness/", "perf/"))}
+        for record in comparable(run)
+    ]
+
+
+def test_held_columns_come_from_generators(config, tmp_path):
+    model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
+    options = (f"model.path={model}", *HELD)
+    train(1, config, *options, run=tmp_path / "alone")
+    steps = train(2, config, *options, "roles.train=0-0", "roles.rollout=1-1", "roles.lag=0")
+    assert comparable_steps(tmp_path / "run") == comparable_steps(tmp_path / "alone")
+    for step in steps:
+        received, planned = (step[f"perf/held_collected_bytes_{name}"] for name in ("received", "planned"))
+        assert received == planned > 0 and step["training/rollout_probs_diff_max"] < 1e-3

@@ -33,6 +33,7 @@ def test_every_sample_reaches_every_rank_as_it_was():
         for with_texts in (False, True):
             found = exchange(generated[rank], device, conversations=with_texts)
             packed, expected = (pack(s, held=False, conversations=with_texts) for s in (found, everything))
+            assert packed.pop("holder").tolist() == [0, 0, 1] and set(expected.pop("holder")) == {-1}
             assert encode(packed) == encode(expected) and bool(found[1].conversation) == with_texts
             assert [sample.rank for sample in found] == [0, 0, 1]
             has_values = [sample.held("routes") is not None for sample in found]

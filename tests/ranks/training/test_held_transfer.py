@@ -13,12 +13,14 @@ PROGRAM = """
     from rl.rollout.exchange import exchange
     from rl.rollout.samples import Sample, Segment
     from rl.runtime.device import choose_device
+    from rl.data.held import BytesMoved
+    from rl.runtime import collectives
     from rl.training import held_transfer
     from rl.training.grid import Grid
 
     dist.init_process_group("gloo")
     rank, device = dist.get_rank(), choose_device(0)
-    held_transfer.BUFFER = 80  # 10 bytes to each rank at a time, so that a row needs several messages
+    collectives.BUFFER = 80  # 10 bytes to each rank at a time, so that a row needs several messages
     tp, dp, pp = 2, 2, 2
     grid = Grid(None, tp, pp, dp, rank % tp, rank // (tp * dp), rank // tp % dp)
 
@@ -43,7 +45,7 @@ PROGRAM = """
     moved = [held_transfer.fetch(batch, plan, needs, grid, device.torch) for plan in plans]
     assert all(m.received == m.planned for m in moved)
     again = held_transfer.fetch(batch, plans[0], needs, grid, device.torch)
-    assert again == held_transfer.BytesMoved(), again
+    assert again == BytesMoved(), again
     mine = [0, 1, 3] if grid.dp_rank == 0 else [2, 4, 5]
     assert set(batch.held["routes"].local) == set(mine)
     for i in mine:

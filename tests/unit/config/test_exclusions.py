@@ -172,7 +172,6 @@ def test_the_sentence_names_values_reason_and_remedy():
         "roles.rollout=1-1 requires an algorithm that learns from samples, unlike algorithm=sft, because "
         "generators produce samples to learn from; leave out the section roles."
     )
-    config = load_config(None, ["model.path=m", "data.train=[d]", *example("roles"), "rollout.top_k=5"])
-    assert "rollout.top_p=1.0, top_k=5, min_p=0.0 cannot be combined with roles.rollout=1-1" in refusal(
-        config
-    )
+    keys = [*example("run.mode=train_only"), "rollout.top_k=5"]
+    config = load_config(None, ["model.path=m", "data.train=[d]", *keys])
+    assert "rollout.top_p=1.0, top_k=5, min_p=0.0 cannot be combined with run.mode=train_only" in refusal(config)

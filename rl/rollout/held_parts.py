@@ -1,0 +1,118 @@
+"""Values of held columns (`rl.data.held`) on their way from the rank that has a sample's segments to another.
+
+A sample's rows are collected on one rank before a batch is made of it: its segments may have been generated
+by several replicas (carry-over), or by ranks that do not train (roles). A message has the values of segments
+end to end, each after its `Segment.row_key`.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl.data.held import KEY, Absent, BytesMoved
+from rl.rollout.samples import Sample, Segment
+from rl.runtime.collectives import exchange_bytes
+
+
+def num_bytes(segment: Segment) -> int:
+    """Return the size of a segment's values in a message; known on all ranks."""
+    return KEY.itemsize + sum(values.nbytes for values in segment.held.values()) if segment.held else 0
+
+
+def content_of(segment: Segment) -> bytes:
+    """Return the values of a segment, which this rank has."""
+    if not segment.held:
+        return b""
+    return KEY.type(segment.row_key).tobytes() + b"".join(v.tobytes() for v in segment.held.values())
+
+
+def with_values(segment: Segment, content: bytes, holder: int) -> Segment:
+    """Return the segment with the values of `content_of`, which rank `holder` has from now on.
+
+    Raises RuntimeError if they are those of another segment.
+    """
+    if not segment.held:
+        return segment
+    [key] = np.frombuffer(content, KEY, 1)
+    if key != segment.row_key:
+        raise RuntimeError(
+            f"held columns: the values for {len(segment.token_ids)} tokens of turn {segment.turn} that came "
+            f"from rank {segment.holder} are those of other tokens."
+        )
+    held, first = {}, KEY.itemsize
+    for name, values in segment.held.items():
+        flat = np.frombuffer(content, values.dtype, values.nbytes // values.dtype.itemsize, first)
+        held[name] = flat.reshape(values.shape)
+        first += values.nbytes
+    return replace(segment, held=held, holder=holder)
+
+
+def unpacked(samples: Sequence[Sample], content: bytes, holder: int) -> list[Sample]:
+    """Return the samples with their values, which are end to end in `content`. See `with_values`."""
+    complete, first = [], 0
+    for sample in samples:
+        segments = []
+        for segment in sample.segments:
+            size = num_bytes(segment)
+            segments.append(with_values(segment, content[first : first + size], holder))
+            first += size
+        complete.append(replace(sample, segments=tuple(segments)))
+    return complete
+
+
+def without_values(segment: Segment, holder: int) -> Segment:
+    """Return the segment as ranks have it that do not hold its values."""
+    held = {name: Absent(values.dtype, values.shape) for name, values in segment.held.items()}
+    return replace(segment, held=held, holder=holder) if held else segment
+
+
+def only_on(samples: Sequence[Sample], holder: int) -> list[Sample]:
+    """Return samples that all ranks have with the values of held columns on one rank only. Not collective."""
+    if dist.get_rank() == holder:
+        return [replace(s, segments=tuple(replace(p, holder=holder) for p in s.segments)) for s in samples]
+    return [replace(s, segments=tuple(without_values(p, holder) for p in s.segments)) for s in samples]
+
+
+def collect(
+    samples: Sequence[Sample], targets: Sequence[int], device: torch.device
+) -> tuple[list[Sample], BytesMoved]:
+    """Return the samples with all values of each on one rank, and this rank's bytes.
+
+    Collective over the world.
+
+    targets: that rank, for each sample. Nothing is sent if it has them already.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = np.zeros((world, world), np.int64)  # from, to
+    outgoing = defaultdict[int, list[bytes]](list)
+    for sample, target in zip(samples, targets):
+        for segment in sample.segments:
+            source = max(segment.holder, 0)
+            if source != target:
+                sizes[source, target] += num_bytes(segment)
+                if source == rank:
+                    outgoing[target].append(content_of(segment))
+    if not sizes.any():
+        return list(samples), BytesMoved()
+    found = exchange_bytes({target: b"".join(parts) for target, parts in outgoing.items()}, sizes, device)
+    moved = BytesMoved(sum(map(len, found.values())), int(sizes[:, rank].sum()))
+    starts = defaultdict[int, int](int)
+
+    def collected(segment: Segment, target: int) -> Segment:
+        source = max(segment.holder, 0)
+        if source == target or not segment.held:
+            return segment
+        if target != rank:
+            return without_values(segment, target)
+        start = starts[source]
+        starts[source] += num_bytes(segment)
+        return with_values(segment, found[source][start : starts[source]], target)
+
+    return [
+        replace(sample, segments=tuple(collected(segment, target) for segment in sample.segments))
+        for sample, target in zip(samples, targets)
+    ], moved
