@@ -24,10 +24,8 @@ CORRECT = "set rollout_correction.truncate_tokens=2, or another weight, or rollo
 
 EXCLUSIONS = {
     "data.curriculum": {
-        "data.train_weights": "a curriculum orders the prompts of all files; set one of the two",
-        "rated responses": "rated responses are drawn without one; leave it out",
+        "data.train_weights": "a curriculum orders the prompts of all files; set one of the two"
     },
-    "data.train_weights": {"rated responses": "rated responses are drawn without them; leave them out"},
     "data.messages_key": {
         "not sft": (
             "no other algorithm reads conversations; leave it out: prompts of several turns, and pairs of "

@@ -141,7 +141,6 @@ NAMED = {
     "greedy baselines": needs("greedy_baseline"),
     "whole responses": needs("preference", "implicit_reward"),
     "selection by scores": needs("dynamic_sampling", "implicit_reward"),
-    "rated responses": needs("pairs", "labels"),
     "responses in the data": needs(
         "responses", required="an algorithm that reads responses in the data, unlike algorithm={algorithm}"
     ),

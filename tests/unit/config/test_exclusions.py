@@ -69,7 +69,6 @@ EXAMPLES = {
     "greedy baselines": "algorithm=remax",
     "whole responses": "algorithm=prime",
     "selection by scores": "algorithm=dapo",
-    "rated responses": "algorithm=kto",
     "samples beside responses": "algorithm=spin",
     "learning from the data": "algorithm=distill teacher.self_taught=present teacher.student_share=0.5",
     "advantages of single rewards": "objective.advantage=gdpo",
