@@ -64,6 +64,8 @@ EXAMPLES = {
     "not samples": "algorithm=sft",
     "not generation in the whole run": "algorithm=sft",
     "not a policy loss": "algorithm=sppo",
+    "not a loss of older tokens": "algorithm=sppo",
+    "not scored samples": "algorithm=distill teacher.self_taught=present",
     "not responses in the data": "algorithm=grpo",
     "not sft": "algorithm=grpo",
     "greedy baselines": "algorithm=remax",
