@@ -275,7 +275,7 @@ def make_bitwise(model: Policy, hf: dict) -> None:
         if isinstance(module, BitwiseMoE):
             module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
     rotary = model.rotary
-    table = layers.rotary_table(rotary.frequencies.cpu(), hf["max_position_embeddings"], rotary.scale)
+    table = layers.rotary_table(rotary.frequencies, hf["max_position_embeddings"], rotary.scale)
     rotary.table = table.double()  # a float64 rotation makes `rl.training.rotary` call `rotate`
 
 
