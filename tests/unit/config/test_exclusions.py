@@ -175,4 +175,6 @@ def test_the_sentence_names_values_reason_and_remedy():
     )
     keys = [*example("run.mode=train_only"), "rollout.top_k=5"]
     config = load_config(None, ["model.path=m", "data.train=[d]", *keys])
-    assert "rollout.top_p=1.0, top_k=5, min_p=0.0 cannot be combined with run.mode=train_only" in refusal(config)
+    assert "rollout.top_p=1.0, top_k=5, min_p=0.0 cannot be combined with run.mode=train_only" in refusal(
+        config
+    )
