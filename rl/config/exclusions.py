@@ -169,10 +169,6 @@ EXCLUSIONS = {
     "adapters in the engine": {
         "adapter.kind=dora": f"vLLM does not apply its magnitudes; {MERGED}",
         "a large rank": f"vLLM's largest rank is {MAX_RANK}; {MERGED}",
-        "roles": f"requests that run while weights arrive would keep the old adapter's name; {MERGED}",
-        "rollout.carry_over_cache=keep": (
-            f"an adapter's new version does not use the cache of the old one; {MERGED}"
-        ),
     },
     "critic.share_base": {
         "not adapters": (
