@@ -200,10 +200,8 @@ EXCLUSIONS = {
     "model.numerics=bitwise": {
         "not samples": "it compares the trainer with the engine that sampled; use model.numerics=fast",
         "a teacher, training.router_replay": "its passes do not support it; leave out one of the two",
-        "adapters": (
-            "its layers add up products in the engine's order, adapters do not; use adapter.kind=none, or "
-            "leave out model.numerics"
-        ),
+        "adapters in the engine": f"vLLM adds B A x in kernels of its own; {MERGED}",
+        "adapter.base=fp8": f"routed experts would not be dequantised; {MODEL_BASE}",
         "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls": (
             "the bitwise log-softmax is over the whole vocabulary; leave it out"
         ),
