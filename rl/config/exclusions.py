@@ -14,6 +14,7 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config
 
 MERGED = "use adapter.in_engine=merged"
+JOB_ARRAY = "leave it out, or sweep with a job array"
 MODEL_BASE = "use adapter.base=model"
 WHOLE_DISTRIBUTION = (
     "sample from the whole distribution (rollout.top_p=1, top_k=0, min_p=0), or accept biased ratios by "
@@ -184,10 +185,13 @@ EXCLUSIONS = {
             "with a job array (python -m launch sweep)"
         ),
         "merged adapters": "one engine holds the adapters of all points; set adapter.in_engine=adapter",
-        (
-            "roles, rollout.carry_over, agents, a teacher, reward.model.path, reward.judge.path, "
-            "run.mode=check|rollout_only|score_only|train_only, checkpoint.background, trace.steps"
-        ): "points in one job do not support it; leave it out, or sweep with a job array",
+        "roles": f"generators take the weights of one policy; {JOB_ARRAY}",
+        "rollout.carry_over": f"the end of a point's step would end the generation of all; {JOB_ARRAY}",
+        "agents": f"the points' one call of the engine has no environments; {JOB_ARRAY}",
+        "run.mode=check|rollout_only|score_only|train_only": (
+            f"it examines, stores or replays the samples of one run; {JOB_ARRAY}"
+        ),
+        "trace.steps": f"a trace records the steps of one run, but those of points alternate; {JOB_ARRAY}",
         "logging.prometheus_port": "each point would need a port of its own; leave it out",
         "adapter.init=pissa": "pissa changes the base, which the points share; use adapter.init=zero",
     },
