@@ -112,9 +112,6 @@ class QuotaSchedule(QueueSchedule):
         self._groups, self._due, self._quota = groups, due, quota
         self._num_left = [len(group.unfinished) for group in groups]
 
-    def next_samples(self) -> list[Start]:
-        return [] if self._quota.is_met() else super().next_samples()
-
     def _samples_of(self, item: int) -> list[Start]:
         group, first = self._groups[item], super()._samples_of(item)[0]
         first = replace(first, next_number=group.samples[-1].number + 1)

@@ -91,8 +91,8 @@ class Segment:
     digest: int = -1
     """`segment_digest` where the segment was made; -1 if unknown."""
     end: str = "stop"
-    """Why the engine ended the request that sampled the tokens (`Completion.end`). "abort": the turn continues
-    in the next segment, or is unfinished."""
+    """Why the engine ended the request that sampled the tokens (`Completion.end`). After "abort" the turn
+    continues in the next segment, or is unfinished."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0) -> "Segment":
