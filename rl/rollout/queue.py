@@ -52,26 +52,24 @@ class OrderedQueue:
 
 
 def assign_held(holders: Sequence[int], num_replicas: int) -> tuple[list[list[int]], list[int]]:
-    """Return the items that each replica takes first, which it holds, and the other items in their order.
+    """Return the items that each replica takes first, because it holds them, and the others in their order.
 
-    A replica takes at most its equal share of all items. holders: replica that holds each item; -1: none.
+    A replica takes at most its static share. holders: replica that holds each item; -1: none.
     """
     own: list[list[int]] = [[] for _ in range(num_replicas)]
     others = []
     for item, holder in enumerate(holders):
-        is_own = 0 <= holder < num_replicas and len(own[holder]) < len(
-            range(holder, len(holders), num_replicas)
-        )
-        (own[holder] if is_own else others).append(item)
+        share = range(holder, len(holders), num_replicas) if 0 <= holder < num_replicas else range(0)
+        (own[holder] if share and len(own[holder]) < len(share) else others).append(item)
     return own, others
 
 
 def assign_all(holders: Sequence[int], num_replicas: int) -> list[list[int]]:
-    """Return the items of each replica, those that it holds first. Equal shares, as of `StaticQueue`."""
+    """Return the items of each replica, those that it holds first. Without holders as `StaticQueue`."""
     own, others = assign_held(holders, num_replicas)
-    for item in others:
-        room = [len(range(r, len(holders), num_replicas)) - len(own[r]) for r in range(num_replicas)]
-        own[room.index(max(room))].append(item)
+    for place, item in enumerate(others):
+        in_turn = ((place + shift) % num_replicas for shift in range(num_replicas))
+        own[next(r for r in in_turn if len(own[r]) < len(range(r, len(holders), num_replicas)))].append(item)
     return own
 
 

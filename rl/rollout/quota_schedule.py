@@ -6,6 +6,7 @@ position, so under equal weights the sample is the one of an uninterrupted gener
 unfinished trajectory continues on the replica that holds its environment, if that one has time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,15 @@ from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Done, Event
-from rl.rollout.queue import Queue, own_counter, shared_counter
+from rl.rollout.queue import (
+    ListQueue,
+    OrderedQueue,
+    Queue,
+    assign_all,
+    assign_held,
+    own_counter,
+    shared_counter,
+)
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import Sampling
@@ -41,6 +50,15 @@ class Group:
     def within(self, max_tokens: int) -> "Group":
         """Return the group as a generation with this limit of tokens would have left it."""
         return replace(self, samples=tuple(sample.within(max_tokens) for sample in self.samples))
+
+    def restarted(self, max_tokens: int) -> "Group":
+        """Return the group without the tokens of samples that have more than `max_tokens` in all rows."""
+        lengths = Counter[int]()
+        for sample in self.samples:
+            lengths[sample.number] += len(sample.token_ids)
+        rows = [s for s in self.samples if lengths[s.number] <= max_tokens or s.row == 0]
+        new = [s if lengths[s.number] <= max_tokens else Sample(0, s.number, (), "abort") for s in rows]
+        return replace(self, samples=tuple(new))
 
     @property
     def unfinished(self) -> list[int]:
@@ -76,16 +94,29 @@ class Quota:
         return num_groups >= self._num_groups and num_due >= self._num_due
 
 
-def quota_of(engine: RolloutEngine, num_groups: int, due: set[int], num_wanted: int) -> Quota:
-    """Return the quota of one call: of all replicas together, or of this one if `rollout.deterministic`.
+def work_of(
+    engine: RolloutEngine,
+    groups: Sequence[Group],
+    due: set[int],
+    num_wanted: int,
+    *,
+    holds: bool,
+    is_fixed: bool,
+) -> tuple[Queue, Quota]:
+    """Return the work of this replica in one call, and the quota that ends it. Every rank calls it.
 
-    Every rank calls it after `RolloutEngine.queue` of the same call.
+    holds: whether a replica has what its groups need (`Group.holder`), and begins with them. is_fixed:
+    whether every replica has a fixed share of the groups and of the quota, which depends on no clock.
     """
-    if not engine.config.deterministic:
-        return Quota(num_wanted, len(due), shared_counter(f"{engine.call_name}-complete"))
-    own_due = due.intersection(range(engine.replica, num_groups, engine.num_replicas))
-    own_share = range(engine.replica, num_wanted, engine.num_replicas)
-    return Quota(len(own_share), len(own_due), own_counter())
+    holders = [group.holder // engine.tp if holds else -1 for group in groups]
+    num_replicas = engine.num_replicas
+    if is_fixed:
+        own = assign_all(holders, num_replicas)[engine.replica]
+        share = range(engine.replica, num_wanted, num_replicas)
+        return ListQueue(own), Quota(len(share), len(due.intersection(own)), own_counter())
+    held, others = assign_held(holders, num_replicas)
+    queue = ListQueue(held[engine.replica], OrderedQueue(engine.queue(len(others)), others))
+    return queue, Quota(num_wanted, len(due), shared_counter(f"{engine.call_name}-complete"))
 
 
 class QuotaSchedule(QueueSchedule):
@@ -126,7 +157,7 @@ class QuotaSchedule(QueueSchedule):
         return super().next_events(step, source)
 
     def ended(self, start: Start, rows: list[Sample]) -> None:
-        super().ended(start, rows or [Sample(start.group, start.number, (), "failed")])
+        super().ended(start, rows)
         if any(row.is_unfinished for row in rows):
             return
         self._num_left[start.group] -= 1
