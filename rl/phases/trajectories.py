@@ -41,7 +41,7 @@ class TrajectoryDialogues(Dialogues):
         self.is_fixed = config.agents.order == "waves"
         self.holds = True
         self._own_counts = Counter[str]()
-        """Counts of this rank's environments in the last run of the engine."""
+        """Counts of this rank's environments that are in no batch's metrics yet."""
         self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
         """Counts of environments in this step, by its number and the timing of the calls."""
 
@@ -110,6 +110,7 @@ class TrajectoryDialogues(Dialogues):
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
         batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=n, turns=True)
         total: Counter[str] = sum(map(Counter, gather_objects(dict(self._own_counts))), Counter())
+        self._own_counts = Counter()  # the next batch may need no run of the engine
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
         total["dropped_groups"] = len(batch.prompts) - len(kept)
