@@ -87,7 +87,7 @@ def main() -> int:
         return 1
 
     start_up.mark("rendezvous")
-    prepare_environment(ranks)
+    prepare_environment(ranks, in_order=not config.roles.is_on)
     keep_scan()
     from rl.runtime.session import leave_together, session
 
@@ -205,8 +205,11 @@ def watched_run(config, points, ranks, device) -> int:
             watchdog.close()
 
 
-def prepare_environment(ranks) -> None:
-    """Set the variables that libraries read when they are first imported, and the limit of open files."""
+def prepare_environment(ranks, *, in_order: bool = True) -> None:
+    """Set the variables that libraries read when they are first imported, and the limit of open files.
+
+    in_order: whether a GPU runs all work in the order of its launches.
+    """
     ranks.export()
     # Rank 0 holds connections to all ranks, and strangers may open some to the ports of libraries.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -219,9 +222,6 @@ def prepare_environment(ranks) -> None:
         "OMP_NUM_THREADS": str(cpus),
         # Spinning OpenMP threads make a generation 20 times slower if there are more threads than cores.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Megatron launches a collective before the product that it overlaps, and the GPU must keep this
-        # order. CUDA reads the variable when it initialises.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -230,6 +230,11 @@ def prepare_environment(ranks) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # a model is a directory; no rank waits for a hub
     }
+    if in_order:
+        # Megatron launches a collective before the product that it overlaps, and the GPU must keep this
+        # order. CUDA reads the variable when it initialises. With roles the GPU has several queues: in one,
+        # a message that waits for its receiver would block the collectives for which other ranks wait.
+        defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if ranks.on_one_host:  # then nothing listens on an interface that another node reaches
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
         defaults["VLLM_HOST_IP"] = "127.0.0.1"

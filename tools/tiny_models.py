@@ -33,14 +33,15 @@ LLAMA3_ROPE = dict(
 LATENTS = dict(
     num_key_value_heads=4,
     kv_lora_rank=512,
-    qk_nope_head_dim=32,
+    qk_nope_head_dim=64,
     qk_rope_head_dim=64,
-    v_head_dim=32,
+    v_head_dim=128,
     n_routed_experts=8,
     moe_intermediate_size=32,
     first_k_dense_replace=1,
 )
-"""vLLM's CPU attention over latents requires kv_lora_rank + qk_rope_head_dim = 576."""
+"""vLLM's attention over latents requires kv_lora_rank + qk_rope_head_dim = 576 on CPU, and on Hopper one of a
+few combinations of the three widths of a head, of which this is the smallest."""
 YARN = dict(
     rope_type="yarn",
     rope_theta=10000.0,

@@ -10,8 +10,6 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
 from rl.faults.phase_tracker import WAITS, PhaseTracker, phase_label
 from rl.faults.process import GIB, Process, process_from, resident_bytes, this_process
 
@@ -44,7 +42,7 @@ class Heartbeat:
     """Whether the main thread waits for other ranks, or its role for the other one."""
     host_memory_gib: float
     device_memory_gib: float
-    """Memory that this process allocated through torch, in GiB; 0 on CPU."""
+    """Memory that this process had allocated through torch when it entered the phase, in GiB; 0 on CPU."""
     detail: str = ""
     """As in `PhaseEntry`."""
     role: str = ""
@@ -72,7 +70,6 @@ class HeartbeatWriter:
         """Return the present state of this rank."""
         entry = self._tracker.current
         at, waits = self._tracker.main_frame()
-        device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         return Heartbeat(
             rank=self._rank,
             process=self._process,
@@ -87,7 +84,7 @@ class HeartbeatWriter:
             at=at,
             waits=waits or entry.phase in WAITS,
             host_memory_gib=round(resident_bytes() / GIB, 3),
-            device_memory_gib=round(device / GIB, 3),
+            device_memory_gib=round(entry.device_bytes / GIB, 3),
             role=self._tracker.role,
         )
 

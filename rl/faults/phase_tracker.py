@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
 from rl.config.limits import PhaseLimits
 from rl.runtime import tracing
 
@@ -58,6 +60,8 @@ class PhaseEntry:
     limit_s: float
     detail: str = ""
     """Text for reports."""
+    device_bytes: int = 0
+    """Memory that this process had allocated through torch on its GPU at the entry."""
 
     @property
     def seconds(self) -> float:
@@ -104,7 +108,11 @@ class PhaseTracker:
         """Make this the current phase."""
         self._number += 1
         limit_s = getattr(self._limits, phase)
-        self._set(PhaseEntry(phase, step, self._number, time.monotonic(), limit_s))
+        # Read by this thread: the current GPU is that of a thread, and while the main thread hangs in the
+        # allocator, a watchdog that asks it would hang, too.
+        device_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        entry = PhaseEntry(phase, step, self._number, time.monotonic(), limit_s, device_bytes=device_bytes)
+        self._set(entry)
 
     def _set(self, entry: PhaseEntry, seconds: float = 0.0) -> None:
         """Make this the current phase, of which `seconds` have passed."""

@@ -11,8 +11,9 @@ trained nor served nor exported.
 """
 
 from rl.models import dense, experts
-from rl.models.dense import in_layer, rope_theta, swiglu
+from rl.models.dense import in_layer, swiglu
 from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Weight, rows_from
+from rl.models.rope import rope_parameters, rope_theta
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
 
@@ -56,7 +57,7 @@ def _rope_fields(hf: dict) -> dict:
     With YaRN, mscale and mscale_all_dim each give a factor. The ratio of the two factors scales cos and sin;
     the square of the second scales the softmax.
     """
-    rope = dense.rope_parameters(hf)
+    rope = rope_parameters(hf)
     if rope["rope_type"] != "yarn":
         return dict(
             rope_type="rope", rotary_base=rope_theta(hf), rotary_scaling_factor=1.0, mscale_all_dim=0.0
@@ -83,7 +84,7 @@ def check(hf: dict) -> None:
     family = "DeepSeek-V3" if _is_v3(hf) else "DeepSeek-V2"
     dense.check_decoder(hf, family, rope_kinds=("default", "yarn"))
     dense.refuse_biases(hf, family, "attention_bias", "mlp_bias")
-    rope = dense.rope_parameters(hf)
+    rope = rope_parameters(hf)
     if rope["rope_type"] == "yarn":
         needed = ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
         if absent := [key for key in needed if not rope.get(key)]:

@@ -7,16 +7,9 @@ vocabulary, `q` = heads x channels, `kv` = KV heads x channels.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
+from rl.models.rope import LLAMA3, rope_parameters
 from rl.models.sizes import head_dim, num_kv_heads
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def megatron_config(hf: dict) -> dict:
@@ -46,7 +39,7 @@ def check_decoder(hf: dict, family: str, *, rope_kinds: tuple[str, ...] = ("defa
     if kind not in rope_kinds:
         known = f"only {' and '.join(rope_kinds)} {'are' if len(rope_kinds) > 1 else 'is'}"
         raise ValueError(f"{family} with rotary embeddings of type {kind} is not supported; {known}.")
-    if kind == "llama3" and (absent := [name for name in LLAMA3_ROPE if name not in rope]):
+    if kind == "llama3" and (absent := [name for name in LLAMA3 if name not in rope]):
         raise ValueError(
             f"{family} with rotary embeddings of type llama3 lacks {', '.join(absent)} in its rope_scaling."
         )
@@ -73,48 +66,6 @@ def refuse_sliding_window(hf: dict, family: str) -> None:
             f"{family} with use_sliding_window is not supported; set it to false if no sequence exceeds the "
             "window."
         )
-
-
-# Rotary embeddings ------------------------------------------------------------------------------------------
-
-
-def rope_parameters(hf: dict) -> dict:
-    """Return the rotary parameters, always with `rope_theta` and `rope_type`.
-
-    As in transformers 5, `rope_scaling` of older configs takes precedence over `rope_parameters`.
-    """
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    return {"rope_theta": hf.get("rope_theta", 10000.0)} | given | {"rope_type": kind}
-
-
-def rope_theta(hf: dict) -> float:
-    """Return the base of the rotary embedding."""
-    return float(rope_parameters(hf)["rope_theta"])
-
-
-def scaled_frequencies(hf: dict) -> Tensor | None:
-    """Return the inverse frequencies of Llama 3.1's scaled rotary embedding, float32 [channels / 2].
-
-    Returns None for a config without this scaling.
-
-    A frequency f has the wavelength w = 2 pi / f tokens, and turns C / w times within the original context C.
-    With more than `high_freq_factor` turns, f is unchanged. With fewer than `low_freq_factor` turns, it
-    becomes f / factor. In between, the two values are interpolated linearly in C / w
-    (meta-llama/llama-models, `apply_scaling`; `rope_type: llama3` in transformers). Megatron 0.16.1 supports
-    only one value of C and of the frequency factors.
-    """
-    import torch  # only training calls this
-
-    rope = rope_parameters(hf)
-    if rope["rope_type"] != "llama3":
-        return None
-    factor, low, high, context = (float(rope[name]) for name in LLAMA3_ROPE)
-    dim = head_dim(hf)
-    frequencies = 1.0 / rope_theta(hf) ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    turns = context * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / factor)
 
 
 # Weights ----------------------------------------------------------------------------------------------------

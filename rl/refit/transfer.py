@@ -4,7 +4,7 @@ The check exchanges checksums in the same way. Messages are point-to-point, over
 for CUDA tensors. A plan's ranks are those of the given group, by default the world's; all of them call.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rl.models.boxes import index
 from rl.refit.plan import Copy, Message, RefitPlan, Region
 from rl.runtime import tracing
-from rl.runtime.checksum import placed_checksum
+from rl.runtime.checksum import different, placed_checksums
 
 OPS_PER_CALL = 32
 """Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
@@ -54,23 +54,18 @@ def transfer(
     """
     done = BytesMoved()
     with tracing.span("refit within the rank", copies=len(plan.copies)):
-        for copy in plan.copies:
-            source, destination = _ends(copy, sources, destinations)
-            destination.copy_(source)
-            done.local += source.nbytes
+        ends = [_ends(copy, sources, destinations) for copy in plan.copies]
+        _copy((destination, source) for source, destination in ends)
+        done.local = sum(source.nbytes for source, _ in ends)
     largest = max((_space(batch.sends + batch.receives) for batch in plan.batches), default=0)
     space = torch.empty(largest, dtype=torch.uint8, device=device)
     for batch in plan.batches:
         buffers = _buffers(batch.sends + batch.receives, space)
         outgoing, incoming = buffers[: len(batch.sends)], buffers[len(batch.sends) :]
         with tracing.span("refit batch", sends=len(batch.sends), receives=len(batch.receives)):
-            for message, buffer in zip(batch.sends, outgoing):
-                for view, packed in _unpacked(message, buffer, sources):
-                    packed.copy_(view)
+            _copy((packed, view) for view, packed in _unpacked(batch.sends, outgoing, sources))
             exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming), group)
-            for message, buffer in zip(batch.receives, incoming):
-                for view, packed in _unpacked(message, buffer, destinations):
-                    view.copy_(packed)
+            _copy(_unpacked(batch.receives, incoming, destinations))
     done.sent, done.received = plan.bytes_sent, plan.bytes_received
     return done
 
@@ -117,39 +112,49 @@ def compare(
 ) -> list[tuple[int, int]]:
     """Return (weight's index, source rank) of every region on this rank that differs from its source.
 
-    Collective over the group; each source sends 16 bytes per region. quick: the checksums are those of
+    Collective over the group; each source sends 16 bytes per region, or 8. quick: the checksums are those of
     `rl.runtime.checksum`, a tenth of the work, which exchanged elements of one row and column may pass.
     """
-    of = placed_checksum if quick else checksum
-    wrong = []
-    for copy in plan.copies:
-        source, destination = _ends(copy, sources, destinations)
-        if not torch.equal(bits(source), bits(destination)):
-            wrong.append((copy.weight, plan.rank))
-    known: dict[tuple, Tensor] = {}
-    outgoing: dict[int, list[Tensor]] = {}
+    copies = [_ends(copy, sources, destinations) for copy in plan.copies]
+    wrong = [(plan.copies[number].weight, plan.rank) for number in different(copies)]
+    sent: dict[tuple, int] = {}
+    outgoing: dict[int, list[int]] = {}
     for peer, region in _regions(plan, "sends"):
-        key = (region.weight, region.local)  # engine replicas receive the same regions
-        if key not in known:
-            known[key] = of(sources[region.weight][index(region.local)])
-        outgoing.setdefault(peer, []).append(known[key])
+        # Engine replicas receive the same regions.
+        number = sent.setdefault((region.weight, region.local), len(sent))
+        outgoing.setdefault(peer, []).append(number)
     expected: dict[int, list[Region]] = {}
     for peer, region in _regions(plan, "receives"):
         expected.setdefault(peer, []).append(region)
+    sums = _checksums([sources[weight][index(local)] for weight, local in sent], device, quick)
     incoming = {
-        peer: torch.empty((len(regions), *(() if quick else (2,))), dtype=torch.int64, device=device)
+        peer: torch.empty((len(regions), sums.shape[1]), dtype=torch.int64, device=device)
         for peer, regions in expected.items()
     }
     exchange(
-        {peer: [torch.stack(sums)] for peer, sums in outgoing.items()},
+        {peer: [sums[numbers]] for peer, numbers in outgoing.items()},
         {peer: [sums] for peer, sums in incoming.items()},
         group,
     )
-    for peer, regions in expected.items():
-        found = torch.stack([of(destinations[region.weight][index(region.local)]) for region in regions])
-        different = (found != incoming[peer]).view(len(regions), -1).any(1).cpu()
-        wrong += [(region.weight, peer) for region, bad in zip(regions, different) if bad]
+    received = [region for regions in expected.values() for region in regions]
+    found = _checksums(
+        [destinations[region.weight][index(region.local)] for region in received], device, quick
+    )
+    differ = (found != torch.cat([*incoming.values(), found[:0]])).any(1).cpu()
+    peers = [peer for peer, regions in expected.items() for _ in regions]
+    wrong += [(region.weight, peer) for region, peer, bad in zip(received, peers, differ) if bad]
     return sorted(set(wrong))
+
+
+def _checksums(parts: list[Tensor], device: torch.device, quick: bool) -> Tensor:
+    """Return the checksums of tensors, int64 [n, 2], or [n, 1] if quick."""
+    if quick:
+        return placed_checksums(parts).to(device)[:, None]
+    return (
+        torch.stack([checksum(part) for part in parts])
+        if parts
+        else torch.zeros((0, 2), dtype=torch.int64, device=device)
+    )
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -220,12 +225,23 @@ def _by_peer(messages: tuple[Message, ...], buffers: list[Tensor]) -> dict[int, 
 
 
 def _unpacked(
-    message: Message, buffer: Tensor, parameters: Mapping[int, Tensor]
+    messages: tuple[Message, ...], buffers: list[Tensor], parameters: Mapping[int, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (part of a parameter, the same elements in the message) of each region."""
-    at = 0
-    for region in message.regions:
-        view = parameters[region.weight][index(region.local)]
-        yield view, buffer[at : at + view.nbytes].view(view.dtype).view(view.shape)
-        at += view.nbytes
-    assert at == message.num_bytes, f"a message of {at} bytes was planned with {message.num_bytes}"
+    """Yield (part of a parameter, the same elements in its message) of each region."""
+    for message, buffer in zip(messages, buffers):
+        at = 0
+        for region in message.regions:
+            view = parameters[region.weight][index(region.local)]
+            yield view, buffer[at : at + view.nbytes].view(view.dtype).view(view.shape)
+            at += view.nbytes
+        assert at == message.num_bytes, f"a message of {at} bytes was planned with {message.num_bytes}"
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, all in one call."""
+    targets, sources = [], []
+    for target, source in pairs:
+        targets.append(target)
+        sources.append(source)
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -20,8 +20,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from rl.models import architecture
-from rl.models.dense import scaled_frequencies
+from rl.models import architecture, rope
 from rl.numerics import layers
 from rl.rollout.cpu_support import PackedLinear
 from rl.rollout.parts import Part
@@ -87,12 +86,8 @@ class BitwiseRotary(nn.Module):
 
     def __init__(self, original: RotaryEmbeddingBase, hf: dict):
         super().__init__()
-        frequencies = scaled_frequencies(hf)
-        if frequencies is None:
-            base = getattr(original, "scaling_factor", original.base)  # YaRN's argument is its factor
-            frequencies = original._compute_inv_freq(base)
-        scale = getattr(original, "mscale", 1.0)
-        self.table = layers.rotary_table(frequencies, hf["max_position_embeddings"], scale)
+        positions = hf["max_position_embeddings"]
+        self.table = layers.rotary_table(rope.frequencies(hf), positions, rope.magnitude(hf))
         self.width, self.adjacent = original.head_size, not original.is_neox_style
 
     def forward(self, positions, query, key):

@@ -26,7 +26,9 @@ class Routes(Part):
         frequencies = architecture(engine.hf).megatron_config(engine.hf).get("moe_layer_freq", [])
         self._layers = [layer for layer, is_moe in enumerate(frequencies) if is_moe]
         self._on_cpu: CpuRoutes | None = None
-        if engine.leads and not engine.llm.llm_engine.vllm_config.aux_output_config.enabled:
+        if not engine.leads:
+            read_no_routes(engine.scheduler)
+        elif not engine.llm.llm_engine.vllm_config.aux_output_config.enabled:
             self._on_cpu = CpuRoutes(self._layers, engine)
 
     def completion(self, engine, internal_id, output):
@@ -35,6 +37,16 @@ class Routes(Part):
         if self._on_cpu is not None:
             return {"routes": self._on_cpu.take(internal_id)}
         return {"routes": output.routed_experts[:, self._layers]}
+
+
+def read_no_routes(scheduler) -> None:
+    """Let a rank that does not lead its replica schedule without the routes of its requests.
+
+    vLLM's first rank alone collects them, but with external_launcher every rank has a scheduler, which would
+    require them of its own worker.
+    """
+    if getattr(scheduler, "aux_output_connector", None) is not None:  # vLLM 0.25 has none
+        scheduler.aux_output_connector.take_output = lambda request, output: None
 
 
 class CpuRoutes:

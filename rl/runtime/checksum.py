@@ -1,6 +1,7 @@
 """A checksum of weights that costs two passes over them and does not depend on how they are divided."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type by the number of bytes of an element."""
 FACTOR = 0x9E3779B97F4A7C1
 """Odd number that separates the sums over rows and columns."""
+BUCKET = 64 << 20
+"""Maximum number of bytes that are copied in order to compute several checksums together."""
 
 
 @torch.no_grad()
@@ -22,12 +25,66 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
     start: row and column of the first element in the whole tensor, by default 0. A tensor of more than two
     dimensions has a row per index of all dimensions but the last.
     """
-    bits = values.detach().view(INTEGERS[values.element_size()])
-    table = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    return _checksums(_bits(values)[None], start)[0]
+
+
+@torch.no_grad()
+def placed_checksums(parts: Sequence[Tensor]) -> Tensor:
+    """Return the `placed_checksum` of each tensor, int64 [n]; all are on one device.
+
+    Small tensors of equal shapes, such as the experts of a layer, are computed together: one at a time, tens
+    of thousands of them take seconds for a few bytes each.
+    """
+    order = list(buckets(parts))
+    found = [_checksums(_bits(_stacked(parts, numbers))) for numbers in order]
+    if not found:
+        return torch.zeros(0, dtype=torch.int64)
+    places = torch.tensor([number for numbers in order for number in numbers]).argsort()
+    return torch.cat(found)[places.to(found[0].device)]
+
+
+def buckets(parts: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield every index once; those of one bucket have one shape and dtype, and at most BUCKET bytes."""
+    alike = defaultdict[tuple, list[int]](list)
+    for number, part in enumerate(parts):
+        alike[part.shape, part.dtype].append(number)
+    for numbers in alike.values():
+        size = max(1, BUCKET // max(1, parts[numbers[0]].nbytes))
+        yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+@torch.no_grad()
+def different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+    """Return the indices of the pairs whose tensors, of one shape and dtype, differ in a bit."""
+    firsts, seconds = [first for first, _ in pairs], [second for _, second in pairs]
+    numbers, found = [], []
+    for some in buckets(firsts):
+        differ = _bits(_stacked(firsts, some)) != _bits(_stacked(seconds, some))
+        found.append(differ.reshape(len(some), -1).any(1))
+        numbers += some
+    bad = torch.cat(found).tolist() if found else []
+    return sorted(number for number, is_bad in zip(numbers, bad) if is_bad)
+
+
+def _stacked(parts: Sequence[Tensor], numbers: list[int]) -> Tensor:
+    """Return some of the tensors, [n, ...]; a single one is not copied."""
+    return (
+        parts[numbers[0]][None] if len(numbers) == 1 else torch.stack([parts[number] for number in numbers])
+    )
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the elements' memory as integers of their size."""
+    return values.detach().view(INTEGERS[values.element_size()])
+
+
+def _checksums(bits: Tensor, start: Sequence[int] = ()) -> Tensor:
+    """Return the checksum of each of n integer tensors of one shape, int64 [n]. bits: [n, ...]."""
+    tables = bits.reshape(len(bits), -1, bits.shape[-1]) if bits.ndim > 1 else bits.reshape(-1, 1, 1)
     row, column = (0, 0, *start)[-2:]
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for dim, first, factor in ((1, row, FACTOR), (0, column, 1)):
-        sums = table.sum(dim, dtype=torch.int64)
-        places = torch.arange(first + 1, first + 1 + len(sums), device=values.device)
-        total += (sums * places).sum() * factor
-    return total
+    totals = torch.zeros(len(bits), dtype=torch.int64, device=bits.device)
+    for dim, first, factor in ((2, row, FACTOR), (1, column, 1)):
+        sums = tables.sum(dim, dtype=torch.int64)
+        places = torch.arange(first + 1, first + 1 + sums.shape[1], device=bits.device)
+        totals += (sums * places).sum(1) * factor
+    return totals

@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rl.training.rows import RowAttention, Run
+from rl.training.rows import RowAttention, Run, select_rows
 
 
 @dataclass
@@ -63,7 +63,7 @@ class CoreAttention(MegatronModule):
         from torch.nn.attention.varlen import varlen_attn
 
         if row.kv_index is not None:
-            key, value = (x.index_select(0, row.kv_index) for x in (key, value))
+            key, value = (select_rows(x, row.kv_index) for x in (key, value))
         options: dict[str, bool] = {}
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older versions of torch need no flag
             options.update(enable_gqa=query.shape[1] != key.shape[1])
@@ -107,7 +107,7 @@ def te_attention(te_class: type) -> type:
             assert row is not None
             mask = "padding_causal"
             if row.kv_index is not None:
-                key, value = (x.index_select(0, row.kv_index) for x in (key, value))
+                key, value = (select_rows(x, row.kv_index) for x in (key, value))
                 mask = "padding_causal_bottom_right"
             return super(te_class, self).forward(
                 query,

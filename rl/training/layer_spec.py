@@ -5,9 +5,11 @@ materialising [heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and o
 into the local spec. Parameter names are those of the local spec; `te_name` returns TE's.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -56,13 +58,27 @@ def block_spec(config, *, fuses_norms: bool = True):
             for layer in spec.layer_specs:
                 _separate_norms(layer.submodules)
         return replace_classes(spec, {TEDotProductAttention: te_attention(TEDotProductAttention)})
-    # Without TE, Megatron 0.16.1 uses both names without importing them: the float32 router raises NameError,
-    # and MLA accepts no other class for its projections down to the latents.
-    moe_utils.te_general_gemm = None
-    multi_latent_attention.TELinear = DuplicatedLinear
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind)
     return replace_classes(spec, LOCAL_CLASSES, latents=DuplicatedLinear)
+
+
+@contextlib.contextmanager
+def megatrons_names(config) -> Iterator[None]:
+    """Let Megatron build the layers of `block_spec(config)` within the context.
+
+    Megatron 0.16.1 uses two names that it imports only with TE: its float32 router raises NameError without
+    one of them, and MLA accepts no class but the other one for its projections down to the latents. The
+    second is restored, because a process may build a model with TE's layers too.
+    """
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    before = vars(multi_latent_attention).get("TELinear")
+    if config.transformer_impl == "local":
+        multi_latent_attention.TELinear = DuplicatedLinear
+    try:
+        yield
+    finally:
+        multi_latent_attention.TELinear = before
 
 
 def _separate_norms(layer) -> None:

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from rl.config.schema import Training
 from rl.models import architecture
-from rl.models.dense import rope_theta, scaled_frequencies
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
+from rl.models.rope import rope_theta
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
-from rl.training.layer_spec import block_spec, use_te
+from rl.training.layer_spec import block_spec, megatrons_names, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
+from rl.training.rows import select_rows
 
 if TYPE_CHECKING:
     from rl.training.divergence import MicroTargets
@@ -104,7 +105,7 @@ class Policy(Packed):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        hidden = hidden_states[:, 0].index_select(0, labels.predict_at)
+        hidden = select_rows(hidden_states[:, 0], labels.predict_at)
         if self.outputs == ("hidden",):
             return (hidden,)
         options = dict(temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group)
@@ -162,7 +163,7 @@ class ValueModel(Packed):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return (self.value_head(hidden_states[:, 0].index_select(0, labels.predict_at)).squeeze(-1).float(),)
+        return (self.value_head(select_rows(hidden_states[:, 0], labels.predict_at)).squeeze(-1).float(),)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Bypass LanguageModule's method, which requires an output layer."""
@@ -262,19 +263,17 @@ def build_model(
         rotary_base=rope_theta(hf),
         pg_collection=grid.groups,
     )
-    if values:
-        model = ValueModel(config, layers, **options)
-    else:
-        model = Policy(
-            config,
-            layers,
-            share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
-            real_vocab_size=hf["vocab_size"],
-            head_chunk_tokens=training.head_chunk(options["vocab_size"] // grid.tp),
-            **options,
-        )
-    if (frequencies := scaled_frequencies(hf)) is not None:
-        # Megatron's rope_scaling option has a fixed original context and fixed frequency factors.
-        model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq)
-    model.rotary = rotate_by_row(model, fused=config.apply_rope_fusion)
+    with megatrons_names(config):
+        if values:
+            model = ValueModel(config, layers, **options)
+        else:
+            model = Policy(
+                config,
+                layers,
+                share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+                real_vocab_size=hf["vocab_size"],
+                head_chunk_tokens=training.head_chunk(options["vocab_size"] // grid.tp),
+                **options,
+            )
+    model.rotary = rotate_by_row(model, hf, fused=config.apply_rope_fusion)
     return model

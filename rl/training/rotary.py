@@ -6,31 +6,30 @@ applied to the whole row at once.
 """
 
 import torch
-from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.transformer import attention, multi_latent_attention
 from torch import Tensor, nn
 
+from rl.models import rope
 from rl.training.attention import PackedRow
 
 
 class RowRotary(nn.Module):
     """Replaces a model's rotary embedding modules and returns the rotation of the row.
 
-    rotary: the module of Megatron whose frequencies are used. fused: as in `rotate_by_row`.
+    hf: the model's config.json. fused: as in `rotate_by_row`.
     """
 
-    def __init__(self, rotary: nn.Module, *, fused: bool):
+    def __init__(self, hf: dict, *, fused: bool):
         super().__init__()
-        self.is_yarn, self.fused = isinstance(rotary, YarnRotaryEmbedding), fused
-        emb, self.scale = rotary.get_emb(2) if self.is_yarn else (rotary.get_emb(2), 1.0)
-        self.frequencies = emb[1, 0, 0].chunk(2)[0]
-        """float32 [d / 2]: the angle at position 1."""
+        self.is_yarn, self.fused = rope.rope_parameters(hf)["rope_type"] == "yarn", fused
+        self.frequencies, self.scale = rope.frequencies(hf), rope.magnitude(hf)
 
     def of(self, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the rotation of each token: cosines and sines side by side, float32 [T, 1, d].
 
         For fused kernels: the angles, or with YaRN cosines and sines, each float32 [T, 1, 1, d].
         """
+        self.frequencies = self.frequencies.to(position_ids.device)
         angles = torch.outer(position_ids.flatten().float(), self.frequencies)
         if not self.fused:
             return torch.cat([angles.cos() * self.scale, angles.sin() * self.scale], -1)[:, None]
@@ -99,13 +98,13 @@ def _apply(t: Tensor, freqs: Tensor, config, **options) -> Tensor:
     return _Rotate.apply(t, freqs, config.multi_latent_attention)
 
 
-def rotate_by_row(model: nn.Module, *, fused: bool) -> RowRotary:
+def rotate_by_row(model: nn.Module, hf: dict, *, fused: bool) -> RowRotary:
     """Make Megatron's layers rotate by the row's `rotation`; return the module that computes it.
 
-    fused: the config's apply_rope_fusion.
+    hf: the model's config.json. fused: the config's apply_rope_fusion.
     """
     owners = [module for module in model.modules() if hasattr(module, "rotary_pos_emb")]
-    rotary = RowRotary(owners[0].rotary_pos_emb, fused=fused)
+    rotary = RowRotary(hf, fused=fused)
     for owner in owners:
         owner.rotary_pos_emb = rotary
     if not fused:

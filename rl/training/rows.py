@@ -157,3 +157,33 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the concatenation of the ranges start, start + 1, ..., start + length - 1, int64."""
     ends = lengths.cumsum()
     return np.arange(lengths.sum()) + (starts - (ends - lengths)).repeat(lengths)
+
+
+class SelectRows(torch.autograd.Function):
+    """`x.index_select(0, index)`, with a gradient that is the same in every run on a GPU too.
+
+    torch adds the gradients of an element that was selected several times, such as a shared prompt's keys, by
+    atomic operations in the dtype of x. Their order is undefined there, and each sum is rounded. Here they
+    are added in float32, in the order of the index.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (index,) = ctx.saved_tensors
+        index, order = index.sort(stable=True)
+        bounds = torch.searchsorted(index, torch.arange(ctx.num_rows + 1, device=index.device))
+        parts = grad.index_select(0, order).float()
+        # unsafe: without a check that would wait for the GPU
+        summed = torch.segment_reduce(parts, "sum", offsets=bounds, axis=0, unsafe=True, initial=0)
+        return summed.to(grad.dtype), None
+
+
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return the elements `index`, int64 [n], of the first dimension of x (`SelectRows`)."""
+    return SelectRows.apply(x, index) if x.is_cuda else x.index_select(0, index)

@@ -36,10 +36,10 @@ def wrong_rotary_base_in_the_engine(bug: Bug) -> None:
 
 @exhibit("NVIDIA/Megatron-LM#6305", model="llama", at=0)
 @caught_by(GAP, DIFFER)
-@replaces("rl.training.model.scaled_frequencies")
-def rotary_scaling_ignored(bug: Bug, scaled_frequencies, hf):
+@replaces("rl.models.rope._llama3")
+def rotary_scaling_ignored(bug: Bug, _llama3, plain, rope):
     """The factor of the rotary scaling was parsed and never reached the model."""
-    return None
+    return plain
 
 
 @exhibit("NVIDIA-NeMo/Megatron-Bridge#5712", at=0)

@@ -1,4 +1,4 @@
-"""Configurations of one program against each other: queues, carry-over, and exact numerics."""
+"""Configurations of one program against each other: carry-over, and exact numerics."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -8,47 +8,10 @@ from tools.bench_tables.report import Row, middle
 from tools.bench_tables.sides import Turn
 from tools.bench_tables.tasks import save_task
 
-Rows = tuple[list[Row], dict[str, str]]
-
 
 def metric(turns: list[Turn], name: str) -> float:
     """Return the median of a metric over the steps of all turns."""
     return middle([record[name] for turn in turns for record in turn])
-
-
-# Queues ---------------------------------------------------------------------------------------------------
-
-QUEUES = {"static": ["rollout.deterministic=true"], "shared": []}
-
-
-def add_queue_arguments(add) -> None:
-    add_step_arguments(add, prompts=96, max_tokens=160, steps=1)
-
-
-def measure_queues(args: Namespace, work: Path, runs: Path) -> Rows:
-    """Return the share of two replicas' generation in which a replica waits, for each queue.
-
-    The lengths of the answers are log-normal.
-    """
-    task = save_task(
-        runs / "task",
-        args.size,
-        mean_length=args.max_tokens / 8,
-        max_length=args.max_tokens,
-        is_log_normal=True,
-    )
-    sides = {name: ["rollout.max_concurrent_samples=8", *own] for name, own in QUEUES.items()}
-    rows = []
-    for name, turns in compare_configs(args, task, runs, 2, sides).items():
-        idle = [record["perf/idle_share_gen/mean"] for turn in turns for record in turn]
-        columns: dict[str, float | int | str] = {
-            "idle": middle(idle),
-            "maximum": max(idle),
-            "greedy bound": metric(turns, "perf/idle_share_gen/greedy"),
-            "s of generation": metric(turns, "timing_s/gen"),
-        }
-        rows.append(Row(f"{name} queue, log-normal", columns, middle(idle), {"idle": idle}))
-    return rows, {}
 
 
 # Carry-over -----------------------------------------------------------------------------------------------
@@ -63,7 +26,7 @@ def add_carry_over_arguments(add) -> None:
     add("--staleness", type=int, nargs="+", default=[1, 2], help="values of rollout.max_staleness (1 2)")
 
 
-def measure_carry_over(args: Namespace, work: Path, runs: Path) -> Rows:
+def measure_carry_over(args: Namespace, runs: Path) -> list[Row]:
     """Return a row per limit of staleness: tokens per second of both sides, in whole steps and generation."""
     task = save_task(
         runs / "task", args.size, mean_length=args.median, max_length=args.max_tokens, is_log_normal=True
@@ -88,7 +51,7 @@ def measure_carry_over(args: Namespace, work: Path, runs: Path) -> Rows:
         columns["staleness"] = metric(carried, "staleness/mean")
         rounds = {SYNCHRONOUS: step_rates(synchronous), "carry-over": step_rates(carried)}
         rows.append(Row(name, columns, middle(rounds["carry-over"]) / middle(rounds[SYNCHRONOUS]), rounds))
-    return rows, {}
+    return rows
 
 
 def add_carried_agents_arguments(add) -> None:
@@ -161,7 +124,7 @@ def add_numerics_arguments(add) -> None:
     add("--ranks", type=int, nargs="+", default=[1, 2], help="tensor parallel sizes of both sides (1 2)")
 
 
-def measure_numerics(args: Namespace, work: Path, runs: Path) -> Rows:
+def measure_numerics(args: Namespace, runs: Path) -> list[Row]:
     """Return a row per number of ranks: seconds of a step, and the largest difference of probabilities."""
     task = save_task(runs / "task", args.size, mean_length=args.max_tokens // 2, max_length=args.max_tokens)
     rows = []
@@ -177,4 +140,4 @@ def measure_numerics(args: Namespace, work: Path, runs: Path) -> Rows:
                 record["training/rollout_probs_diff_max"] for turn in taken for record in turn
             )
         rows.append(Row(f"tp {ranks}", columns, middle(seconds[BITWISE]) / middle(seconds[FAST]), seconds))
-    return rows, {}
+    return rows

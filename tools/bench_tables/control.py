@@ -38,10 +38,10 @@ def add_arguments(add) -> None:
     )
 
 
-def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
+def measure(args: Namespace, runs: Path) -> list[Row]:
     """Return a row per measured world with control's share of the step, and one per simulated world."""
     rows = [share_of_control(ranks, args, runs / f"{ranks}-ranks") for ranks in args.ranks]
-    return rows + [simulated_step(world, args) for world in args.worlds], {}
+    return rows + [simulated_step(world, args) for world in args.worlds]
 
 
 def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:

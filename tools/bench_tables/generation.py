@@ -23,7 +23,7 @@ def add_arguments(add) -> None:
     add("--rounds", type=int, default=5, help="counted generations of each side (5)")
 
 
-def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
+def measure(args: Namespace, runs: Path) -> list[Row]:
     """Return the tokens per second of Lockstep's generation phase and of vLLM's LLM.generate, by model.
 
     All sides run on one rank with one thread. vLLM is measured twice: with the same requests, each with a
@@ -51,7 +51,7 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
         rows += [
             Row(f"{size}, {name}", columns, rates[OURS] / rates[name], rounds) for name in (SEEDED, PLAIN)
         ]
-    return rows, {}
+    return rows
 
 
 def tokens_per_second(turn: Turn) -> float:

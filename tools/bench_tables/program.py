@@ -21,7 +21,6 @@ def start_lockstep(
     ranks: int,
     overrides: Sequence[str],
     *,
-    config: Path = CONFIG,
     steps_per_turn: int = 1,
     threads: int = 0,
 ) -> Side:
@@ -30,7 +29,7 @@ def start_lockstep(
     threads: of each rank; 0 divides the cores among the ranks.
     """
     run_dir = directory / "run"
-    command = [*torchrun(ranks), "train_rl.py", "--config", str(config), ALGORITHM, f"run.dir={run_dir}"]
+    command = [*torchrun(ranks), "train_rl.py", "--config", str(CONFIG), ALGORITHM, f"run.dir={run_dir}"]
     environment = {
         "OMP_NUM_THREADS": str(threads or max(1, CORES // ranks)),
         STEPS_PER_TURN: str(steps_per_turn),
@@ -71,11 +70,11 @@ def turn_seconds(turn: Turn) -> float:
 # Configurations of one program ----------------------------------------------------------------------------
 
 
-def add_step_arguments(add, *, prompts: int = 16, samples: int = 4, max_tokens: int, steps: int) -> None:
+def add_step_arguments(add, *, max_tokens: int, steps: int) -> None:
     """Add the arguments of a table that compares configurations."""
     add("--size", choices=SIZES, default="0.7M", help="model (0.7M)")
-    add("--prompts", type=int, default=prompts, help=f"prompts of a step ({prompts})")
-    add("--samples", type=int, default=samples, help=f"samples per prompt ({samples})")
+    add("--prompts", type=int, default=16, help="prompts of a step (16)")
+    add("--samples", type=int, default=4, help="samples per prompt (4)")
     add("--max-tokens", type=int, default=max_tokens, help=f"longest answer ({max_tokens})")
     add("--steps", type=int, default=steps, help=f"steps of a turn ({steps})")
     add("--rounds", type=int, default=5, help="counted turns of each side (5)")

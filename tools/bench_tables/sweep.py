@@ -31,7 +31,7 @@ def add_arguments(add) -> None:
     add("--prompts", type=int, default=16, help="prompts of a step (16)")
 
 
-def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[str, str]]:
+def measure(args: Namespace, runs: Path) -> list[Row]:
     """Return one row: user and system seconds of all processes on both sides."""
     task = save_task(runs / "task", args.size, mean_length=4, max_length=8)
     common = [*of_task(task), f"run.max_steps={args.steps}", f"data.prompts_per_step={args.prompts}", *POINTS]
@@ -57,7 +57,7 @@ def measure(args: Namespace, work: Path, runs: Path) -> tuple[list[Row], dict[st
         "points with equal metrics": f"{equal} of {len(points)}",
         "largest difference": largest,
     }
-    return [Row(f"{len(points)} points, {args.ranks} ranks, {args.steps} steps", columns, joint / alone)], {}
+    return [Row(f"{len(points)} points, {args.ranks} ranks, {args.steps} steps", columns, joint / alone)]
 
 
 def run_seconds(ranks: int, directory: Path, overrides: Sequence[str]) -> float:

@@ -1,11 +1,10 @@
 """Checkpoints and data for all sides of a comparison: random models whose answers have natural lengths.
 
-A model with random weights does not end its answers. Therefore three channels of the residual stream, to
-which no layer writes, encode a Markov chain of three states that depend only on the last token: the end of
-the prompt, a short answer, and a long answer. The first character of an answer determines its state. A short
-answer ends with the same probability after each token. A long answer continues to the limit. All other
-weights are random. The end is sampled like any token, so the lengths have the same distribution in every
-program that samples from the checkpoint. Log-normal lengths are a chain with a state per character.
+A model with random weights does not end its answers. Therefore two channels of the residual stream, to which
+no layer writes, tell the end of the prompt from an answer, which ends with the same probability after each
+token. All other weights are random. The end is sampled like any token, so the lengths have the same
+distribution in every program that samples from the checkpoint. Log-normal lengths are a Markov chain with a
+state per character.
 """
 
 import math
@@ -22,8 +21,6 @@ NEVER = -30.0
 """Logit of a token that a state never samples."""
 CLASSES, STAGES = 24, 4
 """Classes of log-normal lengths, and the number of states of a class: 96 characters in all."""
-LONG = range(54, 102)
-"""Token ids of the characters of long answers. Short answers have the characters 6 to 53."""
 REWARD = """
 def score(prompt, response, ground_truth, **extra):
     return len(set(response)) / 96
@@ -32,18 +29,11 @@ def score(prompt, response, ground_truth, **extra):
 
 
 def save_task(
-    directory: Path,
-    size: str,
-    *,
-    mean_length: float,
-    max_length: int,
-    long_share: float = 0.0,
-    is_log_normal: bool = False,
+    directory: Path, size: str, *, mean_length: float, max_length: int, is_log_normal: bool = False
 ) -> Path:
     """Write model, train.parquet, test.parquet and reward.py to `directory`, which is created.
 
-    mean_length: mean number of tokens of short answers, which have at most `max_length`.
-    long_share: probability of a long answer.
+    mean_length: mean number of tokens of answers, which have at most `max_length`.
     is_log_normal: see `make_log_normal`, for which mean_length is the median.
     """
     from transformers.utils import logging
@@ -57,7 +47,7 @@ def save_task(
     if is_log_normal:
         make_log_normal(model, tokenizer, mean_length)
     else:
-        make_chain(model, tokenizer, end_probability(mean_length, max_length), long_share)
+        make_chain(model, tokenizer, end_probability(mean_length, max_length))
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     for split, problems in addition_problems(0).items():
@@ -75,37 +65,31 @@ def end_probability(mean_length: float, max_length: int) -> float:
     return low
 
 
-def make_chain(model, tokenizer, end: float, long_share: float) -> None:
-    """Overwrite three channels of the model such that answers end, and are long, with these probabilities."""
+def make_chain(model, tokenizer, end: float) -> None:
+    """Overwrite two channels of the model such that answers end with this probability after each token."""
     import torch
 
     from tools.make_toy import SPECIAL_TOKENS
 
     model.requires_grad_(False)
     body, head = model.model, model.lm_head.weight
-    start, short, long = channels = [0, 1, 2]
+    start, inside = channels = [0, 1]
     for layer in body.layers:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight[channels] = 0.0
     embedding = body.embed_tokens.weight
     embedding[:, channels] = 0.0
-    embedding[:, short] = 1.0
-    embedding[LONG, short], embedding[LONG, long] = 0.0, 1.0
+    embedding[:, inside] = 1.0
     assistant = tokenizer.convert_tokens_to_ids("<assistant>")
-    embedding[assistant, short], embedding[assistant, start] = 0.0, 1.0
-    shorts, longs = range(len(SPECIAL_TOKENS), LONG.start), LONG
-    eos = tokenizer.eos_token_id
-    logits = torch.full((len(head), 3), NEVER)
-    logits[shorts, start] = 0.0
-    if long_share:
-        logits[longs, start] = math.log(long_share / (1 - long_share) * len(shorts) / len(longs))
-    logits[shorts, short] = 0.0
-    logits[eos, short] = math.log(end / (1 - end) * len(shorts))
-    logits[longs, long] = 0.0
+    embedding[assistant, inside], embedding[assistant, start] = 0.0, 1.0
+    characters, eos = range(len(SPECIAL_TOKENS), len(head)), tokenizer.eos_token_id
+    logits = torch.full((len(head), 2), NEVER)
+    logits[characters] = 0.0
+    logits[eos, inside] = math.log(end / (1 - end) * len(characters))
     head[eos] = 0.0
     # The final norm scales the channel of the state, which is 1, by almost the same factor at every token.
-    ids = torch.arange(len(SPECIAL_TOKENS), len(head))[None]
-    scale = body(ids).last_hidden_state[0][:, [short, long]].sum(-1).mean()
+    ids = torch.tensor([[*characters]])
+    scale = body(ids).last_hidden_state[0][:, inside].mean()
     head[:, channels] = logits / scale
 
 

@@ -1,5 +1,8 @@
 import json
+import threading
 from dataclasses import replace
+
+import torch
 
 from rl.config.limits import PhaseLimits
 from rl.faults import heartbeat
@@ -41,6 +44,23 @@ def test_heartbeat_is_read_as_written(tmp_path):
             True,
             False,
         ]
+
+
+def test_the_memory_of_a_gpu_is_read_in_the_main_thread(tmp_path, monkeypatch):
+    """The current GPU is that of a thread, and the allocator may hang with the main thread."""
+    readers = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "memory_allocated", lambda: readers.append(threading.current_thread()) or 3 << 30
+    )
+    with open(tmp_path / "native.txt", "w") as file:
+        tracker = PhaseTracker(PhaseLimits(), file)
+        watchdog = threading.Thread(target=HeartbeatWriter(str(tmp_path), 0, tracker).write)
+        watchdog.start()
+        watchdog.join()
+        tracker.close()
+    assert read_heartbeat(str(tmp_path), 0).device_memory_gib == 3
+    assert set(readers) == {threading.main_thread()}
 
 
 def test_a_wrong_clock_makes_no_rank_silent(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Every architecture: names, shapes and layouts against transformers' models, published sizes, refused
 configs."""
 
+import importlib
 import itertools
 import json
 import math
@@ -11,7 +12,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from rl.models import SUPPORTED, architecture, dense, value_model, value_weights
+from rl.models import SUPPORTED, architecture, rope, value_model, value_weights
 from rl.models.boxes import extent, index, volume
 from rl.models.layout import VOCAB, Weight
 from tests.checkpoints import PARTICULAR, PUBLISHED, tiny_config
@@ -216,17 +217,24 @@ def test_shipped_configs_have_published_sizes():
 # Rotary embeddings ------------------------------------------------------------------------------------------
 
 
-def test_scaled_frequencies_are_those_of_transformers():
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    for hf in (config(LLAMA), published("llama-3.1-8b"), published("llama-3.1-70b")):
-        found = dense.scaled_frequencies(hf)
-        expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(hf)).inv_freq
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-        plain = 1 / dense.rope_theta(hf) ** (torch.arange(0, 2 * len(found), 2) / (2 * len(found)))
-        factor = plain / found
-        assert factor[0] == 1 and factor[-1] == pytest.approx(8)
-        assert ((factor > 1.01) & (factor < 7.99)).any()  # and some in between
+@pytest.mark.parametrize(
+    "hf, module",
+    [
+        (config(LLAMA), "llama.modeling_llama.Llama"),
+        (published("llama-3.1-8b"), "llama.modeling_llama.Llama"),
+        (published("qwen3-8b"), "qwen3.modeling_qwen3.Qwen3"),
+        (config(V3), "deepseek_v3.modeling_deepseek_v3.DeepseekV3"),
+        (published("deepseek-v3"), "deepseek_v3.modeling_deepseek_v3.DeepseekV3"),
+    ],
+    ids=["llama3", "llama-3.1-8b", "qwen3-8b", "yarn", "deepseek-v3"],
+)
+def test_rotations_are_those_of_transformers(hf, module):
+    module, _, name = module.rpartition(".")
+    modeling = importlib.import_module(f"transformers.models.{module}")
+    rotary = getattr(modeling, f"{name}RotaryEmbedding")
+    expected = rotary(getattr(transformers, f"{name}Config").from_dict(hf))
+    torch.testing.assert_close(rope.frequencies(hf), expected.inv_freq, rtol=1e-6, atol=0)
+    assert rope.magnitude(hf) == pytest.approx(expected.attention_scaling)
 
 
 def test_rope_base_is_read_from_old_and_new_configs():
@@ -239,7 +247,7 @@ def test_rope_base_is_read_from_old_and_new_configs():
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, 5e5),
         ({"rope_parameters": default, "rope_theta": 1e6}, 1e6),
     ):
-        assert dense.rope_theta(hf) == base and dense.scaled_frequencies(hf) is None
+        assert rope.rope_theta(hf) == base
     for name in DENSE:
         architecture(config(name)).check(config(name) | {"rope_parameters": default | {"rope_theta": 5e5}})
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl.runtime.checksum import placed_checksum
+from rl.runtime import checksum
+from rl.runtime.checksum import different, placed_checksum, placed_checksums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -36,3 +37,18 @@ def test_vectors_and_stacks_of_matrices_count_by_place():
     assert (parts - int(placed_checksum(vector))) % 2**64 == 0
     assert placed_checksum(stack.flip(0)) != placed_checksum(stack)
     assert placed_checksum(stack) == placed_checksum(stack.view(12, 2))
+
+
+def test_many_tensors_are_summed_and_compared_as_each_alone(monkeypatch):
+    monkeypatch.setattr(checksum, "BUCKET", 200)  # several buckets of one shape
+    generator = torch.Generator().manual_seed(2)
+    wide = torch.randn(40, 12, generator=generator)
+    parts = [wide[3 * i : 3 * i + 3, 2:9] for i in range(9)]  # parts of rows
+    parts += [wide[i] for i in range(5)] + [wide.bfloat16()[:3, 2:9], wide[0, 0], wide[:30].view(5, 6, 12)]
+    assert placed_checksums(parts).tolist() == [int(placed_checksum(part)) for part in parts]
+    assert placed_checksums([]).tolist() == []
+    others = [part.clone() for part in parts]
+    assert different(list(zip(parts, others))) == []
+    others[4][2, 6] = -others[4][2, 6]
+    others[14][0, 0] += 1
+    assert different(list(zip(parts, others))) == [4, 14]

@@ -1,6 +1,7 @@
 """Rank discovery, from environments with the variables that each launcher sets (Slurm 22.05, MPICH 5,
 torchrun)."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -299,3 +300,12 @@ def test_a_rank_may_open_as_many_files_as_the_hard_limit():
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout == b"256 256\n"
+
+
+@pytest.mark.parametrize("in_order, expected", [(True, "1"), (False, None)])
+def test_only_the_gpu_of_a_run_without_roles_has_one_queue(monkeypatch, in_order, expected):
+    from train_rl import prepare_environment
+
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    prepare_environment(discover(), in_order=in_order)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected

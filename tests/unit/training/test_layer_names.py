@@ -1,4 +1,6 @@
-"""Parameter names in Transformer Engine's layers of Megatron-core 0.16.1."""
+"""Names in Transformer Engine's layers of Megatron-core 0.16.1, and those that Megatron reads."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,15 @@ cpu_support.install()
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
-from rl.training.layer_spec import LOCAL_CLASSES, Norm, replace_classes, te_name  # noqa: E402
+from rl.training.layer_spec import (  # noqa: E402
+    LOCAL_CLASSES,
+    DuplicatedLinear,
+    Norm,
+    megatrons_names,
+    multi_latent_attention,
+    replace_classes,
+    te_name,
+)
 
 LAYER = "decoder.layers.3."
 
@@ -34,3 +44,14 @@ def test_names_of_fused_norms_and_experts(local, fused):
 def test_norms_are_replaced_where_apex_is_installed():
     """Check FusedLayerNorm, which local specs name with apex; it rejects RMSNorm (gpt_layer_specs.LNImpl)."""
     assert replace_classes([FusedLayerNorm, WrappedTorchNorm], LOCAL_CLASSES) == [Norm, Norm]
+
+
+def test_a_model_without_te_leaves_the_layers_of_later_models_alone(monkeypatch):
+    """Both kinds may be built in one process: TE's attention supports no float32."""
+    te_linear = type("TELinear", (), {})
+    monkeypatch.setattr(multi_latent_attention, "TELinear", te_linear, raising=False)
+    with pytest.raises(RuntimeError), megatrons_names(SimpleNamespace(transformer_impl="local")):
+        assert multi_latent_attention.TELinear is DuplicatedLinear
+        raise RuntimeError
+    with megatrons_names(SimpleNamespace(transformer_impl="transformer_engine")):
+        assert multi_latent_attention.TELinear is te_linear

@@ -18,6 +18,12 @@ from rl.training.attention import PackedRow  # noqa: E402
 DIM = 32
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 2, 3, 90]])
 PLAIN = RotaryEmbedding(DIM, 1.0, rotary_base=10000, use_cpu_initialization=True)
+HF = dict(head_dim=DIM, rope_theta=10000.0)
+YARN_HF = HF | dict(
+    rope_scaling=dict(
+        type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5
+    )
+)
 YARN = YarnRotaryEmbedding(
     DIM,
     rotary_base=10000.0,
@@ -30,10 +36,10 @@ YARN = YarnRotaryEmbedding(
 
 
 @pytest.mark.parametrize("adjacent", [False, True], ids=["halves", "adjacent"])
-@pytest.mark.parametrize("module", [PLAIN, YARN], ids=["plain", "yarn"])
+@pytest.mark.parametrize("module, hf", [(PLAIN, HF), (YARN, YARN_HF)], ids=["plain", "yarn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_equals_megatrons_at_the_same_positions(module, adjacent, dtype):
-    row_rotary = rotary.RowRotary(module, fused=False)
+def test_rotation_equals_megatrons_at_the_same_positions(module, hf, adjacent, dtype):
+    row_rotary = rotary.RowRotary(hf, fused=False)
     row = PackedRow(rotation=row_rotary.of(POSITIONS))
     rotation, scale = row_rotary(row) if module is YARN else (row_rotary(row), 1.0)
     assert scale == 1.0  # already in the rotation
@@ -66,9 +72,9 @@ def test_a_fused_model_beside_an_unfused_one_keeps_megatrons_kernels(monkeypatch
 
 
 def test_fused_kernels_get_angles_or_cosines():
-    angles = rotary.RowRotary(PLAIN, fused=True).of(POSITIONS)
+    angles = rotary.RowRotary(HF, fused=True).of(POSITIONS)
     assert torch.equal(angles, PLAIN.get_emb(91)[POSITIONS[0]])
-    fused = rotary.RowRotary(YARN, fused=True)
+    fused = rotary.RowRotary(YARN_HF, fused=True)
     row = PackedRow(rotation=fused.of(POSITIONS))
     emb, scale = YARN.get_emb(91)
     cos, sin = fused.get_cached_cos_sin(row, dtype=torch.float32, packed_seq=True)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from rl.training.rows import MASKED_TOKENS, Group, ranges, row_attention, segments
+from rl.training.rows import MASKED_TOKENS, Group, SelectRows, ranges, row_attention, segments
 
 CPU = torch.device("cpu")
 
@@ -98,3 +98,18 @@ def test_on_cuda_no_group_is_computed_with_a_mask():
 def test_ranges_are_concatenated():
     assert ranges(np.array([5, 0, 2]), np.array([2, 0, 3])).tolist() == [5, 6, 2, 3, 4]
     assert ranges(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+
+
+def test_gradients_of_selected_rows_are_added_in_order_and_rounded_once():
+    generator = torch.Generator().manual_seed(1)
+    index = torch.randint(0, 9, (200,), generator=generator)  # of 11 elements: two are never selected
+    upstream = torch.randn(200, 3, 4, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(11, 3, 4, generator=generator).to(dtype).requires_grad_()
+        found = SelectRows.apply(x, index)
+        assert torch.equal(found, x[index])
+        (gradient,) = torch.autograd.grad(found, x, upstream.to(dtype))
+        sums = torch.zeros(11, 3, 4)
+        for place, grad in zip(index.tolist(), upstream.to(dtype).float()):
+            sums[place] += grad
+        assert torch.equal(gradient, sums.to(dtype))
