@@ -1,7 +1,8 @@
 """A stand-in for CUDA, with which the program takes its CUDA branches on a CPU.
 
 `install` compiles rl.* from its own source with CUDA's names replaced, as rl.training.cpu_support does for
-Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. Replaced are:
+Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. `reached` has the statements
+of tests/rehearsal/statements.py that were reached. Replaced are:
 
 - `torch.cuda.X`: X must exist in torch, and calls must match its signature. BEHAVIOURS has the replacement.
   An X without an entry raises an error that names this file.
@@ -24,12 +25,18 @@ from pathlib import Path
 
 import torch
 
+from tests.rehearsal.statements import cuda_statements
+from tests.spawn import ROOT
+
 CPU_SUPPORT = ("rl.training.cpu_support", "rl.rollout.cpu_support")
 """Modules for CPUs. They are not reloaded, so their names and patches remain."""
 LITERALS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
 RENAMED = {"_dump_nccl_trace_json": "_dump_fr_trace_json"}
 """Name that only CUDA builds have -> its counterpart in this build."""
 GIB = 1 << 30
+STATEMENTS = {(statement.file, statement.line) for statement in cuda_statements()}
+reached: set[tuple[str, int]] = set()
+"""File and line of those of STATEMENTS that this process has reached."""
 EVENT = torch.cuda.Event
 """torch's class, before vLLM on CPU replaces it."""
 
@@ -171,12 +178,28 @@ class _Rewrite(ast.NodeTransformer):
 class _Loader(SourceFileLoader):
     def get_code(self, fullname):
         path = self.get_filename(fullname)
-        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(self.get_data(path), path)))
+        tree = ast.parse(self.get_data(path), path)
+        _note_reached(tree, path)
+        tree = ast.fix_missing_locations(_Rewrite().visit(tree))
         return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module):
         module.__dict__.update(__cuda__=_Cuda("torch.cuda on a CPU"), __is_cuda__=_is_cuda, __wide__=_wide)
+        module.__dict__["__reached__"] = reached.add
         super().exec_module(module)
+
+
+def _note_reached(tree: ast.Module, path: str) -> None:
+    """Insert a note in `reached` before each statement that depends on CUDA."""
+    file = str(Path(path).relative_to(ROOT))
+    lines = {line for name, line in STATEMENTS if name == file}
+    for node in ast.walk(tree):
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, part, None), list):
+                for place in reversed(range(len(statements))):
+                    if (line := statements[place].lineno) in lines:
+                        (note,) = ast.parse(f"__reached__(({file!r}, {line}))").body
+                        statements.insert(place, note)
 
 
 class _Finder(MetaPathFinder):

@@ -2,43 +2,28 @@
 
 --te: also use the stand-in for Transformer Engine; the process must be a new interpreter.
 
-At its end each process adds a file to the directory LINES: the lines of rl/ that it executed, as JSON {file:
-[line, ...]}. After the run it calls functions that only faults or changes of size reach: the watchdog's dump,
-a larger snapshot.
+At its end each process adds a file to the directory LINES: the statements that depend on CUDA and that it
+reached, as JSON [[file, line], ...]. After the run it calls functions that only faults, changes of size or
+refused configs reach: the watchdog's dump, a larger snapshot, the check of the device.
 """
 
 import atexit
 import json
 import os
 import sys
-import threading
+from dataclasses import replace
 from pathlib import Path
 
 import train_rl
 from tests.rehearsal import cuda_stand_in
-from tests.spawn import ROOT
-
-RL = str(ROOT / "rl") + "/"
 
 
 def main(lines: str) -> None:
-    executed: dict[str, set[int]] = {}
-
-    def trace(frame, event, argument):
-        if not frame.f_code.co_filename.startswith(RL):
-            return None
-        executed.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        return trace
-
     def write() -> None:
-        sys.settrace(None)
-        found = {name.removeprefix(f"{ROOT}/"): sorted(numbers) for name, numbers in executed.items()}
         Path(lines).mkdir(exist_ok=True)
-        Path(lines, f"{os.getpid()}.json").write_text(json.dumps(found))
+        Path(lines, f"{os.getpid()}.json").write_text(json.dumps(sorted(cuda_stand_in.reached)))
 
     atexit.register(write)
-    threading.settrace(trace)
-    sys.settrace(trace)
     cuda_stand_in.install()
     import torch
 
@@ -54,10 +39,26 @@ def main(lines: str) -> None:
         snapshot = Snapshot()
         for size in (1, 2):
             snapshot.take([Shard("x", ((0, size),), torch.zeros(size))])
+        refuse(replace(config, rollout=replace(config.rollout, carry_over_cache="keep")), device)
+        warm = replace(config.rollout, temperature=0.5)
+        refuse(replace(config, model=replace(config.model, numerics="bitwise"), rollout=warm), device)
         return code
 
     loop.run = run_and_reach_the_rest
     train_rl.leave(train_rl.main())
+
+
+def refuse(config, device) -> None:
+    """Raise AssertionError if the config is accepted on a GPU."""
+    from rl.config.options import ConfigError
+    from rl.engines.rollout_engines import check_device
+
+    try:
+        check_device(config, device)
+    except ConfigError as error:
+        assert "is for CPU" in str(error)
+    else:
+        raise AssertionError(config)
 
 
 if __name__ == "__main__":

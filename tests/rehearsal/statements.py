@@ -18,12 +18,11 @@ class Statement:
     """A statement that a rehearsal must execute."""
 
     file: str
-    first: int
-    last: int
+    line: int
     text: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.first}: {self.text}"
+        return f"{self.file}:{self.line}: {self.text}"
 
 
 def cuda_statements() -> list[Statement]:
@@ -51,8 +50,7 @@ def _statements_of(path: Path, file: str) -> list[Statement]:
                 methods = (part.body for part in function.body if isinstance(part, ast.FunctionDef))
                 needed = (node for body in methods for node in _own(body) if _runs(node))
             for node in needed:
-                last = node.lineno if hasattr(node, "body") else node.end_lineno or node.lineno
-                found[node.lineno] = Statement(file, node.lineno, last, lines[node.lineno - 1].strip())
+                found[node.lineno] = Statement(file, node.lineno, lines[node.lineno - 1].strip())
     return list(found.values())
 
 

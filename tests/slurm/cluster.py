@@ -74,12 +74,12 @@ def wait_for(condition, what: str, timeout: float = PATIENCE_S):
     return found
 
 
-def write_slow_config(directory: Path, toy: Path) -> Path:
+def write_slow_config(directory: Path, toy: Path, *, reward_s: float = 0.12) -> Path:
     """Write the config of GRPO of six steps, each seconds long because of its reward, into directory/run."""
     (directory / "slow_reward.py").write_text(
         "import time\n\n"
         "def score(prompt, response, ground_truth, **extra):\n"
-        "    time.sleep(0.12)\n"
+        f"    time.sleep({reward_s})\n"
         "    return {'score': len(set(response)) / 6, 'acc': 0.0}\n"
     )
     reward = f"reward.function={directory}/slow_reward.py:score"

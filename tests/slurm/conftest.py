@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.records import comparable
-from tests.slurm.cluster import PROGRAMS, TWO_NODES, Cluster, write_slow_config
-from tests.spawn import ROOT
+from tests.slurm.cluster import PROGRAMS, Cluster, write_slow_config
+from tests.spawn import run_ranks
+from tests.toy import TRAIN
 
 
 @pytest.fixture(scope="session")
@@ -42,10 +43,8 @@ def config(toy, tmp_path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(cluster, toy, tmp_path_factory) -> list[dict]:
-    """Return the metrics of the same run on two nodes without an interruption."""
+def undisturbed(toy, tmp_path_factory) -> list[dict]:
+    """Return the metrics of the same run on two ranks without Slurm and without interruption."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    command = (ROOT / "slurm" / "train.sbatch", write_slow_config(directory, toy))
-    job = cluster.submit(*TWO_NODES, *command, cwd=directory)
-    assert cluster.wait(job)["JobState"] == "COMPLETED", (directory / f"train-{job}.out").read_text()
+    run_ranks(2, TRAIN, "--config", write_slow_config(directory, toy, reward_s=0), timeout=200)
     return comparable(directory / "run")

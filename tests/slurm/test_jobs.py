@@ -48,27 +48,24 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job(cluster, toy, tmp
     assert "JobState=COMPLETED" in done
 
 
-def test_one_signalled_task_of_an_array_goes_on_exactly(cluster, config, tmp_path):
-    """Two tasks with one seed: the other one shows what the metrics would have been. Ranks by (fake) GPUs."""
-    names = ("signalled", "undisturbed")
-    points = "".join(f"run.name={name} run.dir={tmp_path}/{name}\n" for name in names)
-    (tmp_path / "points.txt").write_text(points)
+def test_a_signalled_task_of_an_array_goes_on_exactly(cluster, config, undisturbed, tmp_path):
+    """Ranks by (fake) GPUs."""
+    (tmp_path / "points.txt").write_text("run.name=first\nrun.name=second\n")
     command = (ROOT / "slurm" / "sweep.sbatch", "points.txt", config)
-    job = cluster.submit("--array=0-1", "--gpus-per-node=2", *command, cwd=tmp_path)
-    wait_for(lambda: status(tmp_path / "signalled")["step"] >= 2, "step 2")
-    cluster.run("scancel", "--signal=USR2", f"{job}_0")
-    log = f"sweep-{job}_0.out"
+    job = cluster.submit("--array=1", "--gpus-per-node=2", *command, cwd=tmp_path)
+    run, task, log = tmp_path / "run", f"{job}_1", f"sweep-{job}_1.out"
+    wait_for(lambda: status(run)["step"] >= 2, "step 2")
+    cluster.run("scancel", "--signal=USR2", task)
     wait_for(lambda: "requeue, to go on" in log_of(tmp_path, log), "the requeue")
-    stopped = status(tmp_path / "signalled")
+    stopped = status(run)
     assert (stopped["state"], stopped["reason"]) == ("stopped", "SIGUSR2")
     assert 2 <= stopped["checkpoint_step"] < 6
-    for task, restarts in ((f"{job}_0", "1"), (f"{job}_1", "0")):
-        facts = cluster.wait(task)
-        assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", restarts), log_of(tmp_path, log)
-    assert comparable(tmp_path / "signalled") == comparable(tmp_path / "undisturbed")
-    assert len(records(tmp_path / "signalled")) == 6
+    facts = cluster.wait(task)
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), log_of(tmp_path, log)
+    assert comparable(run) == undisturbed
     assert f"resuming after step {stopped['checkpoint_step']}" in log_of(tmp_path, log)
-    assert (tmp_path / f"sweep-{job}_0.ranks" / "rank-1.log").exists()
+    assert "second: grpo, 2 ranks" in log_of(tmp_path, log)
+    assert (tmp_path / f"sweep-{task}.ranks" / "rank-1.log").exists()
 
 
 ALGORITHM = """
@@ -163,7 +160,7 @@ def test_twenty_tasks_of_an_array_at_once_do_not_collide(cluster, tmp_path):
 
 
 def test_srun_with_pmi2_trains_two_steps(cluster, config, tmp_path):
-    step = ("srun", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--mem-per-cpu=2G")
+    step = ("srun", "--mpi=pmi2", "--nodes=2", "--ntasks=2", "--mem-per-cpu=2G")
     command = (*step, "python", ROOT / "train_rl.py", "--config", config)
     cluster.run(*command, *SHORT_SFT, cwd=tmp_path)
     assert len(records(tmp_path / "run")) == 2
