@@ -68,7 +68,6 @@ EXCLUSIONS = {
     },
     "rollout.carry_over": {
         "not samples": "it carries over samples to learn from; leave out rollout.carry_over",
-        "agents": "environments of unfinished trajectories end with their step; leave out one of the two",
         "not a policy loss": (
             "other losses do not correct for tokens of older weights; use algorithm=grpo, dapo, rloo or ppo"
         ),

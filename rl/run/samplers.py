@@ -115,16 +115,17 @@ class SamplerSetUp:
             return GenerationByRoles(config, step, engines.policy, memory, redo, link=self._link)
         if self._stored is not None:
             return StoredSampler(config, step, engines, memory, redo, stored=self._stored)
+        dialogues = None
+        if config.agents.is_on:
+            from rl.phases.trajectories import TrajectoryDialogues
+
+            dialogues = TrajectoryDialogues(config, step, self._environments)
         if config.rollout.carry_over:
             from rl.phases.carry_over import CarryOver
 
             prompts = self._inputs.prompts
-            return CarryOver(config, step, engines, memory, redo, prompts=prompts)
-        if config.agents.is_on:
-            from rl.phases.trajectories import TrajectoryGeneration
-
-            return TrajectoryGeneration(config, step, engines, memory, redo, environments=self._environments)
-        return Generation(config, step, engines, memory, redo)
+            return CarryOver(config, step, engines, memory, redo, dialogues, prompts=prompts)
+        return Generation(config, step, engines, memory, redo, dialogues)
 
     def close(self) -> None:
         """End what runs beside the engines."""
