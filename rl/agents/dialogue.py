@@ -30,7 +30,7 @@ from rl.agents.chat import TooLong
 from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import once, to_row
 from rl.agents.replica_environments import Environments
-from rl.agents.trajectory import Diverged, Limits, Row, Trajectory
+from rl.agents.trajectory import Diverged, Limits, Row, Trajectory, log_of
 from rl.config.schema import Config
 from rl.rollout.events import Abort, Event
 from rl.rollout.samples import Completion, Request, Sample
@@ -188,9 +188,7 @@ class Trajectories(Dialogue):
         self._next_number[start.group] = max(self._next_number[start.group], start.next_number)
         kept = self._environments.take(address_of(start))
         if kept is None:
-            ids = start.prompt.token_ids
-            log = [Row(ids if r.prompt_ids is None else r.prompt_ids, list(r.segments)) for r in start.so_far]
-            self._open(start, log=[row for row in log if row.segments])
+            self._open(start, log=log_of(start.so_far, start.prompt.token_ids))
         else:
             self._resume(kept, start)
 
@@ -373,7 +371,8 @@ class Trajectories(Dialogue):
         else:
             if reply.reward is not None:
                 session.trajectory.reward_turn(reply.reward)
-            self.counts["tool_errors"] += int(reply.values.get("errors", 0))
+            if not session.trajectory.is_logged:
+                self.counts["tool_errors"] += int(reply.values.get("errors", 0))
             self._continue(session, reply)
 
     def _fail_silent_agents(self) -> None:
@@ -428,7 +427,7 @@ class Trajectories(Dialogue):
         context, turn = trajectory.turn
         given = self._chat.extend(context, turn.token_ids, before, reply.messages, session.tools)
         if given is None:
-            self.counts["rewrites"] += 1
+            self.counts["rewrites"] += not trajectory.is_logged
             if self._config.on_rewrite == "refuse":
                 self._refuse_rewrite(session, reply.kind)
             elif self._begin_row(session, reply):
@@ -461,7 +460,8 @@ class Trajectories(Dialogue):
 
     def _act(self, session: Session) -> None:
         """Give a turn to the environment."""
-        trajectory, session.is_asked = session.trajectory, False
+        trajectory, is_new = session.trajectory, session.is_asked
+        session.is_asked = False
         assert trajectory.turn is not None
         context, completion = trajectory.turn
         turn = self._chat.parse(completion.token_ids, session.tools, trajectory.num_turns)
@@ -471,7 +471,7 @@ class Trajectories(Dialogue):
         elif session.drives == "step":
             self._call(session, Step(turn.text))
         elif turn.tool_calls:
-            self.counts["tool_calls"] += len(turn.tool_calls)
+            self.counts["tool_calls"] += len(turn.tool_calls) * is_new
             self._call(session, ToolCalls(turn.tool_calls))
         else:
             self._score(session)
@@ -593,7 +593,7 @@ class Trajectories(Dialogue):
             trajectory.give(given, source)
             return True
         if trajectory.rows:
-            self.counts["rewrites"] += 1
+            self.counts["rewrites"] += not trajectory.is_logged
             if self._config.on_rewrite == "refuse":
                 return False
         trajectory.begin_row(self._context_of(asked))

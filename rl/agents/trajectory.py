@@ -194,7 +194,7 @@ class Trajectory:
     @property
     def log(self) -> Sequence[Row]:
         """The rows from which the trajectory can be executed again."""
-        return self._log if self.is_logged else [row for row in self.rows if row.segments]
+        return self._log if self.is_logged else self.rows
 
     @property
     def is_logged(self) -> bool:
@@ -251,3 +251,10 @@ class Trajectory:
             )
             for index, row in enumerate(rows or [Row(prompt_ids)])
         ]
+
+
+def log_of(samples: Sequence[Sample], prompt_ids: np.ndarray) -> list[Row]:
+    """Return the rows of an unfinished trajectory (`Trajectory.samples`). prompt_ids: those of the prompt."""
+    begun = [sample for sample in samples if sample.segments or sample.prompt_ids is not None]
+    contexts = [prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in begun]
+    return [Row(context, list(sample.segments)) for context, sample in zip(contexts, begun)]
