@@ -42,7 +42,7 @@ class TrajectoryDialogues(Dialogues):
         self.is_fixed = config.agents.order == "waves"
         self.holds = True
         self._own_counts = Counter[str]()
-        """Counts of this rank's environments in the last run of the engine."""
+        """Counts of this rank's environments that are in no batch's metrics yet."""
         self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
         """Counts of environments in this step, by its number and the timing of the calls."""
 
@@ -119,7 +119,10 @@ class TrajectoryDialogues(Dialogues):
         """
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
         batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=n, turns=True)
-        total = counts or sum(map(Counter, gather_objects(dict(self._own_counts))), Counter[str]())
+        if counts is None:
+            counts = sum(map(Counter, gather_objects(dict(self._own_counts))), Counter[str]())
+            self._own_counts = Counter()  # the next batch may need no run of the engine
+        total = counts
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
         total["dropped_groups"] = len(batch.prompts) - len(kept)
