@@ -117,7 +117,9 @@ def _imbalance(costs: list[list[int]]) -> float:
 
 
 def score_metrics(batch: Batch) -> dict[str, float]:
-    """Return metrics of the scores and of the reward function's other numbers."""
+    """Return metrics of the scores and of the reward function's other numbers; none without scores."""
+    if batch.scores is None:
+        return {}
     metrics = {"reward/failures": float(batch.score_details["failed"].sum())} | spread(
         "critic/score", batch.scores
     )

@@ -125,18 +125,18 @@ class TrajectoryDialogues(Dialogues):
         total = counts
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
-        total["dropped_groups"] = len(batch.prompts) - len(kept)
+        counts["dropped_groups"] = len(batch.prompts) - len(kept)
         key = self._step.number, timing
         self._counts = defaultdict(Counter, {k: v for k, v in self._counts.items() if k[0] == key[0]})
-        self._counts[key].update(total)  # a step may have several calls
+        self._counts[key].update(counts)  # a step may have several calls
         found = agent_metrics(self._counts[key], capacity=self._config.rollout.max_concurrent_samples)
         prefix = "" if timing == "gen" else "val-aux/"
         self._step.metrics |= {f"{prefix}{name}": value for name, value in found.items()}
-        if warning := warn_of_failures(total, counts_as_wrong=timing == "testing"):
+        if warning := warn_of_failures(counts, counts_as_wrong=timing == "testing"):
             self._step.progress.line(warning)
         if not kept:
             raise AllTrajectoriesFailed(
                 f"environments failed in every group of {len(batch.prompts)} prompts: "
-                f"{describe_failures(total)}; the log has the reason of each failure."
+                f"{describe_failures(counts)}; the log has the reason of each failure."
             )
         return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)

@@ -65,7 +65,7 @@ class SamplerSetUp:
         if config.roles.is_on:
             self.trains = dist.get_rank() in role_ranks(config, dist.get_world_size())[0]
         self.has_engine = not (config.roles.is_on and self.trains)
-        """Whether this rank generates."""
+        """Whether this rank generates with the policy."""
         self._stored: StoredBatches | None = None
         self._link: Link | None = None
         self._environments: Environments | None = None
