@@ -122,7 +122,6 @@ class TrajectoryDialogues(Dialogues):
         if counts is None:
             counts = sum(map(Counter, gather_objects(dict(self._own_counts))), Counter[str]())
             self._own_counts = Counter()  # the next batch may need no run of the engine
-        total = counts
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
         counts["dropped_groups"] = len(batch.prompts) - len(kept)

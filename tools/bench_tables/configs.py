@@ -61,7 +61,7 @@ def add_carried_agents_arguments(add) -> None:
     add("--staleness", type=int, nargs="+", default=[1, 2], help="values of rollout.max_staleness (1 2)")
 
 
-def measure_carried_agents(args: Namespace, work: Path, runs: Path) -> Rows:
+def measure_carried_agents(args: Namespace, runs: Path) -> list[Row]:
     """Return a row per limit of staleness: trajectories per second of whole steps of both sides.
 
     The first step of a turn does not count: environments have answered while the other side had its turn.
@@ -97,7 +97,7 @@ def measure_carried_agents(args: Namespace, work: Path, runs: Path) -> Rows:
         }
         columns["staleness"] = metric(turns[name], "staleness/mean")
         rows.append(Row(name, columns, middle(rates[name]) / middle(rates[SYNCHRONOUS]), rounds))
-    return rows, {}
+    return rows
 
 
 def step_rates(turns: list[Turn]) -> list[float]:
