@@ -17,7 +17,7 @@ after its process has ended, it is executed again from its log (`rl.agents.traje
 
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -31,6 +31,7 @@ from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Scor
 from rl.agents.pool import once, to_row
 from rl.agents.replica_environments import Environments
 from rl.agents.trajectory import Diverged, Limits, Row, Trajectory, log_of
+from rl.config.schema import Config
 from rl.rollout.events import Abort, Event
 from rl.rollout.samples import Completion, Request, Sample
 from rl.rollout.sampling import Sampling, seed_of
@@ -99,6 +100,21 @@ def address_of(start: Start) -> str:
     return f"{start.group}.{start.number}" if draw < 0 else f"draw {draw}.{start.number}"
 
 
+def trajectories(
+    config: Config,
+    environments: Environments,
+    sampling: Sampling,
+    *,
+    capacity: int,
+    keeps_failed: bool = False,
+) -> "Trajectories":
+    """Return the dialogue of one call. The arguments are those of `Trajectories`."""
+    max_context = config.data.max_prompt_tokens + sampling.max_tokens
+    return Trajectories(
+        environments, sampling, capacity=capacity, max_context=max_context, keeps_failed=keeps_failed
+    )
+
+
 class Trajectories(Dialogue):
     """Generates the trajectories of samples.
 
@@ -146,8 +162,6 @@ class Trajectories(Dialogue):
         self._next_number: defaultdict[int, int] = defaultdict(lambda: size)
         """Number of the next trajectory of each group that replaces a failed one."""
         self._most_numbers = size * (1 if config.on_failure == "shrink" else ATTEMPTS)
-        self.counts: Counter[str] = Counter()
-        """Sums over the trajectories, by the name of a metric."""
         self._running_since = (0, 0)
         """Number of running requests after the last record, and the engine step of that record."""
 
@@ -180,8 +194,9 @@ class Trajectories(Dialogue):
 
     def advance(self, num_live: int, step: int) -> list[Event]:
         live, last = self._running_since
-        self.counts["live_steps"] += min(live, self._capacity) * (step - last)
-        self.counts["steps"] += step - last
+        steps = max(step - last, 0)  # another run of the engine begins with step 0
+        self.counts["live_steps"] += min(live, self._capacity) * steps
+        self.counts["steps"] += steps
         self._running_since = num_live, step
         self._take_replies()
         if not self._is_held(num_live):

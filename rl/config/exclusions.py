@@ -82,8 +82,8 @@ EXCLUSIONS = {
     },
     "roles": {
         "not samples": "generators produce samples to learn from; leave out the section roles",
-        "rollout.carry_over, rollout.longest_first, agents": (
-            "generators produce samples of one turn in one fixed order; leave out one of the two"
+        "rollout.carry_over, rollout.longest_first": (
+            "generators begin groups in one fixed order, without the end of a step; leave out one of the two"
         ),
         "teacher.student_share": (
             "generators respond to every prompt that is drawn; leave it out, or use rollout.carry_over"

@@ -4,6 +4,7 @@ A `Sampler` knows one of these and not which one. Samples are responses of one t
 `rl.phases.trajectories`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,24 @@ class Dialogues:
         return engine.run(source if engine.leads else None, sampling, interrupt=interrupt)
 
     def batch(
-        self, samples: list[Sample], prompts: Sequence[Prompt], sampling: Sampling, *, timing: str
+        self,
+        samples: list[Sample],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        timing: str,
+        counts: Counter[str] | None = None,
     ) -> Batch:
-        """Return the batch of finished samples. Collective over the world."""
+        """Return the batch of finished samples. Collective over the world.
+
+        counts: `Dialogue.counts`, summed over the replicas; None: those of the last `run` on every rank.
+        """
         ids = [prompt.token_ids for prompt in prompts]
         return batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
+
+    def sent(self, prompt: Prompt) -> Prompt:
+        """Return what a generator must know of a prompt that it has not drawn."""
+        return Prompt.of_tokens(prompt.token_ids)
 
     def within(self, group: "Group", max_tokens: int) -> "Group":
         """Return a group of an earlier run, whose limit of tokens may have been larger."""

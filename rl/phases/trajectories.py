@@ -2,12 +2,13 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl.agents.dialogue import Trajectories
+from rl.agents.dialogue import trajectories
 from rl.agents.replica_environments import Environments
 from rl.checks.batches import AllTrajectoriesFailed, describe_failures, warn_of_failures
 from rl.config.schema import Config
@@ -63,11 +64,11 @@ class TrajectoryDialogues(Dialogues):
             engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
         if self._environments is None:
             return engine.run(None, sampling, **engine_options)
-        dialogue = Trajectories(
+        dialogue = trajectories(
+            self._config,
             self._environments,
             sampling,
             capacity=engine.capacity(num_prompts, sampling.samples_per_prompt),
-            max_context=self._config.data.max_prompt_tokens + sampling.max_tokens,
             keeps_failed=timing == "testing",
         )
         source = SampleSource(schedule, dialogue, progress=progress)
@@ -90,6 +91,9 @@ class TrajectoryDialogues(Dialogues):
             store(path, sampling, engine.events, recorder.completions)  # no validation is repeated
         return is_complete
 
+    def sent(self, prompt: Prompt) -> Prompt:
+        return replace(prompt, response_ids=None, response_mask=None)
+
     def within(self, group: Group, max_tokens: int) -> Group:
         return group.restarted(max_tokens)  # the environment has seen all tokens
 
@@ -98,7 +102,13 @@ class TrajectoryDialogues(Dialogues):
             self._environments.keep_only(samples)
 
     def batch(
-        self, samples: list[Sample], prompts: Sequence[Prompt], sampling: Sampling, *, timing: str
+        self,
+        samples: list[Sample],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        timing: str,
+        counts: Counter[str] | None = None,
     ) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.
 
@@ -109,22 +119,23 @@ class TrajectoryDialogues(Dialogues):
         """
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
         batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=n, turns=True)
-        total: Counter[str] = sum(map(Counter, gather_objects(dict(self._own_counts))), Counter())
-        self._own_counts = Counter()  # the next batch may need no run of the engine
+        if counts is None:
+            counts = sum(map(Counter, gather_objects(dict(self._own_counts))), Counter[str]())
+            self._own_counts = Counter()  # the next batch may need no run of the engine
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
-        total["dropped_groups"] = len(batch.prompts) - len(kept)
+        counts["dropped_groups"] = len(batch.prompts) - len(kept)
         key = self._step.number, timing
         self._counts = defaultdict(Counter, {k: v for k, v in self._counts.items() if k[0] == key[0]})
-        self._counts[key].update(total)  # a step may have several calls
+        self._counts[key].update(counts)  # a step may have several calls
         found = agent_metrics(self._counts[key], capacity=self._config.rollout.max_concurrent_samples)
         prefix = "" if timing == "gen" else "val-aux/"
         self._step.metrics |= {f"{prefix}{name}": value for name, value in found.items()}
-        if warning := warn_of_failures(total, counts_as_wrong=timing == "testing"):
+        if warning := warn_of_failures(counts, counts_as_wrong=timing == "testing"):
             self._step.progress.line(warning)
         if not kept:
             raise AllTrajectoriesFailed(
                 f"environments failed in every group of {len(batch.prompts)} prompts: "
-                f"{describe_failures(total)}; the log has the reason of each failure."
+                f"{describe_failures(counts)}; the log has the reason of each failure."
             )
         return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)

@@ -9,6 +9,7 @@ and `rl.agents.dialogue`. Every schedule works with every dialogue; `rl.config.e
 run may have.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +59,8 @@ class Dialogue:
     def __init__(self) -> None:
         self.ended: list[tuple[Start, list[Sample]]] = []
         """Samples that have ended, with their rows. The source empties the list."""
+        self.counts: Counter[str] = Counter()
+        """Sums over the samples, by the name of a metric."""
 
     @property
     def num_open(self) -> int:
