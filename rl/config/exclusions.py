@@ -67,7 +67,6 @@ EXCLUSIONS = {
     },
     "rollout.carry_over": {
         "not samples": "it carries over samples to learn from; leave out rollout.carry_over",
-        "agents": "environments of unfinished trajectories end with their step; leave out one of the two",
         "not a loss of older tokens": f"{OLDER}; use algorithm=grpo, dapo, rloo or ppo",
         "greedy baselines": (
             "samples have tokens of older weights, but the greedy response has none; use algorithm=rloo"
@@ -84,8 +83,8 @@ EXCLUSIONS = {
     },
     "roles": {
         "not samples": "generators produce samples to learn from; leave out the section roles",
-        "rollout.carry_over, rollout.longest_first, agents": (
-            "generators produce samples of one turn in one fixed order; leave out one of the two"
+        "rollout.carry_over, rollout.longest_first": (
+            "generators begin groups in one fixed order, without the end of a step; leave out one of the two"
         ),
         "teacher.student_share": (
             "generators respond to every prompt that is drawn; leave it out, or use rollout.carry_over"
