@@ -57,7 +57,6 @@ EXAMPLES = {
     "sweep.stop": "sweep.stop=median",
     "rollout.longest_first": "rollout.longest_first=true",
     "rollout.deterministic": "rollout.deterministic=true",
-    "checkpoint.background": "checkpoint.background=true",
     "agents.structured_tool_calls": "agents.structured_tool_calls=true",
     "rollout_correction.bypass": "rollout_correction.bypass=true",
     "samples": "algorithm=grpo",
