@@ -25,6 +25,8 @@ One sample per prompt is enough, because there is no baseline.
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch, concatenate
 from rl.objectives.aggregate import aggregate
@@ -37,14 +39,15 @@ DEFAULTS = {"rollout.samples_per_prompt": 1}
 
 
 def collect(phases: Phases) -> Batch:
-    teacher, prompts = phases.config.teacher, phases.draw_prompts()
+    teacher, num_prompts = phases.config.teacher, phases.config.data.prompts_per_step
     num_own, num_taught = counts(
-        len(prompts),
-        before=(phases.step.number - 1) * len(prompts),
+        num_prompts,
+        before=(phases.step.number - 1) * num_prompts,
         student_share=teacher.student_share,
         teacher_share=teacher.teacher_share,
     )
-    own, others = prompts[:num_own], prompts[num_own:]
+    own = phases.draw_prompts(num_own) if num_own else []
+    others = phases.draw_others(num_prompts - num_own)
     taught, given = others[:num_taught], others[num_taught:]
     parts = []
     if given:
@@ -53,7 +56,7 @@ def collect(phases: Phases) -> Batch:
         parts.append(phases.teacher_responses(taught))
     if own:
         parts.append(phases.generate(own))
-    batch = parts[0] if len(parts) == 1 else mixed(parts)
+    batch = parts[0] if len(parts) == 1 else mixed(parts, version=phases.engines.policy.version)
     if needs_feedback(phases.config):
         phases.score_samples(batch)
     return batch
@@ -82,8 +85,11 @@ def counts(num_prompts: int, *, before: int, student_share: float, teacher_share
     return own_after - own_before, part(after - own_after, share) - part(before - own_before, share)
 
 
-def mixed(parts: list[Batch]) -> Batch:
-    """Return one batch whose mini-batches have the parts in their shares, with only tokens and prompts."""
+def mixed(parts: list[Batch], *, version: int) -> Batch:
+    """Return one batch whose mini-batches have the parts in their shares, with only tokens and prompts.
+
+    version: of the policy. Tokens that it did not sample have it too, so that no check finds them old.
+    """
     bare = [
         Batch(
             prompt_ids=part.prompt_ids,
@@ -91,6 +97,9 @@ def mixed(parts: list[Batch]) -> Batch:
             groups=part.groups,
             truncated=part.truncated,
             prompts=part.prompts,
+            weight_versions=torch.full((int(part.lengths.sum()),), version, dtype=torch.int32)
+            if part.weight_versions is None
+            else part.weight_versions,
         )
         for part in parts
     ]
@@ -109,6 +118,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
         config.objective.aggregation,
         **options,
         norm=config.rollout.max_response_tokens,
+        counts=micro.columns.get("trajectory_tokens"),
     )
     mean = aggregate(micro.divergence.detach(), micro.mask, micro.lengths, "token-mean", **options)
     return value, {"distill/divergence": mean}

@@ -19,15 +19,14 @@ WHOLE_DISTRIBUTION = (
     "sample from the whole distribution (rollout.top_p=1, top_k=0, min_p=0), or accept biased ratios by "
     "rollout.biased_truncation=true"
 )
+OLDER = "other losses do not correct for tokens of older weights"
 CORRECT = "set rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true"
 
 
 EXCLUSIONS = {
     "data.curriculum": {
-        "data.train_weights": "a curriculum orders the prompts of all files; set one of the two",
-        "rated responses": "rated responses are drawn without one; leave it out",
+        "data.train_weights": "a curriculum orders the prompts of all files; set one of the two"
     },
-    "data.train_weights": {"rated responses": "rated responses are drawn without them; leave them out"},
     "data.messages_key": {
         "not sft": (
             "no other algorithm reads conversations; leave it out: prompts of several turns, and pairs of "
@@ -62,16 +61,12 @@ EXCLUSIONS = {
         "logging.rollouts=none|sample": "this mode generates in order to store; set logging.rollouts=all"
     },
     "run.mode=score_only": {
-        "reward.model.path, reward.judge.path, agents": (
-            "this mode calls only the reward function, and that gives scores too; leave it out"
-        )
+        "agents": "this mode calls only the reward function, but environments give scores too; leave it out",
+        "not scored samples": "the stored samples have no scores; leave it out",
     },
     "rollout.carry_over": {
         "not samples": "it carries over samples to learn from; leave out rollout.carry_over",
-        "agents": "environments of unfinished trajectories end with their step; leave out one of the two",
-        "not a policy loss": (
-            "other losses do not correct for tokens of older weights; use algorithm=grpo, dapo, rloo or ppo"
-        ),
+        "not a loss of older tokens": f"{OLDER}; use algorithm=grpo, dapo, rloo or ppo",
         "greedy baselines": (
             "samples have tokens of older weights, but the greedy response has none; use algorithm=rloo"
         ),
@@ -87,11 +82,11 @@ EXCLUSIONS = {
     },
     "roles": {
         "not samples": "generators produce samples to learn from; leave out the section roles",
-        "rollout.carry_over, rollout.longest_first, agents": (
-            "generators produce samples of one turn in one fixed order; leave out one of the two"
+        "rollout.carry_over, rollout.longest_first": (
+            "generators begin groups in one fixed order, without the end of a step; leave out one of the two"
         ),
-        "reward.judge.path": (
-            "a judge generates on the ranks that train, which have no engine; leave out one of the two"
+        "teacher.student_share": (
+            "generators respond to every prompt that is drawn; leave it out, or use rollout.carry_over"
         ),
     },
     "lag": {
@@ -102,6 +97,7 @@ EXCLUSIONS = {
         "samples beside responses": (
             "it compares with the policy that sampled, which the trainers no longer hold; use roles.lag=0"
         ),
+        "not a loss of older tokens": f"{OLDER}; use roles.lag=0",
         "not a correction": f"tokens of older weights need a correction; {CORRECT}",
     },
     "no lag": {
@@ -143,6 +139,9 @@ EXCLUSIONS = {
             "each sample is compared with another response to its prompt, which an environment may fail to "
             "give; use algorithm=grpo, rloo, reinforce_pp or ppo"
         ),
+        "teacher.student_share": (
+            "responses of the teacher and of the data have no turns of an environment; leave it out"
+        ),
     },
     "new rows": {
         "whole responses": (
@@ -169,10 +168,6 @@ EXCLUSIONS = {
     "adapters in the engine": {
         "adapter.kind=dora": f"vLLM does not apply its magnitudes; {MERGED}",
         "a large rank": f"vLLM's largest rank is {MAX_RANK}; {MERGED}",
-        "roles": f"requests that run while weights arrive would keep the old adapter's name; {MERGED}",
-        "rollout.carry_over_cache=keep": (
-            f"an adapter's new version does not use the cache of the old one; {MERGED}"
-        ),
     },
     "critic.share_base": {
         "not adapters": (
@@ -204,10 +199,8 @@ EXCLUSIONS = {
     "model.numerics=bitwise": {
         "not samples": "it compares the trainer with the engine that sampled; use model.numerics=fast",
         "a teacher, training.router_replay": "its passes do not support it; leave out one of the two",
-        "adapters": (
-            "its layers add up products in the engine's order, adapters do not; use adapter.kind=none, or "
-            "leave out model.numerics"
-        ),
+        "adapters in the engine": f"vLLM adds B A x in kernels of its own; {MERGED}",
+        "adapter.base=fp8": f"routed experts would not be dequantised; {MODEL_BASE}",
         "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls": (
             "the bitwise log-softmax is over the whole vocabulary; leave it out"
         ),
@@ -219,12 +212,6 @@ EXCLUSIONS = {
             "rollout_correction.icepop_high, rollout_correction.reject"
         ): "there is no difference to correct; leave it out",
         "rollout_correction.bypass": "the log-probs would not be compared; leave it out",
-    },
-    "a teacher": {
-        (
-            "roles, rollout.carry_over, agents, run.mode=rollout_only|score_only|train_only, "
-            "training.router_replay"
-        ): "the teacher's passes do not support it; leave out one of the two"
     },
     "teacher.advantage_coef": {
         "not a policy loss": "it is added to advantages; leave out teacher.advantage_coef",

@@ -134,6 +134,14 @@ NAMED = {
         "has a loss of its own",
         "an algorithm with a policy loss, unlike algorithm={algorithm}",
     ),
+    "a loss of older tokens": algorithm(
+        lambda config: config.objective.loss != "none" or "teacher" in algorithm_of(config).needs,
+        required="a policy loss or algorithm=distill, not {algorithm}",
+    ),
+    "scored samples": algorithm(
+        lambda config: "reward" in algorithm_of(config).needs or needs_feedback(config),
+        required="an algorithm that scores its samples, unlike algorithm={algorithm}",
+    ),
     "distillation": needs("teacher", off="does not distill"),
     "needs critic": needs("critic"),
     "needs implicit_reward": needs("implicit_reward"),
@@ -141,7 +149,6 @@ NAMED = {
     "greedy baselines": needs("greedy_baseline"),
     "whole responses": needs("preference", "implicit_reward"),
     "selection by scores": needs("dynamic_sampling", "implicit_reward"),
-    "rated responses": needs("pairs", "labels"),
     "responses in the data": needs(
         "responses", required="an algorithm that reads responses in the data, unlike algorithm={algorithm}"
     ),
@@ -203,7 +210,8 @@ NAMED = {
         off="rollout.top_p=1, top_k=0 and min_p=0, or if nothing is learned from samples",
     ),
     "a correction": Feature(
-        lambda config: config.rollout_correction.corrects, required="a weight in rollout_correction"
+        lambda config: config.rollout_correction.corrects or "teacher" in algorithm_of(config).needs,
+        required="a weight in rollout_correction",
     ),
     "weights of tokens": Feature(
         lambda config: config.rollout_correction.weighs_tokens,

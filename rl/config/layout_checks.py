@@ -54,9 +54,9 @@ def check_layout(
 
 def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
     """Check the layout of the judge, which only generates; `hf` is its config.json."""
-    judge = config.reward.judge
+    judge, (train, _) = config.reward.judge, role_ranks(config, world_size)
     try:
-        check_rollout_grid(config, world_size, hf)
+        check_rollout_grid(config, len(train), hf)
         check_positions(
             hf,
             ("reward.judge.max_prompt_tokens", judge.max_prompt_tokens),

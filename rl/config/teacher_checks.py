@@ -2,13 +2,12 @@
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config
-from rl.config.teachers import Teacher
 
 
 def check_teacher(config: Config) -> None:
     """Raise ConfigError for teachers, a template or shares that do not work."""
     _check_models(config)
-    _check_shares(config.teacher)
+    _check_shares(config)
 
 
 def _check_models(config: Config) -> None:
@@ -44,11 +43,18 @@ def _check_models(config: Config) -> None:
         )
 
 
-def _check_shares(teacher: Teacher) -> None:
+def _check_shares(config: Config) -> None:
+    teacher, prompts = config.teacher, config.data.prompts_per_step
     if teacher.student_share + teacher.teacher_share > 1 + 1e-9:
         raise ConfigError(
             f"teacher.student_share={teacher.student_share} and teacher.teacher_share="
             f"{teacher.teacher_share} are more than 1 together; lower one of them."
+        )
+    if config.rollout.carry_over and teacher.student_share * prompts < 1 - 1e-6:
+        raise ConfigError(
+            f"teacher.student_share={teacher.student_share} of data.prompts_per_step={prompts} leaves steps "
+            "without a prompt for the policy, but rollout.carry_over continues its samples in each; use "
+            f"{1 / prompts:g} or more."
         )
     if teacher.teacher_share and len(teacher.paths) != 1:
         raise ConfigError(

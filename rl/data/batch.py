@@ -127,6 +127,11 @@ class Batch:
         """Number of response tokens of each trajectory, over all of its rows, int64."""
         return self.lengths if self.trajectories is None else self.merge_rows().lengths
 
+    @property
+    def expects_held(self) -> bool:
+        """Whether passes may need held columns; a batch that no engine sampled, as a teacher's, has none."""
+        return bool(self.held) or self.rollout_logprobs is not None
+
     def merge_rows(self) -> "Batch":
         """Return a view for statistics in which each trajectory is one sample.
 

@@ -7,17 +7,34 @@ from rl.data.prompts import Prompt
 
 
 def in_context(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, *, feedback: str | None, limit: int
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    *,
+    feedback: str | None,
+    limit: int,
+    opening: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the token ids of a prompt in the template, int32 [P]: the last `limit` ones.
 
     In a chat the template contains, and replaces, the content of the last message. Special tokens are those
     of `rl.data.prompts.load_prompts`.
+
+    opening: int32 [P], the context of a row of a trajectory. The template then replaces the prompt's first
+        occurrence in it. Raises ValueError if there is none.
     """
     question = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
     text = template.format(prompt=question, ground_truth=prompt.ground_truth, feedback=feedback or "")
-    is_bare = prompt.messages is None
-    if prompt.messages is not None:
+    is_bare = prompt.messages is None and opening is None
+    if opening is not None:
+        whole = tokenizer.decode(opening, clean_up_tokenization_spaces=False)
+        if question not in whole:
+            raise ValueError(
+                f"teacher.template replaces the prompt in the conversation with an environment, but that of "
+                f"prompt {prompt.index} does not contain it; let the environment open with the prompt."
+            )
+        text = whole.replace(question, text, 1)
+    elif prompt.messages is not None:
         messages = [*prompt.messages[:-1], {**prompt.messages[-1], "content": text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     elif tokenizer.bos_token and text.startswith(tokenizer.bos_token):

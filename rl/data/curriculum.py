@@ -21,6 +21,8 @@ from rl.data.reading import describe, first_line
 Order = Callable[[int, list[Prompt], np.random.Generator], Sequence[int]]
 """order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`).
 
+For algorithms that learn from rated responses the elements are those of `rl.data.preferences`.
+
 At least one index is required; indices may repeat. `epoch` counts from 0. `rng` is seeded with (run.seed,
 epoch) and must be the only source of randomness, so that all ranks and resumed runs compute the same order.
 """

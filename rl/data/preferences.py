@@ -64,6 +64,8 @@ class Preference:
     """The rendered prompt before truncation."""
     data_source: str
     """Column `data_source`, or the name of the file without its extension."""
+    source: int
+    """Index of its file in `files`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,7 @@ class Labelled:
     """Whether the response is desirable."""
     text: str
     data_source: str
+    source: int
 
 
 def load_preferences(
@@ -123,6 +126,7 @@ def load_preferences(
             rejected_mask=rejected.mask,
             text=text,
             data_source=data_source(rows[index]),
+            source=rows[index].source,
         )
         for index, text, prompt_ids, (chosen, rejected) in kept
     ]
@@ -159,6 +163,7 @@ def load_labelled(
             label=_label(rows[index], label_key),
             text=text,
             data_source=data_source(rows[index]),
+            source=rows[index].source,
         )
         for index, text, prompt_ids, (response,) in kept
     ]

@@ -60,6 +60,19 @@ class Engines:
             engine.close()  # all use the same groups
 
 
+def frozen_engines(config: Config) -> dict[str, tuple[str, float, int]]:
+    """Return (checkpoint, fraction of a GPU's memory, longest sequence) of each model that generates and does
+    not learn. The ranks that train have their engines, also with roles."""
+    frozen = {}
+    if needs_reward(config) and (judge := config.reward.judge).path:
+        longest = judge.max_prompt_tokens + judge.max_response_tokens
+        frozen["judge"] = (judge.path, judge.gpu_memory_utilization, longest)
+    if config.teacher.teacher_share and config.run.mode != "train_only":
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        frozen["teacher"] = (config.teacher.paths[0], config.teacher.gpu_memory_utilization, longest)
+    return frozen
+
+
 def finish_imports(config: Config, *, generate: bool) -> None:
     """Import vLLM if the run needs it, then enable garbage collection again (`start_up.pause_collection`).
 
@@ -129,13 +142,7 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
     start_up.mark("trainer")
     if generate and needs_engine(config) and not config.roles.is_on:
         engines.generating["policy"] = build_rollout(config, device)
-    frozen = {}
-    if generate and needs_reward(config) and (judge := config.reward.judge).path:
-        longest = judge.max_prompt_tokens + judge.max_response_tokens
-        frozen["judge"] = (judge.path, judge.gpu_memory_utilization, longest)
-    if generate and config.teacher.teacher_share:
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        frozen["teacher"] = (*config.teacher.paths, config.teacher.gpu_memory_utilization, longest)
+    frozen = frozen_engines(config) if generate else {}
     if frozen and engines.rollout is not None:
         engines.rollout.sleep()
     for name, options in frozen.items():

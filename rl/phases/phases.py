@@ -96,6 +96,10 @@ class Phases:
         number = number or self.config.data.prompts_per_step
         return self.draw.next(self.sampler.num_to_draw(number))
 
+    def draw_others(self, number: int) -> list:
+        """Return the next prompts, to which the policy does not respond."""
+        return self.draw.next(number)
+
     def draw_pairs(self) -> Batch:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
         pairs: list[Preference] = self.draw_prompts()

@@ -68,6 +68,7 @@ class Scorer:
             columns, answers = self.score(whole := batch.merge_rows(), predictions=predictions)
             place = batch.of_trajectories(torch.arange(len(whole)))
             answers = answers and [answers[i] for i in place.tolist()]
+            batch.feedback = whole.feedback and [whole.feedback[i] for i in place.tolist()]
             return {name: column[place] for name, column in columns.items()}, answers
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = list(range(rank, len(batch), world))
@@ -90,9 +91,11 @@ class Scorer:
             self.device,
         )
         check_places(batch, digests)
-        if self.keeps_feedback:
-            batch.feedback = gather_by_rank([score.feedback for score in scores])
         found = dict(zip(asked, scores))
+        if self.keeps_feedback:
+            batch.feedback = gather_by_rank(
+                [found[k].feedback if k in found else None for k in range(len(mine))]
+            )
         answers = None
         if predictions:
             answers = gather_by_rank([found[k].prediction if k in found else None for k in range(len(mine))])

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -92,7 +94,10 @@ class Teaching:
         targets.rows.update(zip(micro.samples, parts))
 
     def responses(self, prompts: list[Prompt]) -> Batch:
-        """Sample rollout.samples_per_prompt responses per prompt from the teacher."""
+        """Sample rollout.samples_per_prompt responses per prompt from the teacher.
+
+        They have no `rollout_logprobs` and `weight_versions`, because the policy did not sample them.
+        """
         engine, sampling = self._engines.generating["teacher"], train_sampling(self._config)
         ids = [prompt.token_ids for prompt in prompts]
         seeds = [
@@ -107,7 +112,8 @@ class Teaching:
             engine.sleep()
             assert samples is not None
             samples = exchange(samples, self._step.device)
-        return batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
+        batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
+        return replace(batch, rollout_logprobs=None, weight_versions=None)
 
     def _lessons(
         self, batch: Batch
@@ -137,18 +143,21 @@ class Teaching:
         goal = self._config.teacher
         assert batch.feedback is not None or not needs_feedback(self._config), "the batch was not scored"
         feedback = batch.feedback or [None] * len(batch)
-        known: dict[tuple[int, str | None], torch.Tensor] = {}
+        known: dict[tuple[int, str | None, bytes], np.ndarray] = {}
         prompts = []
-        for group, text in zip(batch.groups.tolist(), feedback):
-            if (group, text) not in known:
-                known[group, text] = in_context(
+        for group, text, opening in zip(batch.groups.tolist(), feedback, batch.prompt_ids):
+            context = None if batch.turns is None else opening
+            key = group, text, b"" if context is None else context.tobytes()
+            if key not in known:
+                known[key] = in_context(
                     batch.prompts[group],
                     self._tokenizer,
                     goal.template,
                     feedback=text,
                     limit=goal.max_prompt_tokens,
+                    opening=context,
                 )
-            prompts.append(known[group, text])
+            prompts.append(known[key])
         return Batch(
             prompts, batch.response_ids, groups=batch.groups, truncated=batch.truncated, mask=batch.mask
         )

@@ -1,7 +1,8 @@
 """`run.mode=score_only`: apply the reward function to stored rollouts, and print what differs.
 
 Runs in one process without torch.distributed, Megatron, vLLM or a model. It reads the rollouts of
-`run.rollouts`, else of `run.dir`, and writes nothing.
+`run.rollouts`, else of `run.dir`, and writes nothing. The scores of a reward model and a judge are the stored
+ones, with their present coefficients.
 """
 
 import json
@@ -9,8 +10,9 @@ from typing import Any
 
 from rl.config.options import ConfigError
 from rl.config.reward_sources import make_plan
-from rl.config.schema import Config
+from rl.config.schema import Config, Reward
 from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.rewards.score import Score
 from rl.run_directory.rollout_files import ground_truth, read, stored_steps
 
 COLUMNS = (
@@ -23,6 +25,7 @@ COLUMNS = (
     "ground_truth_is_json",
     "extra_info",
     "score",
+    "score_details",
 )
 SHOWN = 5
 """Largest number of changed samples that are printed for a step."""
@@ -52,7 +55,7 @@ def score_only(config: Config) -> int:
         for step, path in files.items():
             rows = _whole(read(path, [*COLUMNS]).to_pylist())
             scores = pool.score([_asked(row) for row in rows])
-            pairs = [(row["score"], score.values["score"]) for row, score in zip(rows, scores)]
+            pairs = [(row["score"], _with_models(reward, row, score)) for row, score in zip(rows, scores)]
             totals += pairs
             changed = [i for i, (old, new) in enumerate(pairs) if not _same(old, new)]
             print(f"step {step}: {_summary(pairs)}", flush=True)
@@ -81,6 +84,25 @@ def _asked(row: dict[str, Any]) -> dict[str, Any]:
         "ground_truth": truth,
         "extra_info": json.loads(row["extra_info"]),
     }
+
+
+def _with_models(reward: Reward, row: dict[str, Any], score: Score) -> float:
+    """Return the score with the stored ones of the reward model and the judge."""
+    value, details = score.values["score"], json.loads(row["score_details"])
+    for name, model in (("reward_model", reward.model), ("judge", reward.judge)):
+        if not model.path:
+            continue
+        if name in details:
+            value += model.coef * details[name]
+        elif details.get("failed"):  # the judge
+            return reward.failure_score
+        else:
+            key = name.replace("reward_", "")
+            raise ConfigError(
+                f"the stored samples have no score of reward.{key}.path={model.path}, which "
+                "run.mode=score_only does not compute; leave it out."
+            )
+    return reward.failure_score if score.values["failed"] else value
 
 
 def _same(old: float, new: float) -> bool:

@@ -6,7 +6,7 @@ from functools import partial
 
 from rl.config.schema import Config, needs_reward
 from rl.data.prompts import end_token_ids
-from rl.engines.engines import Engines, build_engines, finish_imports
+from rl.engines.engines import Engines, build_engines, finish_imports, frozen_engines
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import PhaseAgreement, fail_together
@@ -46,7 +46,8 @@ class SetUp:
 
             tracing.control = Tracing(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
         self._samplers = samplers = SamplerSetUp(config, inputs, is_finished=is_finished)
-        finish_imports(config, generate=samplers.has_engine and not is_finished)
+        has_engine = samplers.has_engine or bool(frozen_engines(config))
+        finish_imports(config, generate=has_engine and not is_finished)
         self._pool = None
         with fail_together():
             samplers.check()

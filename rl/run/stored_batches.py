@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rl.config.options import ConfigError
-from rl.config.schema import Config
+from rl.config.schema import Config, needs_feedback
 from rl.data.batch import COLUMNS, Batch
 from rl.data.prompts import Prompt
 from rl.rollout.samples import SOURCES
@@ -34,6 +34,8 @@ FILE_COLUMNS = {
     "ground_truth_is_json": "bool",
     "extra_info": "string",
     "score_details": "string",
+    "prompt_messages": "string",
+    "feedback": "string",
     "length": "int32",
     "prompt_ids": "int32s",
     "response_ids": "int32s",
@@ -145,6 +147,10 @@ def columns_of(
         for k in range(len(samples))
     ]
     none = [None] * len(samples)
+    chats = [prompt.messages for prompt in prompts]
+    columns["prompt_messages"] = [None if chat is None else _json(chat) for chat in chats]
+    if batch.feedback is not None:
+        columns["feedback"] = [batch.feedback[i] for i in samples]
     columns["messages"] = none if batch.turns is None else [_messages(batch, i, decode) for i in samples]
     return {name: columns.get(name, none) for name in FILE_COLUMNS}
 
@@ -189,7 +195,7 @@ class StoredBatches:
     """
 
     def __init__(self, config: Config):
-        self._files = stored_steps(config.run.rollouts)
+        self._files, self._needs_feedback = stored_steps(config.run.rollouts), needs_feedback(config)
         steps = range(1, config.run.max_steps + 1)
         missing = [step for step in steps if step not in self._files]
         if missing:
@@ -227,6 +233,12 @@ class StoredBatches:
         for name in ("groups", "trajectories"):  # of a part of the step's samples
             if (indices := columns[name]) is not None:
                 columns[name] = indices.unique(return_inverse=True)[1]
+        feedback = rows["feedback"] if any(text is not None for text in rows["feedback"]) else None
+        if feedback is None and self._needs_feedback:
+            raise ConfigError(
+                f"{self._files[step]} holds no feedback, which teacher.template shows to the teacher; name a "
+                "run with the same template in run.rollouts, or leave {feedback} out."
+            )
         firsts = [rows["group"].index(group) for group in sorted(set(rows["group"]))]
         details = [json.loads(text) for text in rows["score_details"]]
         return Batch(
@@ -237,6 +249,7 @@ class StoredBatches:
                 name: torch.tensor([values.get(name, float("nan")) for values in details])
                 for name in sorted({name for values in details for name in values})
             },
+            feedback=feedback,
             **columns,  # type: ignore[arg-type]
         )
 
@@ -249,4 +262,5 @@ def _prompt(rows: dict[str, list], i: int, token_ids: np.ndarray) -> Prompt:
         data_source=rows["data_source"][i],
         ground_truth=ground_truth(rows["ground_truth"][i], rows["ground_truth_is_json"][i]),
         extra_info=json.loads(rows["extra_info"][i]),
+        messages=None if (chat := rows["prompt_messages"][i]) is None else json.loads(chat),
     )

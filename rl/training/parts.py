@@ -142,7 +142,7 @@ class Parts(tuple[Part, ...]):
 
     def fetch(self, batch: Batch, plan: MicroBatchPlan, grid: Grid, device: torch.device) -> None:
         """Move the held columns that the parts need to the ranks of the plan. Collective over the world."""
-        for part in self:
+        for part in self if batch.expects_held else ():
             part.moved += fetch(batch, plan, part.needs, grid, device)
 
     def rows(self, batch: Batch, rows: list[MicroBatch], *, is_reference: bool) -> list[MicroBatch]:

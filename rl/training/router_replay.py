@@ -116,9 +116,11 @@ class RouterReplay(Part):
 
         The engine's are also used by the reference policy, so that the divergence of equal weights is 0. With
         old_policy the policy's first pass records them, and the reference policy chooses its own. They are
-        stored in `row`, which must be the one that the batch caches (`lay_out`).
+        stored in `row`, which must be the one that the batch caches (`lay_out`). In the contexts of a
+        self-taught policy, which the engine did not route, the router chooses.
         """
-        if not self._num_layers or (is_reference and self.mode == "old_policy"):
+        chooses = is_reference if self.mode == "old_policy" else not batch.expects_held
+        if not self._num_layers or chooses:
             return replace(row, routes=None)
         if row.routes is None:
             row.routes = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from rl.config.schema import load_config
+from rl.run.score_only import score_only
 from tests import bounds
 from tests.checkpoints import save_qwen2, save_qwen2_classifier
 from tests.records import rollouts
@@ -290,7 +292,7 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def test_a_reward_model_and_a_judge_add_to_the_score(config, tmp_path):
+def test_a_reward_model_and_a_judge_add_to_the_score(config, tmp_path, capsys):
     classifier = save_qwen2_classifier(tmp_path / "classifier", seed=3)
     path = save_qwen2(tmp_path / "judge", seed=4, max_position_embeddings=512)
     (tmp_path / "parse.py").write_text(
@@ -306,11 +308,17 @@ def test_a_reward_model_and_a_judge_add_to_the_score(config, tmp_path):
     )
     models = [f"reward.judge.{key}={value}" for key, value in judge.items()]
     models += [f"reward.model.path={classifier}", "reward.model.coef=0.5", "reward.failure_score=-5"]
+    models += ["logging.rollouts=all"]
     for step in steps_of(config, *models, "rollout.deterministic=false", world_size=2):
         assert step["reward/judge/mean"] == 2.0 and step["reward/reward_model/mean"] != 0
         assert step["critic/score/max"] > 18
         assert step["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB
         assert (step["critic/score/min"] == -5) == (step["reward/failures"] > 0)
+    score_only(load_config(str(config), [*models, "run.mode=score_only", "reward.timeout_s=30"]))
+    assert "all steps: 64 samples, 0 changed" in capsys.readouterr().out
+    score_only(load_config(str(config), [*models, "run.mode=score_only", "reward.judge.coef=9"]))
+    failures = sum(sample["score"] == -5 for sample in rollouts(tmp_path / "run"))
+    assert f"all steps: 64 samples, {64 - failures} changed" in capsys.readouterr().out
 
 
 def test_unfit_reward_models_and_judges_are_refused(config, toy):

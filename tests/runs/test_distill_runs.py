@@ -1,9 +1,17 @@
 """Runs with teachers from the command line, with real engines."""
 
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests import bounds
-from tests.checkpoints import save_qwen2
+from tests.checkpoints import assert_same_checkpoint, save_qwen2, save_qwen2_classifier, save_tiny
+from tests.records import comparable
+from tests.runs.test_agents import BASE, WAVES
+from tests.runs.test_carry_over import CARRIED
+from tests.runs.test_roles import ROLES
 from tests.spawn import ROOT
 from tests.toy import UNSCORED, train
 from tools.make_toy import make_toy
@@ -41,6 +49,113 @@ def test_a_policy_teaches_itself_with_feedback(config, tmp_path):
     reward = f"reward.function={tmp_path}/feedback.py:score"
     first, second = train(1, config, *own, reward, "teacher.divergence=forward_kl")
     assert first["distill/divergence"] > 1e-4 and second["critic/score/mean"] > 0
+
+
+def learned(run: Path, *patterns: str) -> list[dict]:
+    """Return the comparable metrics of each step, without those that match a pattern."""
+    left_out = re.compile("|".join(["staleness/", "training/epoch", "training/logprob_gap", *patterns]))
+    return [
+        {name: value for name, value in record.items() if not left_out.match(name)}
+        for record in comparable(run)
+    ]
+
+
+def test_all_models_beside_generators_at_lag_0_equal_the_run_without_roles(config, tmp_path):
+    """A teacher, a critic, a reward model and a judge, which generates on the ranks that train."""
+    (tmp_path / "parse.py").write_text("def parse(text):\n    return len(text) % 5 / 4\n")
+    judge = dict(
+        path=save_qwen2(tmp_path / "judge", seed=4, max_position_embeddings=256),
+        parser=f"{tmp_path}/parse.py:parse",
+        max_prompt_tokens=200,
+        max_response_tokens=8,
+        template="'{prompt}{response}'",
+    )
+    models = [f"reward.judge.{key}={value}" for key, value in judge.items()]
+    models += [f"reward.model.path={save_qwen2_classifier(tmp_path / 'classifier', seed=3)}"]
+    models += [f"teacher.path={save_qwen2(tmp_path / 'teacher', seed=5)}", "teacher.advantage_coef=0.5"]
+    models += ["algorithm=ppo", "rollout_correction.truncate_tokens=2", "rollout.samples_per_prompt=4"]
+    train(1, config, *models, run=tmp_path / "alone")
+    train(2, config, *models, *ROLES[:2], "roles.lag=0")
+    assert learned(tmp_path / "run") == learned(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["carried", "generators"])
+def test_distillation_from_older_weights_resumes_exactly(config, tmp_path, form):
+    """Without a correction, which the divergence at given tokens does not need."""
+    teacher = save_qwen2(tmp_path / "teacher", seed=5)
+    keys = ("algorithm=distill", f"teacher.path={teacher}", "rollout.samples_per_prompt=2", *UNSCORED)
+    if form == "carried":
+        without = [key for key in CARRIED if not key.startswith("rollout_correction")]
+        keys += (*without, "teacher.student_share=0.5", "teacher.teacher_share=0.25")
+    else:
+        keys += (*ROLES[:2], "roles.granularity=group", "roles.refit_after_steps=4")
+    steps = ("run.max_steps=4", "checkpoint.every=2", "checkpoint.keep_last=0")
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    records = train(2, config, *keys, *steps, run=straight)
+    shutil.copytree(straight, killed)
+    shutil.rmtree(killed / "checkpoints" / "step_000004")
+    train(2, config, *keys, *steps, run=killed)
+    assert comparable(killed) == comparable(straight)
+    assert_same_checkpoint(*(run / "checkpoints" / "step_000004" for run in (straight, killed)))
+    assert records[-1]["staleness/max"] == 1 and records[-1]["distill/divergence"] > 0
+
+
+TEMPLATE = 'teacher.template="{prompt} {ground_truth} {feedback}"'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["one_turn", "agents"])
+def test_train_only_repeats_a_run_with_a_teacher(config, tmp_path, form):
+    """Feedback is stored with the samples; what the teacher computes is computed again."""
+    (tmp_path / "feedback.py").write_text(FEEDBACK)
+    keys = ["logging.rollouts=all"]
+    if form == "agents":
+        keys += [*BASE, WAVES, f"teacher.path={save_qwen2(tmp_path / 'teacher', seed=5)}"]
+        keys += ["teacher.advantage_coef=0.5"]
+    else:
+        keys += ["algorithm=distill", "teacher.self_taught=initial", TEMPLATE]
+        keys += [f"reward.function={tmp_path}/feedback.py:score", "teacher.max_prompt_tokens=40"]
+    train(2, config, *keys, run=tmp_path / "whole")
+    half = ("run.mode=train_only", f"run.rollouts={tmp_path}/whole")
+    train(2, config, *keys, *half)
+    found, expected = (learned(tmp_path / name, "agents/", "perf/", "reward/") for name in ("run", "whole"))
+    assert found == expected and found[0]["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["agents", "replayed_experts"])
+def test_a_context_equal_to_the_prompt_teaches_nothing(config, tmp_path, form):
+    """A self-taught policy reads the conversations that it had; its own router chooses its experts."""
+    keys = ["teacher.self_taught=present", 'teacher.template="{prompt}"', "teacher.advantage_coef=1"]
+    keys += ["teacher.max_prompt_tokens=60"]
+    if form == "agents":
+        keys += [*BASE, WAVES]
+    else:
+        model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
+        keys += [f"model.path={model}", "training.router_replay=engine"]
+    for step in train(2, config, *keys):
+        assert step["teacher/advantage_of_teacher/abs"] <= bounds.TOY_LOGPROB
+        assert step["teacher/advantage_of_reward/abs"] > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixture", ["policy", "teacher"])
+def test_a_mixture_beside_dense_models_has_the_metrics_of_ep_1(config, tmp_path, mixture):
+    """The layout of experts applies to the mixture alone, not to a dense critic, reward model or teacher."""
+    moe = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
+    dense = save_qwen2(tmp_path / "dense", seed=5)
+    keys = [f"model.path={moe if mixture == 'policy' else dense}", "algorithm=ppo"]
+    keys += [f"critic.path={dense}", "teacher.advantage_coef=0.5", "training.optimizer.lr=1e-4"]
+    keys += [f"teacher.path={dense if mixture == 'policy' else moe}", "training.tp=2"]
+    keys += [f"reward.model.path={save_qwen2_classifier(tmp_path / 'classifier', seed=3)}"]
+    one = learned(tmp_path / "one") if train(2, config, *keys, run=tmp_path / "one") else []
+    train(2, config, *keys, "training.ep=2")
+    for found, expected in zip(learned(tmp_path / "run"), one, strict=True):
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/grad_norm", "critic/vf_loss"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+        for name in ("reward/reward_model/mean", "teacher/advantage_of_teacher/abs"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
 @pytest.mark.slow
