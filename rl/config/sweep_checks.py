@@ -90,8 +90,8 @@ def check_points(config: Config, points: Sequence[Config]) -> None:
         if other := (run_models(point).keys() ^ run_models(config).keys()) - OWN_MODELS:
             raise ConfigError(
                 f"point {point.run.name} of sweep.adapters: algorithm={point.algorithm} and the run's own "
-                f"algorithm={config.algorithm} differ in the models that they read ({', '.join(other)}), which "
-                "all points share; use one of the two, or sweep with a job array."
+                f"algorithm={config.algorithm} differ in models that all points share "
+                f"({', '.join(sorted(other))}); use one of the two, or sweep with a job array."
             )
         kinds[frozenset(needs & {"samples", "responses", "pairs", "labels"})] = point
     if len(kinds) > 1:
