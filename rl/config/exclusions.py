@@ -66,7 +66,6 @@ EXCLUSIONS = {
     },
     "rollout.carry_over": {
         "not samples": "it carries over samples to learn from; leave out rollout.carry_over",
-        "agents": "environments of unfinished trajectories end with their step; leave out one of the two",
         "not a loss of older tokens": f"{OLDER}; use algorithm=grpo, dapo, rloo or ppo",
         "greedy baselines": (
             "samples have tokens of older weights, but the greedy response has none; use algorithm=rloo"
@@ -83,8 +82,8 @@ EXCLUSIONS = {
     },
     "roles": {
         "not samples": "generators produce samples to learn from; leave out the section roles",
-        "rollout.carry_over, rollout.longest_first, agents": (
-            "generators produce samples of one turn in one fixed order; leave out one of the two"
+        "rollout.carry_over, rollout.longest_first": (
+            "generators begin groups in one fixed order, without the end of a step; leave out one of the two"
         ),
     },
     "lag": {
@@ -169,10 +168,6 @@ EXCLUSIONS = {
     "adapters in the engine": {
         "adapter.kind=dora": f"vLLM does not apply its magnitudes; {MERGED}",
         "a large rank": f"vLLM's largest rank is {MAX_RANK}; {MERGED}",
-        "roles": f"requests that run while weights arrive would keep the old adapter's name; {MERGED}",
-        "rollout.carry_over_cache=keep": (
-            f"an adapter's new version does not use the cache of the old one; {MERGED}"
-        ),
     },
     "critic.share_base": {
         "not adapters": (
@@ -204,10 +199,8 @@ EXCLUSIONS = {
     "model.numerics=bitwise": {
         "not samples": "it compares the trainer with the engine that sampled; use model.numerics=fast",
         "training.router_replay": "its passes do not support it; leave out one of the two",
-        "adapters": (
-            "its layers add up products in the engine's order, adapters do not; use adapter.kind=none, or "
-            "leave out model.numerics"
-        ),
+        "adapters in the engine": f"vLLM adds B A x in kernels of its own; {MERGED}",
+        "adapter.base=fp8": f"routed experts would not be dequantised; {MODEL_BASE}",
         "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls": (
             "the bitwise log-softmax is over the whole vocabulary; leave it out"
         ),

@@ -38,12 +38,16 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
             parts.append(TeacherTargets())
     if model.has_adapters:
         adapter = config.adapter if model.name == "policy" else replace(config.adapter, path="")
-        parts += adapter_parts(adapter, seed=config.run.seed)
+        in_weights = config.model.numerics == "bitwise" and model.name == "policy"
+        parts += adapter_parts(adapter, seed=config.run.seed, in_weights=in_weights)
     return parts
 
 
-def adapter_parts(adapter: Adapter, *, seed: int) -> list[Part]:
-    """Return the parts of a model with low-rank adapters. seed: of their initial values."""
+def adapter_parts(adapter: Adapter, *, seed: int, in_weights: bool = False) -> list[Part]:
+    """Return the parts of a model with low-rank adapters. See `Adapters`."""
     if not adapter.is_on:
         return []
-    return [Adapters(adapter, seed=seed), *([Fp8Base()] if adapter.base == "fp8" else [])]
+    return [
+        Adapters(adapter, seed=seed, in_weights=in_weights),
+        *([Fp8Base()] if adapter.base == "fp8" else []),
+    ]

@@ -10,7 +10,8 @@ spans all ranks of the job, with communicators of its own. Ranks of the link are
     link.receive_samples()       <- samples ----- link.send_samples(key, samples), called by a leader
 
 Weights travel by the plan of a refit (`rl.refit.plan`), from the trainer's parameters to the engine's. A
-thread sends while the trainer computes. Samples travel to the first training rank, which broadcasts them.
+thread sends while the trainer computes. Adapters beside the weights have a plan of their own; the base then
+travels only the first time. Samples travel to the first training rank, which broadcasts them.
 """
 
 import contextlib
@@ -30,11 +31,13 @@ from torch import Tensor
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.models import architecture
+from rl.models.adapters import adapters
+from rl.models.layout import Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
 from rl.refit.gather import RefitMismatch
 from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights, training_parameters
 from rl.refit.transfer import BytesMoved, compare, transfer
-from rl.refit.values import values_of
+from rl.refit.values import Values, values_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.samples import Sample, pack, unpack
 from rl.runtime.collectives import broadcast_object
@@ -52,6 +55,9 @@ UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
 heartbeats end a run whose other side is gone."""
 UNLIMITED_S = UNLIMITED.total_seconds()
+
+Part = tuple[WeightPlan, Mapping[int, Tensor], Mapping[int, Tensor]]
+"""Weights that travel together, with the trainer's and the engine's tensors by the plan's indices."""
 
 _SAMPLES = "samples"
 """Key of the queue in the store that announces samples: their sender's rank, and their size in bytes."""
@@ -98,7 +104,8 @@ class Link:
         options: dict = dict(rank=rank, size=size, timeout=UNLIMITED)
         self._control = own_group(torch_store, "link-control", device=None, **options)
         self._weights = own_group(torch_store, "link-weights", device=device, **options)
-        self._planned: WeightPlan | None = None
+        self._planned: list[WeightPlan] = []
+        """The plan of the weights, and that of the adapters beside them."""
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
         self._engine: RolloutEngine | None = None
@@ -127,42 +134,51 @@ class Link:
         """
         self._trainer, self._engine, self._check_every = trainer, engine, config.refit.check_every
         self._tp = config.rollout.tp
+        self._in_parts = len(_weights(config, hf)) > 1
         self.leaders = self.rollout[:: self._tp]
         self._plan = functools.partial(self._plan_for, config, hf)
         self._plan(self._control, self.rollout)
 
     def _plan_for(self, config: Config, hf: dict, group: dist.ProcessGroup, rollout: tuple[int, ...]) -> None:
         """Plan the refits of these ranks of the group. Collective over the group."""
-        trainer, engine = self._trainer, self._engine
-        weights, grid, num_layers = architecture(hf).weights(hf), config.training, hf["num_hidden_layers"]
-        planned = plan_weights(
-            weights,
-            TrainingPlacement(
-                len(self.train),
-                grid.tp,
-                grid.pp,
-                num_layers,
-                ep=grid.ep,
-                etp=grid.expert_tp,
-                num_experts=count_experts(weights),
-                ranks=self.train,
-            ),
-            RolloutPlacement(len(rollout), config.rollout.tp, num_layers, ranks=rollout),
-            dtype=getattr(torch, config.model.dtype),
-            weight_map=None if trainer is None else trainer.weight_map,
-            engine=engine,
-            held={} if engine is None else engine.weights(),
-            buffer_mib=config.refit.buffer_mib,
-            group=group,
+        grid, num_layers, parts = config.training, hf["num_hidden_layers"], _weights(config, hf)
+        training = TrainingPlacement(
+            len(self.train),
+            grid.tp,
+            grid.pp,
+            num_layers,
+            ep=grid.ep,
+            etp=grid.expert_tp,
+            num_experts=count_experts(parts[0]),
+            ranks=self.train,
         )
-        if planned.fallback:
-            names = ", ".join(weight.vllm for weight in planned.fallback[:4])
-            raise ConfigError(
-                f"vLLM holds {len(planned.fallback)} weights ({names}, ...) in another dtype or layout than "
-                "the trainer. They need vLLM's own loader, which a refit between two roles does not support; "
-                "omit the section roles."
+        maps = [None] * len(parts) if self._trainer is None else [v.weight_map for v in self._values()]
+        held = [{}] * len(parts) if self._engine is None else _held(self._engine)
+        self._planned = [
+            plan_weights(
+                weights,
+                training,
+                RolloutPlacement(len(rollout), config.rollout.tp, num_layers, ranks=rollout),
+                dtype=getattr(torch, config.model.dtype),
+                weight_map=weight_map,
+                engine=self._engine,
+                held=tensors,
+                buffer_mib=config.refit.buffer_mib,
+                group=group,
             )
-        self._planned = planned
+            for weights, weight_map, tensors in zip(parts, maps, held, strict=True)
+        ]
+        if fallback := [weight.vllm for planned in self._planned for weight in planned.fallback]:
+            raise ConfigError(
+                f"vLLM holds {len(fallback)} weights ({', '.join(fallback[:4])}, ...) in another dtype or "
+                "layout than the trainer. They need vLLM's own loader, which a refit between two roles does "
+                "not support; omit the section roles."
+            )
+
+    def _values(self) -> list[Values]:
+        """Return the values of the trainer's weights, and of its adapters if they travel beside them."""
+        assert self._trainer is not None
+        return values_of(self._trainer, in_parts=self._in_parts)
 
     # Weights ----------------------------------------------------------------------------------------------
 
@@ -173,20 +189,19 @@ class Link:
         rank announces the version to the generators.
         """
         assert self._sending is None, "wait_sent() must come before the next send_weights()"
-        assert self._planned is not None and self._trainer is not None, (
-            "plan_weights(trainer=...) comes first"
-        )
+        assert self._planned and self._trainer is not None, "plan_weights(trainer=...) comes first"
         number = self._num_refits
         self._num_refits += 1
-        (values,) = values_of(self._trainer)
+        values = self._values()
         self.device.synchronize()  # the thread's stream does not wait for the update's
         if self.rank == self.train[0]:
             self._store.set(f"weights {number}", str(version))
 
         def move() -> BytesMoved:
-            assert self._planned is not None
-            sources = training_parameters(values, self._planned)
-            moved, _ = self._move(number, version, sources, {})
+            parts = zip(self._planned, values, strict=True)
+            moved, _ = self._move(
+                number, version, [(planned, training_parameters(own, planned), {}) for planned, own in parts]
+            )
             if self.excluded is not None:
                 self.excluded.release()
             return moved
@@ -227,7 +242,7 @@ class Link:
         After the first refit and every `refit.check_every` versions both ends compare checksums; raises
         RefitMismatch on a rank whose weights differ, naming weights and ranks.
         """
-        assert self._planned is not None and self._engine is not None, "plan_weights(engine=...) comes first"
+        assert self._planned and self._engine is not None, "plan_weights(engine=...) comes first"
         engine, number = self._engine, self._num_refits
         self._num_refits += 1
         key = f"weights {number}"
@@ -238,14 +253,19 @@ class Link:
         self._store.set(f"receiver {number} {self.rank}", "")
         if (excluded := self._agreed(self._store, number)) != self._excluded:
             self._connect(excluded)
-        planned = self._planned
-        destinations = engine_parameters(engine.weights(), planned)
-        done, wrong = self._move(number, version, {}, destinations)
-        clear_padding(engine, planned.in_place, destinations)
+        parts: list[Part] = [
+            (planned, {}, engine_parameters(held, planned))
+            for planned, held in zip(self._planned, _held(engine), strict=True)
+        ]
+        done, wrong = self._move(number, version, parts)
+        for planned, _, destinations in parts:
+            clear_padding(engine, planned.in_place, destinations)
         engine.weights_changed()
         engine.weights_version = version
+        if engine.adapters is not None:
+            engine.adapters.versions[0] = version
         if wrong:
-            texts = (f"{planned.in_place[i].hf[0]} differs from that of rank {source}" for i, source in wrong)
+            texts = (f"{weight.hf[0]} differs from that of rank {source}" for weight, source in wrong)
             raise RefitMismatch(
                 f"after the refit of version {version} {len(wrong)} weights of rank {self.rank} differ: "
                 + "; ".join(list(texts)[:8])
@@ -301,17 +321,20 @@ class Link:
         self._excluded = excluded
 
     def _move(
-        self, number: int, version: int, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]
-    ) -> tuple[BytesMoved, list[tuple[int, int]]]:
-        """Carry out the plan; return the bytes and the result of the check, if this version is checked.
+        self, number: int, version: int, parts: list[Part]
+    ) -> tuple[BytesMoved, list[tuple[Weight, int]]]:
+        """Carry out the plans; return the bytes, and (weight, sender) of what differs in a checked version.
 
-        number: of the refit. Collective over the job.
+        number: of the refit. After the first, the base of adapters does not travel, but is compared.
+        Collective over the job.
         """
-        where, wrong, planned = self.device.torch, [], self._planned
-        assert planned is not None
-        done = transfer(planned.plan, sources, destinations, where, self._weights)
+        where, done, wrong = self.device.torch, BytesMoved(), []
+        for planned, sources, destinations in parts if number == 0 else parts[-1:]:
+            done += transfer(planned.plan, sources, destinations, where, self._weights)
         if number == 0 or (self._check_every and version % self._check_every == 0):
-            wrong = compare(planned.plan, sources, destinations, where, self._weights)
+            for planned, sources, destinations in parts:
+                found = compare(planned.plan, sources, destinations, where, self._weights)
+                wrong += [(planned.in_place[i], source) for i, source in found]
         return done, wrong
 
     @contextlib.contextmanager
@@ -387,6 +410,21 @@ class Link:
         if timeout_s > 0:
             return self._store.wait([key], timeout_s)
         return self._store.check([key])
+
+
+def _weights(config: Config, hf: dict) -> list[list[Weight]]:
+    """Return the weights that travel: those of the model, and those of adapters beside them."""
+    weights, adapter = architecture(hf).weights(hf), config.adapter
+    if not adapter.is_on or adapter.in_engine == "merged":
+        return [weights]
+    pairs = adapters(weights, rank=adapter.rank, targets=adapter.targets)
+    return [weights, [weight for pair in pairs for weight in pair.weights]]
+
+
+def _held(engine: RolloutEngine) -> list[Mapping[str, Tensor]]:
+    """Return the engine's tensors by vLLM's name, in the order of `_weights`."""
+    weights = engine.weights()
+    return [weights] if engine.adapters is None else [weights, engine.adapters.buffers(0)]
 
 
 def _in_thread(function: Callable[[], Any]) -> Future:

@@ -83,8 +83,6 @@ def refit(
     """
     slots, done, fallback = engine.adapters, BytesMoved(), False
     engine.device.synchronize()  # the engine may still be reading
-    if slots is not None:
-        slots.renew(adapter, trainer.version)
     for part in _parts(trainer, engine, buffer_mib, adapter, with_base=slots is None or not slots.has_base):
         planned = part.planned
         if slots is not None and planned.fallback:
@@ -101,7 +99,7 @@ def refit(
             engine.load_weights(part.values.gathered(planned.fallback))
             fallback = True
     if slots is not None:
-        slots.has_base = True
+        slots.has_base, slots.versions[adapter] = True, trainer.version
     if not fallback:
         engine.weights_changed()
     return done

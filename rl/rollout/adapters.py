@@ -1,12 +1,12 @@
-"""Low-rank adapters in vLLM: the buffers that hold them, and the names under which requests ask for them.
+"""Low-rank adapters in vLLM: the buffers that hold them, and the requests that use them.
 
 vLLM has buffers for A and B of several adapters in every linear layer with an adapter, and adds B A x of a
 token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
 weights (`rl.refit.refit`). vLLM's own loading, which reads files and applies a scale of its own, is not used.
 
-A name denotes one version of one adapter. vLLM hashes it into the keys of its prefix cache, and refuses a
-request for a name that it does not hold. Cached keys and values, and requests, of an older version therefore
-cannot be served by a newer one (vLLM #42125).
+The name of an adapter stays when its values change, so requests that run then use the new ones from the next
+engine step on. The keys of vLLM's prefix cache contain the version with which a request began. Cached keys
+and values of one version therefore cannot serve requests that begin with another (vLLM #42125).
 """
 
 import functools
@@ -41,6 +41,13 @@ def keep_experts_kernels() -> None:
 def _module(pair: LowRank) -> str:
     """Return vLLM's name of the layer that computes the adapter's part."""
     return pair.base.vllm.removesuffix(".weight")
+
+
+def _lora_request(index: int):
+    """Return the part of a request that names an adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter {index}", 1 + index, lora_path="memory")
 
 
 class AdapterSlots(Part):
@@ -87,36 +94,27 @@ class AdapterSlots(Part):
                 "layers); use adapter.in_engine=merged."
             )
         self._layers = [held[pair.module] for pair in self.pairs]
-        for index in range(len(self.versions)):
-            self.renew(index, -1)
+        for index in range(len(self._adapters)):
+            self._add(index)
 
     def request(self, engine, request, call):
-        call.options["lora_request"] = self.lora_request(request.adapter)
+        call.options["lora_request"] = _lora_request(request.adapter)
         call.version = self.versions[request.adapter]
+        call.prompt.setdefault("cache_salt", f"v{call.version}")
 
     def weights(self, weights):
         # Layers with adapters contain those without.
         return {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
 
-    def renew(self, index: int, version: int) -> None:
-        """Fill the buffers of an adapter with 0, and give it the name of this version."""
+    def _add(self, index: int) -> None:
+        """Make vLLM hold an adapter of this index, with buffers of zeros."""
         from vllm.lora.lora_model import LoRAModel
 
         manager = self._manager
-        manager.remove_adapter(self.lora_request(index).lora_int_id)
-        self.versions[index] = version
-        model = LoRAModel(self.lora_request(index).lora_int_id, 0, {})
+        model = LoRAModel(_lora_request(index).lora_int_id, 0, {})
         manager._registered_adapters[model.id] = model
-        manager.activate_adapter(model.id)  # in the first free place, which is that of the removed one
+        manager.activate_adapter(model.id)  # in the first free place
         assert manager.lora_index_to_id[index] == model.id
-
-    def lora_request(self, index: int):
-        """Return the part of a request that names the present version of an adapter."""
-        from vllm.lora.request import LoRARequest
-
-        version = self.versions[index]
-        number = 1 + index + len(self.versions) * (version + 1)
-        return LoRARequest(f"adapter {index} version {version}", number, lora_path="memory")
 
     def buffers(self, index: int) -> dict[str, Tensor]:
         """Return this rank's parts of A and B of an adapter, as views of vLLM's buffers."""

@@ -15,8 +15,9 @@ from rl.data.held import OF_SEQUENCE, Absent
 
 SOURCES = ("tool", "user", "environment")
 """Sources of tokens that the policy did not sample."""
-ENDS = ("stop", "length", "abort")
-"""Why a completion or a sample ended: a stop token or string, a limit of tokens, or a request to abort it."""
+ENDS = ("stop", "length", "abort", "failed")
+"""Why a completion or a sample ended: a stop token or string, a limit of tokens, or a request to abort it. A
+"failed" sample has no tokens: its environment failed, and it is left out of its group."""
 COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
 """Values of a segment per token, and their types."""
 
@@ -35,6 +36,8 @@ class Request:
     """A structural tag (JSON of xgrammar) that the tokens must follow; None: any tokens."""
     first_version: int | None = None
     """Version of the weights at which a carried sample began; None: the engine's present one."""
+    num_begun: int = 0
+    """Number of tokens at the end of the context that were sampled for the same turn before an abort."""
     adapter: int = 0
     """Index of the low-rank adapter of an engine that has several."""
 
@@ -87,12 +90,15 @@ class Segment:
     """As in `Completion`; `Absent` on ranks that have received the sample without these values."""
     digest: int = -1
     """`segment_digest` where the segment was made; -1 if unknown."""
+    end: str = "stop"
+    """Why the engine ended the request that sampled the tokens (`Completion.end`). After "abort" the turn
+    continues in the next segment, or is unfinished."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0) -> "Segment":
         """Return the tokens of a completion as a segment."""
         columns = completion.token_ids, completion.logprobs, completion.weight_versions
-        return cls(*columns, turn=turn, held=dict(completion.held))._with_digest()
+        return cls(*columns, turn=turn, held=dict(completion.held), end=completion.end)._with_digest()
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -150,9 +156,9 @@ class Sample:
         return self.end == "length"
 
     def continued(self, part: "Sample") -> "Sample":
-        """Return this unfinished sample with the tokens of `part` after its own, and the end of `part`."""
+        """Return this unfinished sample with the tokens of `part` after its own."""
         digest = self.context_digest if self.segments else part.context_digest
-        return replace(self, segments=self.segments + part.segments, end=part.end, context_digest=digest)
+        return replace(part, segments=self.segments + part.segments, context_digest=digest)
 
     def within(self, max_tokens: int) -> "Sample":
         """Return the sample as a generation with this limit of tokens would have ended it."""
@@ -251,6 +257,7 @@ def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = 
         "turn": [segment.turn for segment in segments],
         "source": [-1 if segment.is_sampled else SOURCES.index(segment.source) for segment in segments],
         "digest": [segment.digest for segment in segments],
+        "segment_end": [ENDS.index(segment.end) for segment in segments],
     }
     return {
         **{name: np.array(values, np.int64) for name, values in (per_sample | per_segment).items()},
@@ -306,10 +313,12 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
 
 def _segments(packed: dict[str, Any]) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
-    per_segment = zip(*(packed[name].tolist() for name in ("turn", "source", "reward", "digest")))
+    per_segment = zip(
+        *(packed[name].tolist() for name in ("turn", "source", "reward", "digest", "segment_end"))
+    )
     segments = [
-        Segment(*tokens, turn, "policy" if source < 0 else SOURCES[source], reward, digest=digest)
-        for tokens, (turn, source, reward, digest) in zip(columns, per_segment)
+        Segment(*tokens, turn, "policy" if of < 0 else SOURCES[of], reward, digest=digest, end=ENDS[end])
+        for tokens, (turn, of, reward, digest, end) in zip(columns, per_segment)
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])

@@ -6,13 +6,13 @@ learns from all of them.) The trainers' message for batch n under version v ther
 begin batches up to n + lag with weights v, and no later one.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
-or between two engine steps (group, sample). With `rollout.deterministic` those two read it a fixed number of
-engine steps after the replica's last sample of the batch before. The engine takes no step until it has come,
-so that everything but the clock is a function of the seed.
+when no turn is in progress (turn), or between two engine steps (group, sample). With `rollout.deterministic`
+all but the first read it a fixed number of engine steps after the replica's last sample of the batch before.
+The engine takes no step until it has come, so that everything but the clock is a function of the seed.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rl.config.schema import Config, algorithm_of
@@ -71,7 +71,7 @@ class StreamSchedule:
         draw: returns the prompts of the next batch.
         queue: gives this replica its groups; without `rollout.deterministic` counted from batch
             `begin.batch`.
-        send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
+        send: takes the number of a group, the fingerprint of its prompt and its samples.
         take_over: returns one of these items of the queue that a dead replica began, None if there is none.
     """
 
@@ -83,7 +83,7 @@ class StreamSchedule:
         draw: Callable[[int], list[Prompt]],
         queue: Queue,
         messages: Messages,
-        send: Callable[[Hashable, list[Sample]], None],
+        send: Callable[[int, int, list[Sample]], None],
         take_over: Callable[[range], int | None] = lambda items: None,
     ):
         self._config, self._draw, self._queue, self._messages = config, draw, queue, messages
@@ -106,6 +106,8 @@ class StreamSchedule:
         self._open: dict[int, list[list[Sample]]] = {}
         """Rows of the finished samples of the groups that have begun."""
         self._due_at: int | None = None
+        self._next_message: NextBatch | None = None
+        """A message that has been read, whose weights are taken when no turn is in progress."""
         self.barrier: tuple[str, Message] | None = None
         """The message that ended the engine's run, with its name: any but a `NextBatch`."""
 
@@ -117,18 +119,20 @@ class StreamSchedule:
         return [self._waiting.popleft() for _ in range(min(self.together, len(self._waiting)))]
 
     def next_events(self, step: int, source: SampleSource) -> list[Event]:
-        events = source.fill()
+        events = [] if self._next_message else source.fill()
         # At most one message: its weights must be taken before the next one can come.
-        if self.barrier is None and self._reads_next(source.num_open, step):
+        if not self.barrier and not self._next_message and self._reads_next(source.num_open, step):
             is_due = self._due_at is not None
             taken = self._messages.take(WAIT_S if is_due or not source.num_open else 0.0)
             if taken is None:
                 return [*events, Waiting("weights")] if is_due and source.num_open else events
             self._due_at = None
             if isinstance(taken[1], NextBatch):
-                events += [self._allow(taken[1]), *source.fill()]
+                self._next_message = taken[1]
             else:
                 self.barrier = taken
+        if self._next_message and (self._granularity != "turn" or not source.running):
+            events += [self._allow(self._next_message), *source.fill()]
         if self.barrier is not None and not source.num_open:
             return [Done()]
         return events
@@ -136,11 +140,12 @@ class StreamSchedule:
     def ended(self, start: Start, rows: list[Sample]) -> None:
         place = start.group - self._batches.first(self._batches.of(start.group))
         samples = self._open[start.group]
+        rows = rows or [Sample(place, start.number, (), "failed")]
         samples.append([replace(row, prompt=place) for row in rows])
         if len(samples) == self._group_size:
             del self._open[start.group]
-            key = start.group, fingerprint([start.prompt.token_ids])
-            self._send(key, [row for rows in samples for row in rows])
+            prompt = fingerprint([start.prompt.token_ids])
+            self._send(start.group, prompt, [row for rows in samples for row in rows])
 
     # Messages ---------------------------------------------------------------------------------------------
 
@@ -159,6 +164,7 @@ class StreamSchedule:
 
     def _allow(self, message: NextBatch) -> Event:
         """Allow the groups of a message; return the event that takes its weights."""
+        self._next_message = None
         self._next_batch = message.batch + 1
         self._limit = self._batches.first(message.limit)
         self._purpose = message.purpose

@@ -46,15 +46,18 @@ class WrongLearning(RuntimeError):
 class Adapters(Part):
     """The adapters of one model: their parameters on this rank, and what they add.
 
-    seed: of the initial values, which do not depend on the layout.
+    Args:
+        seed: of the initial values, which do not depend on the layout.
+        in_weights: whether the layers themselves compute with W + scale * B A (`AdaptedWeight`), instead of
+            adding scale * B A x to their outputs.
     """
 
     fuses_norms = False
     learned_map: WeightMap
     """The adapters, and the value head of a value model."""
 
-    def __init__(self, config: Adapter, *, seed: int):
-        self.config, self._seed = config, seed
+    def __init__(self, config: Adapter, *, seed: int, in_weights: bool = False):
+        self.config, self._seed, self._in_weights = config, seed, in_weights
 
     def attach(self, engine: "TrainingEngine") -> None:
         """Freeze the model and add adapters. Collective over the world. A value head still learns."""
@@ -80,10 +83,21 @@ class Adapters(Part):
             own = _add_parameters(module, number, pairs, base, in_parts)
             parameters |= {f"{module_name}.{kind}": parameter for kind, parameter in own.items()}
             found = self._sums[weight.hf] = _Sum(
-                weight, pairs, module, number, base, scale=adapter.scale, sequence_parallel=in_parts
+                weight,
+                pairs,
+                module,
+                number,
+                base,
+                scale=adapter.scale,
+                sequence_parallel=in_parts,
+                in_weight=self._in_weights,
             )
             of_module[module].append(found)
         for module, sums in of_module.items():
+            if self._in_weights:
+                assert isinstance(module, AdaptedWeight)
+                (module.adapter,) = sums
+                continue
             module.register_forward_hook(_grouped(sums) if hasattr(module, "num_gemms") else _single(sums[0]))
         weights = [weight for pair in self.pairs for weight in pair.weights]
         self.learned_map = base.over([*weights, *head], parameters)
@@ -205,6 +219,21 @@ class Adapters(Part):
         return merged
 
 
+class AdaptedWeight(torch.nn.Module):
+    """A layer that computes with the merged weight W + scale * B A, if it has an adapter."""
+
+    weight: Tensor
+    adapter: "_Sum | None" = None
+
+    def weight_parts(self) -> tuple[Tensor, ...]:
+        """Return what `merged` computes the weight from: W, and A, B and DoRA's factors of an adapter."""
+        return (self.weight,) if self.adapter is None else (self.weight, *self.adapter.parts())
+
+    def merged(self, weight: Tensor, *parts: Tensor) -> Tensor:
+        """Return the weight of these parts, with gradients."""
+        return weight if self.adapter is None else self.adapter.merge(weight, *parts)
+
+
 class _Sum:
     """The sum that the adapters of one Megatron parameter add to the output of its layer."""
 
@@ -218,6 +247,7 @@ class _Sum:
         *,
         scale: float,
         sequence_parallel: bool,
+        in_weight: bool,
     ):
         keys = {pair.part: f"{pair.module.rpartition('.')[2]}{number}" for pair in pairs}
         self._a = [module.lora_A[key] for key in keys.values()]
@@ -234,6 +264,8 @@ class _Sum:
         self._splits_columns = size > 1 and splits_columns(weight)
         self._splits_rows = size > 1 and weight.cut.split and not self._splits_columns
         self._sums_gradients = weight.expert is not None and size > 1
+        if in_weight and not sequence_parallel:  # else finalize_model_grads sums them
+            self._sums_gradients |= self._splits_columns or self._splits_rows
         self._exchange: Callable[..., Tensor] | None = None
         if weight.expert is None and (self._splits_columns or self._splits_rows):
             self._exchange = _exchange(self._splits_columns, sequence_parallel=sequence_parallel)
@@ -252,9 +284,7 @@ class _Sum:
 
         bias: included in `out`.
         """
-        a, b = self.product()
-        if self._sums_gradients:  # what is not split
-            a, b = (a, self._copied(b)) if self._splits_columns else (self._copied(a), b)
+        a, b = self._copies()
         hidden = torch.nn.functional.linear(x, a)
         if self._exchange is not None:
             hidden = self._exchange(hidden, group=self._group)
@@ -263,10 +293,26 @@ class _Sum:
             total = (total * factors if bias is None else (total - bias) * factors + bias).to(out.dtype)
         return total.view(out.shape)
 
-    def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
+    def _copies(self) -> tuple[Tensor, Tensor]:
+        """Return `product`; gradients of what is not split are summed over the ranks of an expert."""
+        a, b = self.product()
+        if self._sums_gradients:
+            a, b = (a, self._copied(b)) if self._splits_columns else (self._copied(a), b)
+        return a, b
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return A, B and DoRA's factors, as `merge` takes them."""
+        factors = self.factors()
+        return self._copies() if factors is None else (*self._copies(), factors)
+
+    def merge(self, base: Tensor, a: Tensor, b: Tensor, factors: Tensor | None = None) -> Tensor:
         """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once."""
-        total = self._total(base)
+        total = torch.addmm(base.float(), b.float(), a.float(), alpha=self._scale)
         return (total if factors is None else total * factors[:, None]).to(base.dtype)
+
+    def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
+        """Return `merge` of the present A and B."""
+        return self.merge(base, *self.product(), factors)
 
     @torch.no_grad()
     def take_out(self, base: Tensor) -> None:
@@ -313,17 +359,14 @@ class _Sum:
     @torch.no_grad()
     def _row_lengths(self) -> Tensor:
         """Return the length of each row of W + scale * B A, float32 [out]."""
-        squares = self._total(getattr(self._module, self._name)).square().sum(1)
+        base = getattr(self._module, self._name)
+        squares = self.merge(base.float(), *self.product()).square().sum(1)
         if self._splits_columns:
             dist.all_reduce(squares, group=self._group)
         return squares.sqrt()
 
-    def _total(self, base: Tensor) -> Tensor:
-        a, b = self.product()
-        return torch.addmm(base.float(), b.float(), a.float(), alpha=self._scale)
-
     def _copied(self, part: Tensor) -> Tensor:
-        """Return a part that all ranks of an expert have; its gradient is summed over them."""
+        """Return a part that all ranks of the weight have; its gradient is summed over them."""
         return tensor_parallel.copy_to_tensor_model_parallel_region(part, group=self._group)
 
 

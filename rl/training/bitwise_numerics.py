@@ -6,9 +6,11 @@ backward pass is that of the ordinary layer at the same inputs, which it compute
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from rl.models import architecture
 from rl.numerics import layers
+from rl.training.adapter import AdaptedWeight
 from rl.training.attention import CoreAttention, PackedRow
 from rl.training.layer_spec import DuplicatedLinear
 from rl.training.logprobs import OUTPUTS, linear_logprobs
@@ -65,7 +68,22 @@ def bitwise(function: Callable, ordinary: Callable, *inputs: Tensor):
     return _Bitwise.apply(function, ordinary, *inputs)
 
 
-class BitwiseColumn(ColumnParallelLinear):
+class BitwiseLinear(AdaptedWeight):
+    """A linear layer; that of a policy with adapters computes with the merged weight, as the engine does."""
+
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """Return `layers.linear` of the layer's weight, with gradients."""
+        first = (x,) if bias is None else (x, bias)
+
+        def of(linear: Callable) -> Callable:
+            return lambda x, *more: linear(x, self.merged(*more[len(first) - 1 :]), *more[: len(first) - 1])
+
+        return bitwise(of(partial(layers.linear, group=group)), of(F.linear), *first, *self.weight_parts())
+
+
+class BitwiseColumn(BitwiseLinear, ColumnParallelLinear):
     """The rank's output channels; the input is whole."""
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
@@ -74,27 +92,24 @@ class BitwiseColumn(ColumnParallelLinear):
             x = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             x = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        if self.bias is None:
-            return bitwise(layers.linear, F.linear, x, self.weight), None
-        assert not self.skip_bias_add
-        return bitwise(layers.linear, F.linear, x, self.weight, self.bias), None
+        assert self.bias is None or not self.skip_bias_add
+        return self.product(x, self.bias), None
 
 
-class BitwiseRow(RowParallelLinear):
+class BitwiseRow(BitwiseLinear, RowParallelLinear):
     """The rank's input channels; the output is the sum over all ranks."""
 
     def forward(self, input_):
         assert self.bias is None
-        of_all = partial(layers.linear, group=self.tp_group)
-        out = bitwise(of_all, F.linear, input_, self.weight)
+        out = self.product(input_, group=self.tp_group)
         if self.sequence_parallel:
             out = scatter_to_sequence_parallel_region(out, group=self.tp_group)
         return out, None
 
 
-class BitwiseDuplicated(DuplicatedLinear):
+class BitwiseDuplicated(BitwiseLinear, DuplicatedLinear):
     def forward(self, x):
-        return bitwise(layers.linear, F.linear, x, self.weight), None
+        return self.product(x), None
 
 
 class BitwiseNorm(torch.nn.RMSNorm):
@@ -163,13 +178,18 @@ class BitwiseMoE(MoELayer):
             weights = gather_from_sequence_parallel_region(weights, group=group)
             of_all = gather_from_sequence_parallel_region(ids, group=group)
         local = self.experts.local_experts
-        ups, downs = [e.linear_fc1.weight for e in local], [e.linear_fc2.weight for e in local]
-        count = len(local)
-        out = bitwise(
-            lambda x, weights, *of: layers.experts(x, weights, of_all, of[:count], of[count:], group),
-            lambda x, weights, *of: _experts(x, weights, of_all, of[:count], of[count:]),
-            *(x, weights, *ups, *downs),
-        )
+        own = [expert.linear_fc1 for expert in local] + [expert.linear_fc2 for expert in local]
+        parts = [layer.weight_parts() for layer in own]
+
+        def of(experts: Callable, *more) -> Callable:
+            def compute(x, weights, *flat):
+                rest = iter(flat)
+                merged = [layer.merged(*islice(rest, len(part))) for layer, part in zip(own, parts)]
+                return experts(x, weights, of_all, merged[: len(local)], merged[len(local) :], *more)
+
+            return compute
+
+        out = bitwise(of(layers.experts, group), of(_experts), x, weights, *chain.from_iterable(parts))
         if group.size() > 1:
             out = scatter_to_sequence_parallel_region(out, group=group)
         out = out[:, None]

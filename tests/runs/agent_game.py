@@ -39,6 +39,14 @@ class Echo:
             os.kill(int(beat.partition('"pid": ')[2].partition(",")[0]), signal.SIGKILL)
 
 
+class Varied(Echo):
+    """The game with one to eight turns, by what the policy writes."""
+
+    def step(self, text):
+        answer, reward, _ = super().step(text)
+        return answer, reward, self.turns == 8 or sum(map(ord, text)) % 4 == 0
+
+
 class Brittle:
     """A game of one turn that raises unless the policy's text has an even number of characters.
 

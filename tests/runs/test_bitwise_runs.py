@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.checkpoints import save_tiny
 from tests.spawn import RanksFailed
 from tests.toy import UNSCORED, train, write_config
 
@@ -17,6 +18,24 @@ def test_a_bitwise_run_skips_the_old_log_probs(toy, tmp_path):
         assert step["training/rollout_probs_diff_max"] == 0.0
         assert "timing_s/old_log_prob" not in step and "timing_s/ref" in step
         assert step["actor/grad_norm"] > 0 and step["actor/entropy"] > 1
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        ("lora", "tp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("dora", "tp"), ("lora", "moe")]),
+    ],
+)
+def test_adapters_in_the_weights_are_bitwise_exact(config, tmp_path, kind, layout):
+    adapter = (f"adapter.kind={kind}", "adapter.rank=4", "adapter.init=pissa", "run.max_steps=3")
+    if layout == "moe":
+        adapter += (f"model.path={save_tiny('Qwen3MoeForCausalLM', tmp_path / 'moe', seed=1)}",)
+    steps = train(2, config, *BITWISE, *adapter)
+    assert all(step["training/rollout_probs_diff_max"] == 0.0 for step in steps)
+    fast = train(2, config, "training.tp=2", *adapter, run=tmp_path / "fast")
+    # Only the first step has the same samples; its gradient is that of the ordinary kernels.
+    assert steps[0]["actor/grad_norm"] == pytest.approx(fast[0]["actor/grad_norm"], rel=1e-3)
 
 
 def test_spin_learns_with_bitwise_numerics(config):

@@ -129,16 +129,13 @@ def two_adapters(config: Config, hf: dict, engine, device) -> float:
     return largest_gap([first, second], engine, random_batch(hf["vocab_size"]), device)
 
 
-def answer_to_an_old_name(engine, batch) -> str:
-    """Return the name of the error for a request with the name of an older version of an adapter."""
-    old = engine.adapters.lora_request(0)
-    engine.adapters.renew(0, engine.adapters.versions[0] + 1)
-    engine.adapters.lora_request = lambda index: old
-    try:
-        engine.generate(batch.prompt_ids[:1], SAMPLING, [0])
-    except Exception as error:
-        return type(error).__name__
-    return "served"
+def gap_with_old_cache(config: Config, hf: dict, engine, device) -> float:
+    """Return the largest gap after a refit that leaves the prefix cache of another version as it is."""
+    trainer = build_policy(config, hf, new_grid(1, 1, 1), device)
+    fill(trainer, 8)
+    engine.llm.reset_prefix_cache = lambda **options: True
+    refit(trainer, engine)
+    return largest_gap([trainer], engine, random_batch(hf["vocab_size"]), device)
 
 
 def main(checkpoint: str, out: str, rollout_tp: str, kind: str, targets: str, *layouts: str) -> None:
@@ -162,7 +159,7 @@ def main(checkpoint: str, out: str, rollout_tp: str, kind: str, targets: str, *l
             if form == "adapter":
                 config = resolve(load(Config, None, overrides))
                 results["two"] = two_adapters(config, hf, engine, device)
-                results["old name"] = answer_to_an_old_name(engine, random_batch(hf["vocab_size"]))
+                results["old cache"] = gap_with_old_cache(config, hf, engine, device)
     if RANKS.rank == 0:
         with open(out, "w") as file:
             json.dump(results, file)

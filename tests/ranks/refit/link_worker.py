@@ -56,7 +56,7 @@ def train(link, config, hf, store) -> dict:
         [d.key, d.source, *(s.token_ids.tolist() + s.logprobs.tolist() for s in d.samples)]
         for d in deliveries
     ]
-    return dict(planned=link._planned.plan.bytes_sent, sent=sent, deliveries=told)
+    return dict(planned=link._planned[0].plan.bytes_sent, sent=sent, deliveries=told)
 
 
 def generate(link, config, hf, store) -> dict:
@@ -71,7 +71,7 @@ def generate(link, config, hf, store) -> dict:
         for name, shape in zip(weight.hf, weight.shapes)
     }
     link.plan_weights(config, hf, engine=engine)
-    out: dict = dict(planned=link._planned.plan.bytes_received, received=[], differing=[], mismatch="")
+    out: dict = dict(planned=link._planned[0].plan.bytes_received, received=[], differing=[], mismatch="")
     pieces = (piece for w in weights for piece in w.vllm_pieces(engine.tp, engine.rank_in_replica))
     out["needed"] = 4 * sum(volume(piece.hf_box) for piece in pieces)
     for version in (0, 1):

@@ -41,7 +41,7 @@ def test_engine_equals_trainer_in_both_forms(tmp_path, case, rollout_tp):
     run_ranks(2, WORKER, checkpoint, out, rollout_tp, kind, targets, *layouts, timeout=600)
     results = json.loads(out.read_text())
     print(case, rollout_tp, json.dumps(results, indent=1))
-    assert results.pop("old name") == "LoRAAdapterNotFoundError"
+    assert results.pop("old cache") < LIMIT
     assert results.keys() == {f"{form} {of}" for form in ("merged", "adapter") for of in layouts} | {"two"}
     whole = results[f"merged {layouts[0]}"]["bytes"][0]
     for name, found in results.items():

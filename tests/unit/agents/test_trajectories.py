@@ -80,7 +80,8 @@ class World:
         schedule = QueueSchedule(self.prompts, sampling, seeds, queue=queue)
         self.engine.run(SampleSource(schedule, self.dialogue))
         self.dialogue.close()
-        self.samples = sorted(schedule.samples, key=lambda s: (s.prompt, s.number, s.row))
+        samples = (sample for sample in schedule.samples if sample.end != "failed")
+        self.samples = sorted(samples, key=lambda s: (s.prompt, s.number, s.row))
 
     def policy(self, request):
         turn = int(request.name.rpartition(".")[2])

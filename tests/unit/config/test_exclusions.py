@@ -154,11 +154,11 @@ def test_every_other_pair_is_accepted(first):
 
 
 def test_the_sentence_names_values_reason_and_remedy():
-    config = config_with("rollout.carry_over", "agents")
+    config = config_with("rollout.carry_over", "rollout.stop")
     assert config is not None
     assert refusal(config) == (
-        "rollout.carry_over=true cannot be combined with the section agents, because environments of "
-        "unfinished trajectories end with their step; leave out one of the two."
+        'rollout.carry_over=true cannot be combined with rollout.stop=["END"], because a stop string could '
+        "begin in one step and end in the next; use rollout.stop_token_ids."
     )
     config = config_with("rollout.carry_over", "not a correction")
     assert config is not None
