@@ -60,7 +60,6 @@ TABLES = {
     "carried_agents": Table(
         "Carry-over against synchronous steps, with environments of log-normal times (sigma 1)",
         "carry-over / synchronous, trajectories per second of whole steps",
-        "higher",
         configs.add_carried_agents_arguments,
         configs.measure_carried_agents,
     ),
