@@ -90,7 +90,7 @@ EXAMPLES = {
     "teacher.self_taught=present|initial": TEACHER,
     "distillation": "algorithm=distill teacher.self_taught=present",
     "new rows": "agents.environment=game.py:Game agents.on_rewrite=new_row",
-    "order of arrival": "agents.environment=game.py:Game",
+    "order of arrival": "agents.environment=game.py:Game agents.order=arrival",
     "adapters in the engine": "adapter.kind=lora adapter.in_engine=adapter",
     "merged adapters": "adapter.kind=lora adapter.in_engine=merged",
     "a large rank": "adapter.kind=lora adapter.rank=1024",
