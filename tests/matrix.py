@@ -23,11 +23,13 @@ from pathlib import Path
 
 from rl.config.checks import check
 from rl.config.options import ConfigError
+from rl.config.role_checks import role_ranks
 from rl.config.schema import load_config
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed
 from tests.toy import train, write_config
 
+RANKS = 2
 STEPS = 3
 REPEATED = 0.25
 """Share of the deterministic runs that are repeated."""
@@ -39,6 +41,8 @@ IN_FLIGHT = f"{ROLES} roles.refit_after_steps=4"
 UNSCORED = "reward.function=rl.rewards.exact:score reward.workers=0"
 EXPERTS = "model.path=DIR/experts"
 LORA = "adapter.kind=lora adapter.rank=4"
+ALTERNATIVES = "one key, two values"
+MORE_RANKS = "more ranks than two"
 FEATURES = {
     "agents": f"{AGENTS} agents.order=waves",
     "agents by arrival": f"{AGENTS} agents.order=arrival rollout.deterministic=false",
@@ -120,15 +124,19 @@ def keys_of(names: Sequence[str]) -> list[str] | None:
 
 
 def refusal(names: Sequence[str]) -> str | None:
-    """Return why a combination cannot run: the sentence of a refusal, or "one key, two values"; else None."""
+    """Return why a combination cannot run: a refusal's sentence, ALTERNATIVES or MORE_RANKS; None if it can."""
     keys = keys_of(names)
     if keys is None:
-        return "one key, two values"
+        return ALTERNATIVES
     try:
-        check(load_config(None, ["model.path=m", "data.train=[d]", *keys]), [])
+        config = load_config(None, ["model.path=m", "data.train=[d]", *keys])
+        check(config, [])
+        train_ranks, rollout_ranks = map(len, role_ranks(config, RANKS))
     except ConfigError as error:
         return str(error)
-    return None
+    grid = config.training
+    fits = train_ranks % (grid.tp * grid.pp * grid.ep) == 0 == rollout_ranks % config.rollout.tp
+    return None if fits else MORE_RANKS
 
 
 def draw(number: int, size: int, rng: random.Random, only: Sequence[str] = ()) -> list[tuple[str, ...]]:
@@ -156,12 +164,12 @@ def run(names: Sequence[str], inputs: Path, directory: Path, *, repeats: bool) -
     runs = [directory / "run"] + [directory / "again"] * (repeats and is_deterministic)
     try:
         for where in runs:
-            train(2, config, run=where, timeout=240)
+            train(RANKS, config, run=where, timeout=240)
         points = sorted(path.parent.relative_to(runs[0]) for path in runs[0].rglob("metrics.jsonl"))
         for point in points:
             found = records(runs[0] / point)
-            if len(found) != STEPS:
-                return f"{len(found)} steps"
+            if not found or found[-1]["training/global_step"] != STEPS:
+                return f"{len(found)} records"
             for step in found:
                 if wrong := [name for name, value in step.items() if not _is_finite(value)]:
                     return f"not finite: {', '.join(wrong)}"
@@ -183,13 +191,9 @@ def _is_finite(value: object) -> bool:
 def count_pairs() -> dict[str, int]:
     """Return the number of pairs that are accepted, and refused."""
     refusals = [refusal(pair) for pair in itertools.combinations(FEATURES, 2)]
-    alternatives = sum(said == "one key, two values" for said in refusals)
-    accepted = sum(said is None for said in refusals)
-    return {
-        "accepted": accepted,
-        "refused": len(refusals) - accepted - alternatives,
-        "alternatives of one key": alternatives,
-    }
+    others = {text: refusals.count(text) for text in (ALTERNATIVES, MORE_RANKS)}
+    accepted = refusals.count(None)
+    return {"accepted": accepted, "refused": len(refusals) - accepted - sum(others.values())} | others
 
 
 def main() -> int:
