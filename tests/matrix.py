@@ -43,6 +43,7 @@ EXPERTS = "model.path=DIR/experts"
 LORA = "adapter.kind=lora adapter.rank=4"
 ALTERNATIVES = "one key, two values"
 MORE_RANKS = "more ranks than two"
+BESIDE = f"{LORA} adapter.in_engine=adapter adapter.targets=[q_proj,k_proj,v_proj,o_proj]"
 FEATURES = {
     "agents": f"{AGENTS} agents.order=waves",
     "agents by arrival": f"{AGENTS} agents.order=arrival rollout.deterministic=false",
@@ -63,7 +64,7 @@ FEATURES = {
     "spin": f"algorithm=spin {UNSCORED}",
     "distillation": f"algorithm=distill teacher.path=DIR/model {UNSCORED}",
     "teacher": "teacher.path=DIR/model teacher.advantage_coef=0.5",
-    "own teacher": "teacher.self_taught=initial teacher.advantage_coef=0.5",
+    "own teacher": "teacher.self_taught=initial teacher.advantage_coef=0.5 teacher.max_prompt_tokens=256",
     "reference": "objective.kl_coef=0.05",
     "KL in the reward": "objective.reward_kl.coef=0.05",
     "GSPO": "objective.loss=gspo objective.aggregation=seq-mean-token-mean",
@@ -81,11 +82,11 @@ FEATURES = {
     "bitwise numerics": "model.numerics=bitwise",
     "bfloat16": "model.dtype=bfloat16",
     "LoRA": f"{LORA} adapter.in_engine=merged",
-    "LoRA beside the weights": f"{LORA} adapter.in_engine=adapter",
+    "LoRA beside the weights": BESIDE,
     "DoRA": "adapter.kind=dora adapter.rank=4",
     "PiSSA": f"{LORA} adapter.init=pissa",
     "FP8 base": f"{LORA} adapter.base=fp8",
-    "sweep": f"sweep.adapters=[{{run.seed:1}},{{run.seed:2}}] {LORA} adapter.in_engine=adapter",
+    "sweep": f'sweep.adapters=[{{"run.seed":1}},{{"run.seed":2}}] {BESIDE}',
     "tp 2": "training.tp=2",
     "pp 2": "training.pp=2",
     "engine of two ranks": "rollout.tp=2",
@@ -124,7 +125,7 @@ def keys_of(names: Sequence[str]) -> list[str] | None:
 
 
 def refusal(names: Sequence[str]) -> str | None:
-    """Return why a combination cannot run: a refusal's sentence, ALTERNATIVES or MORE_RANKS; None if it can."""
+    """Return why a combination cannot run: a sentence, ALTERNATIVES or MORE_RANKS; None if it can."""
     keys = keys_of(names)
     if keys is None:
         return ALTERNATIVES
