@@ -87,6 +87,8 @@ EXAMPLES = {
     "not roles": "roles.train= roles.rollout=",
     "a sweep": "sweep.adapters=[{run.seed:1}] adapter.kind=lora adapter.in_engine=adapter",
     "a teacher": TEACHER,
+    "teacher.self_taught=present|initial": TEACHER,
+    "distillation": "algorithm=distill teacher.self_taught=present",
     "new rows": "agents.environment=game.py:Game agents.on_rewrite=new_row",
     "order of arrival": "agents.environment=game.py:Game agents.order=arrival",
     "adapters in the engine": "adapter.kind=lora adapter.in_engine=adapter",
