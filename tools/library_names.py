@@ -52,6 +52,11 @@ ATTRIBUTES = {
         "kv_caches reload_weights(weights_iterator) lora_manager"
     ),
     "vllm.v1.worker.gpu.sample.logprob": "compute_token_logprobs(logits,token_ids)",
+    "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl": (
+        "forward(layer,query,key,value,kv_cache,attn_metadata,output) "
+        "do_kv_cache_update(layer,key,value,kv_cache,slot_mapping)"
+    ),
+    "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadata": "query_start_loc block_table seq_lens",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",
     "vllm.lora.model_manager.LRUCacheLoRAModelManager": (
         "modules packed_modules lora_index_to_id _registered_adapters activate_adapter(lora_id) "

@@ -85,9 +85,6 @@ EXCLUSIONS = {
         "rollout.carry_over, rollout.longest_first": (
             "generators begin groups in one fixed order, without the end of a step; leave out one of the two"
         ),
-        "teacher.student_share": (
-            "generators respond to every prompt that is drawn; leave it out, or use rollout.carry_over"
-        ),
     },
     "lag": {
         "greedy baselines": (
@@ -118,7 +115,10 @@ EXCLUSIONS = {
             f"renormalises; {WHOLE_DISTRIBUTION}"
         ),
         "learning from the data": f"its responses have no sets of kept tokens; {WHOLE_DISTRIBUTION}",
-        "a teacher": f"the teacher's distribution is over the whole vocabulary; {WHOLE_DISTRIBUTION}",
+        "distillation": f"the teacher's distribution is over the whole vocabulary; {WHOLE_DISTRIBUTION}",
+        "teacher.self_taught=present|initial": (
+            f"the engine kept no tokens for the contexts of the teacher; {WHOLE_DISTRIBUTION}"
+        ),
     },
     "training.router_replay": {
         "not a policy loss": "only policy gradients replay experts; leave out training.router_replay"
@@ -198,7 +198,7 @@ EXCLUSIONS = {
     },
     "model.numerics=bitwise": {
         "not samples": "it compares the trainer with the engine that sampled; use model.numerics=fast",
-        "a teacher, training.router_replay": "its passes do not support it; leave out one of the two",
+        "training.router_replay": "its passes do not support it; leave out one of the two",
         "adapters in the engine": f"vLLM adds B A x in kernels of its own; {MERGED}",
         "adapter.base=fp8": f"routed experts would not be dequantised; {MODEL_BASE}",
         "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls": (

@@ -19,8 +19,8 @@ class Roles:
     lag: Annotated[int, NOT_NEGATIVE] = 1
     """Largest number of versions by which the weights that sampled a token may be older than those that learn
     from it. 0: generators wait for the weights of every step, as in a run without roles. 1: they generate
-    the next batch while the trainers learn from this one. Above 0, a weight of rollout_correction, or
-    rollout_correction.bypass, is required."""
+    the next batch while the trainers learn from this one. Above 0, sets
+    rollout_correction.truncate_tokens to 2 if the section has no other key."""
     granularity: Literal["batch", "turn", "group", "sample"] = "batch"
     """When generators continue. batch: they take new weights and prompts when all samples of the present
     prompts are complete. group and sample: they take new weights between two engine steps, and a further

@@ -25,7 +25,7 @@ from rl.refit.link import Delivery, Link
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
 from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import Sampling, train_sampling
-from rl.rollout.stream_schedule import batch_size
+from rl.rollout.stream_schedule import Batches
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -67,7 +67,7 @@ class GenerationByRoles(Sampler):
         self._dialogues = dialogues
         self._stop = stop
         self._link, self._messages = link, Messages(job().store)
-        self._sampling, self._size = train_sampling(config), batch_size(config)
+        self._sampling, self._batches = train_sampling(config), Batches.of_config(config)
         memory.wait_for_readers = self._wait_for_readers
         self._next_batch = 0
         self._num_learned = 0
@@ -97,7 +97,7 @@ class GenerationByRoles(Sampler):
 
     def begin(self, cursor: Mapping[str, Any]) -> None:
         """Start the generators."""
-        self._first = self._num_learned * self._size
+        self._first = self._batches.first(self._num_learned)
         self._send(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
@@ -114,9 +114,9 @@ class GenerationByRoles(Sampler):
 
         Rank 0 writes.
         """
-        before = self._num_learned * self._size
+        before = self._batches.first(self._num_learned)
         self._num_learned = self._next_batch
-        first = self._num_learned * self._size
+        first = self._batches.first(self._num_learned)
         if dist.get_rank() == 0:
             if self._claims is not None:
                 # A replica may still search in the batches of this step.
@@ -136,7 +136,7 @@ class GenerationByRoles(Sampler):
         to be repeatable, or whose stops wait for samples.
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
-            groups = range(self._num_learned * self._size, self._num_asked * self._size)
+            groups = range(self._batches.first(self._num_learned), self._batches.first(self._num_asked))
             self._send(Complete())
             with self._step.phase("wait_samples", timing="save_checkpoint"):
                 self._receive(lambda: all(group in self._groups for group in groups))
@@ -149,7 +149,7 @@ class GenerationByRoles(Sampler):
         deliveries = [self._groups[group] for group in sorted(self._groups)]
         return {
             "batch": self._num_learned,
-            "batch_size": self._size,
+            "batch_size": self._batches.size,
             "samples_per_prompt": self._sampling.samples_per_prompt,
             "groups": [[each.key, each.source, len(each.samples)] for each in deliveries],
             "samples": pack([sample for delivery in deliveries for sample in delivery.samples]),
@@ -165,9 +165,9 @@ class GenerationByRoles(Sampler):
             self._next_batch = self._num_learned = self._num_asked = state["step"]
             return
         state = state["roles"]
-        if state["batch_size"] != self._size:
+        if state["batch_size"] != self._batches.size:
             raise ConfigError(
-                f"batches have {self._size} prompts (data.prompts_per_step, or with dynamic sampling "
+                f"batches have {self._batches.size} prompts (data.prompts_per_step, or with dynamic sampling "
                 "dynamic_sampling.prompts_per_round), but the checkpoint counts batches of "
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
@@ -182,7 +182,7 @@ class GenerationByRoles(Sampler):
         for key, source, number in state["groups"]:
             (group, _), _ = key
             own = [next(samples) for _ in range(number)]
-            version = self._policy.version + group // self._size - self._num_learned
+            version = self._policy.version + self._batches.of(group) - self._num_learned
             if _oldest(own) >= version - self._config.roles.lag:
                 self._groups[group] = Delivery(key, source, own)
 
@@ -190,15 +190,14 @@ class GenerationByRoles(Sampler):
 
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Return the next batch of the stream, whose prompts the trainers have drawn too."""
-        if len(prompts) != self._size:
+        groups = self._batches.groups(self._next_batch)
+        if len(prompts) != len(groups):
             raise ValueError(
                 f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
-                f"with roles it must be the {self._size} of draw_prompts()."
+                f"with roles it must be the {len(groups)} of draw_prompts()."
             )
         self._send_weights()
         step, number = self._step, self._next_batch
-        first = number * self._size
-        groups = range(first, first + self._size)
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
         purpose = self._purpose(round)
@@ -287,7 +286,7 @@ class GenerationByRoles(Sampler):
                 self._answers[key][delivery.source] = delivery
             return key in self._answers
         group = key[0]
-        is_known = group in self._groups or group < self._num_learned * self._size
+        is_known = group in self._groups or group < self._batches.first(self._num_learned)
         if is_known:
             assert self._claims is not None, f"group {group} was generated twice"
             return False

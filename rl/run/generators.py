@@ -23,7 +23,7 @@ from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling, train_sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import Dialogue, SampleSource
-from rl.rollout.stream_schedule import WAIT_S, StreamSchedule, batch_size
+from rl.rollout.stream_schedule import WAIT_S, Batches, StreamSchedule
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
@@ -153,7 +153,7 @@ class Generators:
     def _window(self) -> int:
         """Return the number of groups that all replicas may hold at a time."""
         roles = self._config.roles
-        return batch_size(self._config) * (1 if roles.granularity == "batch" else roles.lag + 1)
+        return Batches.of_config(self._config).size * (1 if roles.granularity == "batch" else roles.lag + 1)
 
     def _draw(self, number: int) -> list[Prompt]:
         return [self._inputs.prompts[i] for i in self._prompt_order.draw(number)]

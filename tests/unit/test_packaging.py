@@ -155,6 +155,30 @@ def test_both_images_are_the_same():
     assert f"    export {variables[0]}\n" in apptainer.partition("%post")[2]
 
 
+def test_install_cuda_compiles_against_the_installed_headers(tmp_path):
+    log, python, nvcc = tmp_path / "log", tmp_path / "bin" / "python", tmp_path / "cuda" / "bin" / "nvcc"
+    for program in (python, nvcc):
+        program.parent.mkdir(parents=True)
+    python.write_text(
+        '#!/bin/bash\n[ "$1" = -c ] && exec echo /site\n'
+        f'echo "$*; $CPATH; $TORCH_CUDA_ARCH_LIST; $FLASH_ATTN_CUDA_ARCHS; $MAX_JOBS" >>{log}\n'
+    )
+    nvcc.write_text("#!/bin/bash\n")
+    for program in (python, nvcc):
+        program.chmod(0o755)
+    settings = {"VIRTUAL_ENV": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda"), "CPATH": "/own"}
+    settings |= {"CUDA_ARCHS": "9.0;10.0", "MAX_JOBS": "32"}
+    subprocess.run(["bash", ROOT / "tools/install_cuda.sh"], env=os.environ | settings, check=True)
+    pip = "-m pip --disable-pip-version-check"
+    include = "/site/nvidia/cudnn/include:/site/nvidia/nccl/include:/own; 9.0;10.0; 90;100; 32"
+    assert log.read_text().splitlines() == [
+        f"{pip} install .[cuda-build]; /own; ; ; 32",
+        f"{pip} install --no-build-isolation .[cuda,mpi,slurm,test,report]; {include}",
+        f"{pip} install --no-deps --no-build-isolation -e {ROOT}; {include}",
+        f"{pip} check; {include}",
+    ]
+
+
 def test_install_cuda_refuses_an_unknown_part():
     script = ROOT / "tools" / "install_cuda.sh"
     result = subprocess.run(["bash", script, "everything"], capture_output=True, text=True)
