@@ -23,11 +23,13 @@ from pathlib import Path
 
 from rl.config.checks import check
 from rl.config.options import ConfigError
+from rl.config.role_checks import role_ranks
 from rl.config.schema import load_config
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed
 from tests.toy import train, write_config
 
+RANKS = 2
 STEPS = 3
 REPEATED = 0.25
 """Share of the deterministic runs that are repeated."""
@@ -39,6 +41,9 @@ IN_FLIGHT = f"{ROLES} roles.refit_after_steps=4"
 UNSCORED = "reward.function=rl.rewards.exact:score reward.workers=0"
 EXPERTS = "model.path=DIR/experts"
 LORA = "adapter.kind=lora adapter.rank=4"
+ALTERNATIVES = "one key, two values"
+MORE_RANKS = "more ranks than two"
+BESIDE = f"{LORA} adapter.in_engine=adapter adapter.targets=[q_proj,k_proj,v_proj,o_proj]"
 FEATURES = {
     "agents": f"{AGENTS} agents.order=waves",
     "agents by arrival": f"{AGENTS} agents.order=arrival rollout.deterministic=false",
@@ -59,7 +64,7 @@ FEATURES = {
     "spin": f"algorithm=spin {UNSCORED}",
     "distillation": f"algorithm=distill teacher.path=DIR/model {UNSCORED}",
     "teacher": "teacher.path=DIR/model teacher.advantage_coef=0.5",
-    "own teacher": "teacher.self_taught=initial teacher.advantage_coef=0.5",
+    "own teacher": "teacher.self_taught=initial teacher.advantage_coef=0.5 teacher.max_prompt_tokens=256",
     "reference": "objective.kl_coef=0.05",
     "KL in the reward": "objective.reward_kl.coef=0.05",
     "GSPO": "objective.loss=gspo objective.aggregation=seq-mean-token-mean",
@@ -77,11 +82,11 @@ FEATURES = {
     "bitwise numerics": "model.numerics=bitwise",
     "bfloat16": "model.dtype=bfloat16",
     "LoRA": f"{LORA} adapter.in_engine=merged",
-    "LoRA beside the weights": f"{LORA} adapter.in_engine=adapter",
+    "LoRA beside the weights": BESIDE,
     "DoRA": "adapter.kind=dora adapter.rank=4",
     "PiSSA": f"{LORA} adapter.init=pissa",
     "FP8 base": f"{LORA} adapter.base=fp8",
-    "sweep": f"sweep.adapters=[{{run.seed:1}},{{run.seed:2}}] {LORA} adapter.in_engine=adapter",
+    "sweep": f'sweep.adapters=[{{"run.seed":1}},{{"run.seed":2}}] {BESIDE}',
     "tp 2": "training.tp=2",
     "pp 2": "training.pp=2",
     "engine of two ranks": "rollout.tp=2",
@@ -120,15 +125,19 @@ def keys_of(names: Sequence[str]) -> list[str] | None:
 
 
 def refusal(names: Sequence[str]) -> str | None:
-    """Return why a combination cannot run: the sentence of a refusal, or "one key, two values"; else None."""
+    """Return why a combination cannot run: a sentence, ALTERNATIVES or MORE_RANKS; None if it can."""
     keys = keys_of(names)
     if keys is None:
-        return "one key, two values"
+        return ALTERNATIVES
     try:
-        check(load_config(None, ["model.path=m", "data.train=[d]", *keys]), [])
+        config = load_config(None, ["model.path=m", "data.train=[d]", *keys])
+        check(config, [])
+        train_ranks, rollout_ranks = map(len, role_ranks(config, RANKS))
     except ConfigError as error:
         return str(error)
-    return None
+    grid = config.training
+    fits = train_ranks % (grid.tp * grid.pp * grid.ep) == 0 == rollout_ranks % config.rollout.tp
+    return None if fits else MORE_RANKS
 
 
 def draw(number: int, size: int, rng: random.Random, only: Sequence[str] = ()) -> list[tuple[str, ...]]:
@@ -156,12 +165,12 @@ def run(names: Sequence[str], inputs: Path, directory: Path, *, repeats: bool) -
     runs = [directory / "run"] + [directory / "again"] * (repeats and is_deterministic)
     try:
         for where in runs:
-            train(2, config, run=where, timeout=240)
+            train(RANKS, config, run=where, timeout=240)
         points = sorted(path.parent.relative_to(runs[0]) for path in runs[0].rglob("metrics.jsonl"))
         for point in points:
             found = records(runs[0] / point)
-            if len(found) != STEPS:
-                return f"{len(found)} steps"
+            if not found or found[-1]["training/global_step"] != STEPS:
+                return f"{len(found)} records"
             for step in found:
                 if wrong := [name for name, value in step.items() if not _is_finite(value)]:
                     return f"not finite: {', '.join(wrong)}"
@@ -183,13 +192,9 @@ def _is_finite(value: object) -> bool:
 def count_pairs() -> dict[str, int]:
     """Return the number of pairs that are accepted, and refused."""
     refusals = [refusal(pair) for pair in itertools.combinations(FEATURES, 2)]
-    alternatives = sum(said == "one key, two values" for said in refusals)
-    accepted = sum(said is None for said in refusals)
-    return {
-        "accepted": accepted,
-        "refused": len(refusals) - accepted - alternatives,
-        "alternatives of one key": alternatives,
-    }
+    others = {text: refusals.count(text) for text in (ALTERNATIVES, MORE_RANKS)}
+    accepted = refusals.count(None)
+    return {"accepted": accepted, "refused": len(refusals) - accepted - sum(others.values())} | others
 
 
 def main() -> int:

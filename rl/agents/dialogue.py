@@ -17,19 +17,20 @@ after its process has ended, it is executed again from its log (`rl.agents.traje
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl.agents.chat import TooLong
-from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
+from rl.agents.environment import OF_LIMITS, Failure, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import once, to_row
 from rl.agents.replica_environments import Environments
+from rl.agents.session import Session, address_of
 from rl.agents.trajectory import Diverged, Limits, Row, Trajectory, log_of
 from rl.config.schema import Config
 from rl.rollout.events import Abort, Event
@@ -51,53 +52,6 @@ for their environments; the limit bounds the cached prefixes that they hold."""
 
 WAIT_S = 1.0
 """Maximum wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
-
-
-@dataclass
-class Session:
-    """A trajectory with the environment that answers it."""
-
-    start: Start
-    trajectory: Trajectory
-    messages: Messages = field(default_factory=list)
-    """The conversation, as derived from the tokens."""
-    tools: Messages = field(default_factory=list)
-    drives: str = "tools"
-    grammar: str | None = None
-    """Grammar of the turns (`Request.grammar`)."""
-    asked: float = 0.0
-    """Monotonic time of the last request to the environment, or of the last answer to an agent."""
-    is_asked: bool = False
-    """Whether the policy is to give the next turn, or the rest of it; otherwise its environment answers."""
-    running: str = ""
-    """Name of its request in the engine."""
-    reply: Reply | None = None
-    """The environment's answer that has come between two calls."""
-    inbox: "deque[EndpointRequest]" = field(default_factory=deque)
-    """Requests of an agent for turns; the first one is being served."""
-    values: dict[str, float] = field(default_factory=dict)
-    """Numbers that an agent returned."""
-    is_driving: bool = False
-    """Whether it is an agent that runs by itself and has not returned."""
-    is_spent: bool = False
-    """Whether an agent was refused a turn because the trajectory's limits are used up."""
-    is_repeated: bool = False
-    """Whether it repeats a trajectory whose environment was lost with its process."""
-
-    @property
-    def name(self) -> str:
-        """Name for people: that of the prompt in the call, and of the trajectory."""
-        return f"{self.start.group}.{self.start.number}"
-
-    @property
-    def address(self) -> str:
-        return address_of(self.start)
-
-
-def address_of(start: Start) -> str:
-    """Return the name of a sample's session in the pool and at the endpoint; no other open session has it."""
-    draw = start.prompt.draw
-    return f"{start.group}.{start.number}" if draw < 0 else f"draw {draw}.{start.number}"
 
 
 def trajectories(

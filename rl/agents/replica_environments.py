@@ -17,8 +17,8 @@ from rl.data.prompts import end_token_ids
 from rl.rewards.pool.pool import default_workers
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
-    from rl.agents.dialogue import Session
     from rl.agents.endpoint import Endpoint
+    from rl.agents.session import Session
 
 log = logging.getLogger(__name__)
 

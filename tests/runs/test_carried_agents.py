@@ -49,20 +49,26 @@ def test_a_resumed_run_executes_trajectories_again_and_is_exact(toy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [WAVES, ARRIVAL], ids=["waves", "arrival"])
-def test_ten_kills_lose_and_double_no_trajectory(toy, tmp_path, order):
+@pytest.mark.parametrize(
+    "order, stops", [(WAVES, False), (WAVES, True), (ARRIVAL, False)], ids=["waves", "stops", "arrival"]
+)
+def test_ten_kills_lose_and_double_no_trajectory(toy, tmp_path, order, stops):
+    """Or stops in the middle of a generation, whose trajectories are then those of the last checkpoint."""
     steps = (*order, "run.max_steps=8", "checkpoint.every=1")
     calls = range(20, 96 * 8, 70)
     numbers = [random.Random(number).randrange(number, number + 60) for number in calls]
-    kwargs = f"agents.kwargs={{directory: {tmp_path}, kill_at: {numbers}}}"
+    kwargs = f"agents.kwargs={{directory: {tmp_path}, kill_at: {numbers}, stops: {stops}}}"
     config = write_config(tmp_path, toy, *CARRIED, *steps, kwargs)
     ends = 0
     while ends < len(numbers):
         try:
             run_ranks(2, ROOT / "train_rl.py", "--config", config, timeout=300, grace=60)
-            break
+            if not (stop := tmp_path / "run" / "stop").exists():
+                break
+            stop.unlink()
         except RanksFailed:
-            ends += 1
+            assert not stops
+        ends += 1
     assert len(list(tmp_path.glob("killed_*"))) >= 10
     found = count(tmp_path / "run")
     assert found.is_exact and found.steps == 8 and (found.consumed, found.dropped) == (64, 0)
@@ -89,7 +95,11 @@ def test_algorithms_learn_from_carried_trajectories(toy, tmp_path, name):
     config = write_config(tmp_path, toy, *CARRIED, *ARRIVAL, "run.max_steps=4", *ALGORITHMS[name])
     steps = train(2, config)
     assert count(tmp_path / "run").is_exact
-    for step in steps:
-        assert step["actor/grad_norm"] > 0 and step["staleness/max"] <= 2
     assert sum(step["carry_over/groups"] for step in steps) > 0
-    assert steps[-1]["staleness/max"] >= 1 or name in ("failures", "refill")  # games of one turn
+    for step in steps:
+        assert step["staleness/max"] <= 2
+        if "Brittle" in ALGORITHMS[name][0]:  # games of one turn with one reward, most of which fail
+            assert step["agents/failures/error"] > 0
+        else:
+            assert step["actor/grad_norm"] > 0
+    assert steps[-1]["staleness/max"] >= 1 or "Brittle" in ALGORITHMS[name][0]
