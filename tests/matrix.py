@@ -30,6 +30,7 @@ from tests.spawn import ROOT, RanksFailed
 from tests.toy import train, write_config
 
 RANKS = 2
+DATA = ("model.path=m", "data.train=[d]")
 STEPS = 3
 REPEATED = 0.25
 """Share of the deterministic runs that are repeated."""
@@ -130,7 +131,7 @@ def refusal(names: Sequence[str]) -> str | None:
     if keys is None:
         return ALTERNATIVES
     try:
-        config = load_config(None, ["model.path=m", "data.train=[d]", *keys])
+        config = load_config(None, [*DATA, *keys])
         check(config, [])
         train_ranks, rollout_ranks = map(len, role_ranks(config, RANKS))
     except ConfigError as error:

@@ -284,6 +284,21 @@ EXCLUSIONS = {
 """Feature -> features that exclude it, separated by commas -> "reason; remedy"."""
 
 
+_NOT_BUILT = {
+    "roles": "rollout.carry_over, rollout.longest_first",
+    "adapter.base=fp8": "adapter.kind=dora, critic.share_base, a sweep",
+    "adapters in the engine": "adapter.kind=dora",
+    "model.numerics=bitwise": (
+        "training.router_replay, adapters in the engine, adapter.base=fp8, training.ep, rollout.top_p, "
+        "rollout.top_k, rollout.min_p, agents.structured_tool_calls"
+    ),
+    "rollout.carry_over": "rollout.stop",
+    "lag": "samples beside responses",
+}
+NOT_BUILT = {(first, second) for first, row in _NOT_BUILT.items() for second in row.split(", ")}
+"""Pairs that would make sense together, but are not supported; all others of the table are meaningless."""
+
+
 @dataclass(frozen=True)
 class Exclusion:
     """Two features that a run cannot have both."""
