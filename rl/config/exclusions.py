@@ -292,6 +292,8 @@ _NOT_BUILT = {
         "training.router_replay, adapters in the engine, adapter.base=fp8, training.ep, rollout.top_p, "
         "rollout.top_k, rollout.min_p, agents.structured_tool_calls"
     ),
+    "a sweep": "roles, rollout.carry_over, agents, trace.steps",
+    "sampling masks": "run.mode=train_only",
     "rollout.carry_over": "rollout.stop",
     "lag": "samples beside responses",
 }

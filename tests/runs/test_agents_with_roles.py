@@ -22,6 +22,7 @@ def agent_config(toy, tmp_path_factory) -> Path:
     return write_config(directory, toy, *BASE, f"data.val=[{toy}/test.parquet]", *VALIDATE)
 
 
+@pytest.mark.covers("agents", "roles, lag 0")
 def test_lag_0_equals_the_run_without_roles(agent_config, tmp_path):
     train(1, agent_config, WAVES, CORRECT, run=tmp_path / "alone")
     train(2, agent_config, WAVES, *ROLES, "roles.lag=0", run=tmp_path / "split")
@@ -29,6 +30,7 @@ def test_lag_0_equals_the_run_without_roles(agent_config, tmp_path):
     assert_each_prompt_once(tmp_path / "split", consumed=16)
 
 
+@pytest.mark.covers("agents by arrival", "roles, turn")
 def test_turns_in_flight_are_of_one_version(agent_config, tmp_path):
     train(2, agent_config, *ARRIVAL, *ROLES, *IN_FLIGHT, run=tmp_path / "run")
     last = records(tmp_path / "run")[-1]
@@ -38,6 +40,7 @@ def test_turns_in_flight_are_of_one_version(agent_config, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["batch", "turn", "sample"])
+@pytest.mark.covers("agents", "roles")
 def test_kills_of_either_role_change_nothing(agent_config, tmp_path, granularity):
     """Two trainers and two replicas. Trajectories of a killed run that no checkpoint holds begin again."""
     ranks = ("roles.train=0-1", "roles.rollout=2-3", CORRECT)

@@ -28,6 +28,7 @@ CARRIED = (
 WAVES, ARRIVAL = ("agents.order=waves",), ("agents.order=arrival", "rollout.deterministic=false")
 
 
+@pytest.mark.covers("agents", "carry-over")
 def test_a_resumed_run_executes_trajectories_again_and_is_exact(toy, tmp_path):
     """Validations come between the steps, whose trajectories have the numbers of those that wait."""
     validation = (f"data.val=[{toy}/test.parquet]", "validation.every=1", "validation.max_prompts=4")

@@ -69,6 +69,7 @@ def learned(run: Path, *patterns: str) -> list[dict]:
     ]
 
 
+@pytest.mark.covers("roles, lag 0", "critic", "teacher", "reward model")
 def test_all_models_beside_generators_at_lag_0_equal_the_run_without_roles(config, tmp_path):
     """A teacher, a critic, a reward model and a judge, which generates on the ranks that train."""
     (tmp_path / "parse.py").write_text("def parse(text):\n    return len(text) % 5 / 4\n")

@@ -69,6 +69,7 @@ def test_points_are_the_runs_that_they_are_alone(config, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.covers("sweep", "teacher", "reward model", "judge")
 def test_points_share_teacher_reward_model_and_judge(config, toy, tmp_path):
     (tmp_path / "parse.py").write_text("def parse(text):\n    return len(text) % 5 / 4\n")
     judge = dict(

@@ -3,7 +3,7 @@
 import pytest
 
 from rl.config.checks import check
-from rl.config.exclusions import exclusions
+from rl.config.exclusions import NOT_BUILT, exclusions
 from rl.config.features import is_on
 from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
@@ -143,6 +143,10 @@ def test_every_pair_of_the_table_is_refused(pair):
     relation = " requires " if pair.second.startswith("not ") else " cannot be combined with "
     assert relation in sentence and sentence.endswith(f"because {pair.reason}; {pair.remedy}.")
     assert "{" not in sentence.replace("{feedback}", "")
+
+
+def test_what_is_not_built_is_in_the_table():
+    assert NOT_BUILT <= {(pair.first, pair.second) for pair in exclusions()}
 
 
 @pytest.mark.parametrize("first", FEATURES)
