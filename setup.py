@@ -31,7 +31,7 @@ extras = {
     # megatron-core==0.19.2.
     "cpu": ["torch==2.13.0+cpu", "megatron-core==0.16.1", *program],
     # flash-attn and transformer-engine's torch part are compiled against the installed torch: install
-    # `cuda-build` first, then this with --no-build-isolation, as the Dockerfile does.
+    # `cuda-build` first, then this with --no-build-isolation, as tools/install_cuda.sh does.
     "cuda": [
         "torch==2.13.0",
         "vllm==0.32.0",
@@ -77,8 +77,8 @@ extras = {
     "mcp": ["mcp==2.3.0"],
     "openenv": ["websockets==17.4"],  # for the client; openenv-core, which servers run, pins an older pillow
     "verifiers": ["verifiers==0.4.0"],  # pins an older openai: install it in an environment of its own
-    # apex is in no extra: PyPI's `apex` is another project. NVIDIA's is built from source, see the
-    # Dockerfile.
+    # apex is in no extra: PyPI's `apex` is another project. NVIDIA's is built from source by
+    # tools/install_cuda.sh.
 }
 
 setup(

@@ -45,7 +45,7 @@ def main() -> int:
     # torch is imported after the configuration is checked: --help and a typo take a fraction of a second.
     from rl.config.checks import check
     from rl.config.options import ConfigError, parse_command_line, to_yaml
-    from rl.config.schema import Config, load_config
+    from rl.config.schema import Config, derived_keys, load_config
     from rl.config.sweep_checks import load_points
     from rl.run_directory.named_metrics import check_named_metrics
     from rl.runtime.ranks import discover
@@ -64,6 +64,7 @@ def main() -> int:
         points = load_points(command.config, command.overrides) if config.sweep.is_on else []
         warnings = check(config, points)
         check_named_metrics(config, points)
+        derived = derived_keys(command.config, command.overrides)
     except ValueError as error:
         return refuse(error, ranks)
     if command.print_config:
@@ -71,6 +72,8 @@ def main() -> int:
             print(to_yaml(config), end="")
         return 0
     if ranks.rank == 0:
+        for text in derived:
+            print(f"set {text}", file=sys.stderr)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
     if config.run.mode == "score_only":

@@ -13,6 +13,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than half a minute; runs only with --slow")
+    config.addinivalue_line("markers", "covers(*features): runs these features of tests/matrix.py together")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +43,8 @@ from pathlib import Path
 GRACE = 2.0
 """Seconds within which the other ranks may end by themselves after one has failed."""
 ROOT = Path(__file__).resolve().parent.parent
+_ASKS = threading.Lock()
+"""Held from a question to the fork server until its answer, as a test may start several worlds in threads."""
 
 
 class RanksFailed(Exception):
@@ -180,10 +183,11 @@ class _Forked(_Rank):
 
 
 def _ask_fork_server(**request: object):
-    server = _fork_server()
-    assert server.stdin is not None and server.stdout is not None
-    print(json.dumps(request), file=server.stdin, flush=True)
-    answer = server.stdout.readline()
+    with _ASKS:
+        server = _fork_server()
+        assert server.stdin is not None and server.stdout is not None
+        print(json.dumps(request), file=server.stdin, flush=True)
+        answer = server.stdout.readline()
     if not answer:
         raise RuntimeError(f"tests/fork_server.py ended with {server.wait()}")
     return json.loads(answer)

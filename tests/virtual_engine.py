@@ -36,7 +36,7 @@ class VirtualPool:
         self.waiting: set[str] = set()
 
     def open(self, session: str, row: dict, *, alone: bool = False) -> None:
-        assert session not in self.rows and session not in self.closed, session
+        assert session not in self.rows, session
         self.rows[session] = row
         self._reply(session, "reset", None)
 
@@ -47,6 +47,9 @@ class VirtualPool:
     def _reply(self, session: str, kind: str, action) -> None:
         reply = Reply(session, kind, **self._answer(session, self.rows[session], action))
         heapq.heappush(self._due, (self.now + self._delay(), next(self._order), reply))
+
+    def keep(self, session: str, is_kept: bool = True) -> None:
+        assert session in self.rows
 
     def close(self, session: str) -> None:
         del self.rows[session]

@@ -57,6 +57,12 @@ TABLES = {
         configs.add_carry_over_arguments,
         configs.measure_carry_over,
     ),
+    "carried_agents": Table(
+        "Carry-over against synchronous steps, with environments of log-normal times (sigma 1)",
+        "carry-over / synchronous, trajectories per second of whole steps",
+        configs.add_carried_agents_arguments,
+        configs.measure_carried_agents,
+    ),
     "numerics": Table(
         "A GRPO step with model.numerics=bitwise against fast",
         "bitwise / fast, seconds of a step",

@@ -1,13 +1,14 @@
-"""Accept a GPU machine: test, measure and report the whole CUDA path.
+"""Accept a GPU machine: test and measure the program on it, and report the results.
 
-    python tools/gpu_acceptance.py                   all stages; on one GPU about 10 to 15 minutes
-    python tools/gpu_acceptance.py --quick           about 3 minutes
+    python tools/gpu_acceptance.py                   all stages; on one GPU 30 to 40 minutes
+    python tools/gpu_acceptance.py --quick           5 to 8 minutes
     python tools/gpu_acceptance.py --stage speed     one stage again, into the same page
+    python tools/gpu_acceptance.py --from resume     this stage and those after it, into the same page
     python tools/gpu_acceptance.py --rehearse        the same stages on a CPU with tiny sizes
 
-Every stage runs in its own processes with a time limit. The next stage runs even if a stage fails. index.html
-and acceptance.json in --out contain every stage that has run. Exit codes: 0, no stage failed; 1, a stage
-failed; 2, there is no GPU.
+The times are estimates. Every stage runs in its own processes with a time limit below ten minutes. The next
+stage runs even if a stage fails. index.html and acceptance.json in --out contain every stage that has run.
+Exit codes: 0, no stage failed; 1, a stage failed; 2, there is no GPU.
 """
 
 import argparse
@@ -42,12 +43,14 @@ def main(argv: list[str] | None = None) -> int:
         print("error: nvidia-smi lists no GPU; use --rehearse to run on the CPU.", file=sys.stderr)
         return 2
     failed = []
-    for stage in all_stages():
+    names = [stage.name for stage in all_stages()]
+    for stage in all_stages()[names.index(args.from_stage) if args.from_stage else 0 :]:
         if not (stage.name in args.stage if args.stage else stage.runs_in(mode)):
             continue
         engine_ranks = stage.arguments.get("rollout_tp", 1)
-        if stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
-            text = f"this machine has {ranks}; the engine has {engine_ranks} ranks"
+        if ranks < stage.ranks or stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
+            text = f"this machine has {ranks}, and the stage runs {max(2, stage.ranks, engine_ranks)} ranks, "
+            text += "of which NCCL refuses two on one GPU"
             result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
         else:
             result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
@@ -73,6 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     modes.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
     names = [stage.name for stage in all_stages()]
     add("--stage", metavar="NAME", action="append", choices=names, default=[], help=", ".join(names))
+    add("--from", metavar="NAME", choices=names, dest="from_stage", help="begin with this stage")
     add("--out", metavar="DIR", default="runs/acceptance", help="directory of the results (runs/acceptance)")
     return parser.parse_args(argv)
 

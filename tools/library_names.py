@@ -25,17 +25,49 @@ CHECKED = ("vllm", "megatron", "transformer_engine", "torch.cuda", "torch.distri
 ON_CPU = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py")
 """Files that use names of the CPU builds."""
 ATTRIBUTES = {
-    "vllm.v1.engine.llm_engine.LLMEngine": "engine_core model_executor step add_request abort_request",
-    "vllm.v1.engine.core_client.InprocClient": "abort_requests engine_core _finalizer",
-    "vllm.LLM": "llm_engine apply_model sleep wake_up reset_prefix_cache",
+    "vllm.v1.engine.llm_engine.LLMEngine": (
+        "engine_core model_executor output_processor model_config vllm_config step add_request abort_request"
+    ),
+    "vllm.v1.engine.core_client.InprocClient": "abort_requests(request_ids) engine_core _finalizer",
+    "vllm.v1.engine.core.EngineCore": "scheduler",
+    "vllm.v1.core.sched.scheduler.Scheduler": "requests aux_output_connector",
+    "vllm.v1.request.Request": "output_token_ids num_output_tokens",
+    "vllm.v1.engine.output_processor.OutputProcessor": "request_states",
+    "vllm.v1.engine.output_processor.RequestState": "logprobs_processor",
+    "vllm.v1.engine.logprobs.LogprobsProcessor": "logprobs",
+    "vllm.logprobs.FlatLogprobs": "logprobs",
+    "vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector": (
+        "take_output(request,output)"
+    ),
+    "vllm.config.VllmConfig": "aux_output_config",
+    "vllm.LLM": (
+        "llm_engine apply_model(func) sleep(level) wake_up(tags) reset_prefix_cache(reset_running_requests)"
+    ),
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": "driver_worker",
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
     "vllm.v1.worker.gpu_worker.Worker": "model_runner",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "kv_caches reload_weights",
-    "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason",
-    "vllm.outputs.RequestOutput": "request_id outputs finished",
+    # CUDA runs the second model runner, the CPU build a subclass of the first.
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "reload_weights(weights_iterator) lora_manager sampler",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
+        "kv_caches reload_weights(weights_iterator) lora_manager"
+    ),
+    "vllm.v1.worker.gpu.sample.logprob": "compute_token_logprobs(logits,token_ids)",
+    "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl": (
+        "forward(layer,query,key,value,kv_cache,attn_metadata,output) "
+        "do_kv_cache_update(layer,key,value,kv_cache,slot_mapping)"
+    ),
+    "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadata": "query_start_loc block_table seq_lens",
+    "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",
+    "vllm.lora.model_manager.LRUCacheLoRAModelManager": (
+        "modules packed_modules lora_index_to_id _registered_adapters activate_adapter(lora_id) "
+        "remove_adapter(adapter_id)"
+    ),
+    "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason routed_experts sampling_mask",
+    "vllm.outputs.SamplingMask": "token_ids",
+    "vllm.outputs.RequestOutput": "request_id outputs finished prompt_token_ids",
 }
-"""Class -> attributes that the program uses without naming the class."""
+"""Class or module -> what the program uses of it without naming it, with the parameters that it passes or
+whose function it replaces."""
 FORWARDED = {"vllm.LLM": "vllm.EngineArgs"}
 """Callable -> dataclass to which it passes its other keyword arguments."""
 
@@ -80,7 +112,10 @@ def uses(files: list[Path], packages: tuple[str, ...] = CHECKED) -> list[Use]:
     tops = {package.partition(".")[0] for package in packages}
     for owner, names in ATTRIBUTES.items():
         if owner.partition(".")[0] in tops:
-            found += [Use("tools/library_names.py: ATTRIBUTES", f"{owner}.{name}") for name in names.split()]
+            for name, _, parameters in (entry.partition("(") for entry in names.split()):
+                keywords = tuple(filter(None, parameters.rstrip(")").split(",")))
+                place = "tools/library_names.py: ATTRIBUTES"
+                found.append(Use(place, f"{owner}.{name}", 0, keywords, bool(keywords)))
     return found
 
 

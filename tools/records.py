@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-MACHINE = re.compile(r"time$|timing_|perf/")
+MACHINE = re.compile(r"time$|(val-aux/)?(timing_|perf/)")
 """Metrics that depend on the clock, on the host, or on the state of the engine before the step."""
 
 

@@ -10,30 +10,36 @@ next turns then begin together, in the order of their names, so that the result 
 
 An agent that runs by itself (`run`) asks for its turns through the endpoint. Its environment is the agent: a
 turn's completion is sent to it, and its next request or its end is the answer.
+
+A trajectory that continues in a later call keeps its session if the same replica continues it. Otherwise, and
+after its process has ended, it is executed again from its log (`rl.agents.trajectory`).
 """
 
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl.agents.chat import TooLong
-from rl.agents.environment import OF_LIMITS, Failure, Messages, Reply, Run, Score, Step, ToolCalls
+from rl.agents.environment import OF_LIMITS, Failure, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import once, to_row
 from rl.agents.replica_environments import Environments
-from rl.agents.trajectory import Limits, Trajectory
+from rl.agents.session import Session, address_of
+from rl.agents.trajectory import Diverged, Limits, Row, Trajectory, log_of
+from rl.config.schema import Config
 from rl.rollout.events import Abort, Event
-from rl.rollout.samples import Completion, Request
+from rl.rollout.samples import Completion, Request, Sample
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import Dialogue, Start
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
-    from rl.agents.endpoint import Endpoint, EndpointRequest
+    from rl.agents.endpoint import EndpointRequest
 
 log = logging.getLogger(__name__)
 
@@ -48,40 +54,19 @@ WAIT_S = 1.0
 """Maximum wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
 
 
-@dataclass
-class _Session:
-    """A trajectory with the environment that answers it."""
-
-    start: Start
-    trajectory: Trajectory
-    messages: Messages = field(default_factory=list)
-    """The conversation, as derived from the tokens."""
-    tools: Messages = field(default_factory=list)
-    drives: str = "tools"
-    grammar: str | None = None
-    """Grammar of the turns (`Request.grammar`)."""
-    context: np.ndarray | None = None
-    """int32: context of the last turn."""
-    turn: np.ndarray | None = None
-    """int32: tokens of the last turn."""
-    asked: float = 0.0
-    """Monotonic time of the last request to the environment, or of the last answer to an agent."""
-    running: str = ""
-    """Name of its request in the engine."""
-    inbox: "deque[EndpointRequest]" = field(default_factory=deque)
-    """Requests of an agent for turns; the first one is being served."""
-    values: dict[str, float] = field(default_factory=dict)
-    """Numbers that an agent returned."""
-    is_driving: bool = False
-    """Whether it is an agent that runs by itself and has not returned."""
-    is_spent: bool = False
-    """Whether an agent was refused a turn because the trajectory's limits are used up."""
-    is_repeated: bool = False
-    """Whether it repeats a trajectory whose environment was lost with its process."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.trajectory.prompt}.{self.trajectory.number}"
+def trajectories(
+    config: Config,
+    environments: Environments,
+    sampling: Sampling,
+    *,
+    capacity: int,
+    keeps_failed: bool = False,
+) -> "Trajectories":
+    """Return the dialogue of one call. The arguments are those of `Trajectories`."""
+    max_context = config.data.max_prompt_tokens + sampling.max_tokens
+    return Trajectories(
+        environments, sampling, capacity=capacity, max_context=max_context, keeps_failed=keeps_failed
+    )
 
 
 class Trajectories(Dialogue):
@@ -107,15 +92,21 @@ class Trajectories(Dialogue):
         keeps_failed: bool = False,
     ):
         super().__init__()
+        self._environments = environments
         self._config = config = environments.config
         self._pool, self._chat = environments.pool, environments.chat
         self._capacity, self._keeps_failed = capacity, keeps_failed
         self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
-        self._start_endpoint = environments.endpoint
-        self._endpoint: Endpoint | None = None
         self._in_waves = config.order == "waves"
         self._aborts: list[Event] = []
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
+        """The open sessions, by address."""
+        self._requests: dict[str, Session] = {}
+        """Sessions by the names of their requests in the engine."""
+        self._replies: list[Reply] = []
+        """Answers that have come and are not taken yet."""
+        self._wave: list[tuple[Start, list[Sample]]] = []
+        """Trajectories that have ended in a wave that has not."""
         self._unanswered: set[str] = set()
         """Sessions whose environment has not answered."""
         self._resetting: set[str] = set()
@@ -123,18 +114,15 @@ class Trajectories(Dialogue):
         """Requests that have not been given to the engine, by session."""
         size = sampling.samples_per_prompt
         self._next_number: defaultdict[int, int] = defaultdict(lambda: size)
-        """Number of the next trajectory of each group that repeats another one."""
-        attempts = 0 if config.on_failure == "shrink" else (ATTEMPTS - 1) * size
-        self._attempts_left: defaultdict[int, int] = defaultdict(lambda: attempts)
-        self.counts: Counter[str] = Counter()
-        """Sums over the trajectories, by the name of a metric."""
+        """Number of the next trajectory of each group that replaces a failed one."""
+        self._most_numbers = size * (1 if config.on_failure == "shrink" else ATTEMPTS)
         self._running_since = (0, 0)
         """Number of running requests after the last record, and the engine step of that record."""
 
     def close(self) -> None:
         """Close the environments of all trajectories that have not ended."""
-        for name in list(self._sessions):
-            self._close(name)
+        for session in list(self._sessions.values()):
+            self._close(session)
 
     # What the source asks ---------------------------------------------------------------------------------
 
@@ -151,14 +139,23 @@ class Trajectories(Dialogue):
         return has_room or not self._sessions
 
     def start(self, start: Start) -> None:
-        self._open(start, seed_of(start.seed, start.number))
+        self._next_number[start.group] = max(self._next_number[start.group], start.next_number)
+        kept = self._environments.take(address_of(start))
+        if kept is None:
+            self._open(start, log=log_of(start.so_far, start.prompt.token_ids))
+        else:
+            self._resume(kept, start)
 
     def advance(self, num_live: int, step: int) -> list[Event]:
         live, last = self._running_since
-        self.counts["live_steps"] += min(live, self._capacity) * (step - last)
-        self.counts["steps"] += step - last
+        steps = max(step - last, 0)  # another run of the engine begins with step 0
+        self.counts["live_steps"] += min(live, self._capacity) * steps
+        self.counts["steps"] += steps
         self._running_since = num_live, step
-        self._take_replies(0.0)
+        self._take_replies()
+        if not self._is_held(num_live):
+            self.ended += self._wave
+            self._wave = []
         aborts, self._aborts = self._aborts, []
         return aborts
 
@@ -166,7 +163,7 @@ class Trajectories(Dialogue):
         if not self._awaited or num_live or (self._ready and not self._in_waves):
             return False
         started = time.monotonic()
-        self._take_replies(WAIT_S)
+        self._replies += self._pool.poll(WAIT_S)
         self.counts["environments_waited"] += time.monotonic() - started
         return True
 
@@ -174,9 +171,11 @@ class Trajectories(Dialogue):
         if self._is_held(num_live):
             return []
         requests = []
-        for name in sorted(self._ready, key=_order):
-            requests.append(request := self._ready.pop(name))
-            self._sessions[name].running = request.name
+        sessions = (self._sessions[address] for address in self._ready)
+        for session in sorted(sessions, key=lambda session: (session.start.group, session.start.number)):
+            requests.append(request := self._ready.pop(session.address))
+            session.running = request.name
+            self._requests[request.name] = session
         self._running_since = num_live + len(requests), self._running_since[1]
         return requests
 
@@ -190,103 +189,162 @@ class Trajectories(Dialogue):
         return self._unanswered - self._pool.waiting if self._ready else self._unanswered
 
     def receive(self, name: str, completion: Completion) -> None:
-        session = self._sessions.get(name.rpartition(".")[0])
-        if session is None or not session.running:  # its agent has ended
+        session = self._requests.pop(name)
+        if session.running != name:  # its agent has ended
             return
         session.running = ""
-        trajectory = session.trajectory
         if session.inbox and not session.inbox[0].is_learned:
-            asked = session.inbox[0]
-            turn = self._chat.parse(completion.token_ids, asked.tools, trajectory.num_asides)
-            self._answer(session, self._context_of(asked), completion, turn.message)
+            if completion.end != "abort":
+                asked, number = session.inbox[0], session.trajectory.num_asides
+                turn = self._chat.parse(completion.token_ids, asked.tools, number)
+                self._answer(session, self._context_of(asked), completion, turn.message)
             return
-        session.context, session.turn = trajectory.token_ids, completion.token_ids
-        trajectory.take(completion)
-        turn = self._chat.parse(session.turn, session.tools, trajectory.num_turns)
-        session.messages.append(turn.message)
-        if session.drives == "run":
-            self._answer(session, session.context, completion, turn.message)
-        elif session.drives == "step":
-            self._call(session, Step(turn.text))
-        elif turn.tool_calls:
-            self.counts["tool_calls"] += len(turn.tool_calls)
-            self._call(session, ToolCalls(turn.tool_calls))
-        else:
-            self._call(session, Score(session.messages))
+        session.trajectory.take(completion)
+        if completion.end != "abort":
+            self._act(session)
+
+    def suspend(self) -> None:
+        for session in list(self._sessions.values()):
+            prompt_ids = session.start.prompt.token_ids
+            rows = session.trajectory.samples(None, prompt_ids, is_unfinished=True)
+            self.ended.append((session.start, rows))
+            self._forget(session)
+            self._environments.keep(session)
 
     # Trajectories -----------------------------------------------------------------------------------------
 
-    def _open(self, start: Start, seed: int, *, is_repeated: bool = False, alone: bool = False) -> None:
-        """Open a trajectory. seed: of its first turn."""
-        trajectory = Trajectory(start.group, start.number, seed=seed, limits=self._limits)
-        session = _Session(start, trajectory, is_repeated=is_repeated)
-        self._sessions[session.name] = session
-        self._resetting.add(session.name)
-        self._unanswered.add(session.name)
+    def _open(
+        self,
+        start: Start,
+        *,
+        log: Sequence[Row] = (),
+        execution: int = 0,
+        is_repeated: bool = False,
+        alone: bool = False,
+    ) -> None:
+        """Open a trajectory. The arguments are those of `Trajectory` and `Session`."""
+        seed = seed_of(start.seed, start.number)
+        names = start.group, start.number
+        trajectory = Trajectory(*names, seed=seed, limits=self._limits, log=log, execution=execution)
+        session = Session(start, trajectory, is_repeated=is_repeated)
+        self.counts["executed_again"] += bool(log)
+        self._add(session)
+        self._resetting.add(session.address)
+        self._unanswered.add(session.address)
+        self._pool.open(session.address, to_row(start.prompt) | {"seed": start.seed}, alone=alone)
+
+    def _add(self, session: Session) -> None:
+        self._sessions[session.address] = session
         session.asked = time.monotonic()
-        self._pool.open(session.name, to_row(start.prompt) | {"seed": start.seed}, alone=alone)
+
+    def _resume(self, session: Session, start: Start) -> None:
+        """Continue a trajectory of an earlier call."""
+        trajectory = session.trajectory
+        session.start, trajectory.prompt, trajectory.execution = start, start.group, 0
+        self._add(session)
+        if session.inbox and not (session.is_asked and session.inbox[0].is_learned):
+            self._serve(session)
+        elif session.is_asked:
+            self._request(
+                session, trajectory.request(session.inbox[0].max_tokens or 0 if session.inbox else 0)
+            )
+        else:
+            self._unanswered.add(session.address)
+            if not trajectory.rows and not session.is_driving:
+                self._resetting.add(session.address)
+        if session.reply is not None:
+            self._replies.append(session.reply)
+            session.reply = None
+
+    def _restart(self, session: Session, why: object) -> None:
+        """Begin a trajectory again whose environment answers otherwise than in its log."""
+        self.counts["diverged"] += 1
+        log.warning(
+            "trajectory %s starts again from its prompt, because its environment differs: %s",
+            session.name,
+            why,
+        )
+        self._close(session)
+        self._open(session.start, execution=session.trajectory.execution + 1)
 
     def _further(self, start: Start) -> Start:
         """Return a further sample of a group, in place of one whose environment failed."""
         number = self._next_number[start.group]
         self._next_number[start.group] += 1
-        return replace(start, number=number)
+        return replace(start, number=number, so_far=())
 
-    def _call(self, session: _Session, action) -> None:
-        self._unanswered.add(session.name)
+    def _call(self, session: Session, action) -> None:
+        self._unanswered.add(session.address)
         session.asked = time.monotonic()
-        self._pool.call(session.name, action)
+        self._pool.call(session.address, action)
 
-    def _take_replies(self, timeout_s: float) -> None:
-        """Take the answers of environments; wait for the first one for at most `timeout_s`."""
-        replies = self._pool.poll(timeout_s)
-        while self._endpoint is not None and not self._endpoint.requests.empty():
-            request = self._endpoint.requests.get_nowait()
-            asking = self._sessions.get(request.session)
+    def _score(self, session: Session) -> None:
+        """Ask for the score, after the last turn. Raises Diverged if the log has further ones."""
+        if session.trajectory.is_logged:
+            raise Diverged(f"it ended the trajectory after turn {session.trajectory.num_turns}")
+        self._call(session, Score(session.messages))
+
+    def _take_replies(self) -> None:
+        """Take the answers of environments that have come."""
+        replies = [*self._replies, *self._pool.poll()]
+        self._replies = []
+        endpoint = self._environments.endpoint
+        while endpoint is not None and not endpoint.requests.empty():
+            request = endpoint.requests.get_nowait()
+            kept = self._environments.kept.get(request.session)
+            asking = self._sessions.get(request.session, kept)
             # A request that was refused meanwhile may be of an earlier call's trajectory of the same name.
             if asking is not None and not request.reply.done():
                 asking.inbox.append(request)
-                if len(asking.inbox) == 1:
+                if len(asking.inbox) == 1 and asking is not kept:
                     self._serve(asking)
         for reply in replies:
-            if (session := self._sessions.get(reply.session)) is None:
-                continue  # it has failed in a request to the endpoint
-            self._unanswered.discard(reply.session)
-            self._resetting.discard(reply.session)
-            self.counts["environments"] += time.monotonic() - session.asked
-            if reply.kind == "run" and session.is_spent:  # what it raised follows from that
-                self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
-            elif reply.failure:
-                self._fail(session, reply)
-            elif reply.kind == "reset":
-                self._begin(session, reply)
-            elif reply.kind == "score":
-                self._finish(session, reply.values or session.values)
-            elif reply.kind == "run":
-                self._end_agent(session, reply)
-            else:
-                if reply.reward is not None:
-                    session.trajectory.reward_turn(reply.reward)
-                self.counts["tool_errors"] += int(reply.values.get("errors", 0))
-                self._continue(session, reply)
+            if (session := self._sessions.get(reply.session)) is not None:
+                try:
+                    self._take_reply(session, reply)
+                except Diverged as error:
+                    self._restart(session, error)
+            elif (kept := self._environments.kept.get(reply.session)) is not None:
+                kept.reply = reply  # otherwise it has failed in a request to the endpoint
         self._fail_silent_agents()
+
+    def _take_reply(self, session: Session, reply: Reply) -> None:
+        self._unanswered.discard(session.address)
+        self._resetting.discard(session.address)
+        self.counts["environments"] += time.monotonic() - session.asked
+        if reply.kind == "run" and session.is_spent:  # what it raised follows from that
+            self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
+        elif reply.failure:
+            self._fail(session, reply)
+        elif reply.kind == "reset":
+            self._begin(session, reply)
+        elif reply.kind == "score":
+            self._finish(session, reply.values or session.values)
+        elif reply.kind == "run":
+            self._end_agent(session, reply)
+        else:
+            if reply.reward is not None:
+                session.trajectory.reward_turn(reply.reward)
+            if not session.trajectory.is_logged:
+                self.counts["tool_errors"] += int(reply.values.get("errors", 0))
+            self._continue(session, reply)
 
     def _fail_silent_agents(self) -> None:
         """Fail the agents that neither ask for a turn nor return; the pool limits all other calls."""
         limit_s = self._config.timeout_s
         before = time.monotonic() - limit_s
-        for name in sorted(self._unanswered):
-            session = self._sessions[name]
+        for address in sorted(self._unanswered):
+            session = self._sessions[address]
             if session.is_driving and session.asked < before:
                 why = f"the agent asked for no turn for agents.timeout_s={limit_s:g}"
-                self._fail(session, Reply(name, "run", failure=why, cause=Failure.TIME))
+                self._fail(session, Reply(address, "run", failure=why, cause=Failure.TIME))
 
-    def _begin(self, session: _Session, reply: Reply) -> None:
+    def _begin(self, session: Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
         session.messages, session.tools, session.drives = list(reply.messages), reply.tools, reply.drives
         if session.drives == "run":
-            self._endpoint, session.is_driving = self._start_endpoint(), True
-            self._call(session, Run(self._endpoint.base_url, self._endpoint.open(session.name)))
+            endpoint, session.is_driving = self._environments.start_endpoint(), True
+            self._call(session, Run(endpoint.base_url, endpoint.open(session.address)))
             return
         if self._config.structured_tool_calls and session.tools:
             try:
@@ -302,7 +360,7 @@ class Trajectories(Dialogue):
             why = f"a prompt of {length} tokens leaves no room in the {limit} of the engine"
             self._fail(session, replace(reply, failure=why, cause=Failure.PROMPT))
 
-    def _begin_row(self, session: _Session, reply: Reply) -> bool:
+    def _begin_row(self, session: Session, reply: Reply) -> bool:
         """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
         try:
             limit = self._limits.context_tokens
@@ -312,17 +370,18 @@ class Trajectories(Dialogue):
             return False
         return True
 
-    def _continue(self, session: _Session, reply: Reply) -> None:
+    def _continue(self, session: Session, reply: Reply) -> None:
         """Ask for the next turn, after an environment's answer, unless the trajectory has ended."""
         trajectory, before = session.trajectory, list(session.messages)
         session.messages += reply.messages
         if reply.done or trajectory.num_turns >= self._limits.turns:
-            self._call(session, Score(session.messages))
+            self._score(session)
             return
-        assert session.context is not None and session.turn is not None
-        given = self._chat.extend(session.context, session.turn, before, reply.messages, session.tools)
+        assert trajectory.turn is not None
+        context, turn = trajectory.turn
+        given = self._chat.extend(context, turn.token_ids, before, reply.messages, session.tools)
         if given is None:
-            self.counts["rewrites"] += 1
+            self.counts["rewrites"] += not trajectory.is_logged
             if self._config.on_rewrite == "refuse":
                 self._refuse_rewrite(session, reply.kind)
             elif self._begin_row(session, reply):
@@ -330,86 +389,118 @@ class Trajectories(Dialogue):
         elif trajectory.give(given, "tool" if reply.kind == "tools" else "user"):
             self._ask(session)
         else:
-            self._call(session, Score(session.messages))
+            self._score(session)
 
-    def _refuse_rewrite(self, session: _Session, kind: str) -> None:
+    def _refuse_rewrite(self, session: Session, kind: str) -> None:
         """Fail a trajectory whose next turn would not continue its tokens; its environment has not ended."""
         why = (
             f"the conversation after turn {session.trajectory.num_turns} changes earlier tokens, which "
             "agents.on_rewrite=refuse does not allow; use agents.on_rewrite=new_row"
         )
-        self._fail(session, Reply(session.name, kind, failure=why, cause=Failure.REWRITE))
+        self._fail(session, Reply(session.address, kind, failure=why, cause=Failure.REWRITE))
 
-    def _ask(self, session: _Session) -> None:
-        """Make the request of the next turn, or ask for the score if there is no room for a turn."""
-        request = session.trajectory.request()
-        if request is None:
-            self._call(session, Score(session.messages))
+    def _ask(self, session: Session) -> None:
+        """Take the next turn from the log or ask for it, or ask for the score if there is no room for one."""
+        if session.trajectory.replay_turn():
+            self._act(session)
+        elif (request := session.trajectory.request()) is not None:
+            self._request(session, request)
         else:
-            self._ready[session.name] = replace(request, grammar=session.grammar)
+            self._score(session)
 
-    def _finish(self, session: _Session, values: dict[str, float]) -> None:
-        self._close(session.name)
+    def _request(self, session: Session, request: Request) -> None:
+        session.is_asked = True
+        self._ready[session.address] = replace(request, grammar=session.grammar)
+
+    def _act(self, session: Session) -> None:
+        """Give a turn to the environment."""
+        trajectory, is_new = session.trajectory, session.is_asked
+        session.is_asked = False
+        assert trajectory.turn is not None
+        context, completion = trajectory.turn
+        turn = self._chat.parse(completion.token_ids, session.tools, trajectory.num_turns)
+        session.messages.append(turn.message)
+        if session.drives == "run":
+            self._answer(session, context, completion, turn.message)
+        elif session.drives == "step":
+            self._call(session, Step(turn.text))
+        elif turn.tool_calls:
+            self.counts["tool_calls"] += len(turn.tool_calls) * is_new
+            self._call(session, ToolCalls(turn.tool_calls))
+        else:
+            self._score(session)
+
+    def _finish(self, session: Session, values: dict[str, float]) -> None:
+        self._close(session)
         if not values and session.trajectory.rewards:
             values = {"score": sum(session.trajectory.rewards)}
         self.counts["succeeded"] += 1
         self._end(session, values)
 
-    def _end(self, session: _Session, values: dict[str, float]) -> None:
+    def _end(self, session: Session, values: dict[str, float]) -> None:
         """Add the samples of a trajectory that is closed."""
         trajectory = session.trajectory
         samples = trajectory.samples(values or None, session.start.prompt.token_ids)
         rows = [replace(sample, conversation=session.messages) for sample in samples]
-        self.ended.append((session.start, rows))
+        self._note_ended(session.start, rows)
         self.counts["trajectories"] += 1
         self.counts["turns"] += trajectory.num_turns
         self.counts["rows"] += len(samples)
 
-    def _fail(self, session: _Session, reply: Reply) -> None:
+    def _note_ended(self, start: Start, rows: list[Sample]) -> None:
+        """Report a trajectory's end. In waves that is when the wave ends, because schedules act on it."""
+        (self._wave if self._in_waves else self.ended).append((start, rows))
+
+    def _fail(self, session: Session, reply: Reply) -> None:
         """Count a failed trajectory, and score it, sample another one or leave it out."""
         start, group = session.start, session.start.group
         why = once(reply.kind, reply.failure)
         log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
-        self._close(session.name)
+        self._close(session)
         if reply.reopen:
             self.counts["reopened"] += 1
             # A session whose process ended twice while it was idle may have left a thread that ends it.
             alone = reply.reopen == "alone" or session.is_repeated
-            self._open(self._further(start), session.trajectory.seed, is_repeated=True, alone=alone)
+            rows, execution = session.trajectory.log, session.trajectory.execution + 1
+            self._open(start, log=rows, execution=execution, is_repeated=True, alone=alone)
             return
         self.counts[f"failures/{reply.cause}"] += 1
         if self._keeps_failed or self._learns_from(session, reply):
             self._end(session, {"score": 0.0, "failed": 1.0})
-        elif self._attempts_left[group]:
-            self._attempts_left[group] -= 1
-            self.start(self._further(start))
+        elif self._next_number[group] < self._most_numbers:
+            self._open(self._further(start))
         else:
             self.counts["dropped"] += 1
-            self.ended.append((start, []))
+            self._note_ended(start, [])
 
-    def _learns_from(self, session: _Session, reply: Reply) -> bool:
+    def _learns_from(self, session: Session, reply: Reply) -> bool:
         """Return whether a failed trajectory is learned from: the policy's actions exceeded a limit."""
         has_acted = session.trajectory.num_turns > 0
         return self._config.on_failure == "zero" and reply.cause in OF_LIMITS and has_acted
 
-    def _close(self, name: str) -> None:
-        self._stop_agent(self._sessions.pop(name))
+    def _close(self, session: Session) -> None:
+        self._stop_agent(session)
+        self._forget(session)
+        self._pool.close(session.address)
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.address]
+        self._ready.pop(session.address, None)
         for pending in (self._unanswered, self._resetting):
-            pending.discard(name)
-        self._pool.close(name)
+            pending.discard(session.address)
 
     # Agents that run by themselves ------------------------------------------------------------------------
 
-    def _serve(self, session: _Session) -> None:
+    def _serve(self, session: Session) -> None:
         """Make the request of the turn that an agent asks for, or refuse it."""
         from rl.agents.endpoint import Refused
 
         asked, trajectory = session.inbox[0], session.trajectory
-        request, why = None, "no tokens of rollout.max_response_tokens are left"
+        session.is_asked, request, why = False, None, "no tokens of rollout.max_response_tokens are left"
         is_spent = True
         is_bound = self._config.structured_tool_calls and asked.tools
         try:
-            grammar = self._chat.grammar(asked.tools) if is_bound else None
+            session.grammar = self._chat.grammar(asked.tools) if is_bound else None
             if asked.messages is None and asked.token_ids is None:
                 why = "the conversation is longer than any context"
             elif not asked.is_learned:
@@ -419,7 +510,11 @@ class Trajectories(Dialogue):
             elif not self._follow(session, asked):
                 return self._refuse_rewrite(session, "run")
             elif not trajectory.is_cut:
+                if trajectory.replay_turn():
+                    return self._act(session)
                 request = trajectory.request(asked.max_tokens or 0)
+        except Diverged as error:
+            return self._restart(session, error)
         except TooLong as error:
             why = str(error)
         except ValueError as error:  # of the agent's messages, or of a tool's schema
@@ -428,35 +523,34 @@ class Trajectories(Dialogue):
             session.is_spent |= is_spent
             self._reply(session, error=Refused(why))
             return
-        self._unanswered.discard(session.name)
-        self._ready[session.name] = replace(request, grammar=grammar)
+        self._unanswered.discard(session.address)
+        self._request(session, request)
 
-    def _follow(self, session: _Session, asked: "EndpointRequest") -> bool:
+    def _follow(self, session: Session, asked: "EndpointRequest") -> bool:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
         from rl.agents.endpoint import new_messages
 
         session.tools = asked.tools
         trajectory, given, source = session.trajectory, None, "environment"
-        if session.context is not None and session.turn is not None:
+        if trajectory.turn is not None:
+            context, turn = trajectory.turn
             if asked.messages is None:
                 known = trajectory.token_ids
                 if np.array_equal(asked.token_ids[: len(known)], known):
                     given = asked.token_ids[len(known) :]
             elif new := new_messages(session.messages, asked.messages):
                 source = "tool" if new[0]["role"] == "tool" else "user"
-                context = session.context, session.turn
-                given = self._chat.extend(*context, session.messages, new, session.tools)
+                given = self._chat.extend(context, turn.token_ids, session.messages, new, session.tools)
         unread = [] if asked.token_ids is None else self._chat.as_messages(asked.token_ids)
         session.messages = list(asked.messages or unread)
         if given is not None:
             trajectory.give(given, source)
             return True
         if trajectory.rows:
-            self.counts["rewrites"] += 1
+            self.counts["rewrites"] += not trajectory.is_logged
             if self._config.on_rewrite == "refuse":
                 return False
         trajectory.begin_row(self._context_of(asked))
-        session.turn = None
         return True
 
     def _context_of(self, asked: "EndpointRequest") -> np.ndarray:
@@ -465,15 +559,15 @@ class Trajectories(Dialogue):
             return asked.token_ids
         return self._chat.open(asked.messages or [], asked.tools, self._limits.context_tokens)
 
-    def _answer(self, session: _Session, context: np.ndarray, completion: Completion, message: dict) -> None:
+    def _answer(self, session: Session, context: np.ndarray, completion: Completion, message: dict) -> None:
         """Send a turn to the agent that asked for it."""
         from rl.agents.endpoint import EndpointReply
 
-        self._unanswered.add(session.name)
+        self._unanswered.add(session.address)
         turn = completion.token_ids, completion.logprobs, completion.end
         self._reply(session, EndpointReply(context, *turn, message))
 
-    def _reply(self, session: _Session, reply=None, error: Exception | None = None) -> None:
+    def _reply(self, session: Session, reply=None, error: Exception | None = None) -> None:
         """Answer the request that is being served, and serve the next one."""
         future, session.asked = session.inbox.popleft().reply, time.monotonic()
         with suppress(InvalidStateError):  # the agent has closed the connection
@@ -481,33 +575,26 @@ class Trajectories(Dialogue):
         if session.inbox:
             self._serve(session)
 
-    def _end_agent(self, session: _Session, reply: Reply) -> None:
+    def _end_agent(self, session: Session, reply: Reply) -> None:
         """Ask for the score, after an agent has returned."""
         self._stop_agent(session)
         if session.trajectory.num_turns:
             session.values = reply.values
-            self._call(session, Score(session.messages))
+            self._score(session)
         else:
             why = "the agent asked for no turn"
-            self._fail(session, Reply(session.name, "run", failure=why, cause=Failure.IDLE))
+            self._fail(session, Reply(session.address, "run", failure=why, cause=Failure.IDLE))
 
-    def _stop_agent(self, session: _Session) -> None:
+    def _stop_agent(self, session: Session) -> None:
         """End the requests of a session that are not answered."""
-        self._ready.pop(session.name, None)
+        self._ready.pop(session.address, None)
         if session.running:
             self._aborts.append(Abort(session.running))
             session.running = ""
-        if self._endpoint is not None and session.is_driving:
-            self._endpoint.close(session.name)
-            session.is_driving = False
-        session.inbox.clear()
+        self._environments.stop_agent(session)
 
     def describe_wait(self) -> str:
         """Return '12 live, oldest 43 s, 3.1'."""
-        oldest = min(self._unanswered, key=lambda name: self._sessions[name].asked)
-        seconds = time.monotonic() - self._sessions[oldest].asked
-        return f"{len(self._unanswered)} live, oldest {seconds:.0f} s, {oldest}"
-
-
-def _order(name: str) -> tuple[int, ...]:
-    return tuple(map(int, name.split(".")))
+        oldest = min((self._sessions[address] for address in self._unanswered), key=lambda one: one.asked)
+        seconds = time.monotonic() - oldest.asked
+        return f"{len(self._unanswered)} live, oldest {seconds:.0f} s, {oldest.name}"

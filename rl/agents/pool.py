@@ -89,6 +89,8 @@ class _Session:
     started: float | None = None
     """Monotonic time of the request in progress."""
     is_closed: bool = False
+    is_kept: bool = False
+    """Whether it waits for a later phase."""
     loss: dict[str, Any] | None = None
     """Fields of the reply to further requests, after the worker was lost."""
 
@@ -230,6 +232,14 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         if not self._sessions:
             self.failed_starts = 0  # the next phase may try again
 
+    def keep(self, session: str, is_kept: bool = True) -> None:
+        """Note whether a session waits for a later phase. Its process may end earlier (`Reply.reopen`)."""
+        kept = self._sessions[session]
+        kept.is_kept = is_kept
+        if kept.worker is not None:
+            kept.worker.must_retire |= kept.is_alone  # others may need its place
+            self._retire(kept.worker)
+
     def poll(self, timeout_s: float = 0.0) -> list[Reply]:
         """Return the replies that have come; wait at most `timeout_s` for the first one, or until `wake`."""
         deadline = time.monotonic() + timeout_s
@@ -315,10 +325,17 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             del worker.sessions[message["closed"]]
             if message["error"]:
                 log.warning("an environment could not be closed: %s", once("close", message["error"]))
-            if not worker.sessions and worker.must_retire:
-                self.dismiss(worker)
-            elif not worker.sessions:
+            if not worker.sessions and not worker.must_retire:
                 worker.request_sweep()
+        self._retire(worker)
+
+    def _retire(self, worker: EnvironmentWorker) -> None:
+        """End a worker that takes no further session, if those that it has are only kept."""
+        if worker.must_retire and all(session.is_kept for session in worker.sessions.values()):
+            self.dismiss(worker)
+            for session in worker.sessions.values():
+                fields = {"failure": "its process took no further session", "cause": Failure.LOST}
+                self._lose(session, **fields, reopen="alone" if session.is_alone else "shared")
 
     def heard(self, worker: EnvironmentWorker, num_messages: int) -> None:
         worker.send_held()
@@ -333,10 +350,13 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         cause = Failure.START
         if worker.is_ready:
             cause = Failure.LOST if worker.lost or worker.is_disconnected else Failure.TIME
+        may_reopen = cause is not Failure.START and len(worker.sessions) > 1
         for session in worker.sessions.values():
-            is_busy = session.started is not None
-            session.worker, session.loss = None, {"failure": reason, "cause": cause}
-            if cause is not Failure.START and len(worker.sessions) > 1:
-                session.loss["reopen"] = "alone" if is_busy else "shared"
-            if is_busy:
-                self._answer(session, **session.loss)
+            reopen = "shared" if session.started is None else "alone"
+            self._lose(session, failure=reason, cause=cause, reopen=reopen if may_reopen else "")
+
+    def _lose(self, session: _Session, **loss: Any) -> None:
+        """Report the loss of its worker to a session, now if a request is in progress."""
+        session.worker, session.loss = None, loss
+        if session.started is not None:
+            self._answer(session, **loss)

@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from rl.rewards.pool.pool import default_workers
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.agents.endpoint import Endpoint
+    from rl.agents.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +32,50 @@ class Environments:
     chat: Chat
     make_endpoint: "Callable[[], Endpoint]"
     """Starts the server for agents that run by themselves."""
-    _endpoint: "Endpoint | None" = None
+    kept: "dict[str, Session]" = field(default_factory=dict)
+    """Sessions of trajectories that continue in a later call, by address."""
+    endpoint: "Endpoint | None" = None
+    """The server for agents that run by themselves; None until the first one runs."""
 
-    def endpoint(self) -> "Endpoint":
+    def start_endpoint(self) -> "Endpoint":
         """Return the server for agents that run by themselves. The first call starts it."""
-        self._endpoint = self._endpoint or self.make_endpoint()
-        return self._endpoint
+        self.endpoint = self.endpoint or self.make_endpoint()
+        return self.endpoint
+
+    def keep(self, session: "Session") -> None:
+        """Leave a session open for a later call, unless it has no process yet."""
+        if session.address in self.pool.waiting:
+            self.stop_agent(session)
+            self.pool.close(session.address)
+        else:
+            self.kept[session.address] = session
+            self.pool.keep(session.address)
+
+    def take(self, address: str) -> "Session | None":
+        """Return a kept session, which continues; None if there is none."""
+        if (session := self.kept.pop(address, None)) is not None:
+            self.pool.keep(address, False)
+        return session
+
+    def keep_only(self, samples: Collection[tuple[int, int]]) -> None:
+        """Close the kept sessions except those of these samples: (draw of the prompt, number)."""
+        for address, session in list(self.kept.items()):
+            if (session.start.prompt.draw, session.start.number) not in samples:
+                del self.kept[address]
+                self.stop_agent(session)
+                self.pool.close(address)
+
+    def stop_agent(self, session: "Session") -> None:
+        """Refuse the requests of an agent that runs by itself, those in progress and later ones."""
+        if self.endpoint is not None and session.is_driving:
+            self.endpoint.close(session.address)
+        session.is_driving = False
+        session.inbox.clear()
 
     def close(self) -> None:
         """Close the environments and end their processes."""
-        if self._endpoint is not None:
-            self._endpoint.shutdown()
+        if self.endpoint is not None:
+            self.endpoint.shutdown()
         self.pool.shutdown()
 
 

@@ -3,13 +3,17 @@
 A trajectory consists of rows. A row is a context (the prompt) followed by segments, and only grows at its
 end. A conversation whose earlier tokens change continues in a new row, whose context is the whole changed
 conversation.
+
+A trajectory whose environment was lost is executed again from its log, the rows so far: it takes the turns of
+the log instead of asking the engine for them, and compares everything else with the log (`Diverged`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rl.rollout.samples import Completion, Request, Sample, Segment
+from rl.rollout.samples import COLUMNS, Completion, Request, Sample, Segment
 from rl.rollout.sampling import seed_of
 
 
@@ -24,6 +28,10 @@ class Limits:
     """Maximum number of tokens of all rows without their contexts, those of tools included."""
     context_tokens: int
     """Maximum number of tokens of a row with its context, which is the engine's limit."""
+
+
+class Diverged(Exception):
+    """Raised if an environment answers otherwise than in the log; the message says where."""
 
 
 @dataclass
@@ -46,13 +54,25 @@ class Trajectory:
     Args:
         prompt, number: index of the prompt in the call, and of the trajectory among those of the prompt.
         seed: seed of the first turn; that of a later turn follows from it and the turn's number.
+        log: rows of the same trajectory, in whose place this one is executed.
+        execution: number of earlier executions in the call, for the names of requests.
     """
 
-    def __init__(self, prompt: int, number: int, *, seed: int, limits: Limits):
+    def __init__(
+        self,
+        prompt: int,
+        number: int,
+        *,
+        seed: int,
+        limits: Limits,
+        log: Sequence[Row] = (),
+        execution: int = 0,
+    ):
         self.prompt, self.number, self.limits = prompt, number, limits
-        self.seed = seed
+        self.seed, self.execution = seed, execution
         self.rows: list[Row] = []
         self.num_turns = 0
+        """Number of complete turns."""
         self.num_asides = 0
         """Number of requests of `aside`."""
         self.rewards: list[float] = []
@@ -61,11 +81,24 @@ class Trajectory:
         """End of the last turn, as in `Completion`."""
         self.is_cut = False
         """Whether a limit of tokens left no room for another turn."""
+        self._log = log
 
     @property
     def token_ids(self) -> np.ndarray:
         """int32: the present row, which the next turn continues."""
         return self.rows[-1].token_ids
+
+    @property
+    def turn(self) -> tuple[np.ndarray, Completion] | None:
+        """The context of the present row's last complete turn, int32 [C], and its tokens; None without."""
+        segments = self.rows[-1].segments if self.rows else []
+        of_turn = [i for i, s in enumerate(segments) if s.is_sampled and s.turn == self.num_turns - 1]
+        if not of_turn:
+            return None
+        first, last = of_turn[0], of_turn[-1] + 1
+        columns = {name: np.concatenate([getattr(s, name) for s in segments[first:last]]) for name in COLUMNS}
+        context = np.concatenate([self.rows[-1].prompt_ids, *(s.token_ids for s in segments[:first])])
+        return context, Completion(**columns, end=segments[last - 1].end)
 
     @property
     def room(self) -> int:
@@ -74,13 +107,17 @@ class Trajectory:
         return min(self.limits.response_tokens - used, self.limits.context_tokens - len(self.token_ids))
 
     def begin_row(self, token_ids: np.ndarray) -> None:
-        """Begin a row with this context, int32 [P]."""
+        """Begin a row with this context, int32 [P]. Raises Diverged."""
+        if self._next_logged is not None:
+            raise Diverged(f"it changed the conversation after turn {self.num_turns}")
+        if len(self.rows) < len(self._log):
+            self._compare(np.array_equal(self._log[len(self.rows)].prompt_ids, token_ids))
         self.rows.append(Row(token_ids))
 
     def give(self, token_ids: np.ndarray, source: str) -> bool:
         """Append tokens that the policy did not sample; return whether they leave room for another turn.
 
-        If not, nothing is appended: no token that the policy samples would follow them.
+        If not, nothing is appended: no token that the policy samples would follow them. Raises Diverged.
         """
         if len(token_ids) >= self.room:
             self.is_cut = True
@@ -88,22 +125,37 @@ class Trajectory:
         if len(token_ids):
             version = int(self.rows[-1].segments[-1].weight_versions[-1])
             given = Segment.given(token_ids, version=version, turn=self.num_turns, source=source)
+            if self.is_logged:
+                known = self._next_logged
+                self._compare(known is not None and known.digest == given.digest)
             self.rows[-1].segments.append(given)
         return True
 
     def request(self, max_tokens: int = 0) -> Request | None:
-        """Return the request for the next turn, or None if there is no room for one.
+        """Return the request for the next turn, or for the rest of it, or None if there is no room for one.
 
         max_tokens: maximum tokens of this turn, if it is fewer than the limits allow; 0: the limits alone.
+        Raises Diverged if the log has more tokens of the turn.
         """
-        limits = [limit for limit in (self.room, self.limits.turn_tokens, max_tokens) if limit]
         if self.room <= 0:
             self.is_cut = True
             return None
+        begun = self._begun
+        of_turn = [limit - begun for limit in (self.limits.turn_tokens, max_tokens) if limit]
         # A trajectory of one turn is sampled as a response without environment.
         seed = seed_of(self.seed, self.num_turns) if self.num_turns else self.seed
-        name = f"{self.prompt}.{self.number}.{self.num_turns}"
-        return Request(name, self.token_ids.astype(np.int32), seed, min(limits))
+        sampled = [segment for segment in self.rows[-1].segments if segment.is_sampled]
+        left = min([self.room, *of_turn])
+        if left <= 0:
+            raise Diverged(f"turn {self.num_turns + 1} has more tokens than its present limit")
+        return Request(
+            self._name(str(self.num_turns)),
+            self.token_ids.astype(np.int32),
+            seed,
+            left,
+            num_begun=begun,
+            first_version=int(sampled[0].weight_versions[0]) if sampled else None,
+        )
 
     def aside(self, token_ids: np.ndarray, max_tokens: int) -> Request | None:
         """Return a request that is no part of the trajectory, or None if its context leaves no room."""
@@ -112,15 +164,24 @@ class Trajectory:
             return None
         limits = [limit for limit in (room, self.limits.turn_tokens, max_tokens) if limit]
         self.num_asides += 1
-        name = f"{self.prompt}.{self.number}.aside{self.num_asides}"
+        name = self._name(f"aside{self.num_asides}")
         return Request(name, token_ids, seed_of(self.seed, "aside", self.num_asides), min(limits))
 
+    def _name(self, request: str) -> str:
+        """Return the name of a request, which no other execution of the trajectory has used."""
+        again = f"again{self.execution}." if self.execution else ""
+        return f"{self.prompt}.{self.number}.{again}{request}"
+
     def take(self, completion: Completion) -> None:
-        """Append the tokens that the policy sampled in its next turn."""
+        """Append the tokens that the policy sampled in its next turn, or the first ones after an abort."""
         self.is_cut = completion.end == "length" and len(completion.token_ids) >= self.room
-        segments = self.rows[-1].segments
-        segments.append(Segment.of(completion, self.num_turns, segments))
-        self.num_turns, self.end = self.num_turns + 1, completion.end
+        if len(completion.token_ids) or completion.end != "abort":
+            self._append(Segment.of(completion, self.num_turns, self.rows[-1].segments))
+
+    def _append(self, segment: Segment) -> None:
+        self.rows[-1].segments.append(segment)
+        self.end = segment.end
+        self.num_turns += segment.end != "abort"
 
     def reward_turn(self, reward: float) -> None:
         """Note the reward of the last turn."""
@@ -128,21 +189,72 @@ class Trajectory:
         segments = self.rows[-1].segments
         segments[-1] = replace(segments[-1], reward=reward)
 
-    def samples(self, outcome: dict[str, float] | None, prompt_ids: np.ndarray) -> list[Sample]:
+    # The log ----------------------------------------------------------------------------------------------
+
+    @property
+    def log(self) -> Sequence[Row]:
+        """The rows from which the trajectory can be executed again."""
+        return self._log if self.is_logged else self.rows
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the log has more than was executed."""
+        return self._next_logged is not None or len(self.rows) < len(self._log)
+
+    @property
+    def _next_logged(self) -> Segment | None:
+        """The segment of the log that follows in the present row; None if there is none."""
+        row = len(self.rows) - 1
+        if not 0 <= row < len(self._log):
+            return None
+        return next(iter(self._log[row].segments[len(self.rows[row].segments) :]), None)
+
+    @property
+    def _begun(self) -> int:
+        """Number of tokens of a turn that was aborted."""
+        segments = self.rows[-1].segments
+        return sum(len(s.token_ids) for s in segments if s.is_sampled and s.turn == self.num_turns)
+
+    def replay_turn(self) -> bool:
+        """Append the next turn as far as the log has it; return whether it is complete. Raises Diverged."""
+        turn = self.num_turns
+        while self.is_logged and self.num_turns == turn:
+            segment = self._next_logged
+            self._compare(segment is not None and segment.is_sampled and len(segment.token_ids) <= self.room)
+            assert segment is not None
+            self.is_cut = segment.end == "length" and len(segment.token_ids) >= self.room
+            self._append(segment)
+        return self.num_turns > turn
+
+    def _compare(self, is_equal: bool) -> None:
+        if not is_equal:
+            raise Diverged(f"its answer after turn {self.num_turns} differs from the one in the log")
+
+    def samples(
+        self, outcome: dict[str, float] | None, prompt_ids: np.ndarray, *, is_unfinished: bool = False
+    ) -> list[Sample]:
         """Return one sample per row that has tokens of the policy, or one empty sample if no row has any.
 
         outcome: what the environment reports. prompt_ids: those of the prompt, int32 [P].
         """
-        rows = [row for row in self.rows if row.segments] or [Row(prompt_ids)]
+        end = "length" if self.is_cut or self.end == "length" else "stop"
+        rows = self.log if is_unfinished else [row for row in self.rows if row.segments]
         return [
             Sample(
                 self.prompt,
                 self.number,
                 tuple(row.segments),
-                "length" if self.is_cut or self.end == "length" else "stop",
+                "abort" if is_unfinished else end,
                 row=index,
                 prompt_ids=None if np.array_equal(row.prompt_ids, prompt_ids) else row.prompt_ids,
                 outcome=outcome,
             )
-            for index, row in enumerate(rows)
+            for index, row in enumerate(rows or [Row(prompt_ids)])
         ]
+
+
+def log_of(samples: Sequence[Sample], prompt_ids: np.ndarray) -> list[Row]:
+    """Return the rows of an unfinished trajectory (`Trajectory.samples`). prompt_ids: those of the prompt."""
+    begun = [sample for sample in samples if sample.segments or sample.prompt_ids is not None]
+    contexts = [prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in begun]
+    return [Row(context, list(sample.segments)) for context, sample in zip(contexts, begun)]

@@ -25,6 +25,7 @@ import inspect
 import json
 import os
 import queue
+import select
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -101,7 +102,9 @@ class EnvironmentHost(Host):
         threading.Thread(target=receive, daemon=True).start()
         while True:
             await asyncio.sleep(BEAT_S)
-            if any(session.is_busy for session in self._sessions.values()):
+            # Between two phases the pool does not read. A full socket would block every call.
+            can_send = bool(select.select([], [self._work], [], 0)[1])
+            if can_send and any(session.is_busy for session in self._sessions.values()):
                 self.send({"alive": True})
 
     def _dispatch(self, message: tuple[int, str, Any]) -> None:

@@ -14,6 +14,7 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config
 
 MERGED = "use adapter.in_engine=merged"
+JOB_ARRAY = "leave it out, or sweep with a job array"
 MODEL_BASE = "use adapter.base=model"
 WHOLE_DISTRIBUTION = (
     "sample from the whole distribution (rollout.top_p=1, top_k=0, min_p=0), or accept biased ratios by "
@@ -66,7 +67,6 @@ EXCLUSIONS = {
     },
     "rollout.carry_over": {
         "not samples": "it carries over samples to learn from; leave out rollout.carry_over",
-        "agents": "environments of unfinished trajectories end with their step; leave out one of the two",
         "not a loss of older tokens": f"{OLDER}; use algorithm=grpo, dapo, rloo or ppo",
         "greedy baselines": (
             "samples have tokens of older weights, but the greedy response has none; use algorithm=rloo"
@@ -83,11 +83,8 @@ EXCLUSIONS = {
     },
     "roles": {
         "not samples": "generators produce samples to learn from; leave out the section roles",
-        "rollout.carry_over, rollout.longest_first, agents": (
-            "generators produce samples of one turn in one fixed order; leave out one of the two"
-        ),
-        "teacher.student_share": (
-            "generators respond to every prompt that is drawn; leave it out, or use rollout.carry_over"
+        "rollout.carry_over, rollout.longest_first": (
+            "generators begin groups in one fixed order, without the end of a step; leave out one of the two"
         ),
     },
     "lag": {
@@ -119,7 +116,10 @@ EXCLUSIONS = {
             f"renormalises; {WHOLE_DISTRIBUTION}"
         ),
         "learning from the data": f"its responses have no sets of kept tokens; {WHOLE_DISTRIBUTION}",
-        "a teacher": f"the teacher's distribution is over the whole vocabulary; {WHOLE_DISTRIBUTION}",
+        "distillation": f"the teacher's distribution is over the whole vocabulary; {WHOLE_DISTRIBUTION}",
+        "teacher.self_taught=present|initial": (
+            f"the engine kept no tokens for the contexts of the teacher; {WHOLE_DISTRIBUTION}"
+        ),
     },
     "training.router_replay": {
         "not a policy loss": "only policy gradients replay experts; leave out training.router_replay"
@@ -184,10 +184,13 @@ EXCLUSIONS = {
             "with a job array (python -m launch sweep)"
         ),
         "merged adapters": "one engine holds the adapters of all points; set adapter.in_engine=adapter",
-        (
-            "roles, rollout.carry_over, agents, a teacher, reward.model.path, reward.judge.path, "
-            "run.mode=check|rollout_only|score_only|train_only, checkpoint.background, trace.steps"
-        ): "points in one job do not support it; leave it out, or sweep with a job array",
+        "roles": f"generators take the weights of one policy; {JOB_ARRAY}",
+        "rollout.carry_over": f"the end of a point's step would end the generation of all; {JOB_ARRAY}",
+        "agents": f"the points' one call of the engine has no environments; {JOB_ARRAY}",
+        "run.mode=check|rollout_only|score_only|train_only": (
+            f"it examines, stores or replays the samples of one run; {JOB_ARRAY}"
+        ),
+        "trace.steps": f"a trace records the steps of one run, but those of points alternate; {JOB_ARRAY}",
         "logging.prometheus_port": "each point would need a port of its own; leave it out",
         "adapter.init=pissa": "pissa changes the base, which the points share; use adapter.init=zero",
     },
@@ -199,7 +202,7 @@ EXCLUSIONS = {
     },
     "model.numerics=bitwise": {
         "not samples": "it compares the trainer with the engine that sampled; use model.numerics=fast",
-        "a teacher, training.router_replay": "its passes do not support it; leave out one of the two",
+        "training.router_replay": "its passes do not support it; leave out one of the two",
         "adapters in the engine": f"vLLM adds B A x in kernels of its own; {MERGED}",
         "adapter.base=fp8": f"routed experts would not be dequantised; {MODEL_BASE}",
         "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls": (
@@ -279,6 +282,24 @@ EXCLUSIONS = {
     },
 }
 """Feature -> features that exclude it, separated by commas -> "reason; remedy"."""
+
+
+_NOT_BUILT = {
+    "roles": "rollout.carry_over, rollout.longest_first",
+    "adapter.base=fp8": "adapter.kind=dora, critic.share_base, a sweep",
+    "adapters in the engine": "adapter.kind=dora",
+    "model.numerics=bitwise": (
+        "training.router_replay, adapters in the engine, adapter.base=fp8, training.ep, rollout.top_p, "
+        "rollout.top_k, rollout.min_p, agents.structured_tool_calls"
+    ),
+    "a sweep": "roles, rollout.carry_over, agents, trace.steps",
+    "sampling masks": "rollout.carry_over, run.mode=train_only",
+    "training.router_replay=engine": "rollout.carry_over, run.mode=train_only",
+    "rollout.carry_over": "rollout.stop",
+    "lag": "samples beside responses",
+}
+NOT_BUILT = {(first, second) for first, row in _NOT_BUILT.items() for second in row.split(", ")}
+"""Pairs that would make sense together, but are not supported; all others of the table are meaningless."""
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,19 @@ class Roles:
     lag: Annotated[int, NOT_NEGATIVE] = 1
     """Largest number of versions by which the weights that sampled a token may be older than those that learn
     from it. 0: generators wait for the weights of every step, as in a run without roles. 1: they generate
-    the next batch while the trainers learn from this one. Above 0, a weight of rollout_correction, or
-    rollout_correction.bypass, is required."""
-    granularity: Literal["batch", "group", "sample"] = "batch"
+    the next batch while the trainers learn from this one. Above 0, sets
+    rollout_correction.truncate_tokens to 2 if the section has no other key."""
+    granularity: Literal["batch", "turn", "group", "sample"] = "batch"
     """When generators continue. batch: they take new weights and prompts when all samples of the present
     prompts are complete. group and sample: they take new weights between two engine steps, and a further
-    group or sample begins when one ends; the tokens of a sample then come from several versions."""
+    group or sample begins when one ends; the tokens of a sample then come from several versions. turn: as
+    group, but a replica first lets the turns in progress end, so each turn of a trajectory is of one
+    version."""
     cache: Literal["recompute", "keep"] = "recompute"
-    """group and sample: KV cache of samples in progress when new weights arrive. recompute: it is computed
+    """All but batch: KV cache of samples in progress when new weights arrive. recompute: it is computed
     again. keep: the keys and values of older weights are kept."""
     refit_after_steps: Annotated[int, NOT_NEGATIVE] = 64
-    """group and sample with `rollout.deterministic`: number of engine steps from the end of a replica's last
+    """All but batch, with `rollout.deterministic`: number of engine steps from the end of a replica's last
     sample of a batch until it takes the weights that learned from this batch. Best is about the number of
     engine steps during one update of the trainers."""
     min_replicas: Annotated[int, NOT_NEGATIVE] = 0

@@ -49,8 +49,8 @@ class Rollout:
     length is the mean when the prompt was last sampled, so the first epoch keeps its order."""
     carry_over: bool = False
     """End a step when enough groups are complete. Unfinished samples continue in the next step with its
-    weights. A weight of rollout_correction, or rollout_correction.bypass, is required and corrects for their
-    older tokens (docs/asynchrony.md)."""
+    weights (docs/asynchrony.md). It sets rollout_correction.truncate_tokens to 2 if the section has no other
+    key, for their older tokens."""
     oversample: Annotated[float, ONE_TO_TWO] = 1.25
     """carry_over: number of groups with which a step starts, carried ones included, per group on which it
     trains."""

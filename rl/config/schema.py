@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from rl.config import ranges
 from rl.config.adapter import Adapter
 from rl.config.agents import Agents
+from rl.config.consequences import Consequence, consequences
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
-from rl.config.options import build, read
+from rl.config.options import build, flatten, read
 from rl.config.ranges import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -518,13 +519,30 @@ CHECK_SUFFIX = "-check"
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the config from dataclass defaults <- the algorithm's <- the YAML file <- overrides.
+    """Return the config from dataclass defaults <- the algorithm's <- those that follow (`consequences`) <-
+    the YAML file <- overrides.
 
     Raises ConfigError for an unknown key, a wrong type or an unknown algorithm.
     """
+    return resolve(_load(path, overrides)[0])
+
+
+def derived_keys(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
+    """Return a sentence for each key that `load_config` has set because of others."""
+    after, before, found = _load(path, overrides)
+    old, new = flatten(before), flatten(after)
+    return [
+        f"{each.key}={each.value}, because {each.reason}" for each in found if old[each.key] != new[each.key]
+    ]
+
+
+def _load(path: str | None, overrides: Sequence[str]) -> tuple["Config", "Config", list[Consequence]]:
+    """Return the config with and without what follows from it, and what follows."""
     raw = read(path, overrides)
-    named = build(Config, raw).algorithm
-    return resolve(build(Config, raw, describe(named).defaults))
+    defaults = dict(describe(build(Config, raw).algorithm).defaults)
+    before = build(Config, raw, defaults)
+    found = list(consequences(before))
+    return build(Config, raw, defaults | {each.key: each.value for each in found}), before, found
 
 
 def resolve(config: Config) -> Config:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rl.config.options import ConfigError, flatten, last, listed, nearest_keys, parent, show
 from rl.config.point_names import name_of, override, short_names
+from rl.config.run_models import run_models
 from rl.config.schema import Config, algorithm_of, load_config
 from rl.config.sweep import Sweep
 
@@ -85,6 +86,12 @@ def check_points(config: Config, points: Sequence[Config]) -> None:
             raise ConfigError(
                 f"point {point.run.name} of sweep.adapters: algorithm={point.algorithm} trains a second "
                 f"model ({', '.join(own)}); sweep over it with a job array."
+            )
+        if other := (run_models(point).keys() ^ run_models(config).keys()) - OWN_MODELS:
+            raise ConfigError(
+                f"point {point.run.name} of sweep.adapters: algorithm={point.algorithm} and the run's own "
+                f"algorithm={config.algorithm} differ in models that all points share "
+                f"({', '.join(sorted(other))}); use one of the two, or sweep with a job array."
             )
         kinds[frozenset(needs & {"samples", "responses", "pairs", "labels"})] = point
     if len(kinds) > 1:

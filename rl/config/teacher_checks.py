@@ -50,10 +50,11 @@ def _check_shares(config: Config) -> None:
             f"teacher.student_share={teacher.student_share} and teacher.teacher_share="
             f"{teacher.teacher_share} are more than 1 together; lower one of them."
         )
-    if config.rollout.carry_over and teacher.student_share * prompts < 1 - 1e-6:
+    in_every_step = config.rollout.carry_over or config.roles.is_on
+    if in_every_step and teacher.student_share * prompts < 1 - 1e-6:
         raise ConfigError(
             f"teacher.student_share={teacher.student_share} of data.prompts_per_step={prompts} leaves steps "
-            "without a prompt for the policy, but rollout.carry_over continues its samples in each; use "
+            "without a prompt for the policy, which generates in each with roles or rollout.carry_over; use "
             f"{1 / prompts:g} or more."
         )
     if teacher.teacher_share and len(teacher.paths) != 1:

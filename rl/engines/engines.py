@@ -1,7 +1,9 @@
 """The models of a run on this rank: those of the training grid and those that generate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rl.config.adapter import Adapter
 from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, needs_engine, needs_reward
 from rl.engines.inputs import Inputs
@@ -118,10 +120,19 @@ def offload_of(config: Config, device: Device) -> str:
     return config.training.offload
 
 
-def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *, generate: bool) -> Engines:
+def build_engines(
+    config: Config,
+    inputs: Inputs,
+    grid: Grid,
+    device: Device,
+    *,
+    generate: bool,
+    adapters: Sequence[Adapter] = (),
+) -> Engines:
     """Build all models that the configuration needs. Collective over the world.
 
-    generate: also build the models that generate or score; with roles, those that score.
+    generate: also build the models that generate or score; with roles, those that score. adapters: see
+    `build_rollout`.
     """
     check_device(config, device)
     engines, away = Engines({}), offload_of(config, device)
@@ -141,7 +152,7 @@ def build_engines(config: Config, inputs: Inputs, grid: Grid, device: Device, *,
         engines.offload(weights=away == "all")
     start_up.mark("trainer")
     if generate and needs_engine(config) and not config.roles.is_on:
-        engines.generating["policy"] = build_rollout(config, device)
+        engines.generating["policy"] = build_rollout(config, device, adapters=adapters)
     frozen = frozen_engines(config) if generate else {}
     if frozen and engines.rollout is not None:
         engines.rollout.sleep()

@@ -29,11 +29,11 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
     if base_of is not None:
         assert config.adapter.init != "pissa", "PiSSA changes the weights of another model"
         parts.append(SharedBase(base_of))
+    if needs_sampling_masks(config) and (model.name == "policy" or model.is_teacher):
+        parts.append(MaskedSampling())
     if model.name == "policy":
         if config.training.router_replay != "none":
             parts.append(RouterReplay(config.training.router_replay))
-        if needs_sampling_masks(config):
-            parts.append(MaskedSampling())
         if uses_teacher(config):
             parts.append(TeacherTargets())
     if model.has_adapters:

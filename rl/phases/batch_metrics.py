@@ -134,6 +134,8 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
     agents/tool_errors              calls answered with an error message
     agents/failures/<cause>         failed trajectories (`rl.agents.environment.Failure`)
     agents/reopened                 trajectories repeated because their process ended with others in it
+    agents/diverged                 trajectories that began again because their environment differed
+    perf/executed_again             trajectories executed again from their log
     agents/dropped                  trajectories that are missing in their groups
     agents/rewrites                 turns after which the template changed earlier tokens
     agents/occupancy                mean over the engine steps of (running requests / capacity)
@@ -146,6 +148,8 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
             metrics[f"agents/{name}"] = value / max(counts["trajectories"], 1)
         elif name in ("environments", "environments_waited"):
             metrics[f"timing_s/{name}"] = value
+        elif name == "executed_again":
+            metrics[f"perf/{name}"] = value
         elif name not in ("live_steps", "steps", "trajectories", "succeeded"):
             metrics[f"agents/{name}"] = value
     return metrics

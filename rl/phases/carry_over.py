@@ -22,16 +22,14 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.dialogues import Dialogues
 from rl.phases.generation import Generation
 from rl.phases.step_record import StepRecord
-from rl.rollout.batches import batch_of
-from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, quota_of, samples_of
+from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, samples_of, work_of
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
-from rl.rollout.single_turn import SingleTurn
-from rl.rollout.source import SampleSource
 from rl.run_directory.consumed import FILE_NAME, append_consumed
-from rl.stopping.requests import StopRequests
+from rl.stopping.requests import StepAborted, StopRequests
 
 
 class CarryOver(Generation):
@@ -50,10 +48,11 @@ class CarryOver(Generation):
         engines: Engines,
         memory: MemorySharing,
         stop: StopRequests | None,
+        dialogues: Dialogues | None = None,
         *,
         prompts: Sequence[Prompt],
     ):
-        super().__init__(config, step, engines, memory, stop)
+        super().__init__(config, step, engines, memory, stop, dialogues)
         self._prompts, self._sampling = prompts, train_sampling(config)
         self.frontier = Frontier()
         """The carried groups; a checkpoint stores it."""
@@ -86,7 +85,7 @@ class CarryOver(Generation):
             due = {i for i, group in enumerate(unfinished) if group.oldest < oldest_allowed}
         num_missing = self._num_wanted - len(complete)
         if num_missing > 0 or due:
-            unfinished = extend(unfinished, self._continue(unfinished, due, num_missing))
+            unfinished = extend(unfinished, self._continue(unfinished, due, num_missing, round))
             complete += [group for group in unfinished if not group.unfinished]
         complete.sort(key=lambda group: (group.oldest, group.prompt.draw))
         taken = complete[: self._num_wanted]
@@ -96,41 +95,48 @@ class CarryOver(Generation):
         self._consumed += taken
         self._dropped += [group for group in rest if group.oldest < oldest_allowed]
         self._log_metrics()
-        ids, owners = [g.prompt.token_ids for g in taken], [g.prompt for g in taken]
-        n = config.samples_per_prompt
-        return self._noted(batch_of(samples_of(taken), ids, prompts=owners, samples_per_prompt=n))
+        held = (group for group in kept if group.holder == dist.get_rank())
+        self._dialogues.keep_only({(group.prompt.draw, n) for group in held for n in group.unfinished})
+        owners = [group.prompt for group in taken]
+        return self._noted(self._dialogues.batch(samples_of(taken), owners, self._sampling, timing="gen"))
 
-    def _continue(self, groups: list[Group], due: set[int], num_missing: int) -> list[Sample]:
+    def _continue(self, groups: list[Group], due: set[int], num_missing: int, round: int) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
-        engine, sampling = self._engine, self._sampling
+        engine, sampling, dialogues = self._engine, self._sampling, self._dialogues
         contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]
         seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]
 
         def generate(progress, interrupt) -> list[Sample] | None:
-            schedule = QuotaSchedule(
-                groups,
-                due,
+            is_fixed = self._config.rollout.deterministic or dialogues.is_fixed
+            queue, quota = work_of(engine, groups, due, num_missing, holds=dialogues.holds, is_fixed=is_fixed)
+            schedule = QuotaSchedule(groups, due, sampling, seeds, queue=queue, quota=quota)
+            is_whole = dialogues.run(
+                engine,
+                schedule,
                 sampling,
-                seeds,
-                queue=engine.queue(len(groups)),
-                quota=quota_of(engine, len(groups), due, num_missing),
+                num_prompts=len(groups),
+                purpose=self._purpose(round),
+                timing="gen",
+                progress=progress,
+                interrupt=interrupt,
             )
-            capacity = engine.capacity(len(groups), sampling.samples_per_prompt)
-            source = SampleSource(schedule, SingleTurn(sampling, capacity=capacity), progress=progress)
-            is_whole = engine.run(source if engine.leads else None, sampling, interrupt=interrupt)
             return schedule.samples if is_whole else None
 
-        total = num_missing * sampling.samples_per_prompt
-        return self.run(contexts, generate, total=total, timing="gen")
+        try:
+            total = num_missing * sampling.samples_per_prompt
+            return self.run(contexts, generate, total=total, timing="gen")
+        except StepAborted:
+            dialogues.keep_only(())  # they may be ahead of the frontier
+            raise
 
     def _log_metrics(self) -> None:
         groups = self.frontier.groups
-        started = [group.samples[i] for group in groups for i in group.unfinished]
-        lengths = [len(sample.token_ids) for sample in started if len(sample.token_ids)]
+        started = [row for group in groups for row in group.samples if row.is_unfinished]
+        lengths = [len(row.token_ids) for row in started if len(row.token_ids)]
         self._step.metrics |= {
             "carry_over/groups": len(groups),
             "carry_over/complete_groups": sum(not group.unfinished for group in groups),
-            "carry_over/samples": len(lengths),
+            "carry_over/samples": sum(not row.row for row in started if len(row.token_ids)),
             "carry_over/tokens": sum(lengths),
             "carry_over/dropped_groups": len(self._dropped),
         }
@@ -182,10 +188,11 @@ class CarryOver(Generation):
                 "data.train, the chat template and the data.* keys of the saved run."
             ) from error
         n = self._config.rollout.samples_per_prompt
-        if any(len(group.samples) != n for group in frontier.groups):
+        if any(len({sample.number for sample in group.samples}) != n for group in frontier.groups):
             raise ConfigError(
                 f"rollout.samples_per_prompt={n}, but the checkpoint holds unfinished groups of another "
                 "size; resume with the value of the saved run."
             )
-        groups = (group.within(self._sampling.max_tokens) for group in frontier.groups)
+        limit = self._sampling.max_tokens
+        groups = (self._dialogues.within(group, limit) for group in frontier.groups)
         self.frontier = replace(frontier, groups=tuple(groups))

@@ -14,12 +14,13 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.phases.dialogues import Dialogues
 from rl.phases.sampler import Sampler
 from rl.phases.step_record import StepRecord
-from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
-from rl.rollout.queue import greedy_idle, idle_shares
+from rl.rollout.queue import OrderedQueue, greedy_idle, idle_shares
+from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
 from rl.runtime import tracing
@@ -43,6 +44,7 @@ class Generation(Sampler):
 
     Args:
         stop: requests that may abort a generation; None if none may.
+        dialogues: how its samples proceed; None: as responses of one turn.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Generation(Sampler):
         engines: Engines,
         memory: MemorySharing,
         stop: StopRequests | None,
+        dialogues: Dialogues | None = None,
     ):
         super().__init__(config, step, engines.policy)
+        self._dialogues = dialogues or Dialogues()
         self._engines, self._memory, self._stop = engines, memory, stop
 
     def sample(
@@ -65,11 +69,27 @@ class Generation(Sampler):
         timing: str = "gen",
         order: Sequence[int] | None = None,
     ) -> Batch:
-        engine, seeds = self._engine, self._seeds(purpose, len(prompts))
-        ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
-        generate = partial(engine.generate, ids, sampling, seeds, order=order)
-        samples = self.run(ids, generate, total=len(ids) * n, timing=timing)
-        return batch_of(samples, ids, prompts=prompts, samples_per_prompt=n)
+        engine, dialogues, seeds = self._engine, self._dialogues, self._seeds(purpose, len(prompts))
+        ids = [prompt.token_ids for prompt in prompts]
+
+        def generate(progress, interrupt) -> list[Sample] | None:
+            queue = engine.queue(len(prompts), is_fixed=dialogues.is_fixed)
+            ordered = queue if order is None else OrderedQueue(queue, order)
+            schedule = QueueSchedule(prompts, sampling, seeds, queue=ordered)
+            is_whole = dialogues.run(
+                engine,
+                schedule,
+                sampling,
+                num_prompts=len(prompts),
+                purpose=purpose,
+                timing=timing,
+                progress=progress,
+                interrupt=interrupt,
+            )
+            return schedule.samples if is_whole else None
+
+        samples = self.run(ids, generate, total=len(ids) * sampling.samples_per_prompt, timing=timing)
+        return dialogues.batch(samples, prompts, sampling, timing=timing)
 
     @property
     def _engine(self) -> RolloutEngine:

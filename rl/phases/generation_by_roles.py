@@ -1,6 +1,7 @@
 """Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,15 @@ from rl.data.held import BytesMoved
 from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
+from rl.phases.dialogues import Dialogues
 from rl.phases.sampler import Sampler
 from rl.phases.step_record import StepRecord
 from rl.refit.link import Delivery, Link
 from rl.rollout import held_parts
-from rl.rollout.batches import batch_of
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
 from rl.rollout.samples import Sample, pack
 from rl.rollout.sampling import Sampling, train_sampling
-from rl.rollout.stream_schedule import batch_size
+from rl.rollout.stream_schedule import Batches
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -48,6 +49,7 @@ class GenerationByRoles(Sampler):
 
     Args:
         stop: requests that may abort the wait for a batch; None if none may.
+        dialogues: makes batches of the samples.
     """
 
     varies_limits = True
@@ -61,11 +63,13 @@ class GenerationByRoles(Sampler):
         stop: StopRequests | None,
         *,
         link: Link,
+        dialogues: Dialogues,
     ):
         super().__init__(config, step, policy)
+        self._dialogues = dialogues
         self._stop = stop
         self._link, self._messages = link, Messages(job().store)
-        self._sampling, self._size = train_sampling(config), batch_size(config)
+        self._sampling, self._batches = train_sampling(config), Batches.of_config(config)
         memory.wait_for_readers = self._wait_for_readers
         self._next_batch = 0
         self._num_learned = 0
@@ -73,11 +77,13 @@ class GenerationByRoles(Sampler):
         self._num_asked = 0
         """Number of batches that the generators may begin."""
         self._groups: dict[int, Delivery] = {}
-        """Groups that have arrived and are not learned from, by number."""
+        """Groups that have arrived and are not learned from, by number. The key of a delivery is (its number
+        and the fingerprint of its prompt, or the name of a `Generate`; `Dialogue.counts` since the delivery
+        before)."""
         self._taken: list[tuple[int, int]] = []
         """(group, index of its prompt) of the groups of this step."""
-        self._answers: dict[str, dict[int, list[Sample]]] = {}
-        """Samples of a `Generate` by the rank of the replica's leader, by the message's name."""
+        self._answers: dict[str, dict[int, Delivery]] = {}
+        """Answers to a `Generate` by the rank of the replica's leader, by the message's name."""
         self._claims = None
         self._first = 0
         """Number of the first group of this start."""
@@ -93,7 +99,7 @@ class GenerationByRoles(Sampler):
 
     def begin(self, cursor: Mapping[str, Any]) -> None:
         """Start the generators."""
-        self._first = self._num_learned * self._size
+        self._first = self._batches.first(self._num_learned)
         self._send(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
@@ -112,9 +118,9 @@ class GenerationByRoles(Sampler):
 
         Rank 0 writes.
         """
-        before = self._num_learned * self._size
+        before = self._batches.first(self._num_learned)
         self._num_learned = self._next_batch
-        first = self._num_learned * self._size
+        first = self._batches.first(self._num_learned)
         if dist.get_rank() == 0:
             if self._claims is not None:
                 # A replica may still search in the batches of this step.
@@ -134,7 +140,7 @@ class GenerationByRoles(Sampler):
         to be repeatable, or whose stops wait for samples.
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
-            groups = range(self._num_learned * self._size, self._num_asked * self._size)
+            groups = range(self._batches.first(self._num_learned), self._batches.first(self._num_asked))
             self._send(Complete())
             with self._step.phase("wait_samples", timing="save_checkpoint"):
                 self._receive(lambda: all(group in self._groups for group in groups))
@@ -148,8 +154,9 @@ class GenerationByRoles(Sampler):
         samples, _ = held_parts.collect(samples, [0] * len(samples), self._step.device.torch)
         return {
             "batch": self._num_learned,
-            "batch_size": self._size,
-            "groups": [[*each.key, each.source, len(each.samples)] for each in deliveries],
+            "batch_size": self._batches.size,
+            "samples_per_prompt": self._sampling.samples_per_prompt,
+            "groups": [[each.key, each.source, len(each.samples)] for each in deliveries],
             "samples": pack(samples, held=dist.get_rank() == 0),
         }
 
@@ -163,50 +170,51 @@ class GenerationByRoles(Sampler):
             self._next_batch = self._num_learned = self._num_asked = state["step"]
             return
         state = state["roles"]
-        if state["batch_size"] != self._size:
+        if state["batch_size"] != self._batches.size:
             raise ConfigError(
-                f"batches have {self._size} prompts (data.prompts_per_step, or with dynamic sampling "
+                f"batches have {self._batches.size} prompts (data.prompts_per_step, or with dynamic sampling "
                 "dynamic_sampling.prompts_per_round), but the checkpoint counts batches of "
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
         samples = iter(self._loaded(state["samples"]))
-        for group, prompt, source, number in state["groups"]:
-            if number != self._sampling.samples_per_prompt:
-                raise ConfigError(
-                    f"rollout.samples_per_prompt={self._sampling.samples_per_prompt}, but the checkpoint "
-                    f"holds a group of {number} samples; resume with that of the saved run."
-                )
+        n = self._sampling.samples_per_prompt
+        if state["groups"] and state["samples_per_prompt"] != n:
+            raise ConfigError(
+                f"rollout.samples_per_prompt={n}, but the checkpoint holds groups of "
+                f"{state['samples_per_prompt']} samples; resume with that of the saved run."
+            )
+        for key, source, number in state["groups"]:
+            (group, _), _ = key
             own = [next(samples) for _ in range(number)]
-            version = self._policy.version + group // self._size - self._num_learned
+            version = self._policy.version + self._batches.of(group) - self._num_learned
             if _oldest(own) >= version - self._config.roles.lag:
-                self._groups[group] = Delivery((group, prompt), source, own)
+                self._groups[group] = Delivery(key, source, own)
 
     # Generation -------------------------------------------------------------------------------------------
 
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Return the next batch of the stream, whose prompts the trainers have drawn too."""
-        if len(prompts) != self._size:
+        groups = self._batches.groups(self._next_batch)
+        if len(prompts) != len(groups):
             raise ValueError(
                 f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
-                f"with roles it must be the {self._size} of draw_prompts()."
+                f"with roles it must be the {len(groups)} of draw_prompts()."
             )
         self._send_weights()
         step, number = self._step, self._next_batch
-        first = number * self._size
-        groups = range(first, first + self._size)
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
         purpose = self._purpose(round)
         self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
         ids = [prompt.token_ids for prompt in prompts]
 
-        def receive(bar, interrupt: Interrupt) -> list[Sample]:
+        def receive(bar, interrupt: Interrupt) -> list[Delivery]:
             self._receive(lambda: all(group in self._groups for group in groups), bar, interrupt)
             self._check_groups(groups, ids)
             self._next_batch += 1
             self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
-            return [sample for group in groups for sample in self._groups[group].samples]
+            return [self._groups[group] for group in groups]
 
         return self._awaited(receive, prompts, self._sampling, timing="gen")
 
@@ -220,37 +228,37 @@ class GenerationByRoles(Sampler):
         order: Sequence[int] | None = None,
     ) -> Batch:
         self._send_weights()
-        ids = [prompt.token_ids for prompt in prompts]
-        seeds = self._seeds(purpose, len(prompts))
+        version = self._policy.version
+        seeds, keeps_failed = self._seeds(purpose, len(prompts)), timing == "testing"
 
-        def receive(bar, interrupt: Interrupt) -> list[Sample]:
-            samples: list[Sample] = []
+        def receive(bar, interrupt: Interrupt) -> list[Delivery]:
+            found: list[Delivery] = []
             places = list(range(len(prompts)))
             while places:  # again only if a replica has died
-                asked = [ids[place] for place in places], sampling, [seeds[place] for place in places]
-                answers = self._generate(*asked, bar, interrupt)
-                found = [replace(s, prompt=places[s.prompt]) for s in answers]
-                samples += found
-                places = sorted({*places} - {sample.prompt for sample in found})
-            return samples
+                own = [self._dialogues.sent(prompts[place]) for place in places]
+                own_seeds = [seeds[place] for place in places]
+                message = Generate(self._step.number, version, own, sampling, own_seeds, keeps_failed)
+                for answer in self._generate(message, bar, interrupt):
+                    samples = [replace(s, prompt=places[s.prompt]) for s in answer.samples]
+                    found.append(answer._replace(samples=samples))
+                places = sorted({*places} - {s.prompt for answer in found for s in answer.samples})
+            return found
 
         return self._awaited(receive, prompts, sampling, timing=timing)
 
-    def _generate(
-        self, ids: list[np.ndarray], sampling: Sampling, seeds: list[int], bar, interrupt: Interrupt
-    ) -> list[Sample]:
-        """Ask for samples of these prompts; return those of the replicas that live."""
-        name = self._send(Generate(self._step.number, self._policy.version, ids, sampling, seeds))
+    def _generate(self, message: Generate, bar, interrupt: Interrupt) -> list[Delivery]:
+        """Ask for samples; return the answers of the replicas that live."""
+        name = self._send(message)
         answers = self._answers[name] = {}
         self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, interrupt)
         del self._answers[name]
         if dist.get_rank() == 0:
             self._messages.remove(name)
-        return [sample for own in answers.values() for sample in own]
+        return list(answers.values())
 
     def _awaited(
         self,
-        receive: Callable[[Any, Interrupt], list[Sample]],
+        receive: Callable[[Any, Interrupt], list[Delivery]],
         prompts: list[Prompt],
         sampling: Sampling,
         *,
@@ -259,7 +267,10 @@ class GenerationByRoles(Sampler):
         """Return the samples of `receive` as a batch, and log for how long they were awaited."""
         ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
         with self._call("wait_samples", ids, len(ids) * n, timing, self._stop) as (bar, interrupt):
-            return batch_of(receive(bar, interrupt), ids, prompts=prompts, samples_per_prompt=n)
+            found = receive(bar, interrupt)
+        counts = sum((Counter(delivery.key[1]) for delivery in found), Counter[str]())
+        samples = [sample for delivery in found for sample in delivery.samples]
+        return self._dialogues.batch(samples, prompts, sampling, timing=timing, counts=counts)
 
     def _receive(self, done: Callable[[], bool], bar=None, interrupt: Interrupt = None) -> None:
         """Take what the generators send until `done`. Raises StepAborted after a stop request."""
@@ -274,12 +285,13 @@ class GenerationByRoles(Sampler):
 
     def _keep(self, delivery: Delivery) -> bool:
         """Keep a delivery; return False if it is not needed, because a replica seemed to have died."""
-        if isinstance(delivery.key, str):
-            if delivery.key in self._answers:
-                self._answers[delivery.key][delivery.source] = delivery.samples
-            return delivery.key in self._answers
-        group = delivery.key[0]
-        is_known = group in self._groups or group < self._num_learned * self._size
+        key, _ = delivery.key
+        if isinstance(key, str):
+            if key in self._answers:
+                self._answers[key][delivery.source] = delivery
+            return key in self._answers
+        group = key[0]
+        is_known = group in self._groups or group < self._batches.first(self._num_learned)
         if is_known:
             assert self._claims is not None, f"group {group} was generated twice"
             return False
@@ -292,8 +304,8 @@ class GenerationByRoles(Sampler):
         """Raise if a group has another prompt than the trainers drew, or is older than `roles.lag`."""
         version, lag = self._policy.version, self._config.roles.lag
         for group, prompt in zip(groups, ids):
-            key, rank, samples = self._groups[group]
-            if key[1] != fingerprint([prompt]):
+            ((_, own), _), rank, samples = self._groups[group]
+            if own != fingerprint([prompt]):
                 raise Disagreement(
                     f"rank {rank} generated group {group} from another prompt than the trainers drew"
                 )

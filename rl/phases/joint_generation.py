@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import Prompt
+from rl.engines.engines import Engines
 from rl.phases.generation import AllReplicas
 from rl.phases.sampler import Sampler
 from rl.phases.step_record import StepRecord
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.rollout.batches import batch_of
-from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
@@ -73,7 +73,7 @@ class JointGeneration:
     """Serves the requests of all points that wait. Methods are collective over the world.
 
     Args:
-        policies: of all points. The index of a point's adapter in the engine is that of its policy here.
+        engines: of all points. The index of a point's adapter in the engine is that of the point here.
         step: the step object of the sweep, whose phases are those in which all points wait.
         stop: requests that may abort a generation for training; None if none may.
         offload: what leaves the device's memory while the engine generates (`offload_of`).
@@ -82,14 +82,14 @@ class JointGeneration:
     def __init__(
         self,
         config: Config,
-        engine: RolloutEngine,
-        policies: list[TrainingEngine],
+        engines: Sequence[Engines],
         step: StepRecord,
         stop: StopRequests | None,
         *,
         offload: str,
     ):
-        self._config, self._engine, self._policies = config, engine, policies
+        assert engines[0].rollout is not None
+        self._config, self._engine, self._engines = config, engines[0].rollout, engines
         self._step, self._stop, self._offload = step, stop, offload
         self._checked: set[int] = set()
         """Points whose first refit has been checked."""
@@ -107,10 +107,10 @@ class JointGeneration:
         found: dict[int, Batch | None] = {}
         for some in by_sampling.values():
             found |= self._generate(some)
-        if self._offload != "none":
+        if self._offload != "none" or self._engines[0].generating.keys() != {"policy"}:
             self._engine.sleep()
-            for policy in self._policies:
-                policy.reload()
+        for engines in self._engines:
+            engines.reload()
         return found
 
     def _wake(self, calls: dict[int, PointCall]) -> None:
@@ -118,13 +118,11 @@ class JointGeneration:
         engine, refits = self._engine, self._config.refit
         assert engine.adapters is not None
         slept = not engine.awake
-        if self._offload != "none":
-            for policy in self._policies:
-                policy.offload(weights=False)
+        self._offload_models(weights=False)
         if slept:
             engine.wake_weights()
         for point, call in calls.items():
-            policy = self._policies[point]
+            policy = self._engines[point].policy
             options = dict(buffer_mib=refits.buffer_mib, adapter=point)
             if engine.adapters.versions[point] != policy.version:
                 is_due = bool(refits.check_every) and call.step.number % refits.check_every == 0
@@ -135,11 +133,15 @@ class JointGeneration:
                         check_refit(policy, engine, **options)
                         self._checked.add(point)
             check_weights(policy, engine, **options, with_base=point == min(calls))
-        if self._offload == "all":
-            for policy in self._policies:
-                policy.offload(weights=True)
+        self._offload_models(weights=True)
         if slept:
             engine.wake_cache()
+
+    def _offload_models(self, *, weights: bool) -> None:
+        """Offload gradients and optimizer states of all points, with `weights` also their weights."""
+        if self._offload != "none":
+            for engines in self._engines:
+                engines.offload(weights=weights and self._offload == "all")
 
     def _generate(self, calls: dict[int, PointCall]) -> dict[int, Batch | None]:
         """Generate for points with the same sampling parameters."""

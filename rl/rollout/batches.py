@@ -32,11 +32,13 @@ def batch_of(
     Args:
         contexts: token ids of each prompt, int32 [P_i].
         prompts: the prompts themselves, if the batch is to have them.
-        samples_per_prompt: number that every prompt must have; None if samples may be missing.
+        samples_per_prompt: number that every prompt must have, the failed ones included, which the batch
+            leaves out; None if samples may be missing.
         turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
     """
     samples = sorted(samples, key=lambda sample: (sample.prompt, sample.number, sample.row))
     _check_numbers(samples, len(contexts), samples_per_prompt)
+    samples = [sample for sample in samples if sample.end != "failed"]
     turn_of = _joined([sample.turns for sample in samples], np.int32)
     owners = torch.tensor([(s.prompt, s.number) for s in samples], dtype=torch.int64).view(-1, 2)
     has_rows = any(sample.row for sample in samples)

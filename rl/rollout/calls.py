@@ -95,6 +95,10 @@ class Calls:
             part.request(engine, request, call)
         internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
         self._live[request.name] = Live(internal_id, [(0, call.version)])
+        if request.grammar and request.num_begun:  # vLLM's grammar begins with the request, not with the turn
+            grammar = engine.scheduler.requests[internal_id].structured_output_request.grammar
+            begun = request.token_ids[-request.num_begun :].tolist()
+            assert grammar.accept_tokens(request.name, begun), f"{request.name}: its tokens break its grammar"
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one engine step; return the requests that it finished."""

@@ -186,13 +186,14 @@ class RolloutEngine:
 
     # Generation -------------------------------------------------------------------------------------------
 
-    def queue(self, num_items: int) -> Queue:
+    def queue(self, num_items: int, *, is_fixed: bool = False) -> Queue:
         """Return the work of one call, shared by all replicas; only leaders draw from it.
 
-        Every rank calls it the same number of times.
+        Every rank calls it the same number of times. is_fixed: whether each replica has a fixed share also
+        without `rollout.deterministic`.
         """
         self._queues_made += 1
-        if self.config.deterministic:
+        if self.config.deterministic or is_fixed:
             return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
         return SharedQueue(num_items, name=self.call_name)
 

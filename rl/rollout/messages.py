@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from rl.data.prompts import Prompt
 from rl.rollout.sampling import Sampling
 from rl.runtime.job_store import JobStore
 from rl.runtime.plain_data import decode, encode
@@ -43,10 +42,11 @@ class Generate:
 
     step: int
     version: int
-    prompts: list[np.ndarray]
-    """Token ids, int32 [P_i]."""
+    prompts: list[Prompt]
     sampling: Sampling
     seeds: list[int]
+    keeps_failed: bool
+    """Whether a trajectory whose environment failed is a sample (`rl.agents.dialogue.Trajectories`)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Complete:
 
 Message = Begin | NextBatch | Generate | Complete
 
-MESSAGE_TYPES = (Begin, NextBatch, Generate, Complete, Sampling)
+MESSAGE_TYPES = (Begin, NextBatch, Generate, Complete, Sampling, Prompt)
 """Types that a message may contain."""
 
 _END = "end"

@@ -51,6 +51,39 @@ class OrderedQueue:
         return None if item is None else self._order[item]
 
 
+def assign_held(holders: Sequence[int], num_replicas: int) -> tuple[list[list[int]], list[int]]:
+    """Return the items that each replica takes first, because it holds them, and the others in their order.
+
+    A replica takes at most its static share. holders: replica that holds each item; -1: none.
+    """
+    own: list[list[int]] = [[] for _ in range(num_replicas)]
+    others = []
+    for item, holder in enumerate(holders):
+        share = range(holder, len(holders), num_replicas) if 0 <= holder < num_replicas else range(0)
+        (own[holder] if share and len(own[holder]) < len(share) else others).append(item)
+    return own, others
+
+
+def assign_all(holders: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Return the items of each replica, those that it holds first. Without holders as `StaticQueue`."""
+    own, others = assign_held(holders, num_replicas)
+    for place, item in enumerate(others):
+        in_turn = ((place + shift) % num_replicas for shift in range(num_replicas))
+        own[next(r for r in in_turn if len(own[r]) < len(range(r, len(holders), num_replicas)))].append(item)
+    return own
+
+
+class ListQueue:
+    """Gives these items to the replica, then those of another queue."""
+
+    def __init__(self, items: Sequence[int], others: Queue | None = None):
+        self._items, self._others = iter(items), others
+
+    def draw(self) -> int | None:
+        item = next(self._items, None)
+        return self._others.draw() if item is None and self._others is not None else item
+
+
 class PastLengths:
     """Mean response length of each prompt when it was last sampled, from which the next one is expected."""
 

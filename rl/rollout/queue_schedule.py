@@ -51,4 +51,4 @@ class QueueSchedule:
         return events if events or source.num_open else [Done()]
 
     def ended(self, start: Start, rows: list[Sample]) -> None:
-        self.samples += rows
+        self.samples += rows or [Sample(start.group, start.number, (), "failed")]

@@ -2,9 +2,11 @@
 
 An unfinished sample keeps its tokens, log-probs and weight versions. It continues as a request whose context
 is the prompt and the tokens so far, with the same seed. The CPU's sampler and vLLM's on CUDA draw by seed and
-position, so under equal weights the sample is the one of an uninterrupted generation, up to rounding.
+position, so under equal weights the sample is the one of an uninterrupted generation, up to rounding. An
+unfinished trajectory continues on the replica that holds its environment, if that one has time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +17,15 @@ from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Done, Event
-from rl.rollout.queue import Queue, own_counter, shared_counter
+from rl.rollout.queue import (
+    ListQueue,
+    OrderedQueue,
+    Queue,
+    assign_all,
+    assign_held,
+    own_counter,
+    shared_counter,
+)
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import Sampling
@@ -24,10 +34,13 @@ from rl.rollout.source import SampleSource, Start
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of a prompt so far, by number."""
+    """The samples of a prompt so far."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    """Their rows, ordered by number and row."""
+    holder: int = -1
+    """Rank that generated its last tokens, whose replica may hold environments; -1: none."""
 
     @classmethod
     def of(cls, prompt: Prompt, num_samples: int) -> "Group":
@@ -38,10 +51,19 @@ class Group:
         """Return the group as a generation with this limit of tokens would have left it."""
         return replace(self, samples=tuple(sample.within(max_tokens) for sample in self.samples))
 
+    def restarted(self, max_tokens: int) -> "Group":
+        """Return the group without the tokens of samples that have more than `max_tokens` in all rows."""
+        lengths = Counter[int]()
+        for sample in self.samples:
+            lengths[sample.number] += len(sample.token_ids)
+        rows = [s for s in self.samples if lengths[s.number] <= max_tokens or s.row == 0]
+        new = [s if lengths[s.number] <= max_tokens else Sample(0, s.number, (), "abort") for s in rows]
+        return replace(self, samples=tuple(new))
+
     @property
     def unfinished(self) -> list[int]:
         """Numbers of the unfinished samples."""
-        return [number for number, sample in enumerate(self.samples) if sample.is_unfinished]
+        return sorted({sample.number for sample in self.samples if sample.is_unfinished})
 
     @property
     def oldest(self) -> float:
@@ -72,16 +94,29 @@ class Quota:
         return num_groups >= self._num_groups and num_due >= self._num_due
 
 
-def quota_of(engine: RolloutEngine, num_groups: int, due: set[int], num_wanted: int) -> Quota:
-    """Return the quota of one call: of all replicas together, or of this one if `rollout.deterministic`.
+def work_of(
+    engine: RolloutEngine,
+    groups: Sequence[Group],
+    due: set[int],
+    num_wanted: int,
+    *,
+    holds: bool,
+    is_fixed: bool,
+) -> tuple[Queue, Quota]:
+    """Return the work of this replica in one call, and the quota that ends it. Every rank calls it.
 
-    Every rank calls it after `RolloutEngine.queue` of the same call.
+    holds: whether a replica has what its groups need (`Group.holder`), and begins with them. is_fixed:
+    whether every replica has a fixed share of the groups and of the quota, which depends on no clock.
     """
-    if not engine.config.deterministic:
-        return Quota(num_wanted, len(due), shared_counter(f"{engine.call_name}-complete"))
-    own_due = due.intersection(range(engine.replica, num_groups, engine.num_replicas))
-    own_share = range(engine.replica, num_wanted, engine.num_replicas)
-    return Quota(len(own_share), len(own_due), own_counter())
+    holders = [group.holder // engine.tp if holds else -1 for group in groups]
+    num_replicas = engine.num_replicas
+    if is_fixed:
+        own = assign_all(holders, num_replicas)[engine.replica]
+        share = range(engine.replica, num_wanted, num_replicas)
+        return ListQueue(own), Quota(len(share), len(due.intersection(own)), own_counter())
+    held, others = assign_held(holders, num_replicas)
+    queue = ListQueue(held[engine.replica], OrderedQueue(engine.queue(len(others)), others))
+    return queue, Quota(num_wanted, len(due), shared_counter(f"{engine.call_name}-complete"))
 
 
 class QuotaSchedule(QueueSchedule):
@@ -109,9 +144,12 @@ class QuotaSchedule(QueueSchedule):
         self._num_left = [len(group.unfinished) for group in groups]
 
     def _samples_of(self, item: int) -> list[Start]:
-        group = self._groups[item]
-        starts = super()._samples_of(item)
-        return [replace(starts[number], so_far=group.samples[number]) for number in group.unfinished]
+        group, first = self._groups[item], super()._samples_of(item)[0]
+        first = replace(first, next_number=group.samples[-1].number + 1)
+        return [
+            replace(first, number=number, so_far=tuple(s for s in group.samples if s.number == number))
+            for number in group.unfinished
+        ]
 
     def next_events(self, step: int, source: SampleSource) -> list[Event]:
         if self._quota.is_met():
@@ -127,21 +165,35 @@ class QuotaSchedule(QueueSchedule):
             self._quota.note_complete(is_due=start.group in self._due)
 
 
-def extend(groups: Sequence[Group], parts: Sequence[Sample]) -> list[Group]:
-    """Return the groups with the new tokens of their unfinished samples.
+def extend(groups: Sequence[Group], continued: Sequence[Sample]) -> list[Group]:
+    """Return the groups with their samples that were continued.
 
-    parts: the exchanged samples of `QuotaSchedule`: all unfinished samples of a group, or none.
+    continued: the exchanged rows of `QuotaSchedule`, in place of all unfinished samples of a group, or none.
     """
-    found: list[dict[int, Sample]] = [{} for _ in groups]
-    for part in parts:
-        found[part.prompt][part.number] = part
-    assert sum(map(len, found)) == len(parts), "a sample was continued twice"
+    found: list[list[Sample]] = [[] for _ in groups]
+    for row in continued:
+        found[row.prompt].append(row)
     extended = []
     for group, new in zip(groups, found):
-        assert not new or sorted(new) == group.unfinished, "a sample was not continued with its group"
-        samples = [s.continued(new[s.number]) if s.number in new else s for s in group.samples]
-        extended.append(replace(group, samples=tuple(samples)))
+        if new:
+            numbers = {row.number for row in new}
+            assert len(numbers) == len(group.unfinished), "a sample was not continued with its group"
+            assert len({(row.number, row.row) for row in new}) == len(new), "a sample was continued twice"
+            before = {(row.number, row.row): row for row in group.samples if row.is_unfinished}
+            new = [_with_held(row, before.get((row.number, row.row))) for row in new]
+            ended = [sample for sample in group.samples if not sample.is_unfinished]
+            assert numbers.isdisjoint(sample.number for sample in ended), "a sample has the number of another"
+            rows = sorted([*ended, *new], key=lambda row: (row.number, row.row))
+            group = replace(group, samples=tuple(rows), holder=new[0].rank)
+        extended.append(group)
     return extended
+
+
+def _with_held(row: Sample, before: Sample | None) -> Sample:
+    """Return a row with the values of held columns that this rank has of its earlier segments."""
+    known = before.segments if before is not None else ()
+    kept = tuple(replace(segment, held=old.held) for segment, old in zip(row.segments, known))
+    return replace(row, segments=kept + row.segments[len(known) :])
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:
@@ -163,6 +215,7 @@ class Frontier:
             "num_drawn": self.num_drawn,
             "prompts": [[group.prompt.index, group.prompt.draw] for group in self.groups],
             "fingerprints": [fingerprint([group.prompt.token_ids]) for group in self.groups],
+            "holders": [group.holder for group in self.groups],
             "samples": pack(samples_of(self.groups)),
         }
 
@@ -180,4 +233,5 @@ class Frontier:
         samples: list[list[Sample]] = [[] for _ in prompts]
         for sample in unpack(state["samples"]):
             samples[sample.prompt].append(sample)
-        return cls(tuple(map(Group, prompts, map(tuple, samples))), state["num_drawn"])
+        groups = map(Group, prompts, map(tuple, samples), state["holders"])
+        return cls(tuple(groups), state["num_drawn"])

@@ -15,8 +15,9 @@ from rl.data.held import OF_SEQUENCE, Absent
 
 SOURCES = ("tool", "user", "environment")
 """Sources of tokens that the policy did not sample."""
-ENDS = ("stop", "length", "abort")
-"""Why a completion or a sample ended: a stop token or string, a limit of tokens, or a request to abort it."""
+ENDS = ("stop", "length", "abort", "failed")
+"""Why a completion or a sample ended: a stop token or string, a limit of tokens, or a request to abort it. A
+"failed" sample has no tokens: its environment failed, and it is left out of its group."""
 COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
 """Values of a segment per token, and their types."""
 
@@ -35,6 +36,8 @@ class Request:
     """A structural tag (JSON of xgrammar) that the tokens must follow; None: any tokens."""
     first_version: int | None = None
     """Version of the weights at which a carried sample began; None: the engine's present one."""
+    num_begun: int = 0
+    """Number of tokens at the end of the context that were sampled for the same turn before an abort."""
     adapter: int = 0
     """Index of the low-rank adapter of an engine that has several."""
 
@@ -93,6 +96,9 @@ class Segment:
     account of the engine that sampled it; -1 if unknown."""
     holder: int = -1
     """Rank that has the values of held columns, after an exchange; -1: every rank that has the segment."""
+    end: str = "stop"
+    """Why the engine ended the request that sampled the tokens (`Completion.end`). After "abort" the turn
+    continues in the next segment, or is unfinished."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0, before: Sequence["Segment"] = ()) -> "Segment":
@@ -107,7 +113,7 @@ class Segment:
             held[name] = held[name][sum(len(s.held[name]) for s in before if name in s.held) :]
         if held and completion.context_digest != -1:
             key = zlib.crc32(completion.token_ids.tobytes(), completion.context_digest)
-        return cls(*columns, turn=turn, held=held, row_key=key)._with_digest()
+        return cls(*columns, turn=turn, held=held, row_key=key, end=completion.end)._with_digest()
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -171,9 +177,9 @@ class Sample:
         return self.end == "length"
 
     def continued(self, part: "Sample") -> "Sample":
-        """Return this unfinished sample with the tokens of `part` after its own, and the end of `part`."""
+        """Return this unfinished sample with the tokens of `part` after its own."""
         digest = self.context_digest if self.segments else part.context_digest
-        return replace(self, segments=self.segments + part.segments, end=part.end, context_digest=digest)
+        return replace(part, segments=self.segments + part.segments, context_digest=digest)
 
     def within(self, max_tokens: int) -> "Sample":
         """Return the sample as a generation with this limit of tokens would have ended it."""
@@ -287,6 +293,7 @@ def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = 
         "digest": [segment.digest for segment in segments],
         "row_key": [segment.row_key for segment in segments],
         "holder": [segment.holder for segment in segments],
+        "segment_end": [ENDS.index(segment.end) for segment in segments],
     }
     return {
         **{name: np.array(values, np.int64) for name, values in (per_sample | per_segment).items()},
@@ -345,19 +352,20 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
 
 def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
-    names = ("turn", "source", "reward", "digest", "row_key", "holder")
+    names = ("turn", "source", "reward", "digest", "row_key", "holder", "segment_end")
     per_segment = zip(*(packed[name].tolist() for name in names))
     segments = [
         Segment(
             *tokens,
             turn,
-            "policy" if source < 0 else SOURCES[source],
+            "policy" if of < 0 else SOURCES[of],
             reward,
             digest=digest,
             row_key=row_key,
             holder=rank if holder < 0 else holder,
+            end=ENDS[end],
         )
-        for tokens, (turn, source, reward, digest, row_key, holder) in zip(columns, per_segment)
+        for tokens, (turn, of, reward, digest, row_key, holder, end) in zip(columns, per_segment)
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])

@@ -8,7 +8,7 @@ from rl.rollout.source import Dialogue, Start
 
 
 class SingleTurn(Dialogue):
-    """Generates responses of one turn. A sample that continues has its new tokens alone.
+    """Generates responses of one turn.
 
     capacity: maximum number of concurrent requests.
     """
@@ -29,12 +29,9 @@ class SingleTurn(Dialogue):
     def start(self, start: Start) -> None:
         name, seed = f"{start.group}.{start.number}", seed_of(start.seed, start.number)
         context, limit, version = start.prompt.token_ids, self._max_tokens, None
-        if start.so_far is not None and len(
-            start.so_far.token_ids
-        ):  # it may have been aborted before its first
-            context = np.concatenate([context, start.so_far.token_ids])
-            limit -= len(start.so_far.token_ids)
-            version = int(start.so_far.weight_versions[0])
+        if start.so_far and len(tokens := start.so_far[0].token_ids):  # it may have been aborted before it
+            context, limit = np.concatenate([context, tokens]), limit - len(tokens)
+            version = int(start.so_far[0].weight_versions[0])
         self._open[name] = start
         self._ready.append(Request(name, context, seed, limit, first_version=version, adapter=start.adapter))
 
@@ -44,7 +41,7 @@ class SingleTurn(Dialogue):
 
     def receive(self, name: str, completion: Completion) -> None:
         start = self._open.pop(name)
-        before = () if start.so_far is None else start.so_far.segments
+        before = start.so_far[0].segments if start.so_far else ()
         segments, digest = (Segment.of(completion, before=before),), completion.context_digest
         sample = Sample(start.group, start.number, segments, completion.end, context_digest=digest)
-        self.ended.append((start, [sample]))
+        self.ended.append((start, [start.so_far[0].continued(sample) if start.so_far else sample]))

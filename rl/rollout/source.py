@@ -9,6 +9,7 @@ and `rl.agents.dialogue`. Every schedule works with every dialogue; `rl.config.e
 run may have.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +31,10 @@ class Start:
     """Seed of the group. Sample `number` has `seed_of(seed, number)`, whichever replica draws it."""
     adapter: int = 0
     """Index of the adapter that generates, in an engine that has several."""
-    so_far: Sample | None = None
-    """The sample's tokens before it was interrupted."""
+    so_far: tuple[Sample, ...] = ()
+    """The sample's rows before it was interrupted."""
+    next_number: int = 0
+    """Smallest number that no sample of the group has had; 0: that of samples_per_prompt."""
 
 
 class Schedule(Protocol):
@@ -56,6 +59,8 @@ class Dialogue:
     def __init__(self) -> None:
         self.ended: list[tuple[Start, list[Sample]]] = []
         """Samples that have ended, with their rows. The source empties the list."""
+        self.counts: Counter[str] = Counter()
+        """Sums over the samples, by the name of a metric."""
 
     @property
     def num_open(self) -> int:
@@ -78,6 +83,9 @@ class Dialogue:
         """Take the completion of the request `name`; after an abort with the tokens so far."""
         raise NotImplementedError
 
+    def suspend(self) -> None:
+        """Add the rows of all samples that have not ended to `ended`; another dialogue may continue them."""
+
     # What is outside of the engine, if anything is ----------------------------------------------------------
 
     def advance(self, num_live: int, step: int) -> list[Event]:
@@ -85,7 +93,8 @@ class Dialogue:
         return []
 
     def wait(self, num_live: int) -> bool:
-        """Wait a second for what the next requests depend on; return whether it was necessary."""
+        """Wait a second for what the next requests depend on, which `advance` takes; return whether it was
+        necessary."""
         return False
 
     def describe_wait(self) -> str:
@@ -125,8 +134,7 @@ class SampleSource:
         """Return the events that start and continue samples, as far as the engine has room."""
         self._start_samples()
         if self._dialogue.wait(self._num_live):
-            self._take_ended()
-            self._start_samples()
+            return []
         requests = self._dialogue.requests(self._num_live)
         self._num_live += len(requests)
         self.running |= dict.fromkeys(request.name for request in requests)
@@ -135,6 +143,11 @@ class SampleSource:
     def receive(self, name: str, completion: Completion) -> None:
         self.running.pop(name, None)
         self._dialogue.receive(name, completion)
+        self._take_ended()
+
+    def suspend(self) -> None:
+        """End a run of the engine in which samples have not ended: the schedule takes their rows."""
+        self._dialogue.suspend()
         self._take_ended()
 
     def _start_samples(self) -> None:

@@ -1,19 +1,19 @@
 """The schedule of the generators of a run with roles: an endless sequence of groups, sent as they complete.
 
-Group g is prompt g % P of batch g // P, with P prompts in a batch. A batch is a function of the seed and its
-number. Version n of the policy learns from batch n. (If an algorithm needs several batches for one step, the
-same version learns from all of them.) The trainers' message for batch n under version v therefore allows the
-generators to begin batches up to n + lag with weights v, and no later one.
+Groups are numbered over all batches (`Batches`). A batch is a function of the seed and its number. Version n
+of the policy learns from batch n. (If an algorithm needs several batches for one step, the same version
+learns from all of them.) The trainers' message for batch n under version v therefore allows the generators to
+begin batches up to n + lag with weights v, and no later one.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
-or between two engine steps (group, sample). With `rollout.deterministic` those two read it a fixed number of
-engine steps after the replica's last sample of the batch before. The engine takes no step until it has come,
-so that everything but the clock is a function of the seed.
+when no turn is in progress (turn), or between two engine steps (group, sample). With `rollout.deterministic`
+all but the first read it a fixed number of engine steps after the replica's last sample of the batch before.
+The engine takes no step until it has come, so that everything but the clock is a function of the seed.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import fingerprint
@@ -29,10 +29,34 @@ WAIT_S = 0.5
 """Maximum wait for a message in one call, in seconds."""
 
 
-def batch_size(config: Config) -> int:
-    """Return the number of prompts of a batch: those of one call of `Phases.draw_prompts`."""
-    rounds = "dynamic_sampling" in algorithm_of(config).needs and config.dynamic_sampling.prompts_per_round
-    return rounds or config.data.prompts_per_step
+@dataclass(frozen=True)
+class Batches:
+    """The numbers of the groups of each batch."""
+
+    size: int
+    """Number of prompts that a batch draws."""
+    share: float = 1.0
+    """Share of these, the first ones, to which the policy responds (`teacher.student_share`)."""
+
+    @classmethod
+    def of_config(cls, config: Config) -> "Batches":
+        rounds = (
+            "dynamic_sampling" in algorithm_of(config).needs and config.dynamic_sampling.prompts_per_round
+        )
+        return cls(rounds or config.data.prompts_per_step, config.teacher.student_share)
+
+    def first(self, batch: int) -> int:
+        """Return the number of a batch's first group; `rl.algorithms.distill.counts` divides alike."""
+        return int(batch * self.size * self.share + 1e-6)
+
+    def groups(self, batch: int) -> range:
+        """Return the numbers of a batch's groups."""
+        return range(self.first(batch), self.first(batch + 1))
+
+    def of(self, group: int) -> int:
+        """Return the batch of a group."""
+        batch = int(group / (self.size * self.share))
+        return batch + (group >= self.first(batch + 1)) - (group < self.first(batch))
 
 
 def batch_purpose(batch: int) -> str:
@@ -47,7 +71,7 @@ class StreamSchedule:
         draw: returns the prompts of the next batch.
         queue: gives this replica its groups; without `rollout.deterministic` counted from batch
             `begin.batch`.
-        send: takes the key (number of the group, fingerprint of its prompt) and the samples of a group.
+        send: takes the number of a group, the fingerprint of its prompt and its samples.
         take_over: returns one of these items of the queue that a dead replica began, None if there is none.
     """
 
@@ -59,13 +83,13 @@ class StreamSchedule:
         draw: Callable[[int], list[Prompt]],
         queue: Queue,
         messages: Messages,
-        send: Callable[[Hashable, list[Sample]], None],
+        send: Callable[[int, int, list[Sample]], None],
         take_over: Callable[[range], int | None] = lambda items: None,
     ):
         self._config, self._draw, self._queue, self._messages = config, draw, queue, messages
         self._send, self._take_over = send, take_over
-        self._size = batch_size(config)
-        self._first = self._limit = begin.batch * self._size
+        self._batches = batches = Batches.of_config(config)
+        self._first = self._limit = batches.first(begin.batch)
         self._finished = begin.finished
         self._lag, self._granularity = config.roles.lag, config.roles.granularity
         self._group_size = config.rollout.samples_per_prompt
@@ -82,6 +106,8 @@ class StreamSchedule:
         self._open: dict[int, list[list[Sample]]] = {}
         """Rows of the finished samples of the groups that have begun."""
         self._due_at: int | None = None
+        self._next_message: NextBatch | None = None
+        """A message that has been read, whose weights are taken when no turn is in progress."""
         self.barrier: tuple[str, Message] | None = None
         """The message that ended the engine's run, with its name: any but a `NextBatch`."""
 
@@ -93,30 +119,33 @@ class StreamSchedule:
         return [self._waiting.popleft() for _ in range(min(self.together, len(self._waiting)))]
 
     def next_events(self, step: int, source: SampleSource) -> list[Event]:
-        events = source.fill()
+        events = [] if self._next_message else source.fill()
         # At most one message: its weights must be taken before the next one can come.
-        if self.barrier is None and self._reads_next(source.num_open, step):
+        if not self.barrier and not self._next_message and self._reads_next(source.num_open, step):
             is_due = self._due_at is not None
             taken = self._messages.take(WAIT_S if is_due or not source.num_open else 0.0)
             if taken is None:
                 return [*events, Waiting("weights")] if is_due and source.num_open else events
             self._due_at = None
             if isinstance(taken[1], NextBatch):
-                events += [self._allow(taken[1]), *source.fill()]
+                self._next_message = taken[1]
             else:
                 self.barrier = taken
+        if self._next_message and (self._granularity != "turn" or not source.running):
+            events += [self._allow(self._next_message), *source.fill()]
         if self.barrier is not None and not source.num_open:
             return [Done()]
         return events
 
     def ended(self, start: Start, rows: list[Sample]) -> None:
-        place = start.group % self._size
+        place = start.group - self._batches.first(self._batches.of(start.group))
         samples = self._open[start.group]
+        rows = rows or [Sample(place, start.number, (), "failed")]
         samples.append([replace(row, prompt=place) for row in rows])
         if len(samples) == self._group_size:
             del self._open[start.group]
-            key = start.group, fingerprint([start.prompt.token_ids])
-            self._send(key, [row for rows in samples for row in rows])
+            prompt = fingerprint([start.prompt.token_ids])
+            self._send(start.group, prompt, [row for rows in samples for row in rows])
 
     # Messages ---------------------------------------------------------------------------------------------
 
@@ -127,7 +156,7 @@ class StreamSchedule:
         if self._granularity == "batch" or not self._config.rollout.deterministic:
             return self._granularity != "batch"
         # This replica's groups of the batches before that of the next message are complete.
-        if min((*self._open, self._next_group())) < self._next_batch * self._size:
+        if min((*self._open, self._next_group())) < self._batches.first(self._next_batch):
             return False
         if self._due_at is None:
             self._due_at = step + self._config.roles.refit_after_steps
@@ -135,8 +164,9 @@ class StreamSchedule:
 
     def _allow(self, message: NextBatch) -> Event:
         """Allow the groups of a message; return the event that takes its weights."""
+        self._next_message = None
         self._next_batch = message.batch + 1
-        self._limit = message.limit * self._size
+        self._limit = self._batches.first(message.limit)
         self._purpose = message.purpose
         return Weights(message.version)
 
@@ -152,7 +182,7 @@ class StreamSchedule:
 
     def _begin_abandoned(self) -> bool:
         """Begin a group of a replica that has died; return False if there is none."""
-        awaited = (self._next_batch - 1) * self._size  # the trainers have all groups before it
+        awaited = self._batches.first(self._next_batch - 1)  # the trainers have all groups before it
         items = range(max(0, awaited - self._first), self._limit - self._first)
         while (item := self._take_over(items)) is not None:
             if self._first + item not in self._finished:
@@ -161,11 +191,12 @@ class StreamSchedule:
         return False
 
     def _open_group(self, group: int) -> None:
-        batch, place = divmod(group, self._size)
+        batch = self._batches.of(group)
+        place = group - self._batches.first(batch)
         while self._num_drawn <= batch:
-            self._prompts[self._num_drawn] = self._draw(self._size)
+            self._prompts[self._num_drawn] = self._draw(self._batches.size)
             self._num_drawn += 1
-        oldest = min(min((*self._open, group)) // self._size, self._next_batch - 1)
+        oldest = min(self._batches.of(min((*self._open, group))), self._next_batch - 1)
         for done in [number for number in self._prompts if number < oldest]:
             del self._prompts[done]
         # With a lag, a batch begins before the step that learns from it is known.

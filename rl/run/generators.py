@@ -2,6 +2,9 @@
 
 import datetime
 import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -15,10 +18,12 @@ from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
 from rl.rollout.messages import MESSAGE_TYPES, Begin, Generate, Messages
 from rl.rollout.queue import Queue
-from rl.rollout.sampling import train_sampling
+from rl.rollout.queue_schedule import QueueSchedule
+from rl.rollout.samples import Sample
+from rl.rollout.sampling import Sampling, train_sampling
 from rl.rollout.single_turn import SingleTurn
-from rl.rollout.source import SampleSource
-from rl.rollout.stream_schedule import WAIT_S, StreamSchedule, batch_size
+from rl.rollout.source import Dialogue, SampleSource
+from rl.rollout.stream_schedule import WAIT_S, Batches, StreamSchedule
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
@@ -52,10 +57,17 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
     return Link(store, session.job().torch_store, rank=rank, device=device, excluded=excluded, **members)
 
 
+def single_turns(sampling: Sampling, *, capacity: int, keeps_failed: bool) -> Dialogue:
+    """Return the dialogue of responses of one turn. The arguments are those of `trajectories`."""
+    return SingleTurn(sampling, capacity=capacity)
+
+
 class Generators:
     """A rank that generates what the trainers ask for. Methods are collective over the replica.
 
     The replica's leader reads the messages; `StreamSchedule` describes the order in which it generates.
+
+    dialogue_of: makes the dialogue of a call; arguments as `single_turns`.
     """
 
     def __init__(
@@ -66,15 +78,18 @@ class Generators:
         watchdog: Watchdog,
         link: Link,
         stop: StopRequests,
+        dialogue_of: Callable[..., Dialogue],
     ):
         self._config, self._inputs, self._link, self._stop = config, inputs, link, stop
+        self._dialogue_of = dialogue_of
+        self._in_waves = config.agents.is_on and config.agents.order == "waves"
         self._device, self._tracker = device, watchdog.tracker
         self._messages = Messages(session.job().store)
         self._prompt_order = inputs.prompt_order()
         self._step = 0
         self._next_look = 0.0
-        self._waits = False
-        """Whether the engine takes no step until weights have come."""
+        self._waits_for = ""
+        """What the engine waits for without a step: "weights", or the text of a wait for environments."""
         self._exit_code: int | None = None
         warm_up(device)
 
@@ -84,7 +99,7 @@ class Generators:
         engine.keeps_cache = self._config.roles.cache == "keep"
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
         limit_collectives(self._config.watchdog.limits)
-        queue: Queue = engine.queue(ENDLESS)
+        queue: Queue = engine.queue(ENDLESS, is_fixed=self._in_waves)
         stream, source, sampling, options = None, None, train_sampling(self._config), {}
         if self._link.excluded is not None:
             from rl.rollout.claims import Claims
@@ -92,18 +107,17 @@ class Generators:
             queue = claims = Claims(session.job().store, self._link.excluded, engine.replica)
             options["take_over"] = claims.abandoned
         if engine.leads:
-            begin = self._first_message()
+            begin, dialogue = self._first_message(), self._dialogue(sampling, self._window())
             stream = StreamSchedule(
                 self._config,
                 begin,
                 draw=self._draw,
                 queue=queue,
                 messages=self._messages,
-                send=self._link.send_samples,
+                send=lambda group, prompt, samples: self._send((group, prompt), samples, dialogue),
                 **options,
             )
-            capacity = engine.capacity(self._window(), sampling.samples_per_prompt)
-            source = SampleSource(stream, SingleTurn(sampling, capacity=capacity))
+            source = SampleSource(stream, dialogue)
         while True:
             is_whole = engine.run(
                 source,
@@ -139,19 +153,37 @@ class Generators:
     def _window(self) -> int:
         """Return the number of groups that all replicas may hold at a time."""
         roles = self._config.roles
-        return batch_size(self._config) * (1 if roles.granularity == "batch" else roles.lag + 1)
+        return Batches.of_config(self._config).size * (1 if roles.granularity == "batch" else roles.lag + 1)
 
     def _draw(self, number: int) -> list[Prompt]:
         return [self._inputs.prompts[i] for i in self._prompt_order.draw(number)]
 
     def _answer(self, name: str, message: Generate) -> None:
         """Generate the responses to the prompts of a message, and send them."""
-        engine, self._step = self._engine, message.step
+        engine, self._step, sampling = self._engine, message.step, message.sampling
         self._take_weights(message.version)
-        samples = engine.generate(message.prompts, message.sampling, message.seeds, interrupt=self._look)
+        queue = engine.queue(len(message.prompts), is_fixed=self._in_waves)
+        schedule = QueueSchedule(message.prompts, sampling, message.seeds, queue=queue)
+        if engine.leads:
+            dialogue = self._dialogue(sampling, len(message.prompts), keeps_failed=message.keeps_failed)
+            source = SampleSource(schedule, dialogue)
+            if engine.run(source, sampling, interrupt=self._look, on_wait=self._note_wait):
+                self._send(name, schedule.samples, dialogue)
+        else:
+            engine.run(None, sampling, interrupt=self._look, on_wait=self._note_wait)
         self._compare_logs()
-        if samples is not None and engine.leads:
-            self._link.send_samples(name, samples)
+
+    def _dialogue(self, sampling: Sampling, num_prompts: int, *, keeps_failed: bool = False) -> Dialogue:
+        """Return the dialogue of a run. num_prompts: number that all replicas hold at a time."""
+        capacity = self._engine.capacity(num_prompts, sampling.samples_per_prompt)
+        return self._dialogue_of(sampling, capacity=capacity, keeps_failed=keeps_failed)
+
+    def _send(self, key: Hashable, samples: list[Sample], dialogue: Dialogue) -> None:
+        """Send samples to the trainers, with what the dialogue has counted since it was last sent."""
+        if not (self._config.reward.model.path or self._config.reward.judge.path):  # nobody reads them
+            samples = [replace(sample, conversation=None) for sample in samples]
+        counts, dialogue.counts = dict(dialogue.counts), Counter()
+        self._link.send_samples((key, counts), samples)
 
     def _take_weights(self, version: int) -> None:
         """Take weights that the engine does not have. The limit of `generate` begins again in any case."""
@@ -173,13 +205,15 @@ class Generators:
             self._next_look = now + WAIT_S
             self._link.check_threads()
             self._exit_code = self._messages.exit_code()
-        phase = "generate" if self._engine.is_busy and not self._waits else "wait_weights"
-        if self._tracker.current.phase != phase:
+        phase = "generate" if self._engine.is_busy and not self._waits_for else "wait_weights"
+        if self._tracker.current.phase not in (phase, "environments"):
             self._tracker.enter(phase, self._step)
         return self._exit_code is not None
 
     def _note_wait(self, text: str) -> None:
-        self._waits = bool(text)
+        self._waits_for = text
+        if text and text != "weights" or self._tracker.current.phase == "environments":
+            self._tracker.wait("" if text == "weights" else text)
 
     def _compare_logs(self) -> None:
         """Raise if ranks of the replica generated different tokens."""

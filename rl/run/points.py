@@ -10,7 +10,7 @@ its turn; when all points wait, the engine generates for all of them in one call
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +26,9 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine, needs_reward
 from rl.data.batch import Batch
 from rl.data.curriculum import load_order
-from rl.engines.engines import Engines, build_policy, finish_imports, offload_of
+from rl.engines.engines import Engines, build_engines, build_policy, finish_imports, offload_of
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
-from rl.engines.rollout_engines import build_rollout
 from rl.faults.agreement import fail_together
 from rl.faults.lock import LockLost, check_lock, is_of_another, make_run_directory
 from rl.faults.watchdog import Watchdog
@@ -37,7 +36,6 @@ from rl.models import architecture
 from rl.models.peft import check_peft
 from rl.phases.joint_generation import JointGeneration, PointCall, PointGeneration
 from rl.phases.scorer import start_pool
-from rl.rollout.engine import RolloutEngine
 from rl.run.alternating import AlternatingThreads
 from rl.run.checkpoints import find_checkpoint
 from rl.run.early_stop import ENDED_EARLY, EarlyStop, PointStop
@@ -52,7 +50,6 @@ from rl.runtime.collectives import broadcast_object
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives
 from rl.stopping.requests import StopRequests
-from rl.training.engine import TrainingEngine
 
 
 class PointFailed(RuntimeError):
@@ -238,18 +235,14 @@ def _run(
         if needs_reward(config):
             pool = start_pool(config, points[0].inputs)
     start_up.mark("rewards")
-    policies = _build_policies(config, points, device)
-    start_up.mark("trainer")
+    of_points = _build_engines(points, device)
     stop = StopRequests(config.run.dir, max_time=config.run.max_time)
     to_save: set[int] = set()
     joint = None
     if generates:
-        away = offload_of(config, device)
-        rollout = _build_rollout(config, points, policies, device, away)
         step = make_step(config, device, watchdog, progress, fence=lambda: None)
         redo = stop if config.run.on_stop_in_generation == "redo" else None
-        joint = JointGeneration(config, rollout, policies, step, redo, offload=away)
-    start_up.mark("engine")
+        joint = JointGeneration(config, of_points, step, redo, offload=offload_of(config, device))
     limit_collectives(config.watchdog.limits)
 
     def take_turns(index: int, wait: Callable[[PointCall], Batch | None]) -> tuple[int, str]:
@@ -257,9 +250,9 @@ def _run(
         point = points[index]
         own, inputs = point.config, point.inputs
         step = make_step(own, device, watchdog, PointProgress(progress, own.run.name), point.fence)
-        engines = Engines({"policy": policies[index]})
+        engines = of_points[index]
         memory = MemorySharing(own, device, engines)
-        sampler = PointGeneration(own, step, policies[index], wait)
+        sampler = PointGeneration(own, step, engines.policy, wait)
         phases = make_phases(own, inputs, step, engines, memory, sampler, pool)
         files = StopRequests(own.run.dir, max_time="")
         requests = PointStop(files, stop, early, to_save, point.number, step, own.run.max_steps)
@@ -289,8 +282,7 @@ def _run(
     ends = turns.run()
     if pool is not None:
         pool.shutdown()
-    if joint is not None:
-        rollout.close()
+    of_points[0].close()
     stopped = [reason for _, reason in ends if reason]
     if stopped:
         watchdog.status.write(state="stopped", reason=stopped[0])
@@ -299,32 +291,20 @@ def _run(
     return max(code for code, _ in ends)
 
 
-def _build_policies(config: Config, points: list[Point], device: Device) -> list[TrainingEngine]:
-    """Build the policy of each point on the weights of the first. Collective over the world."""
-    grid = make_grid(config, device)
-    policies: list[TrainingEngine] = []
-    for point in points:
-        hf, base = point.inputs.models["policy"].hf, policies[0] if policies else None
-        policies.append(build_policy(point.config, hf, grid, device, base_of=base))
-    return policies
+def _build_engines(points: list[Point], device: Device) -> list[Engines]:
+    """Build the models of each point; all but the policies are those of the first. Collective over the world.
 
-
-def _build_rollout(
-    config: Config, points: list[Point], policies: list[TrainingEngine], device: Device, away: str
-) -> RolloutEngine:
-    """Build the engine with the adapters of all points. Collective over the world.
-
-    away: what leaves the device's memory while the engine generates (`offload_of`).
+    The policies use the memory of the first's base. One engine generates with the adapters of all points.
     """
-    if away != "none":  # vLLM requires its memory fraction to be free while it initialises
-        for policy in policies:
-            policy.offload(weights=away == "all")
-    rollout = build_rollout(config, device, adapters=[point.config.adapter for point in points])
-    if away != "none":
-        rollout.sleep()
-        for policy in policies:
-            policy.reload()
-    return rollout
+    grid, first = make_grid(points[0].config, device), points[0]
+    adapters = [point.config.adapter for point in points]
+    engines = build_engines(first.config, first.inputs, grid, device, generate=True, adapters=adapters)
+    found = [engines]
+    for point in points[1:]:
+        hf = point.inputs.models["policy"].hf
+        policy = build_policy(point.config, hf, grid, device, base_of=engines.policy)
+        found.append(replace(engines, training=engines.training | {"policy": policy}))
+    return found
 
 
 class PointProgress(Progress):

@@ -4,6 +4,7 @@ This is the only file that names all forms (`rl.phases.sampler.Sampler`); each i
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import fail_together
 from rl.faults.watchdog import Watchdog
+from rl.phases.dialogues import Dialogues
 from rl.phases.generation import Generation
 from rl.phases.phases import Phases
 from rl.phases.sampler import Sampler
 from rl.phases.step_record import StepRecord
+from rl.rollout.source import Dialogue
 from rl.runtime import start_up
 from rl.runtime.device import Device
 from rl.stopping.requests import StopRequests
@@ -81,7 +84,7 @@ class SamplerSetUp:
             from rl.run import generators
 
             self._link = generators.enter_role(config, device, watchdog)
-        elif config.agents.is_on and self._stored is None and not self._is_finished:
+        if config.agents.is_on and self.has_engine and self._stored is None and not self._is_finished:
             from rl.agents.replica_environments import start_environments
 
             with fail_together():
@@ -93,8 +96,16 @@ class SamplerSetUp:
         from rl.run import generators
 
         assert self._link is not None
-        generating = generators.Generators(self._config, self._inputs, device, watchdog, self._link, stop)
-        return 0 if self._is_finished else generating.run()
+        dialogue_of: Callable[..., Dialogue] = generators.single_turns
+        if self._config.agents.is_on:
+            from rl.agents.dialogue import trajectories
+
+            dialogue_of = partial(trajectories, self._config, self._environments)
+        ranks = self._config, self._inputs, device, watchdog, self._link, stop
+        generating = generators.Generators(*ranks, dialogue_of)
+        code = 0 if self._is_finished else generating.run()
+        self.close()
+        return code
 
     def plan_weights(self, engines: Engines) -> None:
         """Plan how the policy's weights reach engines of other ranks. Collective over the job."""
@@ -108,23 +119,25 @@ class SamplerSetUp:
         """Return the sampler."""
         config = self._config
         redo = stop if config.run.on_stop_in_generation == "redo" else None
+        dialogues = Dialogues()
+        if config.agents.is_on and self._stored is None:
+            from rl.phases.trajectories import TrajectoryDialogues
+
+            dialogues = TrajectoryDialogues(config, step, self._environments)
         if self._link is not None:
             from rl.phases.generation_by_roles import GenerationByRoles
 
             redo = None if config.rollout.deterministic else redo
-            return GenerationByRoles(config, step, engines.policy, memory, redo, link=self._link)
+            options: dict = dict(link=self._link, dialogues=dialogues)
+            return GenerationByRoles(config, step, engines.policy, memory, redo, **options)
         if self._stored is not None:
             return StoredSampler(config, step, engines, memory, redo, stored=self._stored)
         if config.rollout.carry_over:
             from rl.phases.carry_over import CarryOver
 
             prompts = self._inputs.prompts
-            return CarryOver(config, step, engines, memory, redo, prompts=prompts)
-        if config.agents.is_on:
-            from rl.phases.trajectories import TrajectoryGeneration
-
-            return TrajectoryGeneration(config, step, engines, memory, redo, environments=self._environments)
-        return Generation(config, step, engines, memory, redo)
+            return CarryOver(config, step, engines, memory, redo, dialogues, prompts=prompts)
+        return Generation(config, step, engines, memory, redo, dialogues)
 
     def close(self) -> None:
         """End what runs beside the engines."""

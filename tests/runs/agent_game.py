@@ -12,10 +12,14 @@ class Echo:
     Args:
         directory: holds the run directory `run` and the files of this class.
         kill_at: numbers of the calls, over all games, that kill rank `number % 2`.
+        stops: whether they request a stop of the run instead.
     """
 
-    def __init__(self, directory: str = "", kill_at: list[int] | None = None, sleep_s: float = 0.0):
+    def __init__(
+        self, directory: str = "", kill_at: list[int] | None = None, sleep_s: float = 0.0, stops: bool = False
+    ):
         self.directory, self.kill_at, self.sleep_s, self.turns = Path(directory), kill_at, sleep_s, 0
+        self.stops = stops
 
     def reset(self, row):
         return row["prompt"]
@@ -35,8 +39,18 @@ class Echo:
         killed = self.directory / f"killed_{number}"
         if number in (self.kill_at or []) and not killed.exists():
             killed.touch()
+            if self.stops:
+                return (self.directory / "run" / "stop").touch()
             beat = (self.directory / "run" / "heartbeat" / f"rank_{number % 2}.json").read_text()
             os.kill(int(beat.partition('"pid": ')[2].partition(",")[0]), signal.SIGKILL)
+
+
+class Varied(Echo):
+    """The game with one to eight turns, by what the policy writes."""
+
+    def step(self, text):
+        answer, reward, _ = super().step(text)
+        return answer, reward, self.turns == 8 or sum(map(ord, text)) % 4 == 0
 
 
 class Brittle:

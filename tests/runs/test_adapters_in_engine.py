@@ -18,7 +18,7 @@ LORA = (
 )
 
 
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
+@pytest.mark.parametrize("cache", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
 def test_running_requests_use_a_new_adapter(config, tmp_path, cache):
     run_ranks(
         2, WORKER, "gap", "--config", config, *IN_FLIGHT, *LORA, "run.max_steps=4", f"roles.cache={cache}"
@@ -32,6 +32,7 @@ def test_running_requests_use_a_new_adapter(config, tmp_path, cache):
     assert set(later) == {later[0]} and later[0] < 0.2 * first
 
 
+@pytest.mark.slow
 def test_a_kept_cache_serves_the_version_that_filled_it(config):
     """Cached prefixes of a carried sample are those of the adapter with which it began."""
     options = ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2", "rollout.oversample=1.5")

@@ -28,7 +28,7 @@ def test_a_bitwise_run_skips_the_old_log_probs(toy, tmp_path):
     ],
 )
 def test_adapters_in_the_weights_are_bitwise_exact(config, tmp_path, kind, layout):
-    adapter = (f"adapter.kind={kind}", "adapter.rank=4", "adapter.init=pissa", "run.max_steps=3")
+    adapter = (f"adapter.kind={kind}", "adapter.rank=4", "adapter.init=pissa", "run.max_steps=2")
     if layout == "moe":
         adapter += (f"model.path={save_tiny('Qwen3MoeForCausalLM', tmp_path / 'moe', seed=1)}",)
     steps = train(2, config, *BITWISE, *adapter)

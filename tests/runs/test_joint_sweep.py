@@ -10,6 +10,7 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
+from tests.checkpoints import save_qwen2, save_qwen2_classifier
 from tests.records import comparable
 from tests.spawn import RanksFailed
 from tests.toy import train
@@ -65,6 +66,33 @@ def test_points_are_the_runs_that_they_are_alone(config, tmp_path):
     for name in POINTS:
         assert_close(comparable(sweep / name), before[name])
     assert json.loads((sweep / lost / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.covers("sweep", "teacher", "reward model", "judge")
+def test_points_share_teacher_reward_model_and_judge(config, toy, tmp_path):
+    (tmp_path / "parse.py").write_text("def parse(text):\n    return len(text) % 5 / 4\n")
+    judge = dict(
+        path=f"{toy}/model",
+        parser=f"{tmp_path}/parse.py:parse",
+        max_prompt_tokens=48,
+        max_response_tokens=8,
+        template="'{response}'",
+    )
+    models = [f"reward.judge.{key}={value}" for key, value in judge.items()]
+    models += [f"reward.model.path={save_qwen2_classifier(tmp_path / 'classifier', seed=3)}"]
+    models += [f"teacher.path={save_qwen2(tmp_path / 'teacher', seed=5)}", "teacher.advantage_coef=0.5"]
+    models += ["training.offload=all", "checkpoint.background=true"]
+    points = [{"run.seed": 2}, {"training.optimizer.lr": 3e-3}]
+    train(2, config, *ADAPTER, *models, "run.max_steps=2", "checkpoint.every=1", adapters(points))
+    values = {"training.optimizer.lr": 3e-3, "run.max_steps": 2}
+    train(2, config, *ADAPTER, *models, *overrides(values), run=tmp_path / "alone")
+    found = comparable(tmp_path / "run" / "lr=0.003")
+    assert_close(comparable(tmp_path / "alone"), found)
+    assert found[0]["teacher/advantage_of_teacher/abs"] > 0
+    # Both go on from checkpoints that were written while the other point ran.
+    train(2, config, *ADAPTER, *models, "run.max_steps=3", "checkpoint.every=1", adapters(points))
+    assert comparable(tmp_path / "run" / "lr=0.003")[:2] == found and len(found) == 2
 
 
 def test_longest_first_keeps_prompts_and_their_baselines(config, toy, tmp_path):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,20 +79,35 @@ def check_hang(failure: RanksFailed, run: Path, phase: str, frame: str) -> None:
     assert frame in file.read_text() and list((run / "stacks").glob("step_*_rank_0.txt"))
 
 
-def test_a_hang_in_an_update_is_dumped_and_its_rank_named(sft, tmp_path):
-    failure = failed_run("hang_here", "update", 1, sft, f"watchdog.limits.update={LIMIT_S}")
-    check_hang(failure, tmp_path / "run", "update", "hang_here")
+@pytest.fixture(scope="module")
+def silent(toy, tmp_path_factory) -> dict[str, tuple[RanksFailed, Path]]:
+    """Return fault -> (failure, run directory). The runs mostly wait, so they run at once."""
+
+    def run(fault: str) -> tuple[RanksFailed, Path]:
+        directory = tmp_path_factory.mktemp(fault)
+        config = write_config(directory, toy, *SFT, *CHECKPOINTS)
+        limit, call = (f"watchdog.limits.update={LIMIT_S}", 1) if fault != "kill_this_rank" else ("", 2)
+        failure = failed_run(fault, "update", 1, config, *filter(None, [limit]), call=call)
+        return failure, directory / "run"
+
+    faults = ("hang_here", "hold_the_interpreter_lock", "kill_this_rank")
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(faults, pool.map(run, faults)))
 
 
-def test_a_hang_that_holds_the_interpreter_lock_is_dumped(sft, tmp_path):
-    failure = failed_run("hold_the_interpreter_lock", "update", 1, sft, f"watchdog.limits.update={LIMIT_S}")
+def test_a_hang_in_an_update_is_dumped_and_its_rank_named(silent):
+    check_hang(*silent["hang_here"], "update", "hang_here")
+
+
+def test_a_hang_that_holds_the_interpreter_lock_is_dumped(silent):
+    failure, run = silent["hold_the_interpreter_lock"]
     assert set(failure.returncodes) == {1}, failure
     [said] = [line for line in errors(failure) if line]
     assert "watchdog.limits.update=" in said and re.search(
         r"rank 1 \([^)]+\), last heartbeat \d+ s ago in .*native code", said
     ), said
-    assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
-    stacks = (tmp_path / "run" / "stacks" / "native_rank_1.txt").read_text()
+    assert ending(run) == ("failed", said.removeprefix("error: "))
+    stacks = (run / "stacks" / "native_rank_1.txt").read_text()
     # Its timer began with the phase: 6 s above the limit, below the 10 s in which stacks must be there.
     assert "hold_the_interpreter_lock" in stacks and f"Timeout (0:00:{LIMIT_S + 6:02d})!" in stacks
 
@@ -131,12 +147,12 @@ def test_an_error_is_reported_even_if_nothing_can_be_written(sft, tmp_path):
     assert said[0] == said[1] and "the reactor is on fire; its traceback cannot be written: " in said[0]
 
 
-def test_a_killed_rank_is_reported_as_lost(sft, tmp_path):
-    failure = failed_run("kill_this_rank", "update", 1, sft, call=2)
+def test_a_killed_rank_is_reported_as_lost(silent):
+    failure, run = silent["kill_this_rank"]
     assert failure.returncodes == [1, -9]
     said = errors(failure)[0]
     assert re.search(r"^error: lost rank 1 \(.+\), last heartbeat \d+ s ago in .*: killed from outside", said)
-    assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
+    assert ending(run) == ("failed", said.removeprefix("error: "))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One set of versions: the CPU lock, setup.py and the Dockerfile agree, and the lock is complete."""
+"""One set of versions: the CPU lock, setup.py and the container recipes agree, and the lock is complete."""
 
 import importlib.metadata
 import os
@@ -17,6 +17,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 INSTALLER = ROOT / "tools" / "install_cpu.sh"
+RECIPES = {
+    name: (ROOT / name).read_text() for name in ("Dockerfile", "lockstep.def", "tools/install_cuda.sh")
+}
 
 # Requirements of packages in the lock that the lock does not meet, on purpose: see its header.
 LEFT_OUT = {
@@ -128,35 +131,86 @@ def test_version_is_the_packages_own(setup_arguments):
 def test_every_package_is_installed_and_in_the_image(setup_arguments):
     top = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert {name for name in setup_arguments["packages"] if "." not in name} == top == {"rl", "launch"}
-    copied = set(re.findall(r"^COPY (\S+) \1/$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    copied = set(re.findall(r"^COPY (\S+) \1/$", RECIPES["Dockerfile"], re.MULTILINE))
     assert copied >= top | {"slurm", "configs", "tools", "tests"}
+    bound = set(re.findall(r"^    (\S+) /opt/lockstep/\1$", RECIPES["lockstep.def"], re.MULTILINE))
+    assert bound == copied - {"rl/__init__.py"} | {"setup.py", "train_rl.py", "README.md"}
 
 
-def test_dockerfile_states_no_other_version(requirements, setup_arguments):
-    text = (ROOT / "Dockerfile").read_text()
-    commands = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+def test_both_images_are_the_same():
+    docker, apptainer = RECIPES["Dockerfile"], RECIPES["lockstep.def"]
+
+    def found(pattern, text):
+        return re.findall(pattern, text, re.MULTILINE)
+
+    assert found(r"^FROM (\S+)", docker) == found(r"^From: (\S+)", apptainer) != []
+    parts = found(r"^(?:RUN| +) *bash tools/install_cuda.sh (\w+)$", docker)
+    assert parts == found(r"^ +bash tools/install_cuda.sh (\w+)$", apptainer)
+    assert parts == ["system", "packages", "program"]
+    arguments = found(r'^ARG (\w+)="?([^"\n]+)', docker)
+    assert arguments == found(r"^    (\w+)=(\S+)$", apptainer) != []
+    variables = found(r"^ENV (.+)$", docker)
+    environment = apptainer.partition("%environment")[2].partition("%post")[0]
+    assert variables == found(r"^    export (.+)$", environment) != []
+    assert f"    export {variables[0]}\n" in apptainer.partition("%post")[2]
+
+
+def test_install_cuda_compiles_against_the_installed_headers(tmp_path):
+    log, python, nvcc = tmp_path / "log", tmp_path / "bin" / "python", tmp_path / "cuda" / "bin" / "nvcc"
+    for program in (python, nvcc):
+        program.parent.mkdir(parents=True)
+    python.write_text(
+        '#!/bin/bash\n[ "$1" = -c ] && exec echo /site\n'
+        f'echo "$*; $CPATH; $TORCH_CUDA_ARCH_LIST; $FLASH_ATTN_CUDA_ARCHS; $MAX_JOBS" >>{log}\n'
+    )
+    nvcc.write_text("#!/bin/bash\n")
+    for program in (python, nvcc):
+        program.chmod(0o755)
+    settings = {"VIRTUAL_ENV": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda"), "CPATH": "/own"}
+    settings |= {"CUDA_ARCHS": "9.0;10.0", "MAX_JOBS": "32"}
+    subprocess.run(["bash", ROOT / "tools/install_cuda.sh"], env=os.environ | settings, check=True)
+    pip = "-m pip --disable-pip-version-check"
+    include = "/site/nvidia/cudnn/include:/site/nvidia/nccl/include:/own; 9.0;10.0; 90;100; 32"
+    assert log.read_text().splitlines() == [
+        f"{pip} install .[cuda-build]; /own; ; ; 32",
+        f"{pip} install --no-build-isolation .[cuda,mpi,slurm,test,report]; {include}",
+        f"{pip} install --no-deps --no-build-isolation -e {ROOT}; {include}",
+        f"{pip} check; {include}",
+    ]
+
+
+def test_install_cuda_refuses_an_unknown_part():
+    script = ROOT / "tools" / "install_cuda.sh"
+    result = subprocess.run(["bash", script, "everything"], capture_output=True, text=True)
+    assert result.returncode == 1 and "unknown part 'everything'" in result.stderr
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_state_no_other_version(requirements, name):
+    commands = "\n".join(line for line in RECIPES[name].splitlines() if not line.startswith("#"))
     for group, wanted in requirements:
         own = re.search(
             rf"\b{re.escape(wanted.name)}(\[[^]]*\])?[ \"']*(==|>=|<=|~=|<|>|@)", commands, re.IGNORECASE
         )
-        assert own is None, f"{own[0]!r} in the Dockerfile: the version belongs into setup.py [{group}]"
+        assert own is None, f"{own[0]!r} in {name}: the version belongs into setup.py [{group}]"
         argument = re.search(
             rf"\b{re.escape(wanted.name).replace('-', '[-_]')}_VERSION", commands, re.IGNORECASE
         )
-        assert argument is None, (
-            f"{argument[0]!r} in the Dockerfile: the version belongs into setup.py [{group}]"
-        )
-    installed = set(re.findall(r"pip install[^\n]*?\.\[([a-z,-]+)\]", commands))
+        assert argument is None, f"{argument[0]!r} in {name}: the version belongs into setup.py [{group}]"
+
+
+def test_install_cuda_installs_known_extras(setup_arguments):
+    installed = set(re.findall(r"pip install[^\n]*?\.\[([a-z,-]+)\]", RECIPES["tools/install_cuda.sh"]))
     assert installed == {"cuda-build", "cuda,mpi,slurm,test,report"}
     assert {extra for group in installed for extra in group.split(",")} <= set(
         setup_arguments["extras_require"]
     )
-    python = re.search(r"Python (3\.\d+)", text)[1]
+    python = re.search(r"Python (3\.\d+)", RECIPES["Dockerfile"])[1]
     assert python in SpecifierSet(setup_arguments["python_requires"])
 
 
 def test_dockerfile_and_transformer_engine_mean_the_same_cuda(requirements):
-    image = re.search(r"^FROM nvidia/cuda:(\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1]
+    image = re.search(r"^FROM nvidia/cuda:(\d+)", RECIPES["Dockerfile"], re.MULTILINE)[1]
     engine = next(wanted for _, wanted in requirements if wanted.name == "transformer-engine")
     assert f"core_cu{image}" in engine.extras
 

@@ -14,9 +14,13 @@ from tools.records import comparable
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment variables of runs that are compared bitwise on a GPU."""
+MEAN_DIFFERENCE = "training/rollout_probs_diff_mean"
+"""Metric: mean difference of the probabilities of tokens by engine and trainer."""
 
 
-def train(task: Task, name: str, config: str | dict, *overrides: str, **environment: str) -> list[dict]:
+def train(
+    task: Task, name: str, config: str | dict, *overrides: str, ranks: int = 1, **environment: str
+) -> list[dict]:
     """Run train_rl.py in OUT/name; return its records. config: a file in configs/, or the config itself."""
     directory = task.out / name
     if isinstance(config, dict):
@@ -24,7 +28,9 @@ def train(task: Task, name: str, config: str | dict, *overrides: str, **environm
         file.write_text(yaml.dump(config))
     else:
         file = ROOT / "configs" / config
-    command = [sys.executable, "train_rl.py", "--config", str(file), f"run.dir={directory}", *overrides]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = ["train_rl.py", "--config", str(file), f"run.dir={directory}", *overrides]
+    command = [sys.executable, *(launcher if ranks > 1 else ()), *program]
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -42,6 +48,60 @@ def _toy(task: Task) -> tuple[str, ...]:
         f"model.dtype={task.size('bfloat16', 'float32')}",
         "logging.tensorboard=false",
     )
+
+
+def feature(task: Task, *, name: str) -> None:
+    """Run two steps of a tiny model with one feature; the program's checks end a run that is wrong."""
+    import torch
+
+    from tools import bounds
+    from tools.acceptance.features import FEATURES, TASKS
+    from tools.library_names import installed
+    from tools.tiny_models import SIZES, save_tiny
+
+    wanted = FEATURES[name]
+    library = installed("vllm")
+    if wanted.needs and (library is None or library.find(wanted.needs) is None):
+        return task.findings.skip("this vLLM", f"it has no {wanted.needs}; use the pinned version")
+    directory = task.out / "features" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    model, teacher = (
+        save_tiny(wanted.architecture, directory / kind, seed=seed)
+        for seed, kind in enumerate(("model", "teacher"))
+    )
+    config = dict(
+        algorithm="grpo",
+        run=dict(name=name, max_steps=2),
+        model=dict(path=model),
+        data=dict(max_prompt_tokens=16, prompts_per_step=8),
+        training=dict(micro_batch_tokens=200, prompts_per_minibatch=4, optimizer=dict(lr=1e-3)),
+        rollout=dict(
+            samples_per_prompt=4,
+            max_response_tokens=6,
+            deterministic=True,
+            enforce_eager=True,
+            gpu_memory_utilization=0.3,
+            cpu_kv_cache_mib=16,
+        ),
+        reward=dict(function=f"{TASKS}:score"),
+        refit=dict(check_every=1),
+        validation=dict(every=0),
+    )
+    overrides = [override.format(teacher=teacher) for override in wanted.overrides]
+    records = train(task, f"features/{name}/run", config, *_toy(task), *overrides, ranks=wanted.ranks)
+    task.findings.check("every step", len(records) == 2, "weights, log-probs, tokens and ranks were compared")
+    dtype, width = task.size((torch.bfloat16, 1), (torch.float32, SIZES["hidden_size"]))
+    # The largest difference of log-probs is this share of the largest log-prob, which is below 10 with such
+    # weights and a vocabulary of 45; a probability differs by less than its logarithm.
+    limits = dict(wanted.at_most)
+    if not wanted.is_older:
+        limits[MEAN_DIFFERENCE] = 10 * bounds.of_logits(SIZES["num_hidden_layers"], width, dtype)
+    for key, limit in limits.items():
+        values = [record[key] for record in records if key in record]
+        task.findings.at_most(f"largest {key}", max(values, default=float("nan")), limit)
+    for key, limit in ({"actor/grad_norm": 0.0} | wanted.above).items():
+        value = max((record.get(key, 0.0) for record in records), default=0.0)
+        task.findings.check(f"{key} above {limit:g}", value > limit, value=f"{value:.4g}")
 
 
 def learning(task: Task) -> None:
@@ -64,7 +124,7 @@ def learning(task: Task) -> None:
     accuracies = [value for record in records for key, value in record.items() if key.endswith("/acc/mean@1")]
     task.findings.note("held-out accuracy before GRPO", accuracies[0])
     task.findings.target("held-out accuracy after GRPO", accuracies[-1], 0.9, applies=not task.is_rehearsal)
-    gaps = [record[key] for record in records for key in record if key.endswith("rollout_probs_diff_mean")]
+    gaps = [record[MEAN_DIFFERENCE] for record in records if MEAN_DIFFERENCE in record]
     if gaps:
         task.findings.at_most("engine against trainer: mean difference of probabilities", max(gaps), 0.02)
     seconds = sorted(record["timing_s/step"] for record in records if record.get("timing_s/step"))

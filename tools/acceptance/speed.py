@@ -4,7 +4,6 @@ Samples have 512 prompt tokens and up to 1,024 answer tokens. The operations are
 token, plus causal attention, plus the head at answer tokens. A backward pass counts twice.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,16 +32,16 @@ TINY = dict(
     max_position_embeddings=1024,
 )
 GIB = 1 << 30
-REFIT_SECONDS, TRAIN_MFU, FORWARD_MFU, OF_BARE_VLLM, MEMORY_ERROR, GIVEN_BACK = (
-    0.2,
-    0.45,
-    0.55,
-    0.95,
-    0.1,
-    0.9,
-)
-"""Targets for one GPU of 80 GB or more: seconds of a refit of 3 GB; shares of the matrix rate; share of bare
-vLLM's rate; relative error of predicted memory; share of the memory that is given back."""
+REFIT_SECONDS = 0.2
+"""Target for a refit of 3 GB on one GPU: it reads and writes 3 GB at a tenth of 3 TB/s."""
+TRAIN_MFU, FORWARD_MFU = 0.45, 0.55
+"""Targets for shares of the matrix rate: norms, softmax and other reads of memory take the rest."""
+OF_SERIAL_VLLM = 0.9
+"""Target for the share of the rate of vLLM called in the same way; the record of events takes the rest."""
+OF_PREDICTED = 1.1
+"""Limit of the memory in use as a share of the dry run's prediction: a run that needs more may not fit."""
+GIVEN_BACK = 0.9
+"""Target for the share of the predicted memory that sleep and offload give back."""
 
 
 def checkpoint(task: Task) -> Path:
@@ -102,14 +101,23 @@ def _prompts(task: Task) -> list:
     return [torch.randint(3, vocab, (prompt,), generator=generator).int().numpy() for _ in range(count)]
 
 
-def bare_vllm(task: Task) -> None:
-    """Generate the same number of samples with LLM.generate and vLLM's own defaults."""
+def bare_vllm(task: Task, *, serial: bool = False) -> None:
+    """Generate the same number of samples with LLM.generate.
+
+    serial: as a rank calls vLLM: in this process, without asynchronous scheduling, with a seed per sample.
+    Otherwise with vLLM's defaults.
+    """
+    import os
+
     from tools.bare_vllm import generations
 
     prompts, (_, _, response) = [ids.tolist() for ids in _prompts(task)], _sizes(task)
     options = task.size(
         dict(gpu_memory_utilization=0.5, max_num_seqs=256), dict(kv_cache_memory_bytes=64 << 20)
     )
+    if serial:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        options |= dict(async_scheduling=False, seeded=True)
     model = str(checkpoint(task))
     taken = generations(
         model=model,
@@ -270,18 +278,17 @@ class _Speed:
         samples = self.engine.generate(prompts, sampling, seeds)
         rate = sum(len(sample.token_ids) for sample in samples) / (time.perf_counter() - start)
         self.findings.note("generation, tokens per second", rate)
-        bare = self.task.out / "stages" / "bare-vllm.json"
-        stored = json.loads(bare.read_text()) if bare.exists() else {}
-        figures = stored.get("figures", {}) if stored.get("mode") == self.task.mode else {}
-        if "tokens per second" in figures:
-            share = rate / figures["tokens per second"]
-            self.findings.target(
-                "generation against bare vLLM", share, OF_BARE_VLLM, applies=self.device.is_cuda
-            )
-        else:
-            self.findings.skip(
-                "generation against bare vLLM", "stage bare-vllm has no figure of this mode in this directory"
-            )
+        for stage, least in (("bare-vllm-serial", OF_SERIAL_VLLM), ("bare-vllm", None)):
+            stored = self.task.stored(stage).get("figures", {})
+            name = f"generation against {stage}"
+            if "tokens per second" not in stored:
+                self.findings.skip(name, f"stage {stage} has no figure of this mode in this directory")
+            elif least is None:
+                text = "vLLM's defaults run the scheduler beside the GPU, in another process"
+                self.findings.note(name, rate / stored["tokens per second"], text=text)
+            else:
+                share = rate / stored["tokens per second"]
+                self.findings.target(name, share, least, applies=self.device.is_cuda)
 
     @contextmanager
     def _refit(self, seconds: list[float]) -> Iterator[None]:
@@ -331,9 +338,7 @@ class _Speed:
         predicted, _ = self.predicted.peak(phase)
         text = f"{used / GIB:.1f} GiB in use, {predicted / GIB:.1f} GiB predicted"
         if self.device.is_cuda:
-            self.findings.at_most(
-                f"memory in {phase}: error", abs(used / predicted - 1), MEMORY_ERROR, text=text
-            )
+            self.findings.at_most(f"memory in {phase}", used / predicted, OF_PREDICTED, text=text)
         else:
             self.findings.skip(f"memory in {phase}", f"needs a GPU; {text}")
 

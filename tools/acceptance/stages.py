@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tools.acceptance.features import FEATURES, Feature
+
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -35,6 +37,8 @@ class Stage:
     """Whether it runs with --rehearse."""
     every_gpu: bool = False
     """Whether it runs one rank per GPU and needs at least two."""
+    ranks: int = 1
+    """Ranks, and GPUs, of the program that the stage starts."""
 
     def runs_in(self, mode: str) -> bool:
         """Return whether the stage runs in a mode: full, quick or rehearse."""
@@ -55,19 +59,31 @@ def all_stages() -> list[Stage]:
         _parity(
             "trainer",
             "Log-probs, gradients, first update: Megatron and transformers",
-            180,
+            300,
             **trainer,
             quick=True,
         ),
-        _parity("trainer-without-te", "The same without Transformer Engine", 180, **trainer, use_te=False),
+        _parity("trainer-without-te", "The same without Transformer Engine", 300, **trainer, use_te=False),
         *map(_engine, ARCHITECTURES),
         *(_layouts(name, tp) for name in ("qwen2", "deepseek-v3") for tp in (1, 2)),
-        Stage("resume", "A resumed run equals the run that was not interrupted", "runs:resume", 180),
-        Stage("learning", "GRPO teaches the toy model to add", "runs:learning", 240),
-        Stage("bare-vllm", "Generation with vLLM alone, for comparison", "speed:bare_vllm", 180),
+        *(_feature(name, feature) for name, feature in FEATURES.items()),
+        Stage("resume", "A resumed run equals the run that was not interrupted", "runs:resume", 300),
+        Stage("learning", "GRPO teaches the toy model to add", "runs:learning", 480),
+        Stage("bare-vllm", "Generation with vLLM alone and its defaults", "speed:bare_vllm", 180),
+        Stage(
+            "bare-vllm-serial",
+            "Generation with vLLM alone, as a rank calls it: in its process, one engine step after the other",
+            "speed:bare_vllm",
+            180,
+            dict(serial=True),
+        ),
         Stage("speed", "Speed and memory of each phase, shape of Qwen2.5-1.5B", "speed:run", 300, quick=True),
         Stage("step", "A GRPO step of that shape through train_rl.py, by phase", "runs:timeline", 240),
     ]
+
+
+def _feature(name: str, feature: Feature) -> Stage:
+    return Stage(name, feature.text, "runs:feature", 180, dict(name=name), ranks=feature.ranks)
 
 
 def _parity(

@@ -4,6 +4,7 @@ python -m tools.acceptance.worker STAGE OUT MODE
 """
 
 import importlib
+import json
 import os
 import sys
 import traceback
@@ -35,6 +36,12 @@ class Task:
     def size(self, full, rehearsal):
         """Return `rehearsal` in a rehearsal on the CPU, else `full`."""
         return rehearsal if self.is_rehearsal else full
+
+    def stored(self, stage: str) -> dict:
+        """Return the results of an earlier stage in the same mode; {} if there are none."""
+        file = self.out / "stages" / f"{stage}.json"
+        found = json.loads(file.read_text()) if file.exists() else {}
+        return found if found.get("mode") == self.mode else {}
 
 
 @contextmanager

@@ -54,6 +54,52 @@ def measure_carry_over(args: Namespace, runs: Path) -> list[Row]:
     return rows
 
 
+def add_carried_agents_arguments(add) -> None:
+    add_step_arguments(add, max_tokens=128, steps=8)
+    add("--median", type=float, default=0.1, help="median answer of an environment in seconds (0.1)")
+    add("--ranks", type=int, default=2, help="ranks of each side (2)")
+    add("--staleness", type=int, nargs="+", default=[1, 2], help="values of rollout.max_staleness (1 2)")
+
+
+def measure_carried_agents(args: Namespace, runs: Path) -> list[Row]:
+    """Return a row per limit of staleness: trajectories per second of whole steps of both sides.
+
+    The first step of a turn does not count: environments have answered while the other side had its turn.
+    """
+    task = save_task(runs / "task", args.size, mean_length=8, max_length=16)
+    game = Path(__file__).with_name("slow_game.py")
+    common = [
+        f"agents.environment={game}:Slow",
+        f"agents.kwargs={{median_s: {args.median}}}",
+        "agents.max_tokens_per_turn=16",
+        "rollout_correction.truncate_tokens=2.0",
+    ]
+    sides = {SYNCHRONOUS: common} | {
+        f"carry-over, max_staleness {limit}": [
+            *common,
+            "rollout.carry_over=true",
+            f"rollout.max_staleness={limit}",
+            "rollout.oversample=1.5",
+        ]
+        for limit in args.staleness
+    }
+    turns = compare_configs(args, task, runs, args.ranks, sides)
+    size = args.prompts * args.samples
+    rates = {
+        name: [(len(turn) - 1) * size / turn_seconds(turn[1:]) for turn in taken]
+        for name, taken in turns.items()
+    }
+    rows = []
+    for name in list(sides)[1:]:
+        rounds = {SYNCHRONOUS: rates[SYNCHRONOUS], "carry-over": rates[name]}
+        columns: dict[str, float | int | str] = {
+            f"{label}, trajectories/s": middle(own) for label, own in rounds.items()
+        }
+        columns["staleness"] = metric(turns[name], "staleness/mean")
+        rows.append(Row(name, columns, middle(rates[name]) / middle(rates[SYNCHRONOUS]), rounds))
+    return rows
+
+
 def step_rates(turns: list[Turn]) -> list[float]:
     """Return the tokens that each turn trained on per second of its steps."""
     return [sum(record["perf/total_num_tokens"] for record in turn) / turn_seconds(turn) for turn in turns]

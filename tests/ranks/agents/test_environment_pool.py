@@ -209,6 +209,23 @@ def test_close_ends_a_call_in_progress(name, action):
         assert pool.poll(0.2) == []
 
 
+def test_kept_sessions_block_no_worker():
+    """A process that takes no further session ends when it has only kept ones, whose next reply says so."""
+    with make_pool(timeout_s=1.0) as pool:
+        opened(pool, "kept", "other")
+        pool.open("alone", row(), alone=True)
+        pool.keep("kept")
+        assert reply_to(pool, "other", act("hangs")).cause == "time"
+        pool.close("other")
+        assert set(replies_of(pool, "alone")) == {"alone"}  # in a new process, the only one allowed
+        pool.keep("kept", False)
+        lost = reply_to(pool, "kept", act("state"))
+        assert lost.failure and lost.reopen == "shared"
+        pool.keep("alone")
+        opened(pool, "next")
+        assert reply_to(pool, "alone", act("state")).reopen == "alone"
+
+
 def test_an_agent_that_drives_itself():
     with make_pool("Agent") as pool:
         assert opened(pool, "a")["a"].drives == "run"

@@ -58,7 +58,7 @@ def generate(what, *, num_prompts=6, timeout_s=30.0, **agents):
         schedule = QueueSchedule(prompts, SAMPLING, seeds, queue=queue)
         VirtualEngine(pool, lambda request: turn).run(SampleSource(schedule, dialogue))
         dialogue.close()
-    return schedule.samples, dialogue.counts, pool
+    return [s for s in schedule.samples if s.end != "failed"], dialogue.counts, pool
 
 
 @pytest.mark.parametrize("order", ["arrival", "waves"])

@@ -57,9 +57,9 @@ def test_a_dry_run_needs_only_pyyaml_and_numpy():
         import train_rl
         assert train_rl.main() == 0
     """
-    arguments = ("--config", "configs/ppo_deepseek671b.yaml", "--dry-run", "--world-size", "512")
+    arguments = ("--config", "configs/qwen2.5-7b_gsm8k_grpo_8gpu.yaml", "--dry-run", "--world-size", "8")
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "671.03 B parameters" in done.stdout
+    assert "7.62 B parameters" in done.stdout
     assert done.stdout.rstrip().splitlines()[-1].startswith("FITS")

@@ -7,20 +7,28 @@ from dataclasses import replace
 
 from rl.faults.lock import FILE_NAME
 from rl.faults.process import this_process
-from tests.spawn import ROOT
+from tests.spawn import run_ranks
 
 RACE = """
+import os
 import sys
 from pathlib import Path
 from rl.faults.lock import RunLock
-print("ready", flush=True)
-sys.stdin.readline()
+
+run, meeting, rank = Path(sys.argv[1]), Path(sys.argv[2]), os.environ["RANK"]
+
+def meet(name):
+    (meeting / f"{name}.{rank}").touch()
+    while len(list(meeting.glob(f"{name}.*"))) < 4:
+        pass
+
+meet("ready")
 try:
-    RunLock.take(Path(sys.argv[1]), silent_s=60)
-    print("mine", flush=True)
+    RunLock.take(run, silent_s=60)
+    print("mine")
 except ValueError:
-    print("refused", flush=True)
-sys.stdin.read()
+    print("refused")
+meet("done")
 """
 
 
@@ -38,15 +46,10 @@ def test_a_zombie_is_gone():
 
 def test_one_of_many_takes_a_stale_lock(tmp_path):
     record = this_process().as_dict() | {"job": "", "restarts": 0, "token": "old", "pid": 1 << 23}
-    (tmp_path / FILE_NAME).write_text(json.dumps(record))
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    takers = [subprocess.Popen([sys.executable, "-c", RACE, tmp_path], cwd=ROOT, **pipes) for _ in range(4)]
-    assert [taker.stdout.readline() for taker in takers] == ["ready\n"] * 4
-    for taker in takers:  # all imports are done, so they race from here
-        taker.stdin.write("go\n")
-        taker.stdin.flush()
-    answers = [taker.stdout.readline().strip() for taker in takers]
-    for taker in takers:
-        taker.communicate()
-    assert sorted(answers) == ["mine"] + ["refused"] * 3
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FILE_NAME).write_text(json.dumps(record))
+    answers = run_ranks(4, RACE, tmp_path / "run", meeting)
+    assert sorted(answers) == ["mine\n"] + ["refused\n"] * 3
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [FILE_NAME]

@@ -84,7 +84,10 @@ def test_training_replicas_that_drifted_apart_are_reported(dense):
         assert "on rank 2: engine" in text
 
 
-@pytest.fixture(scope="module", params=["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("Qwen3MoeForCausalLM", marks=pytest.mark.slow), "DeepseekV3ForCausalLM"],
+)
 def experts(request, tmp_path_factory):
     """DeepSeek has two weights in one parameter of vLLM, and a float32 buffer in the refit."""
     directory = tmp_path_factory.mktemp("experts")

@@ -284,6 +284,15 @@ class Checks:
                 assert set(value) == {"key", "count"} and value["count"] <= 99 and len(value["key"]) <= 3
         ends = [ids[-1] for name, ids in received[0].items() if name.startswith("bound")]
         assert eos in ends, received[0]
+        # A turn that was aborted continues in its middle, with the tokens of the whole one.
+        name = next(n for n, ids in received[0].items() if n.startswith("bound") and ids[-1] == eos)
+        ids, begun = np.array(received[0][name], np.int32), 5
+        context = np.concatenate([PROMPTS[1], ids[:begun]])
+        rest = Request("rest", context, int(name.split()[1]), 60 - begun, tag, num_begun=begun)
+        source = Fixed([rest])
+        assert self.engine.run(source if self.engine.leads else None, sampling)
+        if self.engine.leads:
+            assert np.array_equal(source.received["rest"].token_ids, ids[begun:])
 
     def check_a_carried_sample_is_the_uninterrupted_one(self):
         whole = self.samples(PLAIN)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rl.rollout.queue import StaticQueue
+from rl.rollout.queue import StaticQueue, assign_all, assign_held
 from tests.spawn import run_ranks
 
 # Two ranks, each the leader of a replica.
@@ -79,6 +79,19 @@ def test_static_replicas_take_turns():
 def test_an_exhausted_static_queue_stays_exhausted():
     queue = StaticQueue(1, replica=0, num_replicas=1)
     assert [queue.draw(), queue.draw(), queue.draw()] == [0, None, None]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_held_items_go_to_their_holders_in_static_shares(num_replicas):
+    assert assign_all([-1] * 7, num_replicas) == [
+        list(range(r, 7, num_replicas)) for r in range(num_replicas)
+    ]
+    shares = assign_all([1, 1, -1, 1, 5, 0, 1], num_replicas)
+    assert sorted(item for share in shares for item in share) == list(range(7))
+    assert [len(share) for share in shares] == [len(range(r, 7, num_replicas)) for r in range(num_replicas)]
+    if num_replicas == 2:
+        assert shares[1] == [0, 1, 3]  # its share is full: the fourth one goes to the other replica
+        assert assign_held([1, 1, -1, 1, 5, 0, 1], 2) == ([[5], [0, 1, 3]], [2, 4, 6])
 
 
 # Shared --------------------------------------------------

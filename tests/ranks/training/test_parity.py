@@ -33,9 +33,9 @@ CASES = {
     "deepseek-v3-all": ("DeepseekV3ForCausalLM", False, EXPERTS),
 }
 """Name -> (architecture, whether the embedding is the head, training layouts)."""
-ALWAYS = ("qwen2", "llama3-tied", "deepseek-v3")
-"""The others are for `--slow`: what sets them apart is also seen in tests/unit/models and
-tests/ranks/refit."""
+ALWAYS = ("llama3-tied", "deepseek-v3")
+"""The others are for `--slow`: what sets them apart is also seen below (qwen2 on two ranks), in
+tests/unit/models and in tests/ranks/refit."""
 LAYERS = 3  # the most that one of the models has
 LOGPROB = bounds.of_logits(LAYERS, SIZES["hidden_size"])
 GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])

@@ -60,10 +60,27 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
         results["trainer"] == "fail" and results["layouts-qwen2-tp1"] == "skip" and results["step"] == "pass"
     )
     assert len(results) == len(gpu_acceptance.all_stages())
+    assert results["roles"] == results["router-replay-tp2"] == "skip" and results["router-replay"] == "pass"
     assert re.search(r"broken +on purpose", capsys.readouterr().out)
 
 
-@pytest.mark.slow  # eight minutes together
+def test_the_acceptance_continues_from_a_stage(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
+    monkeypatch.setattr(
+        gpu_acceptance, "run_stage", lambda stage, *args: ran.append(stage.name) or dict(rows=[])
+    )
+    assert gpu_acceptance.main(["--out", str(tmp_path), "--stage", "trainer"]) == 0
+    assert gpu_acceptance.main(["--out", str(tmp_path), "--from", "speed"]) == 0
+    assert ran == ["trainer", "speed", "step"]
+    assert [result["name"] for result in gpu_acceptance.results(tmp_path)] == ran
+
+
+def test_each_stage_ends_within_a_call_of_ten_minutes():
+    assert max(stage.seconds for stage in all_stages()) <= 540
+
+
+@pytest.mark.slow  # ten minutes together
 @pytest.mark.parametrize("name", [stage.name for stage in all_stages() if stage.rehearsed])
 def test_each_stage_of_a_rehearsal_passes(tmp_path_factory, name):
     out = tmp_path_factory.getbasetemp() / "acceptance"

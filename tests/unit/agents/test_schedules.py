@@ -84,7 +84,7 @@ def test_every_schedule_generates_with_every_dialogue(kind, agents):
             draw=lambda number: [prompts[0]] * number,
             queue=StaticQueue(1 << 62, replica=0, num_replicas=1),
             messages=Messages(),
-            send=lambda key, samples: sent.extend(samples),
+            send=lambda group, prompt, samples: sent.extend(samples),
         )
     messages = [{"role": "user", "content": "a question"}]
     pool = VirtualPool(

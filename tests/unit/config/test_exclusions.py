@@ -3,7 +3,7 @@
 import pytest
 
 from rl.config.checks import check
-from rl.config.exclusions import exclusions
+from rl.config.exclusions import NOT_BUILT, exclusions
 from rl.config.features import is_on
 from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
@@ -57,7 +57,6 @@ EXAMPLES = {
     "sweep.stop": "sweep.stop=median",
     "rollout.longest_first": "rollout.longest_first=true",
     "rollout.deterministic": "rollout.deterministic=true",
-    "checkpoint.background": "checkpoint.background=true",
     "agents.structured_tool_calls": "agents.structured_tool_calls=true",
     "rollout_correction.bypass": "rollout_correction.bypass=true",
     "samples": "algorithm=grpo",
@@ -87,8 +86,10 @@ EXAMPLES = {
     "not roles": "roles.train= roles.rollout=",
     "a sweep": "sweep.adapters=[{run.seed:1}] adapter.kind=lora adapter.in_engine=adapter",
     "a teacher": TEACHER,
+    "teacher.self_taught=present|initial": TEACHER,
+    "distillation": "algorithm=distill teacher.self_taught=present",
     "new rows": "agents.environment=game.py:Game agents.on_rewrite=new_row",
-    "order of arrival": "agents.environment=game.py:Game",
+    "order of arrival": "agents.environment=game.py:Game agents.order=arrival",
     "adapters in the engine": "adapter.kind=lora adapter.in_engine=adapter",
     "merged adapters": "adapter.kind=lora adapter.in_engine=merged",
     "a large rank": "adapter.kind=lora adapter.rank=1024",
@@ -144,6 +145,10 @@ def test_every_pair_of_the_table_is_refused(pair):
     assert "{" not in sentence.replace("{feedback}", "")
 
 
+def test_what_is_not_built_is_in_the_table():
+    assert NOT_BUILT <= {(pair.first, pair.second) for pair in exclusions()}
+
+
 @pytest.mark.parametrize("first", FEATURES)
 def test_every_other_pair_is_accepted(first):
     for second in FEATURES[FEATURES.index(first) :]:
@@ -154,11 +159,11 @@ def test_every_other_pair_is_accepted(first):
 
 
 def test_the_sentence_names_values_reason_and_remedy():
-    config = config_with("rollout.carry_over", "agents")
+    config = config_with("rollout.carry_over", "rollout.stop")
     assert config is not None
     assert refusal(config) == (
-        "rollout.carry_over=true cannot be combined with the section agents, because environments of "
-        "unfinished trajectories end with their step; leave out one of the two."
+        'rollout.carry_over=true cannot be combined with rollout.stop=["END"], because a stop string could '
+        "begin in one step and end in the next; use rollout.stop_token_ids."
     )
     config = config_with("rollout.carry_over", "not a correction")
     assert config is not None

@@ -101,14 +101,6 @@ def test_value_gradient_and_statistics_against_the_reference(seed, clips):
     )
 
 
-@each("clips", CLIPS)
-def test_gradient_against_finite_differences(clips):
-    logprobs, old, advantages, mask = batch(3, size=40)
-    arguments = tensors(old, advantages, mask)
-    leaf = torch.tensor(logprobs, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda leaf: ppo(leaf, *arguments, **clips)[0], (leaf,))
-
-
 def test_on_policy_gradient_is_minus_the_advantage():
     logprobs = torch.randn(6, generator=torch.Generator().manual_seed(0), requires_grad=True)
     advantages = torch.tensor([1.0, -1.0, 0.0, 2.5, -3.0, 0.1])
@@ -271,15 +263,6 @@ def test_other_losses_hand_numbers(name, ratio, old_probability, advantage, loss
     )
     assert token_loss.item() == pytest.approx(loss, rel=1e-12)
     assert torch.autograd.grad(token_loss.sum(), leaf)[0].item() == pytest.approx(slope, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["reinforce", "gpg", "sapo", "dro"])
-def test_gradient_of_smooth_losses_against_finite_differences(name):
-    loss, options, _ = LOSSES[name]
-    logprobs, old, advantages, mask = probabilities(3, size=40)
-    leaf = torch.tensor(logprobs[2:], requires_grad=True)
-    arguments = tensors(old[2:], advantages[2:], mask[2:])
-    assert torch.autograd.gradcheck(lambda leaf: loss(leaf, *arguments, **options)[0], (leaf,))
 
 
 @every_loss

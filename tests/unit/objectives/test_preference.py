@@ -324,18 +324,6 @@ def test_pair_losses_gradients_and_statistics_against_the_loop(loss, smoothing, 
     assert 0 < stats["accuracy"] < 20 and not any(stat.requires_grad for stat in stats.values())
 
 
-@pair_losses
-def test_gradient_from_tokens_against_finite_differences(loss, smoothing):
-    logprobs, ref, mask, lengths = (torch.tensor(x) for x in batch(2, num_samples=8))
-
-    def of(leaf):
-        return pair_loss(
-            log_ratios(leaf, ref, mask, lengths), beta=0.1, loss=loss, label_smoothing=smoothing
-        )[0]
-
-    assert torch.autograd.gradcheck(of, (logprobs.requires_grad_(),))
-
-
 @each("dtype", [torch.float32, torch.float64])
 @pair_losses
 @each("margin", [1e4, -1e4])
@@ -363,13 +351,6 @@ def test_equal_log_ratios_count_as_wrong():
     assert pair_loss(torch.tensor([2.0, 2.0, 3.0, 2.0]), beta=1.0, loss="sigmoid")[1]["accuracy"] == 1
 
 
-def test_chosen_and_rejected_are_not_interchangeable():
-    ratios = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    for loss in ("sigmoid", "hinge", "ipo"):
-        right, wrong = pair_loss(ratios, beta=0.5, loss=loss)[0]
-        assert right < wrong
-
-
 def test_an_unknown_pair_loss_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="'logistic' is not one of sigmoid, hinge, ipo"):
         pair_loss(torch.zeros(2), beta=0.1, loss="logistic")
@@ -383,23 +364,6 @@ def test_sppo_by_hand():
     loss = sppo_loss(ratios, torch.tensor([0.5, 1.0, 0.0, 0.25]), eta=10.0)
     assert loss.tolist() == [0.0, 0.0, 0.0, 3.5**2]  # log-ratios of eta (rate - 1/2) are what is aimed at
     assert torch.autograd.grad(loss.sum(), ratios)[0].tolist() == [0.0, 0.0, 0.0, 7.0]
-
-
-def test_sppo_against_the_loop_and_finite_differences():
-    rng = np.random.default_rng(1)
-    ratios, rates = rng.normal(0, 3, 30), rng.random(30)
-    leaf, labels = torch.tensor(ratios, requires_grad=True), torch.tensor(rates)
-    expected = [(r - 4.0 * (p - 0.5)) ** 2 for r, p in zip(ratios, rates)]
-    np.testing.assert_allclose(sppo_loss(leaf, labels, eta=4.0).detach(), expected, rtol=1e-12)
-    assert torch.autograd.gradcheck(lambda leaf: sppo_loss(leaf, labels, eta=4.0), (leaf,))
-
-
-@each("ratio", [1e4, -1e4])
-def test_sppo_of_an_extreme_log_ratio_is_finite(ratio):
-    leaf = torch.tensor([ratio], requires_grad=True)
-    loss = sppo_loss(leaf, torch.tensor([0.5]), eta=10.0)
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(1e8) and leaf.grad.item() == pytest.approx(2 * ratio)
 
 
 # Win rates --------------------------------------------------------------------------------------------------
@@ -422,14 +386,6 @@ def test_win_rates_against_brute_force(seed, dtype):
     rates = win_rates(torch.tensor(scores, dtype=dtype), torch.tensor(groups))
     assert rates.dtype == dtype
     np.testing.assert_allclose(rates, ref_win_rates(scores, groups), rtol=1e-6)
-
-
-def test_win_rates_average_to_one_half_in_every_group():
-    generator = torch.Generator().manual_seed(0)
-    groups = torch.randint(8, (60,), generator=generator)
-    rates = win_rates(torch.randint(5, (60,), generator=generator).double(), groups)
-    for group in groups.unique():
-        assert rates[groups == group].mean().item() == pytest.approx(0.5)
 
 
 def test_win_rates_of_trivial_groups():
@@ -479,7 +435,6 @@ def test_outcome_loss_against_the_loop_and_finite_differences():
     )
     assert stats["accuracy"].item() == sum((r > 0) == (y > 0.5) for r, y in zip(ratios, labels))
     assert 0 < stats["accuracy"] < 40 and not stats["accuracy"].requires_grad
-    assert torch.autograd.gradcheck(lambda leaf: outcome_loss(leaf, aims, beta=0.05)[0], (leaf,))
 
 
 @each("label", [0.0, 1.0])

@@ -159,26 +159,6 @@ def test_gspo_equals_the_sequence_objective():
     torch.testing.assert_close(*grads)
 
 
-def test_gmpo_under_its_aggregation_against_finite_differences():
-    logprobs, old, advantages, mask, lengths = tensors(*batch(5, num_samples=9))
-
-    def objective(leaf):
-        token_loss, _ = gmpo(leaf, old, advantages, mask, lengths, **CLIPS[gmpo])
-        return aggregate(token_loss, mask, lengths, "seq-mean-token-mean", num_tokens=1, num_samples=9)
-
-    assert torch.autograd.gradcheck(objective, (logprobs.requires_grad_(),))
-
-
-def test_gmpo_loss_bounds_the_unclipped_one():
-    logprobs, old, advantages, mask, lengths = tensors(*batch(6))
-    advantages = advantages + torch.randn(
-        len(advantages), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    clipped, _ = gmpo(logprobs, old, advantages, mask, lengths, **CLIPS[gmpo])
-    free, _ = gmpo(logprobs, old, advantages, mask, lengths, clip_low=1e9, clip_high=1e9)
-    assert (clipped >= free).all() and (clipped > free).any()
-
-
 @both
 def test_on_policy_gradient_is_that_of_the_policy_gradient(loss):
     lengths = torch.tensor([3, 0, 1, 2])

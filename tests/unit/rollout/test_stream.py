@@ -40,7 +40,7 @@ class Replica:
             draw=lambda number: [Prompt.of_tokens(np.arange(3, dtype=np.int32))] * number,
             queue=StaticQueue(1 << 62, replica=0, num_replicas=2),
             messages=self.messages,
-            send=lambda key, samples: self.sent.append(key[0]),
+            send=lambda group, prompt, samples: self.sent.append(group),
         )
         dialogue = SingleTurn(train_sampling(config), capacity=capacity)
         self.source = SampleSource(self.stream, dialogue)

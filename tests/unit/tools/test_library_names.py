@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.spawn import ROOT
 from tools.library_names import (
+    ATTRIBUTES,
     CHECKED,
     RecordedLibrary,
     installed,
@@ -45,8 +46,19 @@ def test_the_installed_libraries_have_every_name():
         "vllm.LLM",
         "torch.cuda.synchronize",
         "megatron.core.parallel_state.initialize_model_parallel",
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.reload_weights",
     } <= {use.name for use in found}
     assert problems(found, libraries()) == []
+
+
+def test_every_attribute_of_the_engines_parts_is_checked():
+    listed = {name.partition("(")[0] for names in ATTRIBUTES.values() for name in names.split()}
+    on_cpu = {"log_softmax", "masks", "logprobs"}
+    found = set()
+    for file in (ROOT / "rl" / "rollout").glob("*.py"):
+        for path in re.findall(r"\bengine\.(?:llm|runner|scheduler)((?:\.\w+)+)", file.read_text()):
+            found.add(path.split(".")[1])
+    assert {"llm_engine", "requests", "lora_manager"} <= found <= listed | on_cpu
 
 
 def test_recorded_transformer_engine_has_every_name():

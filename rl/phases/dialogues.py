@@ -1,0 +1,83 @@
+"""The form of a run's dialogues: how its samples are generated and become a batch.
+
+A `Sampler` knows one of these and not which one. Samples are responses of one turn here, and trajectories in
+`rl.phases.trajectories`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl.data.batch import Batch
+from rl.data.prompts import Prompt
+from rl.rollout.batches import batch_of
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.queue_schedule import QueueSchedule
+from rl.rollout.samples import Sample
+from rl.rollout.sampling import Sampling
+from rl.rollout.single_turn import SingleTurn
+from rl.rollout.source import SampleSource
+
+if TYPE_CHECKING:  # a run without carry-over does not import it
+    from rl.rollout.quota_schedule import Group
+
+
+class Dialogues:
+    """Responses of one turn."""
+
+    is_fixed = False
+    """Whether each replica must have a fixed share of the work, also without rollout.deterministic."""
+    holds = False
+    """Whether a replica holds what its unfinished samples need."""
+
+    def run(
+        self,
+        engine: RolloutEngine,
+        schedule: QueueSchedule,
+        sampling: Sampling,
+        *,
+        num_prompts: int,
+        purpose: str,
+        timing: str,
+        progress: Any = None,
+        interrupt: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Generate the samples of a schedule; return whether the run of the engine was completed.
+
+        Collective over the replica. The samples are then in `schedule.samples` of its leader.
+
+        Args:
+            num_prompts: number of prompts of all replicas.
+            purpose, timing: see `Sampler.sample`.
+            progress, interrupt: see `SampleSource` and `RolloutEngine.run`.
+        """
+        capacity = engine.capacity(num_prompts, sampling.samples_per_prompt)
+        source = SampleSource(schedule, SingleTurn(sampling, capacity=capacity), progress=progress)
+        return engine.run(source if engine.leads else None, sampling, interrupt=interrupt)
+
+    def batch(
+        self,
+        samples: list[Sample],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        timing: str,
+        counts: Counter[str] | None = None,
+    ) -> Batch:
+        """Return the batch of finished samples. Collective over the world.
+
+        counts: `Dialogue.counts`, summed over the replicas; None: those of the last `run` on every rank.
+        """
+        ids = [prompt.token_ids for prompt in prompts]
+        return batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
+
+    def sent(self, prompt: Prompt) -> Prompt:
+        """Return what a generator must know of a prompt that it has not drawn."""
+        return Prompt.of_tokens(prompt.token_ids)
+
+    def within(self, group: "Group", max_tokens: int) -> "Group":
+        """Return a group of an earlier run, whose limit of tokens may have been larger."""
+        return group.within(max_tokens)
+
+    def keep_only(self, samples: Collection[tuple[int, int]]) -> None:
+        """Release what unfinished samples need, except these: (draw of the prompt, number)."""

@@ -1,0 +1,56 @@
+"""Runs with environments on the ranks that generate, while others train."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.records import comparable, records
+from tests.runs.test_agents import ARRIVAL, BASE, WAVES
+from tests.runs.test_roles import FAULTY, assert_each_prompt_once, without_staleness
+from tests.spawn import RanksFailed, run_ranks
+from tests.toy import train, write_config
+
+CORRECT = "rollout_correction.truncate_tokens=2"
+ROLES = ("roles.train=0-0", "roles.rollout=1-1", CORRECT)
+VALIDATE = ("validation.every=2", "validation.max_prompts=4", "validation.before_training=false")
+IN_FLIGHT = ("roles.granularity=turn", "roles.refit_after_steps=4", "run.max_steps=4")
+
+
+@pytest.fixture(scope="module")
+def agent_config(toy, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("agents_with_roles")
+    return write_config(directory, toy, *BASE, f"data.val=[{toy}/test.parquet]", *VALIDATE)
+
+
+@pytest.mark.covers("agents", "roles, lag 0")
+def test_lag_0_equals_the_run_without_roles(agent_config, tmp_path):
+    train(1, agent_config, WAVES, CORRECT, run=tmp_path / "alone")
+    train(2, agent_config, WAVES, *ROLES, "roles.lag=0", run=tmp_path / "split")
+    assert without_staleness(tmp_path / "split") == comparable(tmp_path / "alone")
+    assert_each_prompt_once(tmp_path / "split", consumed=16)
+
+
+@pytest.mark.covers("agents by arrival", "roles, turn")
+def test_turns_in_flight_are_of_one_version(agent_config, tmp_path):
+    train(2, agent_config, *ARRIVAL, *ROLES, *IN_FLIGHT, run=tmp_path / "run")
+    last = records(tmp_path / "run")[-1]
+    assert last["agents/turns"] == 3 and last["staleness/max"] == 1
+    assert_each_prompt_once(tmp_path / "run", consumed=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["batch", "turn", "sample"])
+@pytest.mark.covers("agents", "roles")
+def test_kills_of_either_role_change_nothing(agent_config, tmp_path, granularity):
+    """Two trainers and two replicas. Trajectories of a killed run that no checkpoint holds begin again."""
+    ranks = ("roles.train=0-1", "roles.rollout=2-3", CORRECT)
+    overrides = (WAVES, *ranks, *IN_FLIGHT, f"roles.granularity={granularity}", "watchdog.lost_s=60")
+    train(4, agent_config, *overrides, run=tmp_path / "whole")
+    killed = tmp_path / "killed"
+    for place, rank, call in (("update", 0, 4), ("receive_weights", 3, 2)):
+        fault = ("kill_this_rank", place, rank, call)
+        with pytest.raises(RanksFailed):
+            run_ranks(4, FAULTY, *fault, "--config", agent_config, *overrides, f"run.dir={killed}", grace=30)
+    train(4, agent_config, *overrides, run=killed)
+    assert comparable(killed) == comparable(tmp_path / "whole")
+    assert_each_prompt_once(killed, consumed=32)

@@ -1,0 +1,48 @@
+"""Keys whose defaults follow from others."""
+
+import pytest
+
+from rl.config.checks import check
+from rl.config.consequences import CONSEQUENCES
+from rl.config.options import ConfigError, flatten
+from rl.config.schema import derived_keys, load_config
+
+DATA = ("model.path=m", "data.train=[d]")
+ROLES = ("roles.train=0-0", "roles.rollout=1-1")
+GAME = ("agents.environment=game.py:Game", "rollout.deterministic=true")
+SWEEP = ("adapter.kind=lora", "sweep.adapters=[{run.seed:1},{run.seed:2}]")
+CASES = {
+    "rollout_correction.truncate_tokens": (ROLES, 2.0, 0.0),
+    "rollout_correction.truncate_samples": (
+        ("rollout.carry_over=true", "objective.loss=gmpo", "objective.aggregation=seq-mean-token-mean"),
+        2.0,
+        0.0,
+    ),
+    "agents.order": (GAME, "waves", "arrival"),
+    "adapter.in_engine": (SWEEP, "adapter", "merged"),
+}
+"""Key -> keys from which it follows, its value, and one that does not suit them."""
+
+
+def test_every_consequence_has_a_case():
+    assert [each.key for each in CONSEQUENCES] == list(CASES)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_form_sets_what_it_needs_and_no_key_that_is_given(key):
+    form, value, unfit = CASES[key]
+    config = load_config(None, [*DATA, *form])
+    check(config, [])
+    assert flatten(config)[key] == value
+    [said] = derived_keys(None, [*DATA, *form])
+    assert said.startswith(f"{key}={value}, because ")
+    given = [*DATA, *form, f"{key}={unfit}"]
+    assert flatten(load_config(None, given))[key] == unfit and not derived_keys(None, given)
+    with pytest.raises(ConfigError, match=key.rpartition(".")[2].split("_")[0]):
+        check(load_config(None, given), [])
+
+
+def test_another_correction_stays():
+    config = load_config(None, [*DATA, *ROLES, "rollout_correction.bypass=true"])
+    assert config.rollout_correction.truncate_tokens == 0
+    assert not derived_keys(None, [*DATA, "algorithm=sft"])

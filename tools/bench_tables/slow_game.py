@@ -1,0 +1,23 @@
+"""A game of up to four turns whose answers take log-normal times."""
+
+import asyncio
+import math
+import random
+
+
+class Slow:
+    """The game. median_s: median time of an answer, in seconds."""
+
+    def __init__(self, median_s: float):
+        self.median_s, self.left = median_s, random.randint(1, 4)
+
+    def reset(self, row):
+        return row["prompt"]
+
+    async def step(self, text):
+        await asyncio.sleep(random.lognormvariate(math.log(self.median_s), 1.0))
+        self.left -= 1
+        return "more", 0.0, self.left == 0
+
+    def score(self):
+        return random.random()
