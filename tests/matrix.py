@@ -25,6 +25,7 @@ from rl.config.checks import check
 from rl.config.options import ConfigError
 from rl.config.role_checks import role_ranks
 from rl.config.schema import load_config
+from rl.config.sweep_checks import load_points
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed
 from tests.toy import train, write_config
@@ -132,7 +133,7 @@ def refusal(names: Sequence[str]) -> str | None:
         return ALTERNATIVES
     try:
         config = load_config(None, [*DATA, *keys])
-        check(config, [])
+        check(config, load_points(None, [*DATA, *keys]) if config.sweep.is_on else [])
         train_ranks, rollout_ranks = map(len, role_ranks(config, RANKS))
     except ConfigError as error:
         return str(error)

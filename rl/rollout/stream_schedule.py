@@ -119,20 +119,26 @@ class StreamSchedule:
         return [self._waiting.popleft() for _ in range(min(self.together, len(self._waiting)))]
 
     def next_events(self, step: int, source: SampleSource) -> list[Event]:
-        events = [] if self._next_message else source.fill()
+        # Between two turns a message comes first. Else it would depend on the time that environments take
+        # whether the next turns, or further groups, begin before or after the weights of a fixed step.
+        fills = source.num_open > 0 and not source.running
+        events = [] if fills or self._next_message else source.fill()
         # At most one message: its weights must be taken before the next one can come.
         if not self.barrier and not self._next_message and self._reads_next(source.num_open, step):
             is_due = self._due_at is not None
             taken = self._messages.take(WAIT_S if is_due or not source.num_open else 0.0)
-            if taken is None:
-                return [*events, Waiting("weights")] if is_due and source.num_open else events
-            self._due_at = None
-            if isinstance(taken[1], NextBatch):
-                self._next_message = taken[1]
-            else:
-                self.barrier = taken
+            if taken is None and is_due and source.num_open:
+                return [*events, Waiting("weights")]
+            if taken is not None:
+                self._due_at = None
+                if isinstance(taken[1], NextBatch):
+                    self._next_message = taken[1]
+                else:
+                    self.barrier = taken
         if self._next_message and (self._granularity != "turn" or not source.running):
-            events += [self._allow(self._next_message), *source.fill()]
+            events, fills = [*events, self._allow(self._next_message)], True
+        if fills:
+            events += source.fill()
         if self.barrier is not None and not source.num_open:
             return [Done()]
         return events

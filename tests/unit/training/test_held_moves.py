@@ -6,7 +6,7 @@ import torch
 
 from rl.data.batch import Batch, concatenate
 from rl.data.held import HeldColumn, Row, row_key
-from rl.rollout.samples import Sample, Segment
+from rl.rollout.samples import Completion, Sample, Segment
 from rl.training.held_transfer import Move, plan_moves
 
 
@@ -53,15 +53,17 @@ def test_held_columns_follow_the_samples_of_a_batch():
 def test_segments_join_their_values_without_repeated_context():
     ids = np.zeros(2, np.int32)
 
-    def segment(**held):
-        return Segment(ids, np.zeros(2, np.float32), ids, held={k: np.array(v) for k, v in held.items()})
+    def segment(before=(), **held):
+        values = {name: np.array(own) for name, own in held.items()}
+        return Segment.of(Completion(ids, np.zeros(2, np.float32), "stop", ids, values), before=before)
 
     # A context of one token, then 2 sampled, 2 given and 2 sampled ones: the routes of 2, then of 6 tokens.
-    first = segment(routes=[1, 2], kept=[7])
+    first = segment(routes=[1, 2], kept_counts=[7])
     given = Segment.given(ids, version=0, turn=0, source="tool")
-    sample = Sample(0, 0, (first, given, segment(routes=[9, 9, 3, 4, 5, 6], kept=[8, 8])))
+    last = segment([first, given], routes=[9, 9, 3, 4, 5, 6], kept_counts=[8, 8])
+    sample = Sample(0, 0, (first, given, last))
     assert sample.held("routes").tolist() == [1, 2, 3, 4, 5, 6]
-    assert sample.held("kept").tolist() == [7, 8, 8]
+    assert sample.held("kept_counts").tolist() == [7, 8, 8]
 
 
 def test_the_key_of_a_row_depends_on_where_the_prompt_ends():
