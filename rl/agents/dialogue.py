@@ -563,12 +563,12 @@ class Trajectories(Dialogue):
         """Send a turn to the agent that asked for it."""
         from rl.agents.endpoint import EndpointReply
 
-        self._unanswered.add(session.address)
         turn = completion.token_ids, completion.logprobs, completion.end
         self._reply(session, EndpointReply(context, *turn, message))
 
     def _reply(self, session: Session, reply=None, error: Exception | None = None) -> None:
         """Answer the request that is being served, and serve the next one."""
+        self._unanswered.add(session.address)
         future, session.asked = session.inbox.popleft().reply, time.monotonic()
         with suppress(InvalidStateError):  # the agent has closed the connection
             future.set_result(reply) if error is None else future.set_exception(error)

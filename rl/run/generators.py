@@ -82,7 +82,9 @@ class Generators:
     ):
         self._config, self._inputs, self._link, self._stop = config, inputs, link, stop
         self._dialogue_of = dialogue_of
-        self._in_waves = config.agents.is_on and config.agents.order == "waves"
+        in_waves = config.agents.is_on and config.agents.order == "waves"
+        self._has_fixed_share = in_waves and not config.roles.min_replicas
+        """Whether each replica has a fixed share of the work; a dead one's share would never be done."""
         self._device, self._tracker = device, watchdog.tracker
         self._messages = Messages(session.job().store)
         self._prompt_order = inputs.prompt_order()
@@ -99,7 +101,7 @@ class Generators:
         engine.keeps_cache = self._config.roles.cache == "keep"
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
         limit_collectives(self._config.watchdog.limits)
-        queue: Queue = engine.queue(ENDLESS, is_fixed=self._in_waves)
+        queue: Queue = engine.queue(ENDLESS, is_fixed=self._has_fixed_share)
         stream, source, sampling, options = None, None, train_sampling(self._config), {}
         if self._link.excluded is not None:
             from rl.rollout.claims import Claims
@@ -162,7 +164,7 @@ class Generators:
         """Generate the responses to the prompts of a message, and send them."""
         engine, self._step, sampling = self._engine, message.step, message.sampling
         self._take_weights(message.version)
-        queue = engine.queue(len(message.prompts), is_fixed=self._in_waves)
+        queue = engine.queue(len(message.prompts), is_fixed=self._has_fixed_share)
         schedule = QueueSchedule(message.prompts, sampling, message.seeds, queue=queue)
         if engine.leads:
             dialogue = self._dialogue(sampling, len(message.prompts), keeps_failed=message.keeps_failed)

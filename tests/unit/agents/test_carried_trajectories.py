@@ -222,8 +222,8 @@ class Asking:
 class AgentPool(VirtualPool):
     """A pool whose agents return when they say so."""
 
-    def returned(self, session):
-        heapq.heappush(self._due, (self.now, next(self._order), Reply(session, "run", done=True)))
+    def returned(self, session, delay=0):
+        heapq.heappush(self._due, (self.now + delay, next(self._order), Reply(session, "run", done=True)))
 
     def _reply(self, session, kind, action):
         if kind != "run":
@@ -253,3 +253,35 @@ def test_an_agent_that_runs_by_itself_is_answered_from_the_log(is_kept, is_same)
     assert (games.result() == whole.result()) == is_same
     assert all(row[3] == "stop" and max(row[5]) == 3 for row in games.result())
     assert (counts["diverged"] > 0) == (not is_same)
+
+
+class LateAgents(Asking):
+    """Agents whose second request, which is refused, comes between two calls; they return later."""
+
+    def __init__(self, pool):
+        super().__init__(pool)
+        self.sessions = []
+
+    def _ask(self, session, messages, number):
+        if number == 1:
+            super()._ask(session, messages, number)
+        else:
+            self.sessions.append(session)
+
+    def ask_again(self):
+        for session in self.sessions:
+            request = EndpointRequest(session, None, None)  # longer than any context
+            self.requests.put(request)
+            request.reply.add_done_callback(lambda _, of=session: self._pool.returned(of, delay=3))
+
+
+def test_an_agent_that_is_refused_a_turn_after_a_pause_is_awaited():
+    games = Games(drives="run", on_failure="shrink")
+    games.environments.pool = games.pool = AgentPool(games.answer)
+    agents = LateAgents(games.pool)
+    games.environments.make_endpoint = lambda: agents
+    num_samples = sum(len(group.samples) for group in games.groups)
+    games.continue_until(lambda: len(agents.sessions) == num_samples)
+    agents.ask_again()
+    games.continue_until(never)
+    assert all(row[3] == "stop" and max(row[5]) == 1 for row in games.result())
