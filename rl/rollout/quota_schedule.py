@@ -27,7 +27,7 @@ from rl.rollout.queue import (
     shared_counter,
 )
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.samples import Sample, pack, unpack
+from rl.rollout.samples import COLUMNS, Sample, Segment, pack, unpack
 from rl.rollout.sampling import Sampling
 from rl.rollout.source import SampleSource, Start
 
@@ -192,8 +192,16 @@ def extend(groups: Sequence[Group], continued: Sequence[Sample]) -> list[Group]:
 def _with_held(row: Sample, before: Sample | None) -> Sample:
     """Return a row with the values of held columns that this rank has of its earlier segments."""
     known = before.segments if before is not None else ()
-    kept = tuple(replace(segment, held=old.held) for segment, old in zip(row.segments, known))
-    return replace(row, segments=kept + row.segments[len(known) :])
+    kept = tuple(
+        replace(segment, held=old.held) if _is_same(segment, old) else segment
+        for segment, old in zip(row.segments, known)
+    )
+    return replace(row, segments=kept + row.segments[len(kept) :])
+
+
+def _is_same(segment: Segment, other: Segment) -> bool:
+    """Return whether two segments were sampled together; not if a trajectory was begun again."""
+    return all(np.array_equal(getattr(segment, name), getattr(other, name)) for name in COLUMNS)
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:

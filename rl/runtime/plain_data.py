@@ -10,7 +10,7 @@ None, bool, int, float, str, list     as in JSON
 tuple, set, frozenset, dict           {"t" | "s" | "f" | "d": [item, ...]}; a dict's keys and values alternate
 bytes                                 {"b": [offset, size]}
 np.ndarray, np.generic                {"a" | "n": [dtype, shape, offset]}
-Path                                  {"p": text}
+Path, Decimal, date, datetime         {"p" | "m" | "y" | "i": text}
 a listed dataclass or NamedTuple      {"o": [index in the list, field, ...]}
 """
 
@@ -19,6 +19,8 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Sequence
+from datetime import date, datetime
+from decimal import Decimal
 from math import prod
 from pathlib import Path, PosixPath
 from typing import Any
@@ -65,8 +67,9 @@ def encode(value: Any, *types: type) -> bytes:
             return {tag: [item.dtype.str, item.shape, keep(item.tobytes())]}
         if kind in index_of:
             return {"o": [index_of[kind], *items(_fields_of(kind)(item))]}
-        if kind is PosixPath:
-            return {"p": str(item)}
+        if kind in _AS_TEXT:
+            tag, text_of = _AS_TEXT[kind]
+            return {tag: text_of(item)}
         raise TypeError(
             f"{kind.__module__}.{kind.__qualname__} cannot be sent to other ranks; convert it to plain data "
             "or list its type at the call."
@@ -98,6 +101,9 @@ def decode(content: bytes, *types: type) -> Any:
         "n": lambda parts: array(*parts)[()],
         "o": lambda parts: _instance(types, *parts),
         "p": Path,
+        "m": Decimal,
+        "y": date.fromisoformat,
+        "i": datetime.fromisoformat,
     }
 
     def hook(tagged: dict[str, Any]) -> Any:
@@ -111,6 +117,12 @@ def decode(content: bytes, *types: type) -> Any:
 
 
 _SEQUENCES: dict[type, str] = {tuple: "t", set: "s", frozenset: "f"}
+_AS_TEXT: dict[type, tuple[str, Callable[[Any], str]]] = {
+    PosixPath: ("p", str),
+    Decimal: ("m", str),
+    date: ("y", date.isoformat),
+    datetime: ("i", datetime.isoformat),
+}
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Groups that continue: the source ends at its quota, tokens are joined, a frontier survives a checkpoint."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +97,17 @@ def test_a_source_without_work_is_done():
     for name in ("0.1", "1.0", "1.1"):
         turns.receive(name, completion(1))
     assert turns.next_events(0, 1) == [Done()]
+
+
+def test_a_sample_that_was_begun_again_keeps_no_held_values():
+    def row(version, counts, **options):
+        begun = replace(completion(5, 6, version=version, **options), held={"kept_counts": np.array(counts)})
+        return Sample(0, 0, (Segment.of(begun),), begun.end)
+
+    group = Group(prompt(3, 20), (row(7, [1, 2], end="abort"),))
+    for version, expected in ((7, [1, 2]), (9, [3, 4])):
+        [extended] = extend([group], [row(version, [3, 4])])
+        assert extended.samples[0].held("kept_counts").tolist() == expected
 
 
 @pytest.mark.parametrize("number", [0, 2])

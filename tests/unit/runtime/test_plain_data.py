@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,11 @@ def test_values_keep_their_types():
     values = [
         *(None, True, 1 << 70, -0.0, 1e-320, float("inf"), "\ud800\u00e9", b"", b"\x00\xff", Path("/a/b")),
         *((1, [2, (3,)]), {(1, 2): {"a"}, frozenset([3]): {}}, np.float32(0.1), np.int64(-3)),
+        *(
+            Decimal("1.50"),
+            date(2026, 1, 2),
+            datetime(2026, 1, 2, 3, 4, 5, 6, UTC),
+        ),  # of rows of parquet files
         {"t": [1], "d": {"o": 0}},  # keys that look like tags
     ]
     found = decode(encode(values))
