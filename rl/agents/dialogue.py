@@ -204,6 +204,8 @@ class Trajectories(Dialogue):
             self._act(session)
 
     def suspend(self) -> None:
+        self.ended += self._wave
+        self._wave = []
         for session in list(self._sessions.values()):
             prompt_ids = session.start.prompt.token_ids
             rows = session.trajectory.samples(None, prompt_ids, is_unfinished=True)
