@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
+NEGATIVE_ZERO = 0x80
+"""Bits of -0 in FP8."""
 
 
 class Fp8Base(Part):
@@ -98,4 +100,6 @@ def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     factors = blocks.abs().amax((1, 3)) / LARGEST
     divisors = factors.masked_fill(factors == 0, 1.0)[:, None, :, None]
     values = (blocks / divisors).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
+    bits = values.view(torch.uint8)
+    bits[bits == NEGATIVE_ZERO] = 0  # sums over ranks make it 0, so an exported base would have other bits
     return values[:rows, :columns].contiguous(), factors

@@ -29,7 +29,8 @@ class RowRotary(nn.Module):
 
         For fused kernels: the angles, or with YaRN cosines and sines, each float32 [T, 1, 1, d].
         """
-        self.frequencies = self.frequencies.to(position_ids.device)
+        if self.frequencies.device != position_ids.device:
+            self.frequencies = self.frequencies.to(position_ids.device)
         angles = torch.outer(position_ids.flatten().float(), self.frequencies)
         if not self.fused:
             return torch.cat([angles.cos() * self.scale, angles.sin() * self.scale], -1)[:, None]
