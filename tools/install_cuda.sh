@@ -53,7 +53,7 @@ packages() {
     local nvidia
     nvidia="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia"
     export CPATH="$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH}"
-    export TORCH_CUDA_ARCH_LIST="$CUDA_ARCHS" FLASH_ATTN_CUDA_ARCHS="$(echo "$CUDA_ARCHS" | tr -d .)"
+    export TORCH_CUDA_ARCH_LIST="$CUDA_ARCHS" FLASH_ATTN_CUDA_ARCHS="${CUDA_ARCHS//./}"
     # Both packages look for a ready wheel on GitHub first. Such wheels are for an exact torch and CUDA, and flash-attn 2.8
     # labels CUDA 13 builds as CUDA 12.
     export FLASH_ATTENTION_FORCE_BUILD=TRUE NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch NVCC_THREADS=2
