@@ -123,8 +123,7 @@ class TestMemory:
     def test_other_conflicts_do_not_hide_the_other_form(self):
         both = ("data.curriculum=own:order", "data.train_weights=[1.0]")
         assert found(GRPO, 8, *LORA, *both, plan=True).other_refit is not None
-        kept = "rollout.carry_over_cache=keep"
-        assert found(GRPO, 8, *LORA, kept, plan=True).other_refit is None
+        assert found(GRPO, 8, *LORA, "adapter.kind=dora", plan=True).other_refit is None
 
     def test_recompute_keeps_only_the_inputs_of_layers(self):
         kept = found(GRPO, 8).memory.stages[0].activations
