@@ -64,21 +64,36 @@ ENVIRONMENTS = (
 )
 ROLES = ("roles.train=0-0", "roles.rollout=1-1", "roles.lag=1", "rollout_correction.truncate_tokens=2.0")
 BESIDE = ("adapter.kind=rslora", "adapter.in_engine=adapter", "adapter.rank=4")
+BF16 = "model.dtype=bfloat16"
 CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "grpo, dp 2": (2, "qwen2", ()),
     "grpo, tp 2, two epochs": (2, "qwen2", ("training.tp=2", "rollout.tp=2", "training.epochs=2")),
     "ppo": (1, "qwen2", ("algorithm=ppo", "objective.reward_kl.coef=0.1")),
     "dapo": (1, "qwen2", ("algorithm=dapo", "dynamic_sampling.prompts_per_round=4")),
     "dpo": (1, "qwen2", ("algorithm=dpo", "training.prompts_per_minibatch=0", *FROM_DATA)),
-    "bfloat16": (2, "qwen2", ("model.dtype=bfloat16", "objective.kl_coef=0.01")),
+    "bfloat16": (2, "qwen2", (BF16, "objective.kl_coef=0.01")),
     "experts, ep 2": (2, "qwen3-moe", ("training.ep=2",)),
-    "latents, bfloat16": (1, "deepseek-v3", ("model.dtype=bfloat16",)),
+    "latents, bfloat16": (1, "deepseek-v3", (BF16,)),
     "sampling masks": (1, "llama", ("rollout.top_p=0.9", "rollout.top_k=20")),
     "environments": (1, "qwen2", ENVIRONMENTS),
     "carry-over": (1, "qwen2", ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0")),
     "roles": (2, "qwen2", ROLES),
-    "adapters": (2, "qwen2", ("adapter.kind=lora", "training.tp=2", "model.dtype=bfloat16")),
-    "adapters beside the weights": (2, "qwen2", (*BESIDE, "rollout.tp=2", "objective.kl_coef=0.01")),
+    "adapters": (2, "qwen2", ("adapter.kind=lora", "training.tp=2", BF16)),
+    "adapters beside the weights, bfloat16": (
+        2,
+        "qwen2",
+        (*BESIDE, "rollout.tp=2", "objective.kl_coef=0.01", BF16),
+    ),
+    "ppo, bfloat16": (2, "qwen2-tied", ("algorithm=ppo", "training.epochs=2", "training.tp=2", BF16)),
+    "replayed experts, bfloat16": (2, "qwen3-moe", ("training.router_replay=engine", "training.ep=2", BF16)),
+    "sampling masks, bfloat16": (1, "llama", ("rollout.top_p=0.9", "rollout.temperature=0.8", BF16)),
+    "environments, bfloat16": (2, "qwen2", (*ENVIRONMENTS, "rollout.tp=2", BF16)),
+    "carry-over, bfloat16": (
+        1,
+        "llama",
+        ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0", BF16),
+    ),
+    "roles, bfloat16": (2, "qwen2", (*ROLES, "roles.granularity=group", BF16)),
 }
 """Name -> number of ranks, model and overrides. Each run stops half-way and resumes."""
 ALL_CHECKS = ("agreement.weights_every=1", "refit.check_every=1")
