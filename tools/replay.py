@@ -80,7 +80,9 @@ def replay(ranks, args: argparse.Namespace) -> int:
         inputs = Inputs(config, ranks.world_size)
         finish_imports(config, generate=True)
         training = config.training
-        grid = build_grid(tp=training.tp, pp=training.pp, ep=training.ep, etp=training.expert_tp, seed=0)
+        grid = build_grid(
+            tp=training.tp, pp=training.pp, cp=training.cp, ep=training.ep, etp=training.expert_tp, seed=0
+        )
         engines = build_engines(config, inputs, grid, device, generate=True)
         if saved is not None and not args.weights:
             store.load_weights(saved, {"policy": engines.policy})

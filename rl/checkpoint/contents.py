@@ -109,7 +109,7 @@ def _written_weights(engine: TrainingEngine, weight_map: WeightMap) -> Iterator[
 
     Data parallel ranks write about equal numbers of bytes.
     """
-    loads = {False: [0] * engine.grid.dp, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
+    loads = {False: [0] * engine.grid.replicas, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
         if weight_map.place(weight).stages[0] != engine.grid.pp_rank:
             continue  # a tied embedding on the last stage
@@ -117,7 +117,7 @@ def _written_weights(engine: TrainingEngine, weight_map: WeightMap) -> Iterator[
         tp_rank = weight_map.tensor_split(weight)[1]
         if not weight.cut.split and tp_rank > 0:
             continue  # the first tensor parallel rank writes it
-        replica = engine.grid.dp_rank if not of_expert else dist.get_rank(engine.grid.groups.expt_dp)
+        replica = engine.grid.replica if not of_expert else dist.get_rank(engine.grid.groups.expt_dp)
         writer = loads[of_expert].index(min(loads[of_expert]))
         loads[of_expert][writer] += parameter.nbytes
         yield weight, parameter, writer == replica

@@ -79,11 +79,16 @@ def check_positions(hf: dict[str, Any], prompt: tuple[str, int], response: tuple
 
 
 def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
-    tp, pp = config.training.tp, config.training.pp
+    tp, pp, cp = config.training.tp, config.training.pp, config.training.cp
     if world_size % (tp * pp):
         raise ConfigError(
             f"training.tp={tp} times training.pp={pp} is {tp * pp}, which does not divide the world of "
             f"{world_size} ranks; use a product of {listed(divisors(world_size), 'or')}."
+        )
+    if world_size % (tp * pp * cp):
+        raise ConfigError(
+            f"training.cp={cp} does not divide the {world_size // (tp * pp)} ranks that training.tp={tp} and "
+            f"training.pp={pp} leave of {world_size}; use {listed(divisors(world_size // (tp * pp)), 'or')}."
         )
     sizes = split_sizes(hf) | {"{} key/value heads": num_kv_heads(hf)}
     fits = [n for n in divisors(world_size // pp) if all(size % n == 0 for size in sizes.values())]
@@ -176,8 +181,8 @@ def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> N
 
 def check_minibatch(config: Config, world_size: int) -> None:
     """Raise ConfigError if a mini-batch has fewer samples than there are data parallel ranks."""
-    tp, pp, step = config.training.tp, config.training.pp, config.data.prompts_per_step
-    dp = world_size // (tp * pp)
+    training, step = config.training, config.data.prompts_per_step
+    ranks, dp = training.ranks_of_a_row, world_size // training.ranks_of_a_row
     needs = algorithm_of(config).needs
     # A mini-batch may consist of prompts to which the data respond, once each.
     samples = 1 if learns_from_data(config) or "samples" not in needs else config.rollout.samples_per_prompt
@@ -193,7 +198,7 @@ def check_minibatch(config: Config, world_size: int) -> None:
         advice = f"raise data.prompts_per_step to at least {needed}"
     raise ConfigError(
         f"A mini-batch of {prompts} prompts x {samples} samples is too small for the data parallel size of "
-        f"{dp} ({world_size} ranks / (tp={tp} x pp={pp})); {advice}."
+        f"{dp} ({world_size} ranks / {ranks}, of training.tp x pp x cp); {advice}."
     )
 
 

@@ -150,7 +150,9 @@ class Training:
     tp: Annotated[int, AT_LEAST_ONE] = 1
     """Tensor parallel size of the training grid."""
     pp: Annotated[int, AT_LEAST_ONE] = 1
-    """Pipeline parallel size of the training grid. Data parallel size is world / (tp * pp)."""
+    """Pipeline parallel size of the training grid. Data parallel size is world / (tp * cp * pp)."""
+    cp: Annotated[int, AT_LEAST_ONE] = 1
+    """Context parallel size: number of ranks that share the tokens of each sequence, for long contexts."""
     ep: Annotated[int, AT_LEAST_ONE] = 1
     """Expert parallel size: the routed experts of a layer lie on this many ranks of a stage. It applies to
     those of the run's models that have experts; 1 if none has."""
@@ -160,8 +162,9 @@ class Training:
     sequence_parallel: bool = True
     """Shard activations between the tensor parallel regions along the sequence; no effect with tp 1."""
     micro_batch_tokens: Annotated[int, AT_LEAST_ONE] = 16384
-    """Maximum tokens (prompts and responses) of one micro-batch of one data parallel rank. A prompt that
-    samples share counts once. A longer sequence forms a micro-batch of its own."""
+    """Maximum tokens (prompts and responses) of one micro-batch on one rank; the cp ranks that share a
+    micro-batch hold cp times as many. A prompt that samples share counts once. A longer sequence forms a
+    micro-batch of its own."""
     prompts_per_minibatch: Annotated[int, NOT_NEGATIVE] = 0
     """Prompts (with all their samples) per optimizer step. 0: the whole batch of `data.prompts_per_step`."""
     epochs: Annotated[int, AT_LEAST_ONE] = 1
@@ -190,6 +193,16 @@ class Training:
     def expert_tp(self) -> int:
         """Return `etp` with its default resolved."""
         return self.etp or (self.tp if self.ep == 1 else 1)
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """Return the number of ranks that compute one micro-batch together."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the maximum number of tokens of a micro-batch."""
+        return self.micro_batch_tokens * self.cp
 
     def head_chunk(self, rows: int) -> int:
         """Return `head_chunk_tokens` with 0 resolved. rows: vocabulary rows of the head on this rank."""

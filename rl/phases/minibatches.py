@@ -99,7 +99,7 @@ class MinibatchPlanner:
         for rank in range(self._dp):
             micros = [micro for plan in self.plans(batch) for micro in plan.micro_batches[rank]]
             indices = [i for micro in micros for i in micro if i in own]
-            limit = self._training.micro_batch_tokens
+            limit = self._training.row_tokens
             plan = plan_micro_batches(work, indices=indices, dp=1, max_tokens=limit) if indices else [[]]
             ranks += plan
         count = max(map(len, ranks))
@@ -117,7 +117,7 @@ class MinibatchPlanner:
             work,
             indices=samples,
             dp=self._dp,
-            max_tokens=self._training.micro_batch_tokens,
+            max_tokens=self._training.row_tokens,
             samples_per_unit=samples_per_unit,
         )
         return MinibatchPlan(plan, [[work.cost(micro) for micro in rank] for rank in plan])

@@ -43,7 +43,7 @@ class Scorer:
     def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
         self.keeps_feedback = needs_feedback(config)
-        self.micro_batch_tokens, self.seed = config.training.micro_batch_tokens, config.run.seed
+        self.micro_batch_tokens, self.seed = config.training.row_tokens, config.run.seed
         self.model = self.judge = None
         if "reward_model" in engines.training:
             self.model = (engines.training["reward_model"], inputs.tokenizers["reward_model"])

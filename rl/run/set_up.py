@@ -120,7 +120,9 @@ def make_step(
 def make_grid(config: Config, device: Device) -> Grid:
     """Return the grid of the ranks that train. Collective over the world."""
     layout = config.training
-    grid = build_grid(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed)
+    grid = build_grid(
+        tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed
+    )
     warm_up(device)
     start_up.mark("groups")
     return grid

@@ -406,7 +406,7 @@ def micro_batches(facts: Facts) -> Verdict | None:
     batch, number = facts.batch, facts.metrics.get("training/micro_batches")
     if batch is None or not number or not len(batch):
         return None
-    limit = facts.config.training.micro_batch_tokens
+    limit = facts.config.training.row_tokens
     prompts = {(group, ids.tobytes()) for group, ids in zip(batch.groups.tolist(), batch.prompt_ids)}
     once = sum(len(ids) for _, ids in prompts) // batch.prompt_ids[0].itemsize
     tokens = int(batch.lengths.sum()) + (once if facts.shares_prompts else int(batch.prompt_lengths.sum()))

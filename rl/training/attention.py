@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rl.training.rows import RowAttention, Run, select_rows
+
+if TYPE_CHECKING:
+    from rl.training.context_parallel import Part
 
 
 @dataclass
@@ -24,8 +27,14 @@ class PackedRow(PackedSeqParams):
     attention: RowAttention | None = None
     rotation: Tensor | tuple[Tensor, Tensor] | None = None
     """Result of `rl.training.rotary.RowRotary.of`."""
+    part: "Part | None" = None
+    """This rank's part, if context parallel ranks share the row."""
     routes: Any = None
     """`MicroBatch.routes`."""
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return the keys or values of the whole row. x: those of this rank's tokens."""
+        return x if self.part is None else self.part.row(x)
 
 
 class CoreAttention(MegatronModule):
@@ -49,6 +58,7 @@ class CoreAttention(MegatronModule):
         """
         row, width = packed_seq_params.attention, value.shape[-1]
         assert row is not None
+        key, value = packed_seq_params.keys(key), packed_seq_params.keys(value)
         if query.shape[-1] != width:  # MLA: flash attention requires one width
             value = F.pad(value, (0, query.shape[-1] - width))
         if not query.is_cuda:
@@ -81,7 +91,7 @@ class CoreAttention(MegatronModule):
         )
 
     def _float32(self, query, key, value, row):
-        assert not row.shared and all(run.mask is None for run in row.runs), "see `can_share`"
+        assert not row.prefixes and all(run.mask is None for run in row.runs), "see `can_share`"
         sizes = [run.count * run.length for run in row.runs]
         out = []
         for run, *parts in zip(row.runs, *(x.split(sizes) for x in (query, key, value))):
@@ -105,6 +115,7 @@ def te_attention(te_class: type) -> type:
             """
             row = packed_seq_params.attention
             assert row is not None
+            key, value = packed_seq_params.keys(key), packed_seq_params.keys(value)
             mask = "padding_causal"
             if row.kv_index is not None:
                 key, value = (select_rows(x, row.kv_index) for x in (key, value))
@@ -148,12 +159,12 @@ class _AttendOnCpu(torch.autograd.Function):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)  # [T, heads]
         for run in row.runs:
-            q, k, v = (_blocks(x, run) for x in (query, key, value))
+            q, k, v = _blocks(query, run), _keys(key, run), _keys(value, run)
             found = _forward(q, k, v, 0.0, run.mask is None, attn_mask=_mask(run, q), scale=scale)
             _blocks(out, run).copy_(found[0])
             _blocks(lse, run).copy_(found[1])
-        for part in row.shared:
-            queries, keys = slice(part.start, part.end), slice(part.prompt, part.start)
+        for part in row.prefixes:
+            queries, keys = slice(part.start, part.end), slice(part.first, part.last)
             more, lse_more = _forward(
                 _one(query[queries]), _one(key[keys]), _one(value[keys]), 0.0, False, scale=scale
             )
@@ -169,14 +180,17 @@ class _AttendOnCpu(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        if len(key) > len(query):  # the runs cover only the keys of these queries
+            grads[1].zero_(), grads[2].zero_()
+        views = (_blocks, _blocks, _keys, _keys, _blocks, _blocks)
         for run in ctx.row.runs:
-            parts = (_blocks(x, run) for x in (grad, query, key, value, out, lse))
+            parts = (view(x, run) for view, x in zip(views, (grad, query, key, value, out, lse)))
             mask = _mask(run, query)
             found = _backward(*parts, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
-            for whole, part in zip(grads, found):
-                _blocks(whole, run).copy_(part)
-        for part in ctx.row.shared:
-            queries, keys = slice(part.start, part.end), slice(part.prompt, part.start)
+            for view, whole, part in zip(views[1:], grads, found):
+                view(whole, run).copy_(part)
+        for part in ctx.row.prefixes:
+            queries, keys = slice(part.start, part.end), slice(part.first, part.last)
             places = (queries, queries, keys, keys, queries, queries)
             parts = (_one(x[at]) for x, at in zip((grad, query, key, value, out, lse), places))
             found = _backward(*parts, 0.0, False, scale=ctx.scale)
@@ -185,10 +199,16 @@ class _AttendOnCpu(torch.autograd.Function):
         return *grads, None, None
 
 
-def _blocks(x: Tensor, run: Run) -> Tensor:
-    """Return a view [count, heads, length, ...] of a run of the row."""
-    part = x[run.start : run.start + run.count * run.length]
+def _blocks(x: Tensor, run: Run, start: int | None = None) -> Tensor:
+    """Return a view [count, heads, length, ...] of a run's queries, or of as many tokens from `start` on."""
+    start = run.start if start is None else start
+    part = x[start : start + run.count * run.length]
     return part.unflatten(0, (run.count, run.length)).transpose(1, 2)
+
+
+def _keys(x: Tensor, run: Run) -> Tensor:
+    """Return a view [count, heads, length, ...] of a run's keys."""
+    return _blocks(x, run, run.first_key)
 
 
 def _mask(run: Run, query: Tensor) -> Tensor | None:

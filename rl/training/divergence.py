@@ -220,7 +220,8 @@ class Targets:
             places = (teachers == number).repeat_interleave(lengths).nonzero().squeeze(1)
             own = [self.rows[i] for i in samples if self.teachers[i] == number]
             columns = [torch.cat(column).to(device) for column in zip(*own)]
-            parts.append((places.to(device), (*columns, *self.heads[number : number + 1])))
+            head = tuple(self.heads[number : number + 1])
+            parts.append((places.to(device), tuple(columns), head))
         return MicroTargets(self.divergence, linear_divergence if self.heads else top_k_divergence, parts)
 
 
@@ -246,17 +247,27 @@ class MicroTargets:
     divergence: Divergence
     function: Callable[..., Tensor]
     """linear_divergence or top_k_divergence."""
-    parts: list[tuple[Tensor, tuple[Tensor, ...]]]
-    """For each teacher: its tokens int64 [n], and the function's arguments of the teacher."""
+    parts: list[tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]]
+    """For each teacher: its tokens int64 [n], ascending, and the function's arguments of the teacher: those
+    with one row per token, and its head, if the function reads it."""
+
+    def of(self, index: Tensor) -> "MicroTargets":
+        """Return the targets of the tokens `index`, int64 [r] ascending on the CPU."""
+        parts = []
+        for places, rows, head in self.parts:
+            index = index.to(places.device)
+            mine = torch.isin(places, index)
+            parts.append((torch.searchsorted(index, places[mine]), tuple(x[mine] for x in rows), head))
+        return MicroTargets(self.divergence, self.function, parts)
 
     def __call__(self, hidden: Tensor, weight: Tensor, **options) -> Tensor:
         """Return the divergence at each token, float32 [R]. Arguments as for `linear_divergence`."""
         if not self.parts:  # no samples, but pipeline and gradient reductions require gradients, which are 0
             return hidden.float().sum(-1) + weight[:0].float().sum()
         out = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        for places, given in self.parts:
+        for places, rows, head in self.parts:
             own = hidden.index_select(0, places)
-            found = self.function(own, weight, *given, divergence=self.divergence, **options)
+            found = self.function(own, weight, *rows, *head, divergence=self.divergence, **options)
             out = out.index_copy(0, places, found)
         return out
 

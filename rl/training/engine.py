@@ -301,7 +301,14 @@ class TrainingEngine:
         config.timers = None if tracing.active is None else tracing.active.timers
         multiple = grid.tp if config.sequence_parallel else 1
         rows = [
-            lay_out(batch, samples, multiple=multiple, device=device, share=self.shares_prompts)
+            lay_out(
+                batch,
+                samples,
+                multiple=multiple,
+                device=device,
+                share=self.shares_prompts,
+                context=grid.context,
+            )
             for samples in plan[grid.dp_rank]
         ]
         is_reference = self.reference is not None and self.reference.is_applied

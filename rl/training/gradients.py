@@ -29,7 +29,7 @@ def with_gradients(model, training: Training, grid: Grid) -> DistributedDataPara
     """
     config = model.config
     on_cuda = next(model.parameters()).is_cuda
-    overlap = grid.dp > 1 and (
+    overlap = grid.replicas > 1 and (
         training.overlap_gradients == "on" or training.overlap_gradients == "auto" and on_cuda
     )
     config.finalize_model_grads_func = _finalize_without_division

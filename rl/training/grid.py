@@ -1,7 +1,9 @@
 """The training grid: Megatron's process groups and this rank's position in them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -10,12 +12,16 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rl.models.placement import training_ranks
 
+if TYPE_CHECKING:
+    from rl.training.context_parallel import ContextGroup
+
 
 @dataclass(frozen=True)
 class Grid:
-    """World = tp x dp x pp in the order of `rl.models.placement.training_ranks`.
+    """World = tp x cp x dp x pp in the order of `rl.models.placement.training_ranks`.
 
-    For routed experts the same ranks are etp x ep x (expert data parallel) x pp.
+    For routed experts the same ranks are etp x ep x (expert data parallel) x pp. The cp ranks of a context
+    parallel group share the samples of one data parallel rank. Megatron counts each as a data parallel rank.
     """
 
     groups: ProcessGroupCollection
@@ -25,10 +31,23 @@ class Grid:
     tp_rank: int
     pp_rank: int
     dp_rank: int
+    replica: int
+    """Which of the `replicas` of the weights this rank holds."""
     ep: int = 1
     etp: int = 1
     ep_rank: int = 0
     etp_rank: int = 0
+    context: "ContextGroup | None" = None
+    """The ranks with which this one shares rows; None: it holds whole rows."""
+
+    @property
+    def cp(self) -> int:
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold each part of a weight outside of routed experts."""
+        return self.dp * self.cp
 
     @property
     def is_first_stage(self) -> bool:
@@ -42,12 +61,12 @@ class Grid:
     def reports_results(self) -> bool:
         """Whether this rank reports results for its data parallel replica.
 
-        It is the first tensor parallel rank of the last stage.
+        It is the first tensor and context parallel rank of the last stage.
         """
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.replica % self.cp == 0
 
 
-def build_grid(*, tp: int, pp: int, ep: int = 1, etp: int | None = None, seed: int) -> Grid:
+def build_grid(*, tp: int, pp: int, cp: int = 1, ep: int = 1, etp: int | None = None, seed: int) -> Grid:
     """Create Megatron's groups and seed its RNG tracker; etp=None means tp. Collective over the world."""
     etp = etp or tp
     parallel_state.initialize_model_parallel(
@@ -58,22 +77,35 @@ def build_grid(*, tp: int, pp: int, ep: int = 1, etp: int | None = None, seed: i
         create_gloo_process_groups=torch.cuda.is_available(),  # on CPU all groups use gloo
     )
     model_parallel_cuda_manual_seed(seed)
+    replica = parallel_state.get_data_parallel_rank()
     grid = Grid(
         groups=ProcessGroupCollection.use_mpu_process_groups(),
         tp=tp,
         pp=pp,
-        dp=parallel_state.get_data_parallel_world_size(),
+        dp=parallel_state.get_data_parallel_world_size() // cp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_rank=replica // cp,
+        replica=replica,
         ep=ep,
         etp=etp,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        context=_context_group(tp, cp) if cp > 1 else None,
     )
     world, rank = dist.get_world_size(), dist.get_rank()
-    place = grid.pp_rank, grid.dp_rank, 0, grid.tp_rank
+    place = grid.pp_rank, grid.replica, 0, grid.tp_rank
     of_experts = grid.pp_rank, parallel_state.get_expert_data_parallel_rank(), grid.ep_rank, grid.etp_rank
     assert training_ranks(world, tp=tp, pp=pp)[place] == rank, "Megatron's ranks have another order"
     assert training_ranks(world, tp=etp, pp=pp, ep=ep)[of_experts] == rank, "or those of its experts have"
     return grid
+
+
+def _context_group(tp: int, cp: int) -> "ContextGroup":
+    """Create the context parallel groups and return that of this rank. Collective over the world."""
+    from rl.training.context_parallel import ContextGroup
+
+    world = dist.get_world_size()
+    members = np.arange(world).reshape(-1, cp, tp).swapaxes(1, 2).reshape(-1, cp).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(members)
+    return ContextGroup(cp, group.rank(), group)

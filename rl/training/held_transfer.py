@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 
 def plan_moves(
-    column: HeldColumn, plan: MicroBatchPlan, need: Need, *, tp: int, pp: int
+    column: HeldColumn, plan: MicroBatchPlan, need: Need, *, tp: int, pp: int, cp: int = 1
 ) -> tuple[list[Move], dict[int, int]]:
     """Return the moves of the rows that a plan needs and no earlier plan has moved, and where they go.
 
@@ -45,7 +45,7 @@ def plan_moves(
     """
     dp, holders, sizes = len(plan), column.holders.tolist(), column.num_bytes.tolist()
     moves, dp_ranks = [], {}
-    ranks = training_ranks(pp * dp * tp, tp=tp, pp=pp)
+    ranks = training_ranks(pp * dp * cp * tp, tp=tp, pp=pp).reshape(pp, dp, cp * tp)
     parts = [(stage, part) for stage in range(pp) if (part := need(stage)) is not None]
     for dp_rank, micro_batches in enumerate(plan):
         for sample in (i for micro in micro_batches for i in micro):
@@ -58,7 +58,7 @@ def plan_moves(
                 size = sizes[sample]
                 if column.shape:
                     size = size // column.shape[0] * len(range(*part.indices(column.shape[0])))
-                targets = ranks[stage, dp_rank, 0].tolist()
+                targets = ranks[stage, dp_rank].tolist()
                 moves += [Move(sample, holders[sample], target, part, size) for target in targets]
     return moves, dp_ranks
 
@@ -71,7 +71,7 @@ def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid
     total, rank, world = BytesMoved(), dist.get_rank(), dist.get_world_size()
     for name, need in needs.items():
         column = batch.held[name]
-        moves, dp_ranks = plan_moves(column, plan, need, tp=grid.tp, pp=grid.pp)
+        moves, dp_ranks = plan_moves(column, plan, need, tp=grid.tp, pp=grid.pp, cp=grid.cp)
         column.moved |= dp_ranks
         sizes = np.zeros((world, world), np.int64)  # from, to
         outgoing, incoming = defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)

@@ -7,7 +7,7 @@ reward model, returns one value for each given token. Both run on packed micro-b
 names of their weights for refit, checkpoints and export belong to `rl.training.weights.WeightMap`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +51,18 @@ class HeadRequest:
     masks: "SamplingMasks | None"
     teacher: "MicroTargets | None" = None
 
+    def of(self, index: Tensor) -> "HeadRequest":
+        """Return the request with the targets, masks and teachers' distributions at `index`, int64 [r].
+
+        index: ascending, on the CPU; `predict_at` has its r positions already.
+        """
+        return replace(
+            self,
+            targets=self.targets[index.to(self.targets.device)],
+            masks=None if self.masks is None else self.masks.of(index.numpy()),
+            teacher=None if self.teacher is None else self.teacher.of(index),
+        )
+
 
 class Packed(GPTModel):
     """One pipeline stage of a model for packed rows.
@@ -73,9 +85,13 @@ class Packed(GPTModel):
             attention=micro.attention,
             rotation=self.rotary.of(micro.position_ids),
             routes=micro.routes,
+            part=micro.part,
         )
         request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.masks, micro.teacher)
-        return self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
+        if micro.part is not None:
+            request = request.of(micro.part.own)
+        out = self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
+        return micro.part.outputs(out) if micro.part is not None and self.post_process else out
 
 
 class Policy(Packed):

@@ -12,6 +12,7 @@ from rl.data.batch import Batch
 from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
 
 if TYPE_CHECKING:
+    from rl.training.context_parallel import ContextGroup, Part
     from rl.training.divergence import MicroTargets
     from rl.training.sampling_masks import SamplingMasks
 
@@ -23,6 +24,9 @@ class MicroBatch:
     The row holds the samples' sequences, shortest first, then padding. Columns and the outputs of the forward
     pass are [R] in the order of the samples. `predict_at` are the positions of the row that predict the R
     response tokens, `targets` those tokens.
+
+    With context parallelism T is the number of tokens of this rank's part, and `predict_at` has the r
+    positions in it.
     """
 
     samples: list[int]
@@ -64,6 +68,8 @@ class MicroBatch:
     """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
     starts: np.ndarray | None = None
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
+    part: "Part | None" = None
+    """This rank's part of the row, if context parallel ranks share it."""
 
     def __getattr__(self, name: str) -> Tensor:
         """Return a column: `micro.advantages` is `micro.columns["advantages"]`."""
@@ -97,22 +103,29 @@ _LAYOUTS: WeakKeyDictionary[Batch, dict] = WeakKeyDictionary()
 
 
 def lay_out(
-    batch: Batch, samples: list[int], *, multiple: int, device: torch.device, share: bool = False
+    batch: Batch,
+    samples: list[int],
+    *,
+    multiple: int,
+    device: torch.device,
+    share: bool = False,
+    context: "ContextGroup | None" = None,
 ) -> MicroBatch:
     """Return the micro-batch without columns.
 
-    multiple: the row is padded to a multiple of it (tp under sequence parallelism, else 1). share: adjacent
-    samples of one group with equal prompts share one copy of the prompt.
+    multiple: the row, or each part of it, is padded to a multiple of it (tp under sequence parallelism, else
+    1). share: adjacent samples of one group with equal prompts share one copy of the prompt. context: the
+    ranks that share the row with this one; None: this rank holds all of it.
 
     The layout is cached as long as the batch lives, because several passes over a batch use the same plan.
     """
-    layouts, key = _LAYOUTS.setdefault(batch, {}), (tuple(samples), multiple, device, share)
+    layouts, key = _LAYOUTS.setdefault(batch, {}), (tuple(samples), multiple, device, share, context)
     if key not in layouts:
-        layouts[key] = _lay_out(batch, samples, multiple, device, share)
+        layouts[key] = _lay_out(batch, samples, multiple, device, share, context)
     return layouts[key]
 
 
-def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:
+def _lay_out(batch, samples, multiple, device, share, context) -> MicroBatch:
     prompts, responses = (x.numpy()[samples] for x in (batch.prompt_lengths, batch.lengths))
     groups: list[Group] = []
     pieces = [np.zeros(0, np.int32)]
@@ -131,7 +144,8 @@ def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:
             groups.append(Group(start, end - start))
         else:
             groups.append(Group(start, prompt, tuple(sorted(int(n) for n in responses[members] if n))))
-    length = -(-max(end, 1) // multiple) * multiple
+    split = None if context is None else context.split(groups, multiple=multiple)
+    length = -(-max(end, 1) // multiple) * multiple if split is None else len(split.places)
     if length > end:
         groups.append(Group(end, length - end))
         pieces.append(np.zeros(length - end, np.int32))
@@ -144,14 +158,23 @@ def _lay_out(batch, samples, multiple, device, share) -> MicroBatch:
         lengths=responses,
         bounds=np.array([0, length]),
     )
-    keys = segments(groups)
+    if split is None:
+        keys = segments(groups)
+    else:
+        own = split.places[split.part]
+        arrays["predict_at"], keys = split.cut(arrays["predict_at"])
+        arrays |= {name: arrays[name][:, own] for name in ("tokens", "position_ids")}
+        arrays["bounds"] = np.array([0, len(own)])
     on_device = dict(
         zip([*arrays, *keys], _to_device([*arrays.values(), *keys.values()], torch.int64, device))
     )
+    keys = {name: on_device.pop(name) for name in keys}
+    part, attention = (None, row_attention(groups, keys, device)) if split is None else split.on(keys)
     return MicroBatch(
         samples=samples,
         bounds=on_device.pop("bounds").int(),
-        attention=row_attention(groups, {name: on_device.pop(name) for name in keys}, device),
+        attention=attention,
+        part=part,
         column_index=torch.from_numpy(ranges(batch.offsets.numpy()[samples], responses)),
         starts=np.stack([before + 1 - prompts, first]),
         **on_device,

@@ -141,8 +141,10 @@ class RouterReplay(Part):
         """
         column, num_tokens, device = batch.held["routes"], row.tokens.numel(), row.tokens.device
         size = self._num_layers, self._config.moe_router_topk
-        experts = np.zeros((num_tokens, *size), column.dtype)
-        given = np.zeros((num_tokens, 1), np.bool_)
+        own = np.arange(num_tokens) if row.part is None else row.part.positions
+        width = num_tokens if row.part is None else len(row.part.order)
+        experts = np.zeros((width, *size), column.dtype)
+        given = np.zeros((width, 1), np.bool_)
         for sample, start, first in reversed(list(zip(row.samples, *row.starts))):
             prompt, response = len(batch.prompt_ids[sample]), len(batch.response_ids[sample])
             index = np.concatenate([np.arange(start, start + prompt), np.arange(first, first + response)])
@@ -156,7 +158,7 @@ class RouterReplay(Part):
                     "experts."
                 )
             experts[index], given[index] = values, True
-        part = slice(self._part * num_tokens // self._parts, (self._part + 1) * num_tokens // self._parts)
+        part = own[self._part * num_tokens // self._parts : (self._part + 1) * num_tokens // self._parts]
         return Routes(
             torch.from_numpy(experts[part].transpose(1, 0, 2).copy()).to(device),
             torch.from_numpy(given[part]).to(device),

@@ -48,46 +48,57 @@ class Group:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` adjacent blocks of the row, of `length` tokens each; tokens attend within their block."""
+    """`count` adjacent blocks of queries, of `length` tokens each, which attend within their block."""
 
     start: int
     count: int
     length: int
     mask: Tensor | None = None
     """Float [count, 1, length, length] to add to the scores; None: causal."""
+    keys: int | None = None
+    """Place of the first key; None: `start`, because the queries are the whole row."""
+
+    @property
+    def first_key(self) -> int:
+        return self.start if self.keys is None else self.keys
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Answers [start, end) of one group, which also attend to the whole prompt [prompt, start)."""
+class Prefix:
+    """Queries [start, end), which also attend to all keys [first, last)."""
 
-    prompt: int
     start: int
     end: int
+    first: int
+    last: int
 
 
 @dataclass
 class RowAttention:
-    """Which tokens attend to which in one row. The CPU reads `runs` and `shared`, CUDA the other fields."""
+    """Which tokens attend to which in one row. The CPU reads `runs` and `prefixes`, CUDA the other fields.
+
+    The queries are those of the row, or of one part of it (`rl.training.context_parallel`); the keys are
+    those of the row.
+    """
 
     runs: list[Run]
-    """Blocks that cover the row."""
-    shared: list[Shared]
-    """Answers that also attend to their prompt."""
+    """Blocks that cover the queries."""
+    prefixes: list[Prefix]
+    """Answers that also attend to their prompt, and chunks of a segment that attend to its beginning."""
     cu_seqlens_q: Tensor
-    """int32 [segments + 1]: bounds of the segments in the row."""
+    """int32 [segments + 1]: bounds of the segments among the queries."""
     cu_seqlens_kv: Tensor
     """int32 [segments + 1]: bounds of their keys among all keys."""
     max_seqlen_q: int
     max_seqlen_kv: int
     kv_index: Tensor | None
-    """int64 [Tk]: position in the row of each key; None if no prompt is shared (key i is token i)."""
+    """int64 [Tk]: position in the row of each key; None if key i is token i."""
 
 
 def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.device) -> RowAttention:
     """Return the attention of a row of adjacent groups. keys: `segments(groups)` on the device."""
     runs: list[Run] = []
-    shared: list[Shared] = []
+    prefixes: list[Prefix] = []
     for masked_tokens, same in groupby(groups, lambda group: _masked_tokens(group, device)):
         adjacent = list(same)
         start = adjacent[0].start
@@ -97,14 +108,16 @@ def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.de
         for length, equal in groupby(n for group in adjacent for n in group.segments):
             runs.append(Run(start, count := len(list(equal)), length))
             start += count * length
-        shared += [
-            Shared(group.start, group.start + group.prompt, group.end) for group in adjacent if group.answers
+        prefixes += [
+            Prefix(first := group.start + group.prompt, group.end, group.start, first)
+            for group in adjacent
+            if group.answers
         ]
     has_shared = any(group.answers for group in groups)
     lengths = [(n, n + group.prompt * (k > 0)) for group in groups for k, n in enumerate(group.segments)]
     return RowAttention(
         runs=runs,
-        shared=shared,
+        prefixes=prefixes,
         cu_seqlens_q=keys["cu_seqlens_q"].int(),
         cu_seqlens_kv=keys["cu_seqlens_kv"].int(),
         max_seqlen_q=max(n for n, _ in lengths),

@@ -15,6 +15,7 @@ from rl.data.batch import Batch
 from rl.data.held import SAMPLING_MASKS
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
+from rl.training.rows import ranges
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -31,6 +32,12 @@ class SamplingMasks:
     """Token ids of all sets, one set after the other, integers [K]."""
     counts: np.ndarray
     """int64 [R]: sizes of the sets. 0: the position has the whole vocabulary."""
+
+    def of(self, index: np.ndarray) -> "SamplingMasks":
+        """Return the sets of the positions `index`, int64 [r]."""
+        ends = self.counts.cumsum()
+        counts = self.counts[index]
+        return SamplingMasks(self.ids[ranges(ends[index] - counts, counts)], counts)
 
     def check(self, targets: np.ndarray) -> None:
         """Raise RuntimeError if a target, [R], is not in its set."""

@@ -27,7 +27,7 @@ class WeightMap:
         self.grid = grid
         self.weights = weights
         self.placement = TrainingPlacement(
-            grid.tp * grid.pp * grid.dp,
+            grid.tp * grid.pp * grid.replicas,
             grid.tp,
             grid.pp,
             hf["num_hidden_layers"],

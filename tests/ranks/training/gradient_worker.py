@@ -1,6 +1,6 @@
 """One rank of test_gradients.py: outputs, loss and gradient of one mini-batch, in layouts and packings.
 
-    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP:MICRO_BATCH_TOKENS [...]       or NAME=hf, NAME=decay
+    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP[xCP]:MICRO_BATCH_TOKENS [...]       or NAME=hf, NAME=decay
 
 The model is a policy, or a critic if the checkpoint is a classifier. The gradient is read off an optimizer
 step with an epsilon so large that Adam is gradient descent with learning rate 1: what is compared went
@@ -34,14 +34,19 @@ EPS = 1e7
 """The step is g / (1 + |g| / EPS) for a gradient g: below the rounding of float32 for gradients up to 1."""
 
 
-def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int) -> Config:
+def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int, cp: int = 1) -> Config:
     optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
     return resolve(
         Config(
             model=Model(path=checkpoint, dtype="float32"),
             data=Data(prompts_per_step=4),
             training=Training(
-                tp=tp, pp=pp, micro_batch_tokens=micro_batch_tokens, head_chunk_tokens=11, optimizer=optimizer
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                micro_batch_tokens=micro_batch_tokens,
+                head_chunk_tokens=11,
+                optimizer=optimizer,
             ),
             rollout=Rollout(temperature=0.8, samples_per_prompt=2),
             objective=Objective(
@@ -59,13 +64,13 @@ def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int) -> Con
 
 def fixed_batch(vocab_size: int) -> Batch:
     """Eight samples with every column that GRPO's loss reads; tokens in the middle of some responses are
-    masked."""
+    masked, and the last two samples share their prompt."""
     generator = torch.Generator().manual_seed(5)
 
     def tokens(length):
         return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
 
-    lengths = [(5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 50), (40, 21), (3, 3)]
+    lengths = [(5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 50), (40, 21), (40, 3)]
     total = sum(r for _, r in lengths)
     batch = Batch(
         prompt_ids=[tokens(p) for p, _ in lengths],
@@ -74,6 +79,7 @@ def fixed_batch(vocab_size: int) -> Batch:
         truncated=torch.zeros(8, dtype=torch.bool),
         mask=(torch.rand(total, generator=generator) > 0.2).float(),
     )
+    batch.prompt_ids[7] = batch.prompt_ids[6]
     batch.old_logprobs = -4.5 + torch.randn(total, generator=generator) * 0.3
     batch.ref_logprobs = -4.5 + torch.randn(total, generator=generator) * 0.3
     batch.advantages = torch.randn(total, generator=generator)
@@ -103,8 +109,9 @@ def totals_of(batch: Batch) -> Totals:
     )
 
 
-def megatron(config: Config, device, tp: int, pp: int) -> dict:
-    hf, grid, training = read_hf_config(config.model.path), new_grid(tp, pp), config.training
+def megatron(config: Config, device) -> dict:
+    hf, training = read_hf_config(config.model.path), config.training
+    grid = new_grid(training.tp, training.pp, cp=training.cp)
     batch, name = with_columns_of_a_critic(fixed_batch(hf["vocab_size"])), "logprobs"
     if is_critic(hf):
         spec = ModelSpec(config.model.path, hf, "float32", has_values=True, optimizer=training.optimizer)
@@ -175,8 +182,8 @@ def main(checkpoint: str, out_dir: str, *cases: str) -> None:
         if how == "decay":
             return weight_decay(config_of(checkpoint, 1, 1, 4096), device)
         layout, _, tokens = how.partition(":")
-        tp, pp = map(int, layout.split("x"))
-        return megatron(config_of(checkpoint, tp, pp, int(tokens)), device, tp, pp)
+        tp, pp, *cp = map(int, layout.split("x"))
+        return megatron(config_of(checkpoint, tp, pp, int(tokens), *cp), device)
 
     run_cases(out_dir, cases, results)
 

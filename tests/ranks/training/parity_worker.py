@@ -3,7 +3,7 @@ refit.
 
     parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]
 
-LAYOUT is TPxPPxEP[xETP].
+LAYOUT is TPxPPxEP[xETP[xCP]]; ETP 0 is its default.
 
 Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading
 checkpoint b to OUT_DIR/export. The gradients are compared through an optimizer step.
@@ -47,14 +47,23 @@ SAMPLING = Sampling(
 )
 
 
-def config_of(checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int, etp: int = 0) -> Config:
+def config_of(
+    checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int, etp: int = 0, cp: int = 1
+) -> Config:
     optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
     return resolve(
         Config(
             model=Model(path=checkpoint, dtype="float32"),
             data=Data(max_prompt_tokens=64),
             training=Training(
-                tp=tp, pp=pp, ep=ep, etp=etp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                ep=ep,
+                etp=etp,
+                micro_batch_tokens=96,
+                head_chunk_tokens=7,
+                optimizer=optimizer,
             ),
             rollout=Rollout(
                 tp=max(1, rollout_tp),
@@ -109,9 +118,10 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
             checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device
         )
         for layout in layouts:
-            tp, pp, ep, etp = map(int, [*layout.split("x"), 0][:4])
-            config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout, etp)
-            trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
+            tp, pp, ep, *more = map(int, layout.split("x"))
+            etp, cp = [*more, *(0, 1)[len(more) :]]
+            config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout, etp, cp)
+            trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp, cp), device)
             for name, checkpoint in (("a", checkpoint_a), ("b", checkpoint_b)):
                 load_hf(checkpoint, trainer.weight_map)
                 halves = ([0, 1, 2, 3], [4, 5, 6, 7])

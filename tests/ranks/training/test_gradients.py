@@ -10,15 +10,31 @@ from tests.checkpoints import SIZES, save_qwen2, save_qwen2_classifier
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "gradient_worker.py"
-# Tokens of the batch: 217 in eight sequences. 4096: one micro-batch; 70: four or more; 1: one per sequence,
+# Tokens of the batch: 254 in eight sequences, 214 of them in one row. 4096: one micro-batch; 70: four or more; 1: one per sequence,
 # unpacked.
 CASES = {
     1: ["hf=hf", "one_pack=1x1:4096", "several_packs=1x1:70", "unpacked=1x1:1", "decay=decay"],
-    2: ["dp2=1x1:4096", "dp2_unpacked=1x1:1", "tp2=2x1:70", "pp2=1x2:4096", "pp2_unpacked=1x2:1"],
-    4: ["tp2_pp2=2x2:70", "tp2_dp2=2x1:70", "pp2_dp2=1x2:70"],
+    2: [
+        "cp2=1x1x2:4096",
+        "cp2_several=1x1x2:35",
+        "dp2=1x1:4096",
+        "dp2_unpacked=1x1:1",
+        "tp2=2x1:70",
+        "pp2=1x2:4096",
+        "pp2_unpacked=1x2:1",
+    ],
+    4: [
+        "cp4=1x1x4:4096",
+        "tp2_cp2=2x1x2:35",
+        "pp2_cp2=1x2x2:35",
+        "cp2_dp2=1x1x2:20",
+        "tp2_pp2=2x2:70",
+        "tp2_dp2=2x1:70",
+        "pp2_dp2=1x2:70",
+    ],
 }
 LAYOUTS = [case.partition("=")[0] for cases in CASES.values() for case in cases if ":" in case]
-LAYERS, WIDTH, TOKENS = SIZES["num_hidden_layers"], SIZES["hidden_size"], 217
+LAYERS, WIDTH, TOKENS = SIZES["num_hidden_layers"], SIZES["hidden_size"], 254
 GRADIENT = bounds.of_gradient(LAYERS, max(WIDTH, TOKENS))  # a weight's gradient is a sum over tokens
 TERM = bounds.of_logits(LAYERS, WIDTH)  # means of log-probs and their ratios, which are of order 1
 READING = bounds.of_sum(1)  # relative to a weight, which is rounded after the step that shows its gradient

@@ -128,7 +128,7 @@ def test_nothing_changes_without_an_equal_prompt():
         shared = pack(batch, samples, multiple=1, device=CPU, share=True)
         assert shared.tokens.tolist() == plain.tokens.tolist()
         assert shared.attention.runs == plain.attention.runs
-        assert shared.attention.kv_index is None and not shared.attention.shared
+        assert shared.attention.kv_index is None and not shared.attention.prefixes
 
 
 def test_every_response_token_of_a_planned_batch_is_packed_once():

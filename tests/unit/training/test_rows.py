@@ -51,12 +51,12 @@ def test_runs_and_shared_prompts_cover_the_mask_once():
                 else:
                     found[part, part] += run.mask[k, 0].numpy() == 0
                     assert run.length <= MASKED_TOKENS
-        for part in row.shared:
-            found[part.start : part.end, part.prompt : part.start] += 1
+        for part in row.prefixes:
+            found[part.start : part.end, part.first : part.last] += 1
         assert np.array_equal(found, expected_mask(groups, end))
         masked += sum(run.mask is not None for run in row.runs)
         several += sum(run.count > 1 for run in row.runs)
-        shared += len(row.shared)
+        shared += len(row.prefixes)
     assert min(masked, shared, several) > 10  # every case occurs
 
 
@@ -92,7 +92,7 @@ def test_on_cuda_no_group_is_computed_with_a_mask():
         (11, 1, 1),
         (12, 1, 2),
     ]
-    assert len(row.shared) == 2
+    assert len(row.prefixes) == 2
 
 
 def test_ranges_are_concatenated():

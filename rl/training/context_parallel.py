@@ -1,0 +1,224 @@
+"""Context parallelism: the ranks of a context parallel group share one packed row.
+
+Each rank holds a part of every segment of the row (`rl.training.rows`). A segment is cut into 2 cp chunks, of
+which rank r holds chunks r and 2 cp - 1 - r: a late chunk, whose tokens attend to many others, goes with an
+early one (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). In every layer the attention gathers the keys
+and values of the whole row and computes those of the rank's queries. The outputs of the head are gathered
+once per pass. Each rank of the group then computes the whole loss, and losses need not know of the parts.
+
+To Megatron the ranks of a group are data parallel ranks: they hold equal weights, and the sum of their
+gradients is that of the row.
+
+T: tokens of the row. W: those and the padding of all parts. W/cp: tokens of a part. R: response tokens.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.training.rows import Group, Prefix, RowAttention, Run, ranges
+
+
+class Piece(NamedTuple):
+    """Adjacent tokens of one segment, in places of the row."""
+
+    start: int
+    length: int
+    segment: int
+    """First token of the segment."""
+    prompt: int = 0
+    """First token of the prompt that the segment shares."""
+    prompt_length: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ContextGroup:
+    """The ranks that share rows with this one."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+    def split(self, groups: list[Group], *, multiple: int) -> "Split":
+        """Return the parts of a row of adjacent groups.
+
+        multiple: the number of tokens of a part is a multiple of it.
+        """
+        pieces: list[list[Piece]] = [[] for _ in range(self.size)]
+        loads = [0] * self.size
+        for group in groups:
+            for k, (start, length) in enumerate(zip(group.starts, group.segments)):
+                prompt = (group.start, group.prompt) if k else (0, 0)
+                place = start
+                for rank, count in _chunks(length, self.size, loads):
+                    own = pieces[rank]
+                    if own and own[-1].segment == start and own[-1].start + own[-1].length == place:
+                        own[-1] = own[-1]._replace(length=own[-1].length + count)  # the middle of a segment
+                    elif count:
+                        own.append(Piece(place, count, start, *prompt))
+                    place += count
+        length = -(-max(1, *loads) // multiple) * multiple
+        place = sum(loads)
+        for own, load in zip(pieces, loads):
+            if load < length:
+                own.append(Piece(place, length - load, place))
+                place += length - load
+        return Split(self, pieces)
+
+
+def _chunks(length: int, size: int, loads: list[int]) -> list[tuple[int, int]]:
+    """Return (rank, number of tokens) of the 2 x size chunks of a segment, and add them to the loads.
+
+    What does not divide goes to the ranks with the fewest tokens so far.
+    """
+    order = [*range(size), *reversed(range(size))]
+    counts = [length // (2 * size)] * (2 * size)
+    chunks = sorted(range(2 * size), key=lambda chunk: (loads[order[chunk]], chunk))
+    for chunk in chunks[: length % (2 * size)]:
+        counts[chunk] += 1
+    for rank, count in zip(order, counts):
+        loads[rank] += count
+    return list(zip(order, counts))
+
+
+class Split:
+    """The parts of one row, on the host."""
+
+    def __init__(self, context: ContextGroup, pieces: list[list[Piece]]):
+        self._context, self._pieces = context, pieces[context.rank]
+        self.places = np.concatenate([_places(own) for own in pieces])
+        """int64 [W]: place in the row of each token of the parts, one part after the other."""
+        self._order = np.argsort(self.places)
+        size = len(self.places) // context.size
+        self.part = slice(context.rank * size, (context.rank + 1) * size)
+
+    def cut(self, predict_at: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the places in this part that predict its response tokens, int64 [r], and arrays for `on`.
+
+        predict_at: places in the row that predict the R response tokens.
+        """
+        size = self.part.stop - self.part.start
+        rank, place = np.divmod(self._order[predict_at], size)
+        counts = np.bincount(rank, minlength=self._context.size)
+        by_rank = np.argsort(rank, kind="stable")  # the response tokens of each rank, in their order
+        self._most, within = int(counts.max()), ranges(np.zeros_like(counts), counts)
+        restore = np.empty_like(predict_at)
+        restore[by_rank] = rank[by_rank] * self._most + within
+        self._own = (rank == self._context.rank).nonzero()[0]
+        own = np.array(self._pieces)
+        start, length, segment, prompt, prompt_length = own.T
+        before = start + length - segment
+        starts, lengths = np.stack([prompt, segment], 1).ravel(), np.stack([prompt_length, before], 1).ravel()
+        arrays = dict(
+            cu_seqlens_q=np.cumsum([0, *length]),
+            cu_seqlens_kv=np.cumsum([0, *(prompt_length + before)]),
+            kv_index=ranges(starts, lengths),
+            order=self._order,
+            places=self.places,
+            restore=restore,
+        )
+        return place[self._own], arrays
+
+    def on(self, arrays: dict[str, Tensor]) -> tuple["Part", RowAttention]:
+        """Return this part and its attention. arrays: those of `cut` on the device."""
+        runs: list[Run] = []
+        prefixes: list[Prefix] = []
+        end = 0
+        for start, length, segment, prompt, prompt_length in self._pieces:
+            runs.append(Run(first := end, 1, length, keys=start))
+            end += length
+            if prompt_length:
+                prefixes.append(Prefix(first, end, prompt, prompt + prompt_length))
+            if start > segment:
+                prefixes.append(Prefix(first, end, segment, start))
+        attention = RowAttention(
+            runs=runs,
+            prefixes=prefixes,
+            cu_seqlens_q=arrays["cu_seqlens_q"].int(),
+            cu_seqlens_kv=arrays["cu_seqlens_kv"].int(),
+            max_seqlen_q=max(piece.length for piece in self._pieces),
+            max_seqlen_kv=max(p.prompt_length + p.start + p.length - p.segment for p in self._pieces),
+            kv_index=arrays["kv_index"],
+        )
+        indices = {name: arrays[name] for name in ("order", "places", "restore")}
+        return Part(self._context, self, torch.from_numpy(self._own), self._most, **indices), attention
+
+
+def _places(pieces: list[Piece]) -> np.ndarray:
+    starts, lengths = (np.array([piece[k] for piece in pieces], np.int64) for k in (0, 1))
+    return ranges(starts, lengths)
+
+
+@dataclass
+class Part:
+    """This rank's part of a row, on the device."""
+
+    context: ContextGroup
+    split: Split
+    own: Tensor
+    """int64 [r] on the CPU: the response tokens, of R, that this part's tokens predict."""
+    most: int
+    """Maximum of r over the ranks."""
+    order: Tensor
+    """int64 [W]: place in the gathered parts of each token of the row."""
+    places: Tensor
+    """int64 [W]: place in the row of each token of the gathered parts."""
+    restore: Tensor
+    """int64 [R]: place in the gathered outputs of each response token."""
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Return the place in the row of each token of this part, int64 [W/cp]."""
+        return self.split.places[self.split.part]
+
+    def row(self, x: Tensor) -> Tensor:
+        """Return x of the whole row, [W, ...]. x: that of this part, [W/cp, ...].
+
+        Its gradient is the sum over the ranks of the group. Both passes are collective over the group.
+        """
+        return _GatherRow.apply(x, self)
+
+    def outputs(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return outputs at all response tokens, [R, ...] each. found: those at `own`, [r, ...] each.
+
+        Every rank of the group then computes the same loss, so the gradient of `found` is its part of that
+        of the result. Collective over the group; the backward pass is not.
+        """
+        return tuple(_GatherOutputs.apply(x, self) for x in found)
+
+
+class _GatherRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, part):
+        ctx.part = part
+        whole = x.new_empty(len(part.order), *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=part.context.group)
+        return whole.index_select(0, part.order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        part = ctx.part
+        grad = grad.index_select(0, part.places)
+        own = grad.new_empty(len(grad) // part.context.size, *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad, group=part.context.group)
+        return own, None
+
+
+class _GatherOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, part):
+        ctx.part = part
+        padded = x.new_zeros(part.most, *x.shape[1:])
+        padded[: len(x)] = x
+        whole = x.new_empty(part.context.size * part.most, *x.shape[1:])
+        if part.most:  # the same on all ranks of the group
+            dist.all_gather_into_tensor(whole, padded, group=part.context.group)
+        return whole.index_select(0, part.restore)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.part.own.to(grad.device)), None
