@@ -91,6 +91,7 @@ FEATURES = {
     "sweep": f'sweep.adapters=[{{"run.seed":1}},{{"run.seed":2}}] {BESIDE}',
     "tp 2": "training.tp=2",
     "pp 2": "training.pp=2",
+    "cp 2": "training.cp=2",
     "engine of two ranks": "rollout.tp=2",
     "longest first": "rollout.longest_first=true",
     "validation": "data.val=[DIR/test.parquet] validation.every=2 validation.max_prompts=4",

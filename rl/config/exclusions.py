@@ -211,6 +211,7 @@ EXCLUSIONS = {
         "rollout.carry_over": "older weights would sample a part of the tokens; leave it out",
         "lag": "older weights would sample; use roles.lag=0",
         "training.ep": "experts of several ranks are not summed in one order; use training.ep=1",
+        "training.cp": "keys of several ranks are not summed in one order; use training.cp=1",
         (
             "rollout_correction.truncate_tokens, rollout_correction.truncate_samples, "
             "rollout_correction.icepop_high, rollout_correction.reject"
@@ -289,8 +290,8 @@ _NOT_BUILT = {
     "adapter.base=fp8": "adapter.kind=dora, critic.share_base, a sweep",
     "adapters in the engine": "adapter.kind=dora",
     "model.numerics=bitwise": (
-        "training.router_replay, adapters in the engine, adapter.base=fp8, training.ep, rollout.top_p, "
-        "rollout.top_k, rollout.min_p, agents.structured_tool_calls"
+        "training.router_replay, adapters in the engine, adapter.base=fp8, training.ep, training.cp, "
+        "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls"
     ),
     "a sweep": "roles, rollout.carry_over, agents, trace.steps",
     "sampling masks": "rollout.carry_over, run.mode=train_only",

@@ -58,7 +58,7 @@ def single_changes(config: Config, world_size: int) -> Iterator[tuple[str, objec
     for divisor in (2, 4):
         if training.micro_batch_tokens // divisor >= 1024:
             yield "training.micro_batch_tokens", training.micro_batch_tokens // divisor
-    sizes = {"training.tp": training.tp, "training.pp": training.pp, "training.ep": training.ep}
+    sizes = {f"training.{name}": getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
     if needs_engine(config):
         sizes["rollout.tp"] = config.rollout.tp
     for key, size in sizes.items():

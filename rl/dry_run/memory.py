@@ -40,6 +40,7 @@ class Layout:
     """Ranks that generate; with `roles` other ones."""
     tp: int
     pp: int
+    cp: int
     ep: int
     etp: int
     rollout_tp: int
@@ -47,7 +48,13 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        return self.world_size // (self.tp * self.pp)
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def sharded_over(self) -> int:
+        """Number of ranks that hold a weight outside of routed experts, over which its optimizer state is
+        sharded."""
+        return self.dp * self.cp
 
     @property
     def expert_dp(self) -> int:
@@ -206,7 +213,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
     """Return the grids of the config on that number of ranks."""
     t = config.training
     train, rollout = map(len, role_ranks(config, world_size))
-    grids = t.tp, t.pp, t.ep, t.expert_tp, config.rollout.tp
+    grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp
     return Layout(world_size, train, rollout, *grids, t.sequence_parallel)
 
 
@@ -300,21 +307,21 @@ def model_state(
         return State(base + points * own.weights, points * own.gradients, points * own.optimizer)
     if not learns:
         return State(itemsize * count.parameters + 4 * count.buffers)
-    shared = buffer_elements(count.shared, layout.dp)
+    shared = buffer_elements(count.shared, layout.sharded_over)
     if count.tied:
-        shared += buffer_elements([count.tied], layout.dp)
+        shared += buffer_elements([count.tied], layout.sharded_over)
     experts = buffer_elements(count.experts, layout.expert_dp)
     moments = 8 if itemsize == 4 else 12
     return State(
         itemsize * (shared + experts) + 4 * count.buffers,
         4 * (shared + experts),
-        moments * (shared // layout.dp + experts // layout.expert_dp),
+        moments * (shared // layout.sharded_over + experts // layout.expert_dp),
     )
 
 
 def longest_row(config: Config) -> int:
     """Return the maximum tokens of a micro-batch; a longer sequence forms a micro-batch alone."""
-    return max(config.training.micro_batch_tokens, longest_sequence(config))
+    return max(config.training.row_tokens, longest_sequence(config))
 
 
 def longest_sequence(config: Config) -> int:
@@ -326,7 +333,7 @@ def num_micro_batches(config: Config, layout: Layout, tokens_per_sequence: float
     """Return the number of micro-batches of one mini-batch on one data parallel rank."""
     prompts = config.training.prompts_per_minibatch or config.data.prompts_per_step
     tokens = prompts * sequences_per_prompt(config) * tokens_per_sequence / layout.dp
-    return max(1, math.ceil(tokens / config.training.micro_batch_tokens))
+    return max(1, math.ceil(tokens / config.training.row_tokens))
 
 
 def sequences_per_prompt(config: Config) -> int:
@@ -342,7 +349,8 @@ def _activations(
 
     The peak is in the backward pass of a layer or of the head.
     """
-    itemsize, tokens = ITEMSIZE[config.model.dtype], longest_row(config)
+    itemsize, row = ITEMSIZE[config.model.dtype], longest_row(config)
+    tokens = math.ceil(row / layout.cp)
     kept_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
     # 1F1B: a stage has as many micro-batches in flight as there are stages from it to the last.
     in_flight = min(layout.pp - stage, num_micro_batches(config, layout, longest_sequence(config)))
@@ -356,6 +364,11 @@ def _activations(
         saved, working = sum(layers) * itemsize, 0.0
     # The gathered input of a tensor parallel region and the gradient of the widest activation.
     working += (hidden + max(_widest(model, layout), hidden / layout.tp)) * tokens * itemsize
+    if layout.cp > 1:
+        # Keys and values of the whole row, which the backward pass needs, and a copy in another order.
+        keys = _key_elements(model) / layout.tp * row * itemsize
+        saved += keys * (1 if config.training.recompute else len(layers))
+        working += keys
     head = _head(config, layout, model, tokens, itemsize) if stage == layout.pp - 1 else 0.0
     if head > working:
         return saved * in_flight, head
@@ -390,6 +403,12 @@ def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imba
     # Inputs of the norms: the residual stream before the attention and before the MLP.
     norms = 2 * model.hf["hidden_size"] / cut_in
     return (shared + rotated + norms) * tokens + experts * model.experts_per_token * per_rank * imbalance
+
+
+def _key_elements(model: Model) -> float:
+    """Return the number of elements of keys and values per token and layer, of all heads."""
+    heads = num_kv_heads(model.hf) / model.hf["num_attention_heads"]
+    return sum(model.heads_width) * (1 if model.hf.get("kv_lora_rank") else heads)
 
 
 def _widest(model: Model, layout: Layout) -> float:

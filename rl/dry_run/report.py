@@ -71,7 +71,7 @@ def _phases(estimate: Estimate) -> tuple[str, ...]:
 def _head(estimate: Estimate) -> str:
     config, layout, hardware = estimate.config, estimate.layout, estimate.hardware
     nodes = -(-layout.num_ranks // hardware.ranks_per_node)
-    grid = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+    grid = f"tp {layout.tp} x pp {layout.pp}{f' x cp {layout.cp}' if layout.cp > 1 else ''} x dp {layout.dp}"
     if estimate.models["policy"].num_experts:
         grid += f"; experts: ep {layout.ep} x etp {layout.etp} x dp {layout.expert_dp}"
     lines = [

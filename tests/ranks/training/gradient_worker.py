@@ -1,6 +1,6 @@
 """One rank of test_gradients.py: outputs, loss and gradient of one mini-batch, in layouts and packings.
 
-    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP[xCP]:MICRO_BATCH_TOKENS [...]       or NAME=hf, NAME=decay
+    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP[xCP]:MICRO_BATCH_TOKENS [...]   or NAME=hf, NAME=decay
 
 The model is a policy, or a critic if the checkpoint is a classifier. The gradient is read off an optimizer
 step with an epsilon so large that Adam is gradient descent with learning rate 1: what is compared went

@@ -15,21 +15,21 @@ from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "parity_worker.py"
-DENSE = ["1x1x1", "2x1x1", "1x2x1", "2x2x1"]
-EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x2x2", "2x1x2x2", "1x2x2", "2x2x2"]
-"""TP x PP x EP (x ETP) on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it
+DENSE = ["1x1x1", "2x1x1", "1x2x1", "2x2x1", "2x1x1x0x2"]
+EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x2x2", "2x1x2x2", "1x2x2", "2x2x2", "1x1x2x0x2"]
+"""TP x PP x EP (x ETP (x CP)) on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it
 where it is not given, and their data parallel groups are others than the dense weights' in 2x1x2."""
 CASES = {
     "qwen2": ("Qwen2ForCausalLM", False, DENSE),
     "qwen2-tied": ("Qwen2ForCausalLM", True, DENSE),
     "qwen3": ("Qwen3ForCausalLM", False, DENSE),
     "llama3": ("LlamaForCausalLM", False, DENSE),
-    "llama3-tied": ("LlamaForCausalLM", True, ["1x1x1", "2x2x1"]),
+    "llama3-tied": ("LlamaForCausalLM", True, ["1x1x1", "2x2x1", "1x1x1x0x4"]),
     "mistral": ("MistralForCausalLM", False, DENSE),
     "mixtral": ("MixtralForCausalLM", False, EXPERTS),
     "qwen3-moe": ("Qwen3MoeForCausalLM", False, EXPERTS),
     "deepseek-v2": ("DeepseekV2ForCausalLM", False, EXPERTS),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2"]),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2", "1x1x2x0x2", "1x2x2x0x2"]),
     "deepseek-v3-all": ("DeepseekV3ForCausalLM", False, EXPERTS),
 }
 """Name -> (architecture, whether the embedding is the head, training layouts)."""

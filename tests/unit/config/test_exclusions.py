@@ -29,6 +29,7 @@ EXAMPLES = {
     "roles.granularity=group|sample": f"roles.granularity=group {LAG}",
     "training.router_replay": "training.router_replay=old_policy",
     "training.ep": "training.ep=2",
+    "training.cp": "training.cp=2",
     "adapter.init=pissa": "adapter.init=pissa adapter.kind=lora",
     "adapter.base=fp8": "adapter.base=fp8 adapter.kind=lora",
     "adapter.path": "adapter.path=a adapter.kind=lora",
