@@ -182,7 +182,7 @@ def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> N
 def check_minibatch(config: Config, world_size: int) -> None:
     """Raise ConfigError if a mini-batch has fewer samples than there are data parallel ranks."""
     training, step = config.training, config.data.prompts_per_step
-    ranks, dp = training.ranks_of_a_row, world_size // training.ranks_of_a_row
+    dp = world_size // (training.tp * training.cp * training.pp)
     needs = algorithm_of(config).needs
     # A mini-batch may consist of prompts to which the data respond, once each.
     samples = 1 if learns_from_data(config) or "samples" not in needs else config.rollout.samples_per_prompt
@@ -198,7 +198,7 @@ def check_minibatch(config: Config, world_size: int) -> None:
         advice = f"raise data.prompts_per_step to at least {needed}"
     raise ConfigError(
         f"A mini-batch of {prompts} prompts x {samples} samples is too small for the data parallel size of "
-        f"{dp} ({world_size} ranks / {ranks}, of training.tp x pp x cp); {advice}."
+        f"{dp} ({world_size} ranks / (tp={training.tp} x cp={training.cp} x pp={training.pp})); {advice}."
     )
 
 

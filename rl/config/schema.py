@@ -195,11 +195,6 @@ class Training:
         return self.etp or (self.tp if self.ep == 1 else 1)
 
     @property
-    def ranks_of_a_row(self) -> int:
-        """Return the number of ranks that compute one micro-batch together."""
-        return self.tp * self.pp * self.cp
-
-    @property
     def row_tokens(self) -> int:
         """Return the maximum number of tokens of a micro-batch."""
         return self.micro_batch_tokens * self.cp

@@ -31,8 +31,6 @@ class Grid:
     tp_rank: int
     pp_rank: int
     dp_rank: int
-    replica: int
-    """Which of the `replicas` of the weights this rank holds."""
     ep: int = 1
     etp: int = 1
     ep_rank: int = 0
@@ -50,6 +48,11 @@ class Grid:
         return self.dp * self.cp
 
     @property
+    def replica(self) -> int:
+        """Which of the `replicas` this rank holds."""
+        return self.dp_rank if self.context is None else self.dp_rank * self.cp + self.context.rank
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 
@@ -63,7 +66,8 @@ class Grid:
 
         It is the first tensor and context parallel rank of the last stage.
         """
-        return self.is_last_stage and self.tp_rank == 0 and self.replica % self.cp == 0
+        is_first = self.context is None or self.context.rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and is_first
 
 
 def build_grid(*, tp: int, pp: int, cp: int = 1, ep: int = 1, etp: int | None = None, seed: int) -> Grid:
@@ -86,7 +90,6 @@ def build_grid(*, tp: int, pp: int, cp: int = 1, ep: int = 1, etp: int | None = 
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=replica // cp,
-        replica=replica,
         ep=ep,
         etp=etp,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),

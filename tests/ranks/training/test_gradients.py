@@ -10,8 +10,8 @@ from tests.checkpoints import SIZES, save_qwen2, save_qwen2_classifier
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "gradient_worker.py"
-# Tokens of the batch: 254 in eight sequences, 214 of them in one row. 4096: one micro-batch; 70: four or more;
-# 1: one per sequence, unpacked.
+# Tokens of the batch: 254 in eight sequences, 214 of them in one row. 4096: one micro-batch; 70: four or
+# more; 1: one per sequence, unpacked.
 CASES = {
     1: ["hf=hf", "one_pack=1x1:4096", "several_packs=1x1:70", "unpacked=1x1:1", "decay=decay"],
     2: [

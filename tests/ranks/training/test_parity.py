@@ -17,8 +17,9 @@ from tests.spawn import run_ranks
 WORKER = Path(__file__).parent / "parity_worker.py"
 DENSE = ["1x1x1", "2x1x1", "1x2x1", "2x2x1", "2x1x1x0x2"]
 EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x2x2", "2x1x2x2", "1x2x2", "2x2x2", "1x1x2x0x2"]
-"""TP x PP x EP (x ETP (x CP)) on four ranks: the experts' own tensor parallel size is TP without EP and 1 with it
-where it is not given, and their data parallel groups are others than the dense weights' in 2x1x2."""
+"""TP x PP x EP (x ETP (x CP)) on four ranks: the experts' own tensor parallel size is TP without EP and 1
+with it where it is not given (0), and their data parallel groups are others than the dense weights' in
+2x1x2."""
 CASES = {
     "qwen2": ("Qwen2ForCausalLM", False, DENSE),
     "qwen2-tied": ("Qwen2ForCausalLM", True, DENSE),

@@ -422,7 +422,7 @@ def test_stages_without_a_layer_are_an_error():
 def test_a_minibatch_has_a_sample_for_every_dp_rank():
     assert layout_error(64, "training.tp=2", "data.prompts_per_step=4", "rollout.samples_per_prompt=4") == (
         "A mini-batch of 4 prompts x 4 samples is too small for the data parallel size of 32 (64 ranks / "
-        "(tp=2 x pp=1)); raise data.prompts_per_step to at least 8."
+        "(tp=2 x cp=1 x pp=1)); raise data.prompts_per_step to at least 8."
     )
 
 
@@ -432,7 +432,7 @@ def test_a_small_minibatch_of_a_large_step_is_told_a_divisor(ranks, advised):
         ranks, "data.prompts_per_step=12", "training.prompts_per_minibatch=2", "rollout.samples_per_prompt=4"
     )
     assert error.endswith(
-        f"({ranks} ranks / (tp=1 x pp=1)); set training.prompts_per_minibatch to {advised}."
+        f"({ranks} ranks / (tp=1 x cp=1 x pp=1)); set training.prompts_per_minibatch to {advised}."
     )
 
 

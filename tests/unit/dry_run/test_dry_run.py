@@ -201,7 +201,8 @@ class TestChanges:
             str(CONFIGS / f"{GRPO}.yaml"), ["training.offload=none", "training.recompute=false"]
         )
         sizes = {
-            f"training.{name}" for name in ("recompute", "micro_batch_tokens", "tp", "pp", "ep", "offload")
+            f"training.{name}"
+            for name in ("recompute", "micro_batch_tokens", "tp", "pp", "cp", "ep", "offload")
         }
         assert {key for key, _ in single_changes(config, 8)} == sizes | {"rollout.tp"}
         assert with_values(config, {"training.tp": 1}).training.tp == 1 != config.training.tp  # of a copy
