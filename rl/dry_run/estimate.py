@@ -159,7 +159,7 @@ def with_form(config: Config, form: Literal["merged", "adapter"]) -> Config:
 def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware, *, points: int = 1) -> Refit:
     """Return the figures of the refit plan that the run would compute, over all ranks.
 
-    points: number of adapters in the engine. With roles, an engine that holds adapters has kept the base since
+    points: number of adapters in the engine. With roles, an engine that holds adapters keeps the base after
     its first refit.
     """
     weights = list(model.weights)
