@@ -9,7 +9,8 @@ each rank only its own shard (`rl.refit.plan`). For other weights (quantised, pa
 reads its part of the whole tensors (`rl.refit.gather`).
 
 Low-rank adapters reach the engine in one of two forms (`adapter.in_engine`; `rl.refit.values`). Merged: the
-values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and once those of W.
+values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and those of W unless the
+engine holds it.
 """
 
 import socket

@@ -39,8 +39,8 @@ class Cuda(Platform):
         call.params.seed = request.seed
 
     def sleep(self, engine):
-        if not engine.frozen:  # level 1 copies the weights to the host, level 2 discards them
-            engine.llm.sleep(level=1 if any(part.keeps_weights for part in engine.parts) else 2)
+        if not engine.frozen:
+            engine.llm.sleep(level=2)  # discards the weights; level 1 copies them to the host and back
 
     def wake(self, engine, what):
         if not engine.frozen:
