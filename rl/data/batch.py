@@ -6,6 +6,7 @@ which are None before.
 """
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -99,6 +100,16 @@ class Batch:
     def fingerprint(self) -> int:
         """Hash of the token ids, 63 bits."""
         return fingerprint(self.prompt_ids + self.response_ids)
+
+    def hashes(self) -> dict[str, int]:
+        """Return the hash of the token ids (`ids`), and those of the filled columns and details of scores.
+
+        They must be equal on all ranks. Held columns, whose rows only some ranks have, are not included.
+        """
+        return {"ids": self.fingerprint} | {
+            name: zlib.crc32(column.contiguous().numpy())
+            for name, column in (self.columns() | self.score_details).items()
+        }
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -178,7 +178,7 @@ class Inference:
         micro_batches = [plan.micro_batches for plan in plans]
         if self._step.peak_tflops:
             self._step.operations[timing] += self._planner.operations(batch, plans, model)
-        phase = self._step.phase("log_probs", timing=timing, batch=batch.fingerprint)
+        phase = self._step.phase("log_probs", timing=timing, batch=batch.hashes())
         with phase, self._step.bar(label, sum(len(plan.samples) for plan in plans)) as bar:
             if not of_reference:
                 return model.forward(batch, micro_batches, names, bar)

@@ -216,7 +216,7 @@ class Updates:
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
         is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
-        phase = step.phase("update", timing=timing, batch=batch.fingerprint)
+        phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
             for plan in plans * epochs:
                 with update_of(plan) as loss:

@@ -106,6 +106,16 @@ def baseline_of_the_first_sample(bug: Bug) -> None:
     change(bug, from_first)
 
 
+@exhibit("radixark/miles#3229", ranks=2, overrides=("training.tp=2", "model.dtype=bfloat16"))
+@caught_by(
+    "agreement before each phase",
+    r"Disagreement: ranks disagree on the batch advantages before update.* rank 1",
+)
+def advantages_whitened_by_each_rank(bug: Bug) -> None:
+    """Parts of a batch were whitened with statistics of their own rank."""
+    change(bug, lambda advantages, batch: advantages * (1.1 if bug.rank == 1 else 1.0))
+
+
 @exhibit("TensorAuto/OpenTau#136")
 @caught_by(
     "advantages", r"CheckFailed: advantage check: rewards differ within groups, but every advantage is 0"
