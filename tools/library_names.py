@@ -59,8 +59,8 @@ ATTRIBUTES = {
     "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadata": "query_start_loc block_table seq_lens",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",
     "vllm.lora.model_manager.LRUCacheLoRAModelManager": (
-        "modules packed_modules lora_index_to_id _registered_adapters _last_mapping activate_adapter(lora_id) "
-        "remove_adapter(adapter_id)"
+        "modules packed_modules lora_index_to_id _registered_adapters _last_mapping "
+        "activate_adapter(lora_id) remove_adapter(adapter_id)"
     ),
     "vllm.lora.layers.base.BaseLayerWithLoRA": "reset_lora(index)",
     "vllm.compilation.backends.CompilerManager": "cache_file_path save_to_file()",
