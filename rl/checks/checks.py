@@ -147,13 +147,15 @@ class Checks:
         is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
         if not self._limit or is_biased:
             return {}
+        # Keys and values of older weights; experts that older weights chose for the first turns.
+        keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
         return check_engine(
             batch,
             batch.old_logprobs,
             version=self._policy.version,
             limit=self._limit,
             routes=self._policy.weight_map.placement.num_experts > 0,
-            keeps_cache="keep" in (rollout.carry_over_cache, config.roles.cache),
+            whole=keeps_cache or config.training.router_replay == "engine",
             ranks=[[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)],
         )
 
