@@ -136,7 +136,7 @@ class Checks:
         schedule: RateSchedule,
     ) -> None:
         """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
-        counts.check(result, batch, plan, model.grid)
+        counts.check(result, batch, plan, model.grid, model.device.torch)
         peak_lr = schedule.optimizer.lr
         check_update(result, lr=lr, peak_lr=peak_lr, dtype=self._config.model.dtype)
 

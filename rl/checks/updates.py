@@ -1,6 +1,7 @@
 """Checks of an update: its learning rate, the tokens that it learned from, and what it did."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from rl.checks.batches import CheckFailed
 from rl.data.batch import Batch
-from rl.runtime.collectives import gather_objects
-from rl.training.engine import UpdateResult
+from rl.runtime.collectives import gather_objects, sum_over_world
+from rl.training.engine import MicroBatchLoss, UpdateResult
 from rl.training.grid import Grid
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Totals
@@ -25,6 +26,10 @@ SMALL_LR = 0.01
 schedule, float32 may round every change away."""
 SMALL_NORM = 1e-6
 """Gradient norm from which an update must change weights. Below it Adam's epsilon may dominate."""
+GRADIENT_TOLERANCE = 1e-5
+"""Largest difference of the gradient that arrives at the outputs from the loss's, relative to its size."""
+OUTPUTS = ("logprobs", "entropy", "sum_p_squared", "divergence", "values")
+"""Outputs of a model that a loss may read (`rl.training.packing.MicroBatch`)."""
 NUM_CODES = 1021
 """Codes of positions are 1 to NUM_CODES. The product with a token id is below 2**28, so that float64 sums
 2**25 tokens exactly."""
@@ -43,6 +48,33 @@ class Counts:
     def __init__(self, totals: Totals, *, compare_old: bool = False):
         self._totals, self._compare_old = totals, compare_old
         self._own: list[Tensor] = []
+        self._arrived: list[Tensor] = []
+        self._is_watching = False
+
+    def watched(self, loss: MicroBatchLoss) -> MicroBatchLoss:
+        """Return the loss, whose gradient is compared with what arrives at the model's outputs.
+
+        What the schedule or the engine multiplies the loss with would be a factor of every gradient. One
+        micro-batch of the update is watched; its gradient is that of the loss alone.
+        """
+
+        def call(micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            value, metrics = loss(micro)
+            named = (getattr(micro, name) for name in OUTPUTS)
+            outputs = [x for x in named if x is not None and x.requires_grad]
+            if not self._is_watching and outputs and len(outputs[0]) and value.requires_grad:
+                self._is_watching = True
+                slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
+                for output, slope in zip(outputs, slopes):
+                    if slope is not None:
+                        output.register_hook(partial(self._arrive, slope))
+            return value, metrics
+
+        return call
+
+    def _arrive(self, slope: Tensor, gradient: Tensor) -> None:
+        terms = ((gradient - slope).abs().sum(), slope.abs().sum())
+        self._arrived.append(torch.stack(terms).double())
 
     def __call__(self, micro: MicroBatch) -> Tensor:
         """Return what a micro-batch adds to `UpdateResult.observed`, float64 [3].
@@ -61,11 +93,15 @@ class Counts:
             gap = torch.where(counted, gaps, 0.0).sum() / self._totals.num_tokens
         return torch.stack((count / self._totals.num_tokens, codes, gap.double()))
 
-    def check(self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid) -> None:
+    def check(
+        self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid, device: torch.device
+    ) -> None:
         """Raise WrongTokens unless every token of the mini-batch was counted once, with its own mask and id.
 
-        Collective over the world if it was not, to find the ranks.
+        Raises WrongGradient if another gradient than the loss's arrived at the model's outputs. Collective
+        over the world.
         """
+        self._check_gradient(grid, device)
         share, found, _ = result.observed
         planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
@@ -88,6 +124,22 @@ class Counts:
             f"{'; '.join(texts)}. Each token counts once, with its own mask and token id, and all ranks "
             "divide by their number."
         )
+
+    def _check_gradient(self, grid: Grid, device: torch.device) -> None:
+        own = torch.zeros(2, dtype=torch.float64)
+        if self._arrived and grid.reports_results:
+            own = torch.stack(self._arrived).sum(0).cpu()
+        difference, size = sum_over_world(own, device).tolist()
+        if difference > GRADIENT_TOLERANCE * size:
+            raise WrongGradient(
+                f"the gradient that arrived at the model's outputs differs from that of the loss by "
+                f"{difference / size:.3g} of its size: the loss was multiplied or replaced on its way into "
+                "the schedule of the backward pass."
+            )
+
+
+class WrongGradient(RuntimeError):
+    """Raised on every rank if the backward pass began with another gradient than that of the loss."""
 
 
 class WrongLearningRate(RuntimeError):

@@ -225,7 +225,7 @@ class Updates:
                     result = model.update(
                         batch,
                         plan.micro_batches,
-                        partial(loss, totals=totals),
+                        counts.watched(partial(loss, totals=totals)),
                         lr=lr,
                         outputs=loss.reads,
                         observe=counts,

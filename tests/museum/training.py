@@ -4,6 +4,8 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 COUNT = "counted tokens"
 REDUCTION = "probe of the reduced gradient"
+CLIPPED = "clipped gradient"
+SLOPE = "gradient of the loss"
 
 
 @exhibit("NVIDIA/Megatron-LM#1685", ranks=2)
@@ -30,6 +32,43 @@ def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **optio
     finalize(models, *args, **options)
     for model in models:
         model.scale_gradients(0.5)
+
+
+@exhibit("NVIDIA-NeMo/RL#3716", ranks=2, model="qwen3-moe", overrides=("training.tp=2",), at=4)
+@caught_by(REDUCTION, r"WrongReduction: the gradients of model.layers.0.self_attn.q_norm.weight on all ranks")
+@replaces("megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads")
+def norms_of_heads_not_summed(bug: Bug, reduce, models, config, *args):
+    """The norms of queries and keys had the gradients of the heads of each tensor parallel rank. Update 4
+    watches the first of them."""
+    import dataclasses
+
+    norms = [p for m in models for name, p in m.named_parameters() if "self_attention.q_layernorm" in name]
+    for norm in norms:
+        norm.sequence_parallel = False
+    reduce(models, dataclasses.replace(config, qk_layernorm=False), *args)
+    for norm in norms:
+        norm.sequence_parallel = True
+
+
+@exhibit("NVIDIA-NeMo/Automodel#3816", ranks=2, overrides=("training.optimizer.clip_grad=0.1",))
+@caught_by(CLIPPED, r"WrongReduction: rank \d found a gradient norm of .* the clipped gradient")
+@replaces("rl.training.engine.clip_and_step")
+def clipped_by_the_norm_of_the_own_shard(bug: Bug, clip_and_step, optimizer, norm):
+    """Each rank clipped by the norm of the gradients that it holds."""
+    clip_and_step(optimizer, norm * (0.5 + 0.25 * bug.rank))
+
+
+@exhibit("modelscope/ms-swift#10117", overrides=("training.micro_batch_tokens=40",))
+@caught_by(SLOPE, r"WrongGradient: the gradient that arrived at the model's outputs differs .* by 0\.[5-9]")
+@replaces("rl.training.engine.TrainingEngine.update")
+def divided_by_the_micro_batches_too(bug: Bug, update, self, batch, plan, loss, **options):
+    """The loss had its denominators, and was divided by the number of micro-batches once more."""
+
+    def divided(micro):
+        value, metrics = loss(micro)
+        return value / max(2, len(plan[0])), metrics
+
+    return update(self, batch, plan, divided, **options)
 
 
 @exhibit("modelscope/ms-swift#10165", ranks=2)
