@@ -152,13 +152,15 @@ class ReductionProbe:
 
         Call it between the reduction and the optimizer's step.
         """
-        sums = torch.zeros(4, dtype=torch.float64)
+        sums = torch.zeros(
+            4, dtype=torch.float64, device=next(iter(self._learned.parameters.values())).device
+        )
         if self._weight is not None:
             if self._found:
-                sums[:2] = self._share * torch.stack(self._found).sum(0).cpu()
+                sums[:2] = self._share * torch.stack(self._found).sum(0)
                 sums[2] = len(self._found)
             if self._reports and (part := owned_part(optimizer, self._weight)) is not None:
-                sums[3] = _weighted(self._weight.main_grad.view(-1), part).cpu()
+                sums[3] = _weighted(self._weight.main_grad.view(-1), part)
         return sums
 
     def check(self, sums: list[float]) -> None:
@@ -198,8 +200,10 @@ def clipped_norms(optimizer: MegatronOptimizer, learned: WeightMap, norm: float)
             if parameter in part.model_param_gbuf_map:
                 main = part._get_main_param_and_optimizer_states(parameter)["param"]
                 squares.append(torch.linalg.vector_norm(main.grad, dtype=torch.float64))
-    found = torch.zeros(1 + dist.get_world_size(), dtype=torch.float64)
-    found[0] = torch.stack(squares).square().sum().cpu() if squares else 0.0
+    device = next(iter(learned.parameters.values())).device
+    found = torch.zeros(1 + dist.get_world_size(), dtype=torch.float64, device=device)
+    if squares:
+        found[0] = torch.stack(squares).square().sum()
     found[1 + dist.get_rank()] = norm
     return found
 
