@@ -1,6 +1,8 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from typing import Protocol
+
 from rl.checks.batches import (
     check_advantages,
     check_duplicates,
@@ -22,6 +24,12 @@ from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 
+class Start(Protocol):
+    """What a run started from (`rl.checkpoint.start`)."""
+
+    def check(self, name: str, model: TrainingEngine) -> None: ...
+
+
 class Checks:
     """The checks of a run. Every rank calls each moment with the same arguments and raises the same error.
 
@@ -34,6 +42,8 @@ class Checks:
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        self.start: Start | None = None
+        """What the run started from; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
@@ -109,6 +119,8 @@ class Checks:
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
+        if model.num_updates == 0 and self.start is not None:
+            self.start.check(name, model)
         for part in model.parts:
             part.check(model, name)
 
