@@ -1,8 +1,9 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from rl.checks.advantages import check_advantages
 from rl.checks.batches import (
-    check_advantages,
+    check_digests,
     check_duplicates,
     check_endings,
     check_groups,
@@ -96,6 +97,7 @@ class Checks:
 
         name: of the model. samples: those of each mini-batch.
         """
+        check_digests(batch)
         if name == "policy":
             self._objective(batch, loss)
         check_coverage(batch, samples)
@@ -153,7 +155,7 @@ class Checks:
         config = self._config
         estimator, _ = config.objective.chosen
         if estimator is not None and config.algorithm in shipped():
-            check_advantages(batch, estimator)
+            check_advantages(batch, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
                 check_informative(batch)
         if loss.check is not None and config.objective.loss not in self._checked_losses:

@@ -182,16 +182,17 @@ def weights_do_not_move(bug: Bug, step, optimizer, norm):
 def filtered_groups_are_trained_on(bug: Bug) -> None:
     """Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on."""
     from rl.algorithms import dapo
-    from rl.phases.phases import Phases
+    from rl.phases.scorer import Scorer
 
     @bug.replaces(dapo, "grpo")
     def always(grpo, *args, **options):
         return grpo(*args, **options) + 1
 
-    @bug.replaces(Phases, "score_samples")
-    def same_in_a_group(score, self, batch):
-        score(self, batch)
-        batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
+    @bug.replaces(Scorer, "score")
+    def same_in_a_group(score, self, batch, **options):
+        columns, answers = score(self, batch, **options)
+        columns["score"][batch.groups == 0] = 0.5
+        return columns, answers
 
 
 @exhibit("allenai/tango#152", resumes=True)
