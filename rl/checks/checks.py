@@ -11,7 +11,7 @@ from rl.checks.batches import (
     check_likelihoods,
 )
 from rl.checks.logprobs import check_engine, check_equal, check_reference, rounding_limit
-from rl.checks.updates import Counts, LearningRates, check_coverage, check_update
+from rl.checks.updates import Counts, LearningRates, Outputs, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -120,15 +120,15 @@ class Checks:
         batch: Batch,
         plan: MicroBatchPlan,
         counts: Counts,
+        outputs: Outputs,
         result: UpdateResult,
         *,
         lr: float,
         schedule: RateSchedule,
     ) -> None:
-        """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
+        """Check an optimizer step: the tokens that it learned from, its outputs, and that weights moved."""
         counts.check(result, batch, plan, model.grid)
-        peak_lr = schedule.optimizer.lr
-        check_update(result, lr=lr, peak_lr=peak_lr, dtype=self._config.model.dtype)
+        outputs.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
     def _against_engine(self, batch: Batch, plans: list[MicroBatchPlan]) -> dict[str, float]:
         """Compare the policy's log-probs with the engine's, where they must be equal."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl.checks.checks import Checks
-from rl.checks.updates import Counts
+from rl.checks.updates import Counts, Outputs
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -206,7 +206,8 @@ class Updates:
         lr = schedule.rate(step.number)
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
-        is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
+        size = token_mean(batch.old_values.abs(), batch.mask) if name == "critic" else 1.0
+        outputs = Outputs(is_first=self._inference.has_old_outputs(name, batch), size=size)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
             samples = [plan.samples for plan in plans]
@@ -214,7 +215,7 @@ class Updates:
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
                     totals = plan.totals(batch)
-                    counts = Counts(totals, compare_old=is_first)
+                    counts = Counts(totals)
                     result = model.update(
                         batch,
                         plan.micro_batches,
@@ -225,9 +226,8 @@ class Updates:
                         progress=bar,
                     )
                     self._checks.after_update(
-                        model, batch, plan.micro_batches, counts, result, lr=lr, schedule=schedule
+                        model, batch, plan.micro_batches, counts, outputs, result, lr=lr, schedule=schedule
                     )
-                    is_first = False
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] = sums.get(name, 0.0) + value
         if step.peak_tflops:
