@@ -177,7 +177,7 @@ class Outputs:
         self._num_equal = self._num_equal + compared if self._has_moved and not gap else 0.0
         if self._num_equal > NUM_EQUAL:
             raise CheckFailed(
-                f"ratio check: after an update that moved weights, outputs at {self._num_equal:g} tokens are "
+                f"ratio check: after an update that moved weights, {self._num_equal:g} outputs are "
                 "exactly those before it: the old ones were computed again, or the model does not use the "
                 "weights that are updated."
             )
