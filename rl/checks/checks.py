@@ -1,6 +1,8 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from typing import Protocol
+
 from rl.checks.advantages import check_advantages
 from rl.checks.batches import (
     check_digests,
@@ -23,6 +25,12 @@ from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 
+class Start(Protocol):
+    """What a run started from (`rl.checkpoint.start`)."""
+
+    def check(self, name: str, model: TrainingEngine) -> None: ...
+
+
 class Checks:
     """The checks of a run. Every rank calls each moment with the same arguments and raises the same error.
 
@@ -35,6 +43,8 @@ class Checks:
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        self.start: Start | None = None
+        """What the run started from; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
@@ -111,6 +121,8 @@ class Checks:
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
+        if model.num_updates == 0 and self.start is not None:
+            self.start.check(name, model)
         for part in model.parts:
             part.check(model, name)
 
@@ -137,13 +149,15 @@ class Checks:
         is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
         if not self._limit or is_biased:
             return {}
+        # Keys and values of older weights; experts that older weights chose for the first turns.
+        keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
         return check_engine(
             batch,
             batch.old_logprobs,
             version=self._policy.version,
             limit=self._limit,
             routes=self._policy.weight_map.placement.num_experts > 0,
-            keeps_cache="keep" in (rollout.carry_over_cache, config.roles.cache),
+            whole=keeps_cache or config.training.router_replay == "engine",
             ranks=[[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)],
         )
 

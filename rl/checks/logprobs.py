@@ -43,7 +43,7 @@ def check_engine(
     version: int,
     limit: float,
     routes: bool,
-    keeps_cache: bool,
+    whole: bool,
     ranks: list[list[int]],
 ) -> dict[str, float]:
     """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
@@ -57,8 +57,8 @@ def check_engine(
         limit: the largest mean difference (`rounding_limit`).
         routes: whether the model routes tokens to experts. The sample with the largest difference is then
             left out, because a rounding error may route one of its tokens elsewhere.
-        keeps_cache: whether keys and values stay in the engine's cache when its weights change. Samples with
-            an older token are then left out.
+        whole: whether samples with an older token are left out whole, because the engine's context of the
+            later tokens is not that of the trainer.
         ranks: samples of each data parallel rank of the trainer, for the message.
     """
     if batch.rollout_logprobs is None:
@@ -66,7 +66,7 @@ def check_engine(
     counted = batch.mask > 0
     if batch.weight_versions is not None:
         is_present = batch.weight_versions == version
-        if keeps_cache:
+        if whole:
             older = segment_sum((~is_present & counted).double(), batch.lengths)
             is_present = (older == 0).repeat_interleave(batch.lengths)
         counted &= is_present

@@ -184,8 +184,8 @@ class Outputs:
         should_move = result.grad_norm > SMALL_NORM and lr > SMALL_LR * peak_lr
         if not result.has_moved and should_move:
             raise CheckFailed(
-                f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate {lr:.3g}, "
-                "but the update changed no weight."
+                f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate "
+                f"{lr:.3g}, but the update changed no weight."
             )
         self._has_moved |= result.has_moved and should_move and lr > SMALL_STEP * eps
         self._is_first = False

@@ -136,14 +136,18 @@ class RouterReplay(Part):
     def _given(self, batch: Batch, row: MicroBatch) -> Routes:
         """Return the engine's routes of the row's tokens.
 
-        A prompt that several samples share has those of the first of them. The engine may not have routed
-        the tokens from the last sampled one on, from which nothing is predicted.
+        A prompt that several samples share has those of the first of them that began with the newest weights.
+        The engine may not have routed the tokens from the last sampled one on, from which nothing is
+        predicted.
         """
         column, num_tokens, device = batch.held["routes"], row.tokens.numel(), row.tokens.device
         size = self._num_layers, self._config.moe_router_topk
         experts = np.zeros((num_tokens, *size), column.dtype)
         given = np.zeros((num_tokens, 1), np.bool_)
-        for sample, start, first in reversed(list(zip(row.samples, *row.starts))):
+        versions = batch.weight_versions
+        begun = torch.zeros(len(batch)) if versions is None else versions[batch.offsets[:-1]]
+        places = reversed(list(zip(row.samples, *row.starts)))
+        for sample, start, first in sorted(places, key=lambda place: int(begun[place[0]])):
             prompt, response = len(batch.prompt_ids[sample]), len(batch.response_ids[sample])
             index = np.concatenate([np.arange(start, start + prompt), np.arange(first, first + response)])
             values, of_sample = column.local[sample], batch.tokens_of([sample])

@@ -28,7 +28,7 @@ def batch() -> Batch:
 
 
 def gap(batch: Batch, logprobs: torch.Tensor, **options) -> dict[str, float]:
-    given = dict(version=3, limit=1e-4, routes=False, keeps_cache=False, ranks=[[0, 1], [2, 3]]) | options
+    given = dict(version=3, limit=1e-4, routes=False, whole=False, ranks=[[0, 1], [2, 3]]) | options
     return check_engine(batch, logprobs, **given)
 
 
@@ -80,4 +80,4 @@ def test_a_kept_cache_leaves_out_samples_with_older_tokens(batch):
     logprobs[1:LENGTH] -= 0.5  # what a cache of the older weights does to later tokens
     with pytest.raises(LogprobMismatch):
         gap(batch, logprobs)
-    assert gap(batch, logprobs, keeps_cache=True)["training/logprob_gap"] == 0.0
+    assert gap(batch, logprobs, whole=True)["training/logprob_gap"] == 0.0
