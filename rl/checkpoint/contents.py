@@ -6,7 +6,7 @@ them, because the distributed optimizer shards them. Nothing is sent between ran
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from rl.checkpoint.regions import FlatRegion, regions
 from rl.checkpoint.shards import Shard, ShardReader
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
+from rl.runtime.collectives import gather_objects
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import optimizer_parts
@@ -72,6 +73,30 @@ def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
         start = [first for first, _ in shard.box]
         sums[shard.name] = sums.get(shard.name, 0) + int(placed_checksum(shard.tensor, start))
     return sums
+
+
+def total_checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
+    """Return the checksums of all tensors of the models, in any layout. Collective over the world."""
+    mine: dict[str, int] = {}
+    for name, model in models.items():
+        mine |= checksums(name, model)
+    total: dict[str, int] = {}
+    for theirs in gather_objects(mine):
+        for name, value in theirs.items():
+            total[name] = (total.get(name, 0) + value) % 2**64
+    return total
+
+
+def in_words(tensors: Sequence[str], models: Mapping[str, TrainingEngine]) -> tuple[str, str]:
+    """Return the first names of tensors, and the ranks that hold any of them. Collective over the world.
+
+    tensors: keys of `total_checksums`, not empty.
+    """
+    holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
+    ranks = [str(rank) for rank, names in enumerate(holders) if names & set(tensors)]
+    more = f" and {len(tensors) - 4} more tensors" if len(tensors) > 4 else ""
+    where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
+    return f"{', '.join(tensors[:4])}{more}", where
 
 
 def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = False) -> Iterator[Shard]:

@@ -1,8 +1,11 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from typing import Protocol
+
+from rl.checks.advantages import check_advantages
 from rl.checks.batches import (
-    check_advantages,
+    check_digests,
     check_duplicates,
     check_endings,
     check_groups,
@@ -10,7 +13,7 @@ from rl.checks.batches import (
     check_likelihoods,
 )
 from rl.checks.logprobs import check_engine, check_equal, check_reference, rounding_limit
-from rl.checks.updates import Counts, LearningRates, check_coverage, check_update
+from rl.checks.updates import Counts, LearningRates, Outputs, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -20,6 +23,12 @@ from rl.training.engine import TrainingEngine, UpdateResult
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
+
+
+class Start(Protocol):
+    """What a run started from (`rl.checkpoint.start`)."""
+
+    def check(self, name: str, model: TrainingEngine) -> None: ...
 
 
 class Checks:
@@ -34,6 +43,8 @@ class Checks:
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        self.start: Start | None = None
+        """What the run started from; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
@@ -96,6 +107,7 @@ class Checks:
 
         name: of the model. samples: those of each mini-batch.
         """
+        check_digests(batch)
         if name == "policy":
             self._objective(batch, loss)
         check_coverage(batch, samples)
@@ -109,6 +121,8 @@ class Checks:
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
+        if model.num_updates == 0 and self.start is not None:
+            self.start.check(name, model)
         for part in model.parts:
             part.check(model, name)
 
@@ -118,15 +132,15 @@ class Checks:
         batch: Batch,
         plan: MicroBatchPlan,
         counts: Counts,
+        outputs: Outputs,
         result: UpdateResult,
         *,
         lr: float,
         schedule: RateSchedule,
     ) -> None:
-        """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
+        """Check an optimizer step: the tokens that it learned from, its outputs, and that weights moved."""
         counts.check(result, batch, plan, model.grid)
-        peak_lr = schedule.optimizer.lr
-        check_update(result, lr=lr, peak_lr=peak_lr, dtype=self._config.model.dtype)
+        outputs.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
     def _against_engine(self, batch: Batch, plans: list[MicroBatchPlan]) -> dict[str, float]:
         """Compare the policy's log-probs with the engine's, where they must be equal."""
@@ -155,7 +169,7 @@ class Checks:
         config = self._config
         estimator, _ = config.objective.chosen
         if estimator is not None and config.algorithm in shipped():
-            check_advantages(batch, estimator)
+            check_advantages(batch, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
                 check_informative(batch)
         if loss.check is not None and config.objective.loss not in self._checked_losses:

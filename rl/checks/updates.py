@@ -25,9 +25,16 @@ SMALL_LR = 0.01
 schedule, float32 may round every change away."""
 SMALL_NORM = 1e-6
 """Gradient norm from which an update must change weights. Below it Adam's epsilon may dominate."""
-NUM_CODES = 1021
-"""Codes of positions are 1 to NUM_CODES. The product with a token id is below 2**28, so that float64 sums
-2**25 tokens exactly."""
+NUM_CODES, NUM_CONTENTS = 1021, 262139
+"""Codes of positions are 1 to NUM_CODES, those of the contents of tokens below NUM_CONTENTS; both are prime.
+The product is below 2**28, so that float64 sums 2**25 tokens exactly."""
+OLD = {"logprobs": "old_logprobs", "values": "old_values"}
+"""Output of a model -> column with what it was before the updates of a step."""
+NUM_EQUAL = 32
+"""Tokens whose outputs may all be exactly as before an update, although it moved weights."""
+SMALL_STEP = 1e-4
+"""Learning rate in units of the dtype's eps from which an update must change outputs: Adam changes a weight
+by about the rate, and of weights of size 0.02 then one in some hundreds is rounded to another value."""
 
 
 class WrongTokens(RuntimeError):
@@ -37,36 +44,39 @@ class WrongTokens(RuntimeError):
 class Counts:
     """Counts the tokens of an update's micro-batches, so that a lost, repeated or wrong one is found.
 
-    totals: denominators of the loss. compare_old: whether the weights are still those of `old_logprobs`.
+    totals: denominators of the loss.
     """
 
-    def __init__(self, totals: Totals, *, compare_old: bool = False):
-        self._totals, self._compare_old = totals, compare_old
+    def __init__(self, totals: Totals):
+        self._totals = totals
         self._own: list[Tensor] = []
 
     def __call__(self, micro: MicroBatch) -> Tensor:
-        """Return what a micro-batch adds to `UpdateResult.observed`, float64 [3].
+        """Return what a micro-batch adds to `UpdateResult.observed`, float64 [4].
 
         These are counted tokens / the loss's denominator, 1 over all; the sum of codes of the counted tokens,
-        by position and token id; and the sum of |log pi - log pi_old| / the loss's denominator.
+        by position, token id and columns; and for the output of OLD that the model has, the sum of |output -
+        old output| / the loss's denominator, and the number of tokens compared.
         """
         counted = micro.mask > 0
         count = micro.mask.sum(dtype=torch.float64)
         positions = _codes(micro.column_index).to(micro.targets.device, torch.float64)
-        codes = torch.where(counted, positions * (micro.targets + 1), 0.0).sum()
+        codes = torch.where(counted, positions * _contents(micro.targets, micro.columns), 0.0).sum()
         self._own.append(torch.stack((count, codes)))
-        gap = torch.zeros_like(count)
-        if self._compare_old and micro.logprobs is not None and "old_logprobs" in micro.columns:
-            gaps = (micro.logprobs.detach() - micro.old_logprobs).abs()
-            gap = torch.where(counted, gaps, 0.0).sum() / self._totals.num_tokens
-        return torch.stack((count / self._totals.num_tokens, codes, gap.double()))
+        gap, compared = torch.zeros_like(count), torch.zeros_like(count)
+        for output, column in OLD.items():
+            if (found := getattr(micro, output)) is not None and column in micro.columns:
+                gaps = torch.where(counted, (found.detach() - micro.columns[column]).abs(), 0.0)
+                gap = gaps.sum(dtype=torch.float64) / self._totals.num_tokens
+                compared = counted.sum(dtype=torch.float64)
+        return torch.stack((count / self._totals.num_tokens, codes, gap, compared))
 
     def check(self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid) -> None:
-        """Raise WrongTokens unless every token of the mini-batch was counted once, with its own mask and id.
+        """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
 
         Collective over the world if it was not, to find the ranks.
         """
-        share, found, _ = result.observed
+        share, found, *_ = result.observed
         planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
         if not total or (abs(share - 1.0) <= TOLERANCE and found == code):
@@ -85,8 +95,8 @@ class Counts:
             )
         raise WrongTokens(
             f"an update counted {share:.6g} times the {total:g} tokens of its mini-batch: "
-            f"{'; '.join(texts)}. Each token counts once, with its own mask and token id, and all ranks "
-            "divide by their number."
+            f"{'; '.join(texts)}. Each token counts once, with its own id, mask, advantage and log-probs, "
+            "and all ranks divide by their number."
         )
 
 
@@ -138,24 +148,47 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
         )
 
 
-def check_update(result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
-    """Check what an update did.
+class Outputs:
+    """Compares outputs of a model in the updates of a step with those before the first one.
 
-    Raises CheckFailed if the first update of a step found other log-probs than `old_logprobs`, or if no
-    weight changed although there was a gradient.
+    is_first: whether the weights are still those of the old outputs. size: mean size of
+    values; 1 for log-probs.
     """
-    gap, bound = result.observed[2], math.sqrt(torch.finfo(DTYPES[dtype]).eps)
-    if not gap <= bound:
-        raise CheckFailed(
-            f"first update check: |log pi - log pi_old| is {gap:.3g} on average before any update of the "
-            f"step, more than {bound:.2g} for model.dtype={dtype}: old_logprobs are of other weights or "
-            "tokens."
-        )
-    if not result.has_moved and result.grad_norm > SMALL_NORM and lr > SMALL_LR * peak_lr:
-        raise CheckFailed(
-            f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate {lr:.3g}, "
-            "but the update changed no weight."
-        )
+
+    def __init__(self, *, is_first: bool, size: float = 1.0):
+        self._is_first, self._size = is_first, size
+        self._has_moved = False
+        self._num_equal = 0
+
+    def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
+        """Check what an update found and did.
+
+        Raises CheckFailed if the first update of a step found other outputs than the old ones, if a later
+        one found no other although weights had moved, or if no weight changed although there was a gradient.
+        """
+        *_, gap, compared = result.observed
+        eps = torch.finfo(DTYPES[dtype]).eps
+        if self._is_first and not gap <= math.sqrt(eps) * self._size:
+            raise CheckFailed(
+                f"first update check: |log pi - log pi_old|, or |value - old value|, is {gap:.3g} on average "
+                f"before any update of the step, more than {math.sqrt(eps) * self._size:.2g} for "
+                f"model.dtype={dtype}: the old ones are of other weights or tokens."
+            )
+        self._num_equal = self._num_equal + compared if self._has_moved and not gap else 0.0
+        if self._num_equal > NUM_EQUAL:
+            raise CheckFailed(
+                f"ratio check: after an update that moved weights, {self._num_equal:g} outputs are "
+                "exactly those before it: the old ones were computed again, or the model does not use the "
+                "weights that are updated."
+            )
+        should_move = result.grad_norm > SMALL_NORM and lr > SMALL_LR * peak_lr
+        if not result.has_moved and should_move:
+            raise CheckFailed(
+                f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate "
+                f"{lr:.3g}, but the update changed no weight."
+            )
+        self._has_moved |= result.has_moved and should_move and lr > SMALL_STEP * eps
+        self._is_first = False
 
 
 def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:
@@ -165,9 +198,18 @@ def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:
     index = batch.tokens_of(samples)
     counted = batch.mask[index] > 0
     ids = torch.from_numpy(np.concatenate([batch.response_ids[i] for i in samples]))
-    return float(batch.mask[index].sum()), int((_codes(index) * (ids.long() + 1))[counted].sum())
+    columns = {name: column[index] for name, column in batch.loss_columns().items()}
+    return float(batch.mask[index].sum()), int((_codes(index) * _contents(ids, columns))[counted].sum())
 
 
 def _codes(index: Tensor) -> Tensor:
     """Return a code of each position, int64 [n], 1 to NUM_CODES."""
     return index * 40503 % NUM_CODES + 1
+
+
+def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """Return a code of the id and the columns of each token, int64 [n], 0 to NUM_CONTENTS - 1."""
+    code = ids.long() + 1
+    for number, name in enumerate(sorted(columns), start=1):
+        code = code + columns[name].float().view(torch.int32).long() * (40503 * number)
+    return code % NUM_CONTENTS

@@ -1,6 +1,7 @@
 """The checkpoints of a run: from which one it continues, and what they hold besides the models."""
 
 from rl.checkpoint.rng import reseed_rng
+from rl.checkpoint.start import Start, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.options import ConfigError
 from rl.config.schema import Config
@@ -49,6 +50,7 @@ class RunCheckpoints:
         if saved is None or config.checkpoint.resume == "never":
             # User code, such as a reward function, may draw from the global generators.
             reseed_rng(seed_of(config.run.seed, "start"))
+            phases.checks.start = Start(config.model.path, models)
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
         try:
@@ -66,7 +68,9 @@ class RunCheckpoints:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
         phases.engines.policy.version = state["policy_version"]
         phases.checks.rates.last = state["learning_rates"]
+        check_restored(str(saved.path), state, phases.draw.state_dict() | self._controllers())
         phases.sampler.load_state_dict(state)
+        phases.checks.start = Start(str(saved.path), models)
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
@@ -74,9 +78,12 @@ class RunCheckpoints:
 
         cursor: `Phases.cursor` after the last batch that was learned from.
         """
+        return self._phases.sampler.state_dict(cursor) | self._controllers()
+
+    def _controllers(self) -> dict:
+        """Return what depends on the updates so far."""
         entropy_control = self._phases.updates.entropy_control
         return {
-            **self._phases.sampler.state_dict(cursor),
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
             "learning_rates": self._phases.checks.rates.last,

@@ -3,6 +3,7 @@
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 LOADED = "checksums of a loaded checkpoint"
+START = "state at the first update"
 
 
 @exhibit("NVIDIA-NeMo/RL#3171", resumes=True)
@@ -88,3 +89,38 @@ def reference_of_a_resumed_run_is_its_policy(bug: Bug, load_weights, name, engin
     """After a resume the KL divergence was measured from the checkpoint, not from the base model."""
     load_weights(name, engine, reader)
     engine.reference.take()
+
+
+@exhibit("NVIDIA-NeMo/RL#2955", overrides=("objective.kl_coef=0.01",), resumes=True)
+@caught_by(START, r"ChangedSinceStart: before the first update of the policy, policy/reference/")
+@replaces("rl.run.checkpoints.RunCheckpoints.resume")
+def reference_taken_after_the_load(bug: Bug, resume, self, *found):
+    """After a resume the reference was the policy of the checkpoint."""
+    result = resume(self, *found)
+    self._phases.engines.policy.reference.take()
+    return result
+
+
+@exhibit("NVIDIA-NeMo/RL#3544", resumes=True, overrides=("model.dtype=bfloat16",))
+@caught_by(START, r"ChangedSinceStart: before the first update of the policy, policy/exp_avg/.* on rank 0")
+@replaces("rl.engines.memory.refit")
+def moments_lost_before_the_first_update(bug: Bug, refit, trainer, engine, **options):
+    """Adam's moments were right after the load, and lost when the optimizer's memory was given away."""
+    for state in trainer.optimizer.chained_optimizers[0].optimizer.state.values():
+        state["exp_avg"].zero_()
+    return refit(trainer, engine, **options)
+
+
+@exhibit("radixark/Megatron-LM#69", resumes=True)
+@caught_by(LOADED, r"WronglyLoaded: .* the optimizer of the policy counts 1 steps instead of")
+@replaces("rl.checkpoint.store.load_optimizer")
+def adam_begins_again_at_step_1(bug: Bug, load_optimizer, name, engine, reader, step):
+    """The moments came back, but not the number of steps, so the bias correction was that of the start."""
+    load_optimizer(name, engine, reader, 1)
+
+
+@exhibit("allenai/open-instruct#1523", resumes=True)
+@caught_by(START, r"ChangedSinceStart: .* after it was restored: the run would not continue")
+@replaces("rl.phases.draw.Draw.load_state_dict")
+def data_from_the_beginning_after_a_resume(bug: Bug, load_state_dict, self, state):
+    """A resumed run began with the first prompts again."""
