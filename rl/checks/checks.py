@@ -3,8 +3,9 @@ checks."""
 
 from typing import Protocol
 
+from rl.checks.advantages import check_advantages
 from rl.checks.batches import (
-    check_advantages,
+    check_digests,
     check_duplicates,
     check_endings,
     check_groups,
@@ -12,7 +13,7 @@ from rl.checks.batches import (
     check_likelihoods,
 )
 from rl.checks.logprobs import check_engine, check_equal, check_reference, rounding_limit
-from rl.checks.updates import Counts, LearningRates, check_coverage, check_update
+from rl.checks.updates import Counts, LearningRates, LossGradient, Outputs, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -106,6 +107,7 @@ class Checks:
 
         name: of the model. samples: those of each mini-batch.
         """
+        check_digests(batch)
         if name == "policy":
             self._objective(batch, loss)
         check_coverage(batch, samples)
@@ -130,15 +132,17 @@ class Checks:
         batch: Batch,
         plan: MicroBatchPlan,
         counts: Counts,
+        outputs: Outputs,
+        gradient: LossGradient,
         result: UpdateResult,
         *,
         lr: float,
         schedule: RateSchedule,
     ) -> None:
-        """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
-        counts.check(result, batch, plan, model.grid, model.device.torch)
-        peak_lr = schedule.optimizer.lr
-        check_update(result, lr=lr, peak_lr=peak_lr, dtype=self._config.model.dtype)
+        """Check an optimizer step: the tokens that it learned from, its outputs, and that weights moved."""
+        gradient.check(model.grid, model.device.torch)
+        counts.check(result, batch, plan, model.grid)
+        outputs.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
     def _against_engine(self, batch: Batch, plans: list[MicroBatchPlan]) -> dict[str, float]:
         """Compare the policy's log-probs with the engine's, where they must be equal."""
@@ -167,7 +171,7 @@ class Checks:
         config = self._config
         estimator, _ = config.objective.chosen
         if estimator is not None and config.algorithm in shipped():
-            check_advantages(batch, estimator)
+            check_advantages(batch, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
                 check_informative(batch)
         if loss.check is not None and config.objective.loss not in self._checked_losses:

@@ -43,6 +43,8 @@ class Scoring:
             columns, answers = self._scorer.score(batch, predictions=predictions)
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
+        if batch.digests is not None:
+            batch.score_digests = batch.hash_scores(batch.digests)
         batch.score_details = columns
         return answers
 

@@ -65,7 +65,7 @@ def batch_of(
     }
     batch.held = _held_columns(samples, batch.prompt_ids)
     _check_digests(batch, samples)
-    return batch
+    return batch.delivered()
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
