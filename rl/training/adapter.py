@@ -489,8 +489,7 @@ class Experts(NamedTuple):
     @classmethod
     def of(cls, splits: Sequence[int], device: torch.device) -> "Experts":
         """Return the experts with these numbers of rows."""
-        counts = torch.tensor(splits, dtype=torch.int32, pin_memory=device.type == "cuda")
-        counts = counts.to(device, non_blocking=True)
+        counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
         return cls(counts.cumsum(0, dtype=torch.int32), (counts > 0)[:, None, None])
 
     def product(self, x: Tensor, weights: Tensor) -> Tensor:
