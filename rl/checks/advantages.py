@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rl.checks.batches import CheckFailed, place
-from rl.config.schema import Config
+from rl.config.schema import Config, Objective
 from rl.data.batch import COLUMNS, Batch
 
 NUM_VALUES = 500
@@ -82,7 +82,7 @@ def check_advantages(batch: Batch, config: Config) -> None:
         for sample in (sample for group in chosen for sample in group):
             _check_reward(samples, sample, config)
     formula = FORMULAS.get(estimator.function)
-    raw = [formula(group, config, list(groups.values())) if formula else [] for group in chosen]
+    raw = [formula(group, goal, list(groups.values())) if formula else [] for group in chosen]
     pairs = [
         (sample, np.broadcast_to(np.asarray(own, np.float64), int(sample.counted.sum())))
         for group, values in zip(chosen, raw)
@@ -202,6 +202,10 @@ def _relative(x: list[float], *, by_std: bool) -> list[float]:
     return [(v - mean) / scale for v in x]
 
 
+def _centred(group: Group) -> list[float]:
+    return _relative(_rewards(group), by_std=False)
+
+
 def _to_go(x: Iterable[float], gamma: float) -> list[float]:
     """Return the discounted sums from each number to the last."""
     total, found = 0.0, []
@@ -211,48 +215,35 @@ def _to_go(x: Iterable[float], gamma: float) -> list[float]:
     return found[::-1]
 
 
-def _grpo(group: Group, config: Config, groups: list[Group]) -> Values:
-    return _relative(_rewards(group), by_std=config.objective.normalize_by_std)
-
-
-def _centred(group: Group, config: Config, groups: list[Group]) -> Values:
-    return _relative(_rewards(group), by_std=False)
-
-
-def _rloo(group: Group, config: Config, groups: list[Group]) -> Values:
+def _rloo(group: Group, goal: Objective, groups: list[Group]) -> Values:
     x = _rewards(group)
     others = [x[:k] + x[k + 1 :] for k in range(len(x))]
     return [v - _mean(rest) if rest else 0.0 for v, rest in zip(x, others)]
 
 
-def _maxrl(group: Group, config: Config, groups: list[Group]) -> Values:
-    mean = _mean(_rewards(group))
-    return [(v - mean) / (mean + EPS) for v in _rewards(group)]
-
-
-def _opo(group: Group, config: Config, groups: list[Group]) -> Values:
+def _opo(group: Group, goal: Objective, groups: list[Group]) -> Values:
     x, lengths = _rewards(group), [int(sample.counted.sum()) for sample in group]
     weights = lengths if any(lengths) else [1] * len(x)
     baseline = math.fsum(v * w for v, w in zip(x, weights)) / sum(weights)
     return [v - baseline for v in x]
 
 
-def _gpg(group: Group, config: Config, groups: list[Group]) -> Values:
+def _gpg(group: Group, goal: Objective, groups: list[Group]) -> Values:
     everyone = [_rewards(other) for other in groups]
     differing = sum(len(x) for x in everyone if max(x) > min(x))
     factor = sum(map(len, everyone)) / max(differing, 1)
-    return [factor * v for v in _relative(_rewards(group), by_std=False)]
+    return [factor * v for v in _centred(group)]
 
 
-def _grpo_passk(group: Group, config: Config, groups: list[Group]) -> Values:
+def _grpo_passk(group: Group, goal: Objective, groups: list[Group]) -> Values:
     x = _rewards(group)
     gain = max(x) - sorted(x)[-2] if len(x) > 1 else 0.0
-    scale = _std(x) + EPS if config.objective.normalize_by_std else 1.0
+    scale = _std(x) + EPS if goal.normalize_by_std else 1.0
     return [gain / scale if v == max(x) else 0.0 for v in x]
 
 
-def _gdpo(group: Group, config: Config, groups: list[Group]) -> Values:
-    goal, details = config.objective, group[0]._columns
+def _gdpo(group: Group, goal: Objective, groups: list[Group]) -> Values:
+    details = group[0]._columns
     given = sorted(name for name in details if name not in COLUMNS and name not in NOT_REWARDS)
     names = goal.reward_columns or given
     weights = goal.reward_weights or [1.0] * len(names)
@@ -269,24 +260,16 @@ def _gdpo(group: Group, config: Config, groups: list[Group]) -> Values:
     return [v / scale for v in totals(group)]
 
 
-def _remax(group: Group, config: Config, groups: list[Group]) -> Values:
-    return [sample.one("rewards") - sample.one("baselines") for sample in group]
-
-
-def _reinforce_pp(group: Group, config: Config, groups: list[Group]) -> Values:
-    return [_to_go(sample.tokens("token_rewards"), config.objective.gamma) for sample in group]
-
-
-def _gae(group: Group, config: Config, groups: list[Group]) -> Values:
-    gamma, lam, found = config.objective.gamma, config.objective.lam, []
+def _gae(group: Group, goal: Objective, groups: list[Group]) -> Values:
+    found = []
     for sample in group:
         rewards, values = sample.tokens("token_rewards"), sample.tokens("old_values")
-        errors = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0])]
-        found.append(_to_go(errors, gamma * lam))
+        errors = [r + goal.gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0])]
+        found.append(_to_go(errors, goal.gamma * goal.lam))
     return found
 
 
-def _optimal_token_baseline(group: Group, config: Config, groups: list[Group]) -> Values:
+def _optimal_token_baseline(group: Group, goal: Objective, groups: list[Group]) -> Values:
     to_go = [_to_go(sample.tokens("token_rewards"), 1.0) for sample in group]
     energies = []
     for sample in group:
@@ -316,8 +299,8 @@ def _of_turns(sample: _Sample, values: dict[int, float]) -> list[float]:
     return [values.get(n, 0.0) for n, counts in zip(_turns(sample), sample.counted) if counts]
 
 
-def _turn_return(group: Group, config: Config, groups: list[Group]) -> Values:
-    goal, found = config.objective, []
+def _turn_return(group: Group, goal: Objective, groups: list[Group]) -> Values:
+    found = []
     for sample in group:
         numbers = sorted({n for n in _turns(sample) if n > 0})
         given = (
@@ -332,27 +315,25 @@ def _turn_return(group: Group, config: Config, groups: list[Group]) -> Values:
     return [_of_turns(sample, {n: next(relative) for n in own}) for sample, own in zip(group, found)]
 
 
-def _turn_spread(group: Group, config: Config, groups: list[Group]) -> Values:
+def _turn_spread(group: Group, goal: Objective, groups: list[Group]) -> Values:
     found = []
-    for sample, whole in zip(group, _relative(_rewards(group), by_std=config.objective.normalize_by_std)):
+    for sample, whole in zip(group, _relative(_rewards(group), by_std=goal.normalize_by_std)):
         numbers = sorted({n for n in _turns(sample) if n > 0}, reverse=True)
-        found.append(
-            _of_turns(sample, {n: whole * config.objective.turn_gamma**k for k, n in enumerate(numbers)})
-        )
+        found.append(_of_turns(sample, {n: whole * goal.turn_gamma**k for k, n in enumerate(numbers)}))
     return found
 
 
-FORMULAS: dict[str, Callable[[Group, Config, list[Group]], Values]] = {
-    "grpo": _grpo,
+FORMULAS: dict[str, Callable[[Group, Objective, list[Group]], Values]] = {
+    "grpo": lambda group, goal, _: _relative(_rewards(group), by_std=goal.normalize_by_std),
     "rloo": _rloo,
-    "maxrl": _maxrl,
+    "maxrl": lambda group, goal, _: [v / (_mean(_rewards(group)) + EPS) for v in _centred(group)],
     "opo": _opo,
     "gpg": _gpg,
     "grpo_passk": _grpo_passk,
     "gdpo": _gdpo,
-    "remax": _remax,
-    "reinforce_pp": _reinforce_pp,
-    "reinforce_pp_baseline": _centred,
+    "remax": lambda group, goal, _: [s.one("rewards") - s.one("baselines") for s in group],
+    "reinforce_pp": lambda group, goal, _: [_to_go(s.tokens("token_rewards"), goal.gamma) for s in group],
+    "reinforce_pp_baseline": lambda group, goal, _: _centred(group),
     "gae": _gae,
     "optimal_token_baseline": _optimal_token_baseline,
     "turn_return": _turn_return,
