@@ -76,6 +76,8 @@ class Batch:
     """Target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
     samples_per_unit: int = 1
     """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
+    generated_by: Tensor | None = per_sample(torch.int64)
+    """Rank that generated each sample; negative for samples from a file."""
     digests: Tensor | None = per_sample(torch.int64)
     """Hash of prompt, response and ending of each sample, made when it was delivered (`hash_samples`)."""
     scores: Tensor | None = per_sample(stored="float32", stored_as="score")

@@ -105,7 +105,10 @@ class Inference:
         batch.old_logprobs, batch.deferred_at = logprobs, None
         self._filled_at["policy"] = self._engines.policy.num_updates
         metrics["actor/entropy"] = token_mean(entropy, mask)
-        metrics |= engine_gap(batch, logprobs) | self._check(batch, reference=False)
+        known = None if self._is_bitwise(batch) else entropy  # else only that of the first mini-batch is
+        metrics |= engine_gap(batch, logprobs) | self._check(batch, reference=False, entropy=known)
+        if warning := self._checks.gaps.jump(metrics.get("training/logprob_gap", 0.0)):
+            self._step.progress.line(warning)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
 
     def _is_bitwise(self, batch: Batch) -> bool:
@@ -117,9 +120,9 @@ class Inference:
         deferred = batch.deferred_at if name == "policy" else None
         return self._engines.training[name].num_updates in (deferred, self._filled_at.get(name))
 
-    def _check(self, batch: Batch, *, reference: bool) -> dict[str, float]:
+    def _check(self, batch: Batch, *, reference: bool, entropy: Tensor | None = None) -> dict[str, float]:
         plans = [plan.micro_batches for plan in self._planner.plans(batch)]
-        return self._checks.log_probs(batch, plans, reference=reference)
+        return self._checks.log_probs(batch, plans, reference=reference, entropy=entropy)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 
+MAX_MISMATCH = 0.5
+"""Largest share of tokens and layers for which the present router may choose other experts. Rounding changes
+the choice of some per cent, that of other tokens nearly always differs."""
+
+
+class WrongRoutes(RuntimeError):
+    """Raised on every rank if the engine's routes are not those of the tokens that they are replayed for."""
+
+
 @dataclass
 class Routes:
     """Experts of the tokens of one micro-batch on this rank.
@@ -177,7 +186,14 @@ class RouterReplay(Part):
             return {}
         different, given = sum_over_world(self._counts.cpu(), self._device).tolist()
         self._counts.zero_()
-        return {"training/router_mismatch": different / max(given, 1.0)}
+        mismatch = different / max(given, 1.0)
+        if mismatch > MAX_MISMATCH:
+            raise WrongRoutes(
+                f"the present router chooses other experts for {mismatch:.0%} of the tokens and layers than "
+                "those that the engine is said to have chosen, more than rounding and updates explain: the "
+                "routes are those of other tokens, layers or samples."
+            )
+        return {"training/router_mismatch": mismatch}
 
 
 def _give_routes(layer, arguments, options):
