@@ -83,19 +83,34 @@ def check_advantages(batch: Batch, config: Config) -> None:
             _check_reward(samples, sample, config)
     formula = FORMULAS.get(estimator.function)
     raw = [formula(group, goal, list(groups.values())) if formula else [] for group in chosen]
-    pairs = [
-        (sample, np.broadcast_to(np.asarray(own, np.float64), int(sample.counted.sum())))
-        for group, values in zip(chosen, raw)
-        for sample, own in zip(group, values)
-    ]
+    pairs, sizes = [], []
+    for group, values in zip(chosen, raw):
+        own = [np.asarray(value, np.float64) for value in values]
+        size = _rounded(_rewards(group), own)
+        for sample, value in zip(group, own) if math.isfinite(size) else ():
+            pairs.append((sample, np.broadcast_to(value, int(sample.counted.sum()))))
+            sizes.append(size)
     if "returns" in columns:
         for sample, own in pairs:
             _compare(samples, sample, "returns", own + sample.tokens("old_values"), config)
     if estimator.function in WHITENED and (estimator.function != "gae" or goal.whiten):
         _check_whitened(samples, pairs, config)
     else:
-        for sample, own in pairs:
-            _compare(samples, sample, "advantages", own, config)
+        for (sample, own), size in zip(pairs, sizes):
+            _compare(samples, sample, "advantages", own, config, size)
+
+
+def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
+    """Return the size of the numbers whose rounding the advantages of a group have; infinity if all of it is.
+
+    Rewards are rounded in proportion to their size. What divides their small differences, such as a standard
+    deviation, multiplies that.
+    """
+    size, spread = max(map(abs, rewards)), max(rewards) - min(rewards)
+    largest = max((float(np.abs(own).max()) for own in advantages if own.size), default=0.0)
+    if spread <= ROUNDING * size:
+        return math.inf if size and largest <= ROUNDING * size / EPS else max(size, largest)
+    return max(1e-3, size, size * largest / spread)
 
 
 def _some(groups: list[Group], seed: int) -> list[Group]:
@@ -177,6 +192,7 @@ def _check_whitened(samples: Batch, pairs: list[tuple[_Sample, np.ndarray]], con
     if not len(values) or abs(found[high] - found[low]) < 1e-3 * size:
         return
     scale = abs(found[high] - found[low]) / (values[high] - values[low])
+    size = max(size, scale * float(np.abs(values).max()))  # of the numbers that were rounded before
     for sample, own in pairs:
         _compare(samples, sample, "advantages", (own - values[low]) * scale + found[low], config, size)
 

@@ -6,8 +6,8 @@ itself. Sums fade by FADE per step, so that an error which begins late is not di
 """
 
 import math
-from collections import defaultdict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +47,8 @@ class DrawnEntropy:
     """
 
     def __init__(self):
-        self._sum = self._squares = self._count = 0.0
+        self._sums = np.zeros(3)
+        """Sum of the differences, of their squares, and their number."""
 
     def check(self, batch: Batch, entropy: Tensor, counted: Tensor, *, slack: float) -> None:
         """Raise CheckFailed if the tokens were not drawn from the engine's distribution.
@@ -57,25 +58,26 @@ class DrawnEntropy:
         """
         assert batch.rollout_logprobs is not None
         found = (-batch.rollout_logprobs - entropy)[counted].double()
-        self._sum = FADE * self._sum + float(found.sum())
-        self._squares = FADE**2 * self._squares + float(found.square().sum())
-        self._count = FADE * self._count + len(found)
-        limit = math.sqrt(-4 * math.log(RISK / 2) * self._squares) + slack * self._count
-        if abs(self._sum) > limit:
-            raise CheckFailed(
-                f"entropy check: over the last {self._count:.0f} sampled tokens the mean of -log q is "
-                f"{self._sum / self._count:+.3g} nats from the entropy of q, more than chance explains "
-                f"({limit / self._count:.2g}, probability below {RISK:g}): the tokens were drawn from "
-                "another distribution than the one whose log-probs the engine reports. Temperature, "
-                "penalties or truncation differ."
-            )
+        own = np.array([float(found.sum()), float(found.square().sum()), len(found)])
+        self._sums = own + self._sums * (FADE, FADE**2, FADE)
+        for total, squares, count in (own, self._sums):
+            limit = math.sqrt(-4 * math.log(RISK / 2) * squares) + slack * count
+            if abs(total) > limit:
+                raise CheckFailed(
+                    f"entropy check: over the last {count:.0f} sampled tokens the mean of -log q is "
+                    f"{total / count:+.3g} nats from the entropy of q, more than chance explains "
+                    f"({limit / count:.2g}, probability below {RISK:g}): the tokens were drawn from another "
+                    "distribution than the one whose log-probs the engine reports. Temperature, penalties "
+                    "or truncation differ."
+                )
 
 
 class Gaps:
     """Differences of log-probs between engine and trainer, by rank and over the steps of a run."""
 
     def __init__(self):
-        self._sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self._sums: dict[str, dict[int, np.ndarray]] = {}
+        """For each kind of rank and each rank: number of samples, sum and sum of squares of their logs."""
         self._earlier: list[float] = []
 
     def check(self, gaps: Tensor, ranks: dict[str, Tensor], *, limit: float) -> None:
@@ -86,30 +88,34 @@ class Gaps:
         """
         logs = (gaps + FLOOR * limit).log()
         logs = logs - logs.mean() if len(logs) else logs
-        for sums in self._sums.values():
-            sums[:] = [FADE * value for value in sums]
         for kind, of in ranks.items():
+            step = {}
             for rank in of.unique().tolist():
-                own, sums = logs[of == rank], self._sums[kind, rank]
-                for k, value in enumerate((len(own), own.sum(), own.square().sum())):
-                    sums[k] += float(value)
-            self._compare(kind, limit)
+                own = logs[of == rank]
+                step[rank] = np.array([len(own), float(own.sum()), float(own.square().sum())])
+            earlier = self._sums.get(kind, {})
+            faded = {r: FADE * earlier.get(r, 0.0) + step.get(r, np.zeros(3)) for r in earlier | step}
+            self._sums[kind] = faded
+            for members in (step, faded):
+                self._compare(kind, members, limit)
 
-    def _compare(self, kind: str, limit: float) -> None:
-        members = {rank: sums for (of, rank), sums in self._sums.items() if of == kind}
-        for rank, (count, total, squares) in members.items():
-            rest = [sum(sums[k] for other, sums in members.items() if other != rank) for k in range(3)]
-            if min(count, rest[0]) < MIN_SAMPLES:
+    @staticmethod
+    def _compare(kind: str, members: dict[int, np.ndarray], limit: float) -> None:
+        for rank, own in members.items():
+            rest = sum(members.values()) - own
+            if min(own[0], rest[0]) < MIN_SAMPLES:
                 continue
-            mean, mean_of_rest = total / count, rest[1] / rest[0]
-            variances = squares / count - mean**2, rest[2] / rest[0] - mean_of_rest**2
-            error = math.sqrt(max(0.0, variances[0]) / count + max(0.0, variances[1]) / rest[0])
+            (mean, spread), (mean_of_rest, spread_of_rest) = (
+                (sums[1] / sums[0], max(0.0, sums[2] / sums[0] - (sums[1] / sums[0]) ** 2))
+                for sums in (own, rest)
+            )
+            error = math.sqrt(spread / own[0] + spread_of_rest / rest[0])
             if mean - mean_of_rest > max(DEVIATIONS * error, math.log(MIN_FACTOR)):
                 factor, deviations = math.exp(mean - mean_of_rest), (mean - mean_of_rest) / max(error, 1e-9)
                 raise LogprobMismatch(
                     f"the log-probs of engine and trainer differ {factor:.1f} times as much in samples that "
                     f"rank {rank} {kind} as in those of other ranks, {deviations:.0f} standard errors over "
-                    f"{count:.0f} samples, although all are below the bound of rounding ({limit:.2g}): "
+                    f"{own[0]:.0f} samples, although all are below the bound of rounding ({limit:.2g}): "
                     "weights, cache, adapters or sampling of this rank differ from the others'."
                 )
 
