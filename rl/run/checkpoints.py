@@ -68,7 +68,10 @@ class RunCheckpoints:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
         phases.engines.policy.version = state["policy_version"]
         phases.checks.rates.last = state["learning_rates"]
-        check_restored(str(saved.path), state, phases.draw.state_dict() | self._controllers())
+        restored, drawn = self._controllers(), phases.draw.state_dict()
+        if drawn["num_prompts"] == state.get("num_prompts"):  # else the data has other prompts now
+            restored |= drawn
+        check_restored(str(saved.path), state, restored)
         phases.sampler.load_state_dict(state)
         phases.checks.start = Start(str(saved.path), models)
         return state["step"], state["metrics"]

@@ -6,18 +6,29 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 DRAWN = "draw"
 SAMPLES = "samples"
+START = "state at the first update"
 
 
 @exhibit("NVIDIA-NeMo/RL#3599", resumes=True)
-@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped")
+@caught_by(START, r"ChangedSinceStart: sampler of .*'position': 12. after it was restored")
 @replaces("rl.data.prompt_order.EpochOrder.load_state_dict")
 def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
     """675 of 736 prompts, a third of the data reached, were never trained on."""
     load(self, {**state, "position": state["position"] + 4})
 
 
+@exhibit("NVIDIA-NeMo/RL#3599")
+@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped")
+@replaces("rl.data.prompt_order.EpochOrder.draw")
+def prompts_skipped_in_a_step(bug: Bug, draw, self, n):
+    """The same, in a run that was not resumed."""
+    found = draw(self, n)
+    draw(self, n)
+    return found
+
+
 @exhibit("PrimeIntellect-ai/prime-rl#3332", resumes=True)
-@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated")
+@caught_by(START, r"ChangedSinceStart: sampler of .*'position': 0. after it was restored")
 @replaces("rl.data.prompt_order.EpochOrder.load_state_dict")
 def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
     """Every resumed run started the data from the beginning."""
