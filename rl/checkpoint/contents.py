@@ -75,13 +75,30 @@ def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
     return sums
 
 
+def exported_checksums(engine: TrainingEngine) -> dict[str, int]:
+    """Return the checksum of every Hugging Face tensor of the model, as its passes use it.
+
+    Nothing is gathered but the sums, so they show an error of the gathering too. Collective over the world.
+    """
+    value, mine = engine.parts.merging(), dict[str, int]()
+    for weight, parameter, writes in _written_weights(engine, engine.weight_map):
+        for region, view in _views(engine, weight, parameter, value(weight, parameter), 0) if writes else ():
+            start = [first for first, _ in region.box]
+            mine[region.hf] = mine.get(region.hf, 0) + int(placed_checksum(view, start))
+    return _summed(mine)
+
+
 def total_checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
     """Return the checksums of all tensors of the models, in any layout. Collective over the world."""
     mine: dict[str, int] = {}
     for name, model in models.items():
         mine |= checksums(name, model)
+    return _summed(mine)
+
+
+def _summed(mine: Mapping[str, int]) -> dict[str, int]:
     total: dict[str, int] = {}
-    for theirs in gather_objects(mine):
+    for theirs in gather_objects(dict(mine)):
         for name, value in theirs.items():
             total[name] = (total.get(name, 0) + value) % 2**64
     return total

@@ -124,3 +124,14 @@ def adam_begins_again_at_step_1(bug: Bug, load_optimizer, name, engine, reader, 
 @replaces("rl.phases.draw.Draw.load_state_dict")
 def data_from_the_beginning_after_a_resume(bug: Bug, load_state_dict, self, state):
     """A resumed run began with the first prompts again."""
+
+
+@exhibit("NVIDIA-NeMo/Automodel#2511", overrides=("checkpoint.export_hf=true",), at=3)
+@caught_by(
+    "exported tensors", r"WronglyExported: .*lm_head.weight in the files differ from the model's, 1 in all"
+)
+@replaces("rl.checkpoint.hf.save_file")
+def exported_head_is_the_embedding(bug: Bug, save_file, tensors, path, **options):
+    """The head of a model whose head is its own was written as the embedding."""
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, path, **options)
