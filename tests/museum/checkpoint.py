@@ -37,7 +37,7 @@ def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, st
 @caught_by(
     "master weights", r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights"
 )
-@replaces("rl.checks.checks.Checks._weights")
+@replaces("rl.checks.checks.Checks.weights")
 def master_weights_not_loaded(bug: Bug, check, self, name, model):
     """A load of weights left the master weights as they were; the next update restored them."""
     for weight in model.model.parameters():

@@ -71,7 +71,7 @@ def completion_of_another_prompt(bug: Bug, ended, self, start, rows):
 
 @exhibit("PrimeIntellect-ai/prime-rl#600")
 @caught_by("groups", r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d")
-@replaces("rl.phases.generation.batch_of")
+@replaces("rl.phases.dialogues.batch_of")
 def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **options):
     """[a, b, a, b] was cut into groups as [a, a, b, b], so rewards of two tasks were compared."""
     import torch
@@ -83,7 +83,7 @@ def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **optio
 
 @exhibit("rllm-org/rllm#272")
 @caught_by("log-probs of engine and trainer", r"LogprobMismatch|CheckFailed")
-@replaces("rl.phases.generation.batch_of")
+@replaces("rl.phases.dialogues.batch_of")
 def retokenised_responses(bug: Bug, batch_of, *args, **options):
     """Turns were decoded and encoded again, and the KL divergence had spikes."""
     batch = batch_of(*args, **options)

@@ -142,7 +142,7 @@ def dropout_in_the_reference_pass(bug: Bug) -> None:
 @caught_by(
     "replicas of the weights", r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ"
 )
-@replaces("rl.checks.checks.Checks._weights")
+@replaces("rl.checks.checks.Checks.weights")
 def replicas_of_a_weight_drift_apart(bug: Bug, check, self, name, model):
     """After a load the ranks' copies were not synchronised, without an error."""
     if bug.rank == 1:
