@@ -75,6 +75,20 @@ def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
     return sums
 
 
+def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
+    """Return the checksums of weights that are no parameters, such as a router's bias: nothing learns them.
+
+    Collective over the world.
+    """
+    mine: dict[str, int] = {}
+    for weight, tensor, writes in _written_weights(engine, engine.weight_map):
+        if writes and not isinstance(tensor, torch.nn.Parameter):
+            for region, view in _views(engine, weight, tensor, tensor, 0):
+                key, start = f"{name}/{WEIGHT}/{region.hf}", [first for first, _ in region.box]
+                mine[key] = mine.get(key, 0) + int(placed_checksum(view, start))
+    return _summed(mine)
+
+
 def exported_checksums(engine: TrainingEngine) -> dict[str, int]:
     """Return the checksum of every Hugging Face tensor of the model, as its passes use it.
 

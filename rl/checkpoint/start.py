@@ -7,7 +7,7 @@ reference. What one of them changes by mistake would be learned from without an 
 from collections.abc import Mapping
 from typing import Any
 
-from rl.checkpoint.contents import describe, in_words, total_checksums
+from rl.checkpoint.contents import buffer_checksums, describe, in_words, total_checksums
 from rl.training.engine import TrainingEngine
 
 
@@ -26,10 +26,20 @@ class Start:
         self._steps = {name: describe(model)["optimizer_step"] for name, model in models.items()}
 
     def check(self, name: str, model: TrainingEngine) -> None:
-        """Compare weights, optimizer and reference of a model that this process has not updated yet.
+        """Compare weights, optimizer and reference of a model that this process has not updated yet, and of
+        one that it has only what no update changes.
 
         Raises ChangedSinceStart on every rank. Collective over the world.
         """
+        if model.num_updates:
+            found = buffer_checksums(name, model)
+            if wrong := [tensor for tensor, value in found.items() if self._sums.get(tensor) != value]:
+                tensors, where = in_words(wrong, {name: model})
+                raise ChangedSinceStart(
+                    f"{tensors} of the {name} have changed since the run started, on {where}, but they must "
+                    "not learn: an update or another part of the program writes to them."
+                )
+            return
         found = total_checksums({name: model})
         own = {tensor: value for tensor, value in self._sums.items() if tensor.startswith(f"{name}/")}
         if wrong := [tensor for tensor in own | found if own.get(tensor) != found.get(tensor)]:

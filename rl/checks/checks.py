@@ -138,7 +138,7 @@ class Checks:
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
-        if model.num_updates == 0 and self.start is not None:
+        if self.start is not None:
             self.start.check(name, model)
         for part in model.parts:
             part.check(model, name)

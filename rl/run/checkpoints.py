@@ -39,18 +39,18 @@ class RunCheckpoints:
         Returns the step after which to continue, and its metrics.
         """
         config, phases = self._config, self._phases
-        models = phases.engines.learning
+        models, source = phases.engines.learning, config.model.path
         if named is not None and config.checkpoint.weights_only:
             self._store.load_weights(named, models)
             for model in models.values():
                 model.start_from_present_weights()
             phases.step.progress.line(f"loaded the weights of {named.path}")
-            named = None
+            source, named = str(named.path), None
         saved = named if newest is None else newest
         if saved is None or config.checkpoint.resume == "never":
             # User code, such as a reward function, may draw from the global generators.
             reseed_rng(seed_of(config.run.seed, "start"))
-            phases.checks.start = Start(config.model.path, models)
+            phases.checks.start = Start(source, models)
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
         try:

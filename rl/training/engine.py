@@ -33,6 +33,7 @@ from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import (
+    StateSample,
     build_optimizer,
     clip_and_step,
     optimizer_tensors,
@@ -110,6 +111,7 @@ class TrainingEngine:
             self.wrapped = with_gradients(model, training, grid)
             self.optimizer = build_optimizer(spec.optimizer, dtype, self.wrapped)
             self._probe = ReductionProbe(self.learned_map, self.wrapped)
+            self._state = StateSample()
         assert self.optimizer is not None or self.reference is None, "a frozen model is its own reference"
         self.wrapped.train(self.optimizer is not None)
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
@@ -233,10 +235,12 @@ class TrainingEngine:
                 f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
             )
         probe = self._probe.sums(self.optimizer)
+        num_changed = self._state.num_changed(self.optimizer, self.device.torch)
         before = weights_sum(self.optimizer, self.device.torch)
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
-        clipped = clipped_norms(self.optimizer, self.learned_map, norm)
+        self._state.note(self.optimizer)
+        clipped = clipped_norms(self.optimizer, self.learned_map, norm, num_changed)
         moved = weights_sum(self.optimizer, self.device.torch) != before
         self.num_updates += 1
         observed = torch.cat((moved.double().view(1), observed))
@@ -247,6 +251,7 @@ class TrainingEngine:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+            self._state.forget()
         if self.reference is not None:
             self.reference.take()
 

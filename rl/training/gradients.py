@@ -84,6 +84,10 @@ class WrongReduction(RuntimeError):
     """Raised on every rank if gradients were not summed exactly once over the ranks, or clipped wrongly."""
 
 
+class StateChanged(RuntimeError):
+    """Raised on every rank if the optimizer's state changed between two updates."""
+
+
 class ReductionProbe:
     """Compares the reduced gradient of one weight with what the backward passes of all ranks gave for it.
 
@@ -185,11 +189,14 @@ def _weighted(flat: torch.Tensor, part: slice | None = None) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clipped_norms(optimizer: MegatronOptimizer, learned: WeightMap, norm: float) -> torch.Tensor:
-    """Return this rank's part of what `check_clipped` compares, float64 [1 + world].
+def clipped_norms(
+    optimizer: MegatronOptimizer, learned: WeightMap, norm: float, num_changed: torch.Tensor
+) -> torch.Tensor:
+    """Return this rank's part of what `check_clipped` compares, float64 [1 + 2 world].
 
-    It is the squared norm of the clipped gradient, in which each element of each weight counts on one rank,
-    and `norm`, by which this rank clipped, at the place of the rank. Call it after the optimizer's step.
+    It is the squared norm of the clipped gradient, in which each element of each weight counts on one rank;
+    then, at the places of the rank, `norm`, by which it clipped, and `num_changed` (`StateSample`). Call it
+    after the optimizer's step.
     """
     squares = []
     for weight, parameter in learned.local():
@@ -201,20 +208,30 @@ def clipped_norms(optimizer: MegatronOptimizer, learned: WeightMap, norm: float)
                 main = part._get_main_param_and_optimizer_states(parameter)["param"]
                 squares.append(torch.linalg.vector_norm(main.grad, dtype=torch.float64))
     device = next(iter(learned.parameters.values())).device
-    found = torch.zeros(1 + dist.get_world_size(), dtype=torch.float64, device=device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=device)
     if squares:
         found[0] = torch.stack(squares).square().sum()
-    found[1 + dist.get_rank()] = norm
+    found[1 + rank] = norm
+    found[1 + world + rank] = num_changed
     return found
 
 
 def check_clipped(found: Sequence[float], limit: float) -> None:
     """Raise WrongReduction if the clipped gradient has another norm than the one that ranks clipped by gives.
 
-    found: `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer, 0: none.
+    Raises StateChanged if the optimizer's state was not the one that the last update left. found:
+    `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer, 0: none.
     """
-    square, *norms = found
-    for rank, norm in enumerate(norms):
+    square, world = found[0], len(found) // 2
+    for rank, number in enumerate(found[1 + world :]):
+        if number:
+            raise StateChanged(
+                f"{number:.0f} of the optimizer's tensors on rank {rank} (moments, master weights) have "
+                "changed since its last update: offloading, a refit or another part of the program wrote to "
+                "them."
+            )
+    for rank, norm in enumerate(found[1 : 1 + world]):
         expected = min(norm, limit or norm)
         if abs(sqrt(square) - expected) > NORM_TOLERANCE * expected:
             raise WrongReduction(

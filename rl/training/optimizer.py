@@ -11,6 +11,9 @@ from torch import Tensor
 
 from rl.config.schema import Optimizer
 
+SAMPLED = 256
+"""Elements of each tensor that `StateSample` keeps."""
+
 
 def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel) -> MegatronOptimizer:
     """Build Adam for the model. Collective over the world."""
@@ -82,6 +85,36 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from group["params"]
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+class StateSample:
+    """About SAMPLED elements of each of the optimizer's tensors, which only an update may change."""
+
+    def __init__(self):
+        self._noted: list[Tensor] | None = None
+
+    def note(self, optimizer: MegatronOptimizer) -> None:
+        """Keep the present elements, those of the end of an update."""
+        self._noted = [_some(tensor).clone() for tensor in optimizer_tensors(optimizer)]
+
+    def forget(self) -> None:
+        """Accept what another part of the program writes to the tensors."""
+        self._noted = None
+
+    def num_changed(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
+        """Return the number of tensors that have changed since `note`, float64 [], without waiting for it."""
+        pairs = zip(self._noted or (), optimizer_tensors(optimizer), strict=self._noted is not None)
+        changed = [(_some(now) != then).any() for then, now in pairs]
+        return (
+            torch.stack(changed).sum().double()
+            if changed
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
+
+
+def _some(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().view(-1)
+    return flat[:: max(1, len(flat) // SAMPLED)]
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 LOADED = "checksums of a loaded checkpoint"
 START = "state at the first update"
+EVERY = "agreement.weights_every=1"
 
 
 @exhibit("NVIDIA-NeMo/RL#3171", resumes=True)
@@ -109,6 +110,17 @@ def moments_lost_before_the_first_update(bug: Bug, refit, trainer, engine, **opt
     for state in trainer.optimizer.chained_optimizers[0].optimizer.state.values():
         state["exp_avg"].zero_()
     return refit(trainer, engine, **options)
+
+
+@exhibit("PrimeIntellect-ai/prime-rl#2953", model="deepseek-v3", overrides=(EVERY,), at=2)
+@caught_by(START, r"ChangedSinceStart: policy/weight/.*e_score_correction_bias.* have changed since the run")
+@replaces("rl.training.gradients.finalize_model_grads")
+def router_bias_that_learns(bug: Bug, finalize, models, *args, **options):
+    """The bias that balances the experts was updated after each step, while replay fixed their choice."""
+    finalize(models, *args, **options)
+    for name, buffer in models[0].named_buffers():
+        if name.endswith("expert_bias"):
+            buffer += 0.01
 
 
 @exhibit("radixark/Megatron-LM#69", resumes=True)

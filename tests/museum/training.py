@@ -71,6 +71,28 @@ def divided_by_the_micro_batches_too(bug: Bug, update, self, batch, plan, loss, 
     return update(self, batch, plan, divided, **options)
 
 
+@exhibit("NVIDIA-NeMo/RL#3544", ranks=2, at=2)
+@caught_by("state of the optimizer", r"StateChanged: \d+ of the optimizer's tensors on rank 1")
+@replaces("rl.training.engine.TrainingEngine.reload")
+def moments_lost_in_host_memory(bug: Bug, reload, self):
+    """The moments were lost while the optimizer's state was in host memory, here on one rank."""
+    reload(self)
+    if bug.rank == 1:
+        for state in self.optimizer.chained_optimizers[0].optimizer.state.values():
+            state["exp_avg"].zero_()
+
+
+@exhibit("PrimeIntellect-ai/prime-rl#2562", ranks=2)
+@caught_by(COUNT, r"WrongTokens: an update counted 1 times .* rank 1 counted .* and divided by")
+@replaces("rl.phases.minibatches.MinibatchPlan.totals")
+def mean_over_the_own_tokens(bug: Bug, totals, self, batch):
+    """Each rank divided by its own number of tokens, times the number of ranks."""
+    from dataclasses import replace
+
+    found = totals(self, batch)
+    return replace(found, num_tokens=found.num_tokens * (5 / 4 if bug.rank else 5 / 6))  # shares 0.4 and 0.6
+
+
 @exhibit("modelscope/ms-swift#10165", ranks=2)
 @caught_by(COUNT, r"WrongTokens: an update counted .* rank 1 counted .* divided by")
 @replaces("rl.phases.minibatches.MinibatchPlan.totals")

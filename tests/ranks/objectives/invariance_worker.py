@@ -125,7 +125,7 @@ class ToyEngine:
     def update(self, batch, plan, loss, *, lr, outputs=None, observe=None, progress=None):
         gradient = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
         sums: dict[str, float] = {}
-        observed = torch.zeros(4, dtype=torch.float64)
+        observed = torch.zeros(5, dtype=torch.float64)
         self.model.zero_grad()
         for micro in self.micro_batches(batch, plan):
             value, terms = loss(micro)
