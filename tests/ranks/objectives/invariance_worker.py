@@ -90,8 +90,10 @@ class ToyEngine:
     An update keeps the gradient, summed over ranks, and takes no step.
     """
 
+    device = CPU
+
     def __init__(self):
-        self.grid = SimpleNamespace(dp=dist.get_world_size())
+        self.grid = SimpleNamespace(dp=dist.get_world_size(), reports_results=True)
         self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
