@@ -180,11 +180,9 @@ def differing(
         for parts, tensors in ((equality.trained, trained), (equality.held, held)):
             views = [tensors[part.weight][index(part.piece.local_box)] for part in parts]
             found = placed_checksums(views, [[start for start, _ in part.piece.hf_box] for part in parts])
-            places, factors = (
-                torch.tensor(of, device=device)
-                for of in ([p.tensor for p in parts], [p.factor for p in parts])
-            )
-            sums.index_add_(0, places.long(), found.to(device) * factors)
+            rows = torch.tensor([(part.tensor, part.factor) for part in parts], dtype=torch.int64)
+            places, factors = rows.view(-1, 2).to(device).unbind(1)
+            sums.index_add_(0, places, found.to(device) * factors)
         dist.all_reduce(sums, group=group)
         wrong |= {equality.weight_of[tensor] for tensor in sums.nonzero().flatten().tolist()}
     return sorted(wrong)

@@ -345,10 +345,12 @@ class Link:
         if number == 0 or (self._check_every and version % self._check_every == 0):
             for planned, sources, destinations in parts:
                 found = compare(planned.plan, sources, destinations, where, self._weights)
+                named = torch.zeros(len(planned.in_place), dtype=torch.int32, device=where)
+                named[[number for number, _ in found]] = 1
+                dist.all_reduce(named, group=self._weights)
                 numbers = differing(planned.equality, sources, destinations, where, self._weights)
-                known = {number for number, _ in found}
                 wrong += [(planned.in_place[i], f"that of rank {source}") for i, source in found]
-                wrong += [(planned.in_place[i], "the trainer's") for i in numbers if i not in known]
+                wrong += [(planned.in_place[i], "the trainer's") for i in numbers if not named[i]]
         return done, wrong
 
     @contextlib.contextmanager
