@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from rl.config.schema import Training
 from rl.models.layout import Weight
 from rl.training.grid import Grid
-from rl.training.optimizer import optimizer_parts, owned_part
+from rl.training.optimizer import main_weights, owned_part
 from rl.training.weights import WeightMap
 
 
@@ -198,20 +198,18 @@ def clipped_norms(
     then, at the places of the rank, `norm`, by which it clipped, and `num_changed` (`StateSample`). Call it
     after the optimizer's step.
     """
-    squares = []
-    for weight, parameter in learned.local():
-        counts = weight.cut.split or learned.tensor_split(weight)[1] == 0
-        if not counts or learned.place(weight).stages[0] != learned.grid.pp_rank:
-            continue
-        for part in optimizer_parts(optimizer):
-            if parameter in part.model_param_gbuf_map:
-                main = part._get_main_param_and_optimizer_states(parameter)["param"]
-                squares.append(torch.linalg.vector_norm(main.grad, dtype=torch.float64))
+    counted = {
+        parameter
+        for weight, parameter in learned.local()
+        if (weight.cut.split or learned.tensor_split(weight)[1] == 0)
+        and learned.place(weight).stages[0] == learned.grid.pp_rank
+    }
+    gradients = [main.grad for parameter, main in main_weights(optimizer) if parameter in counted]
     device = next(iter(learned.parameters.values())).device
     rank, world = dist.get_rank(), dist.get_world_size()
     found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=device)
-    if squares:
-        found[0] = torch.stack(squares).square().sum()
+    if gradients:
+        found[0] = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
     found[1 + rank] = norm
     found[1 + world + rank] = num_changed
     return found
@@ -227,9 +225,9 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
     for rank, number in enumerate(found[1 + world :]):
         if number:
             raise StateChanged(
-                f"{number:.0f} of the optimizer's tensors on rank {rank} (moments, master weights) have "
-                "changed since its last update: offloading, a refit or another part of the program wrote to "
-                "them."
+                f"{number:.0f} sampled elements of the optimizer's moments and master weights on rank {rank} "
+                "have changed since its last update: offloading, a refit or another part of the program "
+                "wrote to them."
             )
     for rank, norm in enumerate(found[1 : 1 + world]):
         expected = min(norm, limit or norm)

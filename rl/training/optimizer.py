@@ -12,7 +12,7 @@ from torch import Tensor
 from rl.config.schema import Optimizer
 
 SAMPLED = 256
-"""Elements of each tensor that `StateSample` keeps."""
+"""About the number of elements of each tensor that `StateSample` keeps."""
 
 
 def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel) -> MegatronOptimizer:
@@ -49,6 +49,13 @@ def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
             owned = part._get_model_param_range_map(parameter)["param"]
             return slice(owned.start, owned.end)
     return None
+
+
+def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (parameter, this rank's part of its main weight) of the parameters that this rank updates."""
+    for part in optimizer_parts(optimizer):
+        for parameter, (group, place) in part.model_param_group_index_map.items():
+            yield parameter, part.optimizer.param_groups[group]["params"][place]
 
 
 def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
@@ -91,30 +98,26 @@ class StateSample:
     """About SAMPLED elements of each of the optimizer's tensors, which only an update may change."""
 
     def __init__(self):
-        self._noted: list[Tensor] | None = None
+        self._noted: Tensor | None = None
 
     def note(self, optimizer: MegatronOptimizer) -> None:
         """Keep the present elements, those of the end of an update."""
-        self._noted = [_some(tensor).clone() for tensor in optimizer_tensors(optimizer)]
+        self._noted = _some(optimizer)
 
     def forget(self) -> None:
         """Accept what another part of the program writes to the tensors."""
         self._noted = None
 
     def num_changed(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
-        """Return the number of tensors that have changed since `note`, float64 [], without waiting for it."""
-        pairs = zip(self._noted or (), optimizer_tensors(optimizer), strict=self._noted is not None)
-        changed = [(_some(now) != then).any() for then, now in pairs]
-        return (
-            torch.stack(changed).sum().double()
-            if changed
-            else torch.zeros((), dtype=torch.float64, device=device)
-        )
+        """Return how many of the elements have changed since `note`, int64 [], without waiting for it."""
+        if self._noted is None:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        return (_some(optimizer) != self._noted).sum()
 
 
-def _some(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().view(-1)
-    return flat[:: max(1, len(flat) // SAMPLED)]
+def _some(optimizer: MegatronOptimizer) -> Tensor:
+    flat = [tensor.detach().view(-1) for tensor in optimizer_tensors(optimizer)]
+    return torch.cat([x[:: max(1, len(x) // SAMPLED)] for x in flat])
 
 
 @torch.no_grad()

@@ -72,7 +72,9 @@ def divided_by_the_micro_batches_too(bug: Bug, update, self, batch, plan, loss, 
 
 
 @exhibit("NVIDIA-NeMo/RL#3544", ranks=2, at=2)
-@caught_by("state of the optimizer", r"StateChanged: \d+ of the optimizer's tensors on rank 1")
+@caught_by(
+    "state of the optimizer", r"StateChanged: \d+ sampled elements of the optimizer's moments .* on rank 1"
+)
 @replaces("rl.training.engine.TrainingEngine.reload")
 def moments_lost_in_host_memory(bug: Bug, reload, self):
     """The moments were lost while the optimizer's state was in host memory, here on one rank."""
