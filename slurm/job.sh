@@ -55,9 +55,10 @@ export SRUN_CPUS_PER_TASK=$cpus # since Slurm 22.05 srun does not inherit it fro
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # compute nodes have no internet access
 export PYTHONUNBUFFERED=1
-# Compile caches are on a disk of the node, because all ranks write thousands of small files at once. Each rank checks on its
-# node that the directory is this user's alone (rl/runtime/compile_caches.py), because what is cached is executed.
-cache=${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)
+# Compile caches are on a disk of the node, because all ranks write thousands of small files at once. LOCKSTEP_CACHE in site.sh
+# names a directory that stays, also a shared one: jobs may use it at the same time. Each rank checks that it is this user's
+# alone (rl/runtime/compile_caches.py), because what is cached is executed.
+cache=${LOCKSTEP_CACHE:-${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)}
 export LOCKSTEP_CACHE=$cache TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
 export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json, for the decisions below
 

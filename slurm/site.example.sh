@@ -35,6 +35,9 @@
 #MASTER_ADDR=$(hostname)-ib0 && export MASTER_ADDR
 #export LOCKSTEP_JOIN_TIMEOUT=120
 
+# Compiled code, kept for later jobs; by default on the node's disk (docs/gpu.md).
+#export LOCKSTEP_CACHE=$HOME/lockstep-cache
+
 # Policy of the site: see job.sh.
 #export NO_REQUEUE=1
 #export MAX_ATTEMPTS=5

@@ -5,26 +5,28 @@
 #   bash tools/agent_toy.sh guess             a number in five guesses
 #   bash tools/agent_toy.sh multiply          multiplication with a calculator, then without
 #   bash tools/agent_toy.sh tictactoe         self-play
+#   bash tools/agent_toy.sh lab               multiplication on a mixture of experts, with trainers beside generators
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${1:-}" in
 guess | tictactoe) configs=("$1") steps=150 ;;
 multiply) configs=(multiply multiply_alone) steps=700 ;;
-*) echo "usage: bash tools/agent_toy.sh guess|multiply|tictactoe" >&2; exit 2 ;;
+lab) configs=(lab) steps=700 ranks=4 toy=(multiply --experts 8) ;;
+*) echo "usage: bash tools/agent_toy.sh guess|multiply|tictactoe|lab" >&2; exit 2 ;;
 esac
 task=$1
 
 export OMP_NUM_THREADS=1 # one thread per rank; torchrun would set it too, with a long warning
 # shellcheck source=/dev/null
 [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
-launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
+launch() { torchrun --standalone --nproc-per-node "$1" train_rl.py --config "${@:2}"; }
 
-[ -d "runs/$task-toy/model" ] || python tools/make_agent_toy.py "$task" --out "runs/$task-toy"
+[ -d "runs/$task-toy/model" ] || python tools/make_agent_toy.py "${toy[@]:-$task}" --out "runs/$task-toy"
 [ -d "runs/$task-warm-up/hf" ] ||
-    launch configs/agents/warm_up.yaml run.name="$task-warm-up" model.path="runs/$task-toy/model" \
+    launch 2 configs/agents/warm_up.yaml run.name="$task-warm-up" model.path="runs/$task-toy/model" \
         data.train="[runs/$task-toy/warm_up.parquet]" run.max_steps="$steps"
 for config in "${configs[@]}"; do
-    launch "configs/agents/$config.yaml"
+    launch "${ranks:-2}" "configs/agents/$config.yaml"
     python tools/report.py "runs/$config" --before "runs/$task-warm-up"
 done

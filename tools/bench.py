@@ -27,7 +27,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import configs, control, generation, sweep  # noqa: E402
+from tools.bench_tables import configs, control, generation, host, sweep  # noqa: E402
 from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -50,6 +50,12 @@ TABLES = {
         "Lockstep / vLLM",
         generation.add_arguments,
         generation.measure,
+    ),
+    "host": Table(
+        "An engine step of a model that costs nothing: scheduling, outputs and bookkeeping",
+        "Lockstep / vLLM's scheduler, milliseconds per step",
+        host.add_arguments,
+        host.measure,
     ),
     "carry_over": Table(
         "Carry-over against synchronous steps on the same ranks, log-normal lengths (sigma 1)",

@@ -555,8 +555,10 @@ def optimizer(settings: Settings, target: str, source: str, max_steps: int | Non
 
 
 def only_changes(ours: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested settings that differ from the defaults of the algorithm."""
-    defaults = flatten(load_config(None, [f"algorithm={ours['algorithm']}"]))
+    """Return the nested settings that differ from the defaults of the algorithm and of its loss."""
+    chosen = [f"{key}={ours[key]}" for key in ("algorithm", "objective.loss") if ours.get(key)]
+    defaults = flatten(load_config(None, chosen))
+    defaults |= {"objective.loss": flatten(load_config(None, chosen[:1]))["objective.loss"]}
     tree: dict[str, Any] = {"algorithm": ours["algorithm"]}
     for key, value in ours.items():
         if value in (None, "", {}) or (key in defaults and defaults[key] == value) or key == "algorithm":

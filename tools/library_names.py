@@ -43,7 +43,7 @@ ATTRIBUTES = {
     "vllm.LLM": (
         "llm_engine apply_model(func) sleep(level) wake_up(tags) reset_prefix_cache(reset_running_requests)"
     ),
-    "vllm.v1.executor.uniproc_executor.UniProcExecutor": "driver_worker",
+    "vllm.v1.executor.uniproc_executor.UniProcExecutor": "driver_worker vllm_config",
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
     "vllm.v1.worker.gpu_worker.Worker": "model_runner",
     # CUDA runs the second model runner, the CPU build a subclass of the first.
@@ -59,9 +59,12 @@ ATTRIBUTES = {
     "vllm.v1.attention.backends.triton_attn.TritonAttentionMetadata": "query_start_loc block_table seq_lens",
     "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",
     "vllm.lora.model_manager.LRUCacheLoRAModelManager": (
-        "modules packed_modules lora_index_to_id _registered_adapters activate_adapter(lora_id) "
-        "remove_adapter(adapter_id)"
+        "modules packed_modules lora_index_to_id _registered_adapters _last_mapping "
+        "activate_adapter(lora_id) remove_adapter(adapter_id)"
     ),
+    "vllm.lora.layers.base.BaseLayerWithLoRA": "reset_lora(index)",
+    "vllm.compilation.backends.CompilerManager": "cache_file_path save_to_file()",
+    "vllm.config.CompilationConfig": "compilation_time cudagraph_capture_sizes",
     "vllm.outputs.CompletionOutput": "token_ids logprobs finish_reason routed_experts sampling_mask",
     "vllm.outputs.SamplingMask": "token_ids",
     "vllm.outputs.RequestOutput": "request_id outputs finished prompt_token_ids",

@@ -2,6 +2,7 @@
 
     python tools/make_agent_toy.py guess --out runs/guess-toy
     python tools/make_agent_toy.py multiply --out runs/multiply-toy
+    python tools/make_agent_toy.py multiply --experts 8 --out runs/lab-toy
     python tools/make_agent_toy.py tictactoe --out runs/tictactoe-toy
 
 guess: a number from 1 to 16 in at most five guesses; the environment answers higher or lower. multiply: the
@@ -11,7 +12,8 @@ script writes
     OUT/train.parquet     rows for RL, with the columns that tools/prepare_data.py writes
     OUT/test.parquet      rows for validation; of multiply, 500 held-out problems
     OUT/warm_up.parquet   turns for supervised fine-tuning, most of them bad
-    OUT/model/            a Qwen2 model with random weights, and a tokenizer of characters and a few words
+    OUT/model/            a Qwen2 (--experts: a Qwen3-MoE) with random weights, and a tokenizer of characters
+                          and a few words
 
 configs/agents/ has the environments and configurations. Equal arguments give equal files; nothing is
 downloaded.
@@ -25,12 +27,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.make_toy import build_model, build_tokenizer  # noqa: E402
+from tools.make_toy import MAX_LENGTH, build_model, build_tokenizer  # noqa: E402
 
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}{% endif %}"
@@ -131,16 +141,45 @@ def tictactoe(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Tur
 TASKS = {"guess": guess, "multiply": multiply, "tictactoe": tictactoe}
 
 
-def make_agent_toy(task: str, out: str | Path, *, seed: int = 0) -> Path:
+def build_mixture(tokenizer: PreTrainedTokenizerBase, *, seed: int, experts: int) -> PreTrainedModel:
+    """Return a Qwen3-MoE in float32 with weights drawn from `seed`: two of `experts` compute each token."""
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.04,
+        dtype="float32",
+        **special,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config).float()
+    model.generation_config = GenerationConfig(**special)
+    return model
+
+
+def make_agent_toy(task: str, out: str | Path, *, seed: int = 0, experts: int = 0) -> Path:
     """Write data and model of `task` to `out` (created if needed) and return `out`.
 
-    `seed` determines the data and the weights.
+    seed: determines the data and the weights.
+    experts: number of experts per layer; 0 makes a dense model.
     """
     out = Path(out)
     tokenizer = build_tokenizer(WORDS[task], special=["<tools>", "<tool>"], chat_template=CHAT_TEMPLATE)
     hidden = HIDDEN[task]
     sizes = {"hidden": hidden, "heads": hidden // 32, "kv_heads": 2, "intermediate": 2 * hidden}
-    model = build_model(tokenizer, seed=seed, **sizes)
+    if experts:
+        model = build_mixture(tokenizer, seed=seed, experts=experts)
+    else:
+        model = build_model(tokenizer, seed=seed, **sizes)
     splits, turns = TASKS[task](np.random.default_rng(seed))
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
@@ -179,8 +218,9 @@ def main() -> None:
     add("task", choices=TASKS, help="the task")
     add("--out", required=True, help="directory to write to")
     add("--seed", type=int, default=0, help="seed of the data and the weights")
-    arguments = parser.parse_args()
-    out = make_agent_toy(arguments.task, arguments.out, seed=arguments.seed)
+    add("--experts", type=int, default=0, help="experts per layer of a mixture; 0 makes a dense model")
+    arguments = vars(parser.parse_args())
+    out = make_agent_toy(**arguments)
     print(f"wrote {out}/train.parquet, test.parquet, warm_up.parquet and model")
 
 

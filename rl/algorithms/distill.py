@@ -97,6 +97,7 @@ def mixed(parts: list[Batch], *, version: int) -> Batch:
             groups=part.groups,
             truncated=part.truncated,
             prompts=part.prompts,
+            digests=part.digests,
             weight_versions=torch.full((int(part.lengths.sum()),), version, dtype=torch.int32)
             if part.weight_versions is None
             else part.weight_versions,

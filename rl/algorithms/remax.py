@@ -4,8 +4,9 @@
 
 The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
 is enough; the baseline costs one more response. The KL divergence from the reference policy is a term of the
-loss (`objective.kl_coef`), because a term of the reward would be needed for the greedy response too. The
-default loss is PPO's. Its gradient equals that of REINFORCE in the first update after the generation.
+loss (`objective.kl_coef`, off by default), because a term of the reward would be needed for the greedy
+response too. The default loss is PPO's. Its gradient equals that of REINFORCE in the first update after the
+generation.
 """
 
 from rl.data.batch import Batch

@@ -7,7 +7,7 @@ eta times (win rate - 1/2), which approaches the Nash equilibrium of the prefere
     L = E[ (log pi(y)/pi_t(y) - eta (P(y beats pi_t) - 1/2))^2 ],   eta = 1 / preference.beta
 
 The paper computes P with a preference model. Here the response with the higher reward wins, and a tie counts
-one half. An iteration is a step.
+one half. An iteration is a step. eta is the paper's, 1000; verl's recipe has 1.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
 
 NEEDS = ("samples", "reward", "groups", "preference")
-DEFAULTS = {}
+DEFAULTS = {"preference.beta": 0.001}
 
 
 def collect(phases: Phases) -> Batch:

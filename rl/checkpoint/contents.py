@@ -6,7 +6,7 @@ them, because the distributed optimizer shards them. Nothing is sent between ran
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from rl.checkpoint.regions import FlatRegion, regions
 from rl.checkpoint.shards import Shard, ShardReader
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
+from rl.runtime.collectives import gather_objects
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import optimizer_parts
@@ -72,6 +73,61 @@ def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
         start = [first for first, _ in shard.box]
         sums[shard.name] = sums.get(shard.name, 0) + int(placed_checksum(shard.tensor, start))
     return sums
+
+
+def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
+    """Return the checksums of weights that are no parameters, such as a router's bias: nothing learns them.
+
+    Collective over the world.
+    """
+    mine: dict[str, int] = {}
+    for weight, tensor, writes in _written_weights(engine, engine.weight_map):
+        if writes and not isinstance(tensor, torch.nn.Parameter):
+            for region, view in _views(engine, weight, tensor, tensor, 0):
+                key, start = f"{name}/{WEIGHT}/{region.hf}", [first for first, _ in region.box]
+                mine[key] = mine.get(key, 0) + int(placed_checksum(view, start))
+    return _summed(mine)
+
+
+def exported_checksums(engine: TrainingEngine) -> dict[str, int]:
+    """Return the checksum of every Hugging Face tensor of the model, as its passes use it.
+
+    Nothing is gathered but the sums, so they show an error of the gathering too. Collective over the world.
+    """
+    value, mine = engine.parts.merging(), dict[str, int]()
+    for weight, parameter, writes in _written_weights(engine, engine.weight_map):
+        for region, view in _views(engine, weight, parameter, value(weight, parameter), 0) if writes else ():
+            start = [first for first, _ in region.box]
+            mine[region.hf] = mine.get(region.hf, 0) + int(placed_checksum(view, start))
+    return _summed(mine)
+
+
+def total_checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
+    """Return the checksums of all tensors of the models, in any layout. Collective over the world."""
+    mine: dict[str, int] = {}
+    for name, model in models.items():
+        mine |= checksums(name, model)
+    return _summed(mine)
+
+
+def _summed(mine: Mapping[str, int]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for theirs in gather_objects(dict(mine)):
+        for name, value in theirs.items():
+            total[name] = (total.get(name, 0) + value) % 2**64
+    return total
+
+
+def in_words(tensors: Sequence[str], models: Mapping[str, TrainingEngine]) -> tuple[str, str]:
+    """Return the first names of tensors, and the ranks that hold any of them. Collective over the world.
+
+    tensors: keys of `total_checksums`, not empty.
+    """
+    holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
+    ranks = [str(rank) for rank, names in enumerate(holders) if names & set(tensors)]
+    more = f" and {len(tensors) - 4} more tensors" if len(tensors) > 4 else ""
+    where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
+    return f"{', '.join(tensors[:4])}{more}", where
 
 
 def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = False) -> Iterator[Shard]:

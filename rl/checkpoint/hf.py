@@ -7,9 +7,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rl.checkpoint.contents import exported_checksums
+from rl.runtime.checksum import placed_checksum
+from rl.runtime.collectives import broadcast_object
 from rl.training.engine import TrainingEngine
+
+
+class WronglyExported(RuntimeError):
+    """Raised on every rank if a written tensor is not the model's."""
+
 
 MAX_FILE_BYTES = 4 << 30
 """Maximum size of one safetensors file, in bytes; rank 0 needs about this much memory."""
@@ -20,7 +29,8 @@ def export_hf(
 ) -> None:
     """Write the trainer's weights to `target`, with config and tokenizer files of the checkpoint `source`.
 
-    Collective over the world; rank 0 writes. The directory gets its name when it is complete.
+    Collective over the world; rank 0 writes. The directory gets its name when it is complete and every tensor
+    in its files is that of the model. Raises WronglyExported on every rank if one is not.
 
     fence: called on rank 0 before files are written or replaced; an exception from it ends the export.
     """
@@ -53,12 +63,31 @@ def export_hf(
         total_bytes += tensor.nbytes
     if writes:
         flush()
+    problem = None
+    expected = exported_checksums(trainer)
+    if writes:
+        problem = _problem(partial, files, expected)
+    if problem := broadcast_object(problem):
+        raise WronglyExported(f"{partial}: {problem}; the model itself is unchanged.")
+    if writes:
         _name_files(partial, files, index, total_bytes)
         _copy_config(Path(source), partial, trainer.weight_map.dtype)
         fence()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
     dist.barrier()
+
+
+def _problem(directory: Path, files: list[str], expected: dict[str, int]) -> str | None:
+    """Return which tensor of the files is not the model's; None if all are."""
+    found: dict[str, int] = {}
+    for name in files:
+        with safe_open(directory / name, "pt") as file:
+            found |= {tensor: int(placed_checksum(file.get_tensor(tensor))) % 2**64 for tensor in file.keys()}
+    wrong = [name for name, value in expected.items() if found.get(name) != value]
+    return (
+        f"{', '.join(wrong[:4])} in the files differ from the model's, {len(wrong)} in all" if wrong else None
+    )
 
 
 def _name_files(directory: Path, files: list[str], index: dict[str, str], total_bytes: int) -> None:

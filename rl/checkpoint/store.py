@@ -29,13 +29,14 @@ from rl.checkpoint.contents import (
     BASE,
     REFERENCE,
     adapter_of,
-    checksums,
     describe,
     dtype_of,
+    in_words,
     load_optimizer,
     load_weights,
     model_shards,
     tensor_shapes,
+    total_checksums,
 )
 from rl.checkpoint.directory import Saved
 from rl.checkpoint.rng import reseed_rng, restore_rng, rng_shards
@@ -125,7 +126,7 @@ class CheckpointStore:
         }
         partial = self.directory / f"step_{step:06d}.partial"
         plain_state = without_arrays(state) | {"metrics": plain}
-        sums = _checksums(models)
+        sums = total_checksums(models)
         save = _Save(step, partial, self._manifest(step, models, plain, sums), plain_state)
         with fail_together():
             if dist.get_rank() == 0:
@@ -361,7 +362,14 @@ class CheckpointStore:
                 load_optimizer(name, model, reader, manifest["models"][name]["optimizer_step"])
                 load_weights(name, model, reader)
         _check_loaded(saved.path, manifest["checksums"], models)
-        then, now = manifest["layout"], layout_of(models)
+        for name, model in models.items():
+            there, here = (facts["optimizer_step"] for facts in (manifest["models"][name], describe(model)))
+            if there != here:
+                raise WronglyLoaded(
+                    f"after loading {saved.path}, the optimizer of the {name} counts {here} steps instead of "
+                    f"{there}; Adam's bias correction would be wrong."
+                )
+        then, now = {"cp": 1} | manifest["layout"], layout_of(models)  # cp is newer than the others
         if then == now:
             restore_rng(reader, dist.get_rank())
         else:
@@ -447,7 +455,7 @@ def layout_of(models: Mapping[str, TrainingEngine]) -> dict:
     """Return the layout of the ranks. Saved random states are valid only in the same layout."""
     engine = next(iter(models.values()))
     grid = engine.grid
-    sizes = {name: getattr(grid, name) for name in ("tp", "pp", "ep", "etp")}
+    sizes = {name: getattr(grid, name) for name in ("tp", "cp", "pp", "ep", "etp")}
     return {"world_size": dist.get_world_size(), **sizes, "device": engine.device.torch.type}
 
 
@@ -489,24 +497,12 @@ def _adapter_in_words(adapter: Mapping) -> str:
     return " ".join(f"adapter.{key}={value}" for key, value in adapter.items()) or "adapter.kind=none"
 
 
-def _checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
-    """Return the checksums of all tensors of the models, in any layout. Collective over the world."""
-    mine: dict[str, int] = {}
-    for name, model in models.items():
-        mine |= checksums(name, model)
-    total: dict[str, int] = {}
-    for theirs in gather_objects(mine):
-        for name, value in theirs.items():
-            total[name] = (total.get(name, 0) + value) % 2**64
-    return total
-
-
 def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, TrainingEngine]) -> None:
     """Raise WronglyLoaded on every rank if a tensor differs from the one that was saved.
 
     A reference policy that only one of the two runs keeps is not compared. Collective over the world.
     """
-    loaded = _checksums(models)
+    loaded = total_checksums(models)
     kept = {f"{name}/{REFERENCE}/" for name, model in models.items() if model.reference is not None}
     wrong = [
         name
@@ -515,15 +511,10 @@ def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, Tra
     ]
     if not wrong:
         return
-    holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
-    ranks = [str(rank) for rank, names in enumerate(holders) if names & set(wrong)]
-    where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
-    more = f" and {len(wrong) - 4} more tensors" if len(wrong) > 4 else ""
+    tensors, where = in_words(wrong, models)
     part = wrong[0].split("/")[1]
     remedy = "; use the model.path that the run started with" if part in (REFERENCE, BASE) else ""
-    raise WronglyLoaded(
-        f"after loading {path}, {', '.join(wrong[:4])}{more} are not what was saved, on {where}{remedy}."
-    )
+    raise WronglyLoaded(f"after loading {path}, {tensors} are not what was saved, on {where}{remedy}.")
 
 
 def _reader(path: Path, manifest: Mapping) -> ShardReader:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.config.declarations import Formula
 from rl.data.batch import Batch, segment_counts
 from rl.objectives.segments import segment_sum
 
@@ -25,10 +24,6 @@ SLACK = 1e-3
 """Evidence per token that `check_likelihoods` tolerates, in nats."""
 MAX_FAILED_SHARE = 0.05
 """Share of failed trajectories of a call above which a warning is logged."""
-CENTRED = ("grpo", "rloo", "maxrl")
-"""Advantages with the sum 0 in every group."""
-ORDERED = frozenset({"rewards", "groups", "baselines"})
-"""Columns of the estimators whose advantages follow the order of the rewards in a group."""
 
 
 class AllTrajectoriesFailed(Exception):
@@ -67,6 +62,27 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
             f"{int(sizes[wrong[0]])} samples instead of rollout.samples_per_prompt={samples_per_prompt}, and "
             f"so have {len(wrong) - 1} further groups."
         )
+
+
+def check_digests(batch: Batch) -> None:
+    """Check that each sample has the tokens and ending with which it was delivered, and its own score.
+
+    A user's algorithm may fill `scores` itself; it may not move them to other samples.
+    """
+    if batch.digests is None:
+        return
+    delivered = batch.hash_samples()
+    pairs = {"the tokens and the ending with which it was delivered": (delivered, batch.digests)}
+    if batch.score_digests is not None:
+        pairs["the score that was made for it"] = batch.hash_scores(delivered), batch.score_digests
+    for what, (own, noted) in pairs.items():
+        if (wrong := own != noted).any():
+            sample = int(wrong.nonzero()[0])
+            raise CheckFailed(
+                f"sample check: {place(batch, sample)} no longer has {what}, and so have not "
+                f"{int(wrong.sum()) - 1} further samples of {len(batch)}: a filter or a reordering between "
+                "generation and update moved columns apart, or changed them."
+            )
 
 
 def check_endings(
@@ -242,45 +258,3 @@ def check_informative(batch: Batch) -> None:
             f"group check: all samples of group {group} have the score {float(least[group]):g}, but dynamic "
             "sampling keeps only groups whose samples have different scores."
         )
-
-
-def check_advantages(batch: Batch, estimator: Formula) -> None:
-    """Check that advantages of a group follow the order of its rewards, and are not 0 for unequal rewards.
-
-    Only for estimators that give one advantage per sample from `rewards` and group statistics.
-    """
-    if batch.advantages is None or batch.rewards is None:
-        return
-    if "rewards" not in estimator.columns or not estimator.columns <= ORDERED:
-        return
-    samples = batch.merge_rows()
-    filled = samples.lengths > 0
-    starts = samples.offsets[:-1][filled]
-    advantages, rewards = samples.advantages[starts].double(), samples.rewards[filled].double()
-    groups = samples.groups[filled]
-    order = np.lexsort((rewards.numpy(), groups.numpy()))
-    a, r, g = advantages[order], rewards[order], groups[order]
-    same, rises = g[1:] == g[:-1], r[1:] > r[:-1]
-    tolerance = 8 * torch.finfo(batch.advantages.dtype).eps * float(a.abs().max() if len(a) else 0)
-    falls = same & rises & (a[1:] < a[:-1] - tolerance)
-    if falls.any():
-        k = int(falls.nonzero()[0])
-        raise CheckFailed(
-            f"advantage check: in group {int(g[k])} the reward {float(r[k + 1]):.4g} has the advantage "
-            f"{float(a[k + 1]):.4g}, and the smaller reward {float(r[k]):.4g} has {float(a[k]):.4g}: the "
-            "sign is wrong, or the advantages are those of other samples."
-        )
-    if estimator.function in CENTRED:
-        if (same & rises).any() and not a.any():
-            raise CheckFailed("advantage check: rewards differ within groups, but every advantage is 0.")
-        sizes = torch.bincount(samples.groups)
-        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, groups, advantages)
-        # A sample without a token has no place for its part of the sum.
-        sums[samples.groups[~filled]] = 0.0
-        if float(sums.abs().max()) > tolerance * int(sizes.max()):
-            group = int(sums.abs().argmax())
-            raise CheckFailed(
-                f"advantage check: the advantages of group {group} have the sum {float(sums[group]):.4g} "
-                f"instead of 0: objective.advantage={estimator.function} compares samples with their own "
-                "group only."
-            )

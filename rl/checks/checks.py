@@ -1,16 +1,30 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rl.checks.advantages import check_advantages
 from rl.checks.batches import (
-    check_advantages,
+    check_digests,
     check_duplicates,
     check_endings,
     check_groups,
     check_informative,
     check_likelihoods,
 )
-from rl.checks.logprobs import check_engine, check_equal, check_reference, rounding_limit
-from rl.checks.updates import Counts, LearningRates, check_coverage, check_update
+from rl.checks.logprobs import (
+    check_engine,
+    check_equal,
+    check_reference,
+    present_tokens,
+    rounding_limit,
+    sample_gaps,
+)
+from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
+from rl.checks.updates import Counts, LearningRates, LossGradient, Outputs, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -20,6 +34,12 @@ from rl.training.engine import TrainingEngine, UpdateResult
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
+
+
+class Start(Protocol):
+    """What a run started from (`rl.checkpoint.start`)."""
+
+    def check(self, name: str, model: TrainingEngine) -> None: ...
 
 
 class Checks:
@@ -34,7 +54,12 @@ class Checks:
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        self.start: Start | None = None
+        """What the run started from; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
+        # Whether samples enter a batch by their results or lengths.
+        self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        self._entropy, self.gaps = DrawnEntropy(), Gaps()
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
 
@@ -55,20 +80,23 @@ class Checks:
         if rollout.temperature:
             check_duplicates(batch)
 
-    def log_probs(self, batch: Batch, plans: list[MicroBatchPlan], *, reference: bool) -> dict[str, float]:
+    def log_probs(
+        self, batch: Batch, plans: list[MicroBatchPlan], *, reference: bool, entropy: Tensor | None = None
+    ) -> dict[str, float]:
         """Check `old_logprobs`, or with `reference` the `ref_logprobs`; return metrics of the differences.
 
-        plans: the mini-batches, which tell the data parallel rank of a sample.
+        plans: the mini-batches, which tell the data parallel rank of a sample. entropy: that of the policy at
+            each token, float32 [T]; None if it is not known.
         """
-        config, found = self._config, {}
+        config, found, selects = self._config, {}, self._selects
         is_replay = config.run.mode == "train_only"  # whose policy may have learned from these tokens
-        # Whether samples enter a batch by their results or lengths.
-        selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         if reference:
             # Else the tokens that are missing may have smaller ratios.
             is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
             if is_whole and not is_replay:
                 check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
+            if not is_replay:
+                self._along_reference(batch)
         else:
             if not is_replay:
                 version = self._policy.version if selects else None
@@ -77,7 +105,7 @@ class Checks:
                 replayed = config.run.rollouts if is_replay else ""
                 check_equal(batch, batch.old_logprobs, self._policy.version, plans, replayed=replayed)
             if not is_replay:
-                found = self._against_engine(batch, plans)
+                found = self._against_engine(batch, plans, entropy)
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
             check_reference(batch, limit=self._limit)
         return found
@@ -96,6 +124,7 @@ class Checks:
 
         name: of the model. samples: those of each mini-batch.
         """
+        check_digests(batch)
         if name == "policy":
             self._objective(batch, loss)
         check_coverage(batch, samples)
@@ -109,6 +138,8 @@ class Checks:
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
+        if self.start is not None:
+            self.start.check(name, model)
         for part in model.parts:
             part.check(model, name)
 
@@ -118,32 +149,56 @@ class Checks:
         batch: Batch,
         plan: MicroBatchPlan,
         counts: Counts,
+        outputs: Outputs,
+        gradient: LossGradient,
         result: UpdateResult,
         *,
         lr: float,
         schedule: RateSchedule,
     ) -> None:
-        """Check an optimizer step: the tokens that it learned from, its log-probs, and that weights moved."""
+        """Check an optimizer step: the tokens that it learned from, its outputs, and that weights moved."""
+        gradient.check(model.grid, model.device.torch)
         counts.check(result, batch, plan, model.grid)
-        peak_lr = schedule.optimizer.lr
-        check_update(result, lr=lr, peak_lr=peak_lr, dtype=self._config.model.dtype)
+        outputs.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
-    def _against_engine(self, batch: Batch, plans: list[MicroBatchPlan]) -> dict[str, float]:
+    def _along_reference(self, batch: Batch) -> None:
+        if self._limit and batch.old_logprobs is not None and batch.rollout_logprobs is not None:
+            check_direction(batch, present_tokens(batch, self._policy.version, whole=True))
+
+    def _against_engine(
+        self, batch: Batch, plans: list[MicroBatchPlan], entropy: Tensor | None
+    ) -> dict[str, float]:
         """Compare the policy's log-probs with the engine's, where they must be equal."""
         config, rollout = self._config, self._config.rollout
         is_biased = rollout.truncates and rollout.biased_truncation
         is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
-        if not self._limit or is_biased:
+        if not self._limit or is_biased or batch.rollout_logprobs is None:
             return {}
-        return check_engine(
+        # Keys and values of older weights; experts that older weights chose for the first turns.
+        keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
+        whole = keeps_cache or config.training.router_replay == "engine"
+        counted = present_tokens(batch, self._policy.version, whole=whole)
+        ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)]
+        found = check_engine(
             batch,
             batch.old_logprobs,
-            version=self._policy.version,
+            counted,
             limit=self._limit,
             routes=self._policy.weight_map.placement.num_experts > 0,
-            keeps_cache="keep" in (rollout.carry_over_cache, config.roles.cache),
-            ranks=[[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)],
+            ranks=ranks,
         )
+        if entropy is not None and rollout.temperature and not self._selects:
+            self._entropy.check(batch, entropy, counted, slack=self._limit / ENTROPY_SLACK)
+        gaps, numbers = sample_gaps(batch, batch.old_logprobs, counted)
+        has_tokens = numbers > 0
+        of_ranks = {"trained on": torch.zeros(len(batch), dtype=torch.int64)}
+        for rank, members in enumerate(ranks):
+            of_ranks["trained on"][members] = rank
+        if batch.generated_by is not None:
+            of_ranks["generated"] = batch.generated_by
+        of_ranks = {kind: of[has_tokens] for kind, of in of_ranks.items()}
+        self.gaps.check(gaps[has_tokens] / numbers[has_tokens], of_ranks, limit=self._limit)
+        return found
 
     def _objective(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once per start the gradient of the loss.
@@ -153,7 +208,7 @@ class Checks:
         config = self._config
         estimator, _ = config.objective.chosen
         if estimator is not None and config.algorithm in shipped():
-            check_advantages(batch, estimator)
+            check_advantages(batch, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
                 check_informative(batch)
         if loss.check is not None and config.objective.loss not in self._checked_losses:

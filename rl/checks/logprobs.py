@@ -36,42 +36,49 @@ def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
     return SLACK * sqrt(terms) * torch.finfo(dtype).eps / 2
 
 
-def check_engine(
-    batch: Batch,
-    logprobs: Tensor,
-    *,
-    version: int,
-    limit: float,
-    routes: bool,
-    keeps_cache: bool,
-    ranks: list[list[int]],
-) -> dict[str, float]:
-    """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
+def present_tokens(batch: Batch, version: int, *, whole: bool) -> Tensor:
+    """Return which counted tokens the engine sampled with the present weights, bool [T].
 
-    Tokens that the engine sampled with older weights are left out. Log-probs differ in relation to their
-    size, at least 1 nat. Raises LogprobMismatch if the difference exceeds the limit.
-
-    Args:
-        logprobs: the trainer's, float32 [T].
-        version: that of the trainer's weights.
-        limit: the largest mean difference (`rounding_limit`).
-        routes: whether the model routes tokens to experts. The sample with the largest difference is then
-            left out, because a rounding error may route one of its tokens elsewhere.
-        keeps_cache: whether keys and values stay in the engine's cache when its weights change. Samples with
-            an older token are then left out.
-        ranks: samples of each data parallel rank of the trainer, for the message.
+    version: that of the trainer's weights. whole: whether samples with an older token are left out whole,
+        because the engine's context of the later tokens is not that of the trainer.
     """
-    if batch.rollout_logprobs is None:
-        return {}
+    assert batch.mask is not None
     counted = batch.mask > 0
     if batch.weight_versions is not None:
         is_present = batch.weight_versions == version
-        if keeps_cache:
+        if whole:
             older = segment_sum((~is_present & counted).double(), batch.lengths)
             is_present = (older == 0).repeat_interleave(batch.lengths)
         counted &= is_present
+    return counted
+
+
+def sample_gaps(batch: Batch, logprobs: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of the differences from the engine's log-probs and the numbers of tokens, float64 [N].
+
+    logprobs: the trainer's, float32 [T]. counted: bool [T], the tokens that are compared.
+    """
     gaps = torch.where(counted, (logprobs - batch.rollout_logprobs).abs().double(), 0.0)
-    by_sample, counts = segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
+    return segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
+
+
+def check_engine(
+    batch: Batch, logprobs: Tensor, counted: Tensor, *, limit: float, routes: bool, ranks: list[list[int]]
+) -> dict[str, float]:
+    """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
+
+    Log-probs differ in relation to their size, at least 1 nat. Raises LogprobMismatch if the difference
+    exceeds the limit.
+
+    Args:
+        logprobs: the trainer's, float32 [T].
+        counted: the tokens that are compared (`present_tokens`), bool [T].
+        limit: the largest mean difference (`rounding_limit`).
+        routes: whether the model routes tokens to experts. The sample with the largest difference is then
+            left out, because a rounding error may route one of its tokens elsewhere.
+        ranks: samples of each data parallel rank of the trainer, for the message.
+    """
+    by_sample, counts = sample_gaps(batch, logprobs, counted)
     kept = counts > 0
     if routes and kept.sum() > 1:
         kept[int((by_sample / counts.clamp(min=1)).argmax())] = False
@@ -81,7 +88,7 @@ def check_engine(
     mean, limit = float(by_sample[kept].sum() / counts[kept].sum()), limit * max(1.0, size)
     if mean <= limit:
         return {"training/logprob_gap": mean, "training/logprob_gap_limit": limit}
-    worst = int(gaps.argmax())
+    worst = int(torch.where(counted, (logprobs - batch.rollout_logprobs).abs(), 0.0).argmax())
     sample = int((batch.offsets[1:] <= worst).sum())
     engine, trainer = float(batch.rollout_logprobs[worst]), float(logprobs[worst])
     per_rank = [float(by_sample[mine].sum() / counts[mine].sum().clamp(min=1)) for mine in ranks]

@@ -1,6 +1,7 @@
 """Checks of an update: its learning rate, the tokens that it learned from, and what it did."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from rl.checks.batches import CheckFailed
 from rl.data.batch import Batch
-from rl.runtime.collectives import gather_objects
-from rl.training.engine import UpdateResult
+from rl.runtime.collectives import gather_objects, sum_over_world
+from rl.training.engine import MicroBatchLoss, UpdateResult
 from rl.training.grid import Grid
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Totals
@@ -25,9 +26,20 @@ SMALL_LR = 0.01
 schedule, float32 may round every change away."""
 SMALL_NORM = 1e-6
 """Gradient norm from which an update must change weights. Below it Adam's epsilon may dominate."""
-NUM_CODES = 1021
-"""Codes of positions are 1 to NUM_CODES. The product with a token id is below 2**28, so that float64 sums
-2**25 tokens exactly."""
+NUM_CODES, NUM_CONTENTS = 1021, 262139
+"""Codes of positions are 1 to NUM_CODES, those of the contents of tokens below NUM_CONTENTS; both are prime.
+The product is below 2**28, so that float64 sums 2**25 tokens exactly."""
+GRADIENT_TOLERANCE = 1e-5
+"""Largest difference of the gradient that arrives at the outputs from the loss's, relative to its size."""
+OUTPUTS = ("logprobs", "entropy", "sum_p_squared", "divergence", "values")
+"""Outputs of a model that a loss may read (`rl.training.packing.MicroBatch`)."""
+OLD = {"logprobs": "old_logprobs", "values": "old_values"}
+"""Output of a model -> column with what it was before the updates of a step."""
+NUM_EQUAL = 32
+"""Tokens whose outputs may all be exactly as before an update, although it moved weights."""
+SMALL_STEP = 1e-4
+"""Learning rate in units of the dtype's eps from which an update must change outputs: Adam changes a weight
+by about the rate, and of weights of size 0.02 then one in some hundreds is rounded to another value."""
 
 
 class WrongTokens(RuntimeError):
@@ -37,39 +49,45 @@ class WrongTokens(RuntimeError):
 class Counts:
     """Counts the tokens of an update's micro-batches, so that a lost, repeated or wrong one is found.
 
-    totals: denominators of the loss. compare_old: whether the weights are still those of `old_logprobs`.
+    totals: denominators of the loss.
     """
 
-    def __init__(self, totals: Totals, *, compare_old: bool = False):
-        self._totals, self._compare_old = totals, compare_old
+    def __init__(self, totals: Totals):
+        self._totals = totals
         self._own: list[Tensor] = []
 
     def __call__(self, micro: MicroBatch) -> Tensor:
-        """Return what a micro-batch adds to `UpdateResult.observed`, float64 [3].
+        """Return what a micro-batch adds to `UpdateResult.observed`, float64 [5].
 
-        These are counted tokens / the loss's denominator, 1 over all; the sum of codes of the counted tokens,
-        by position and token id; and the sum of |log pi - log pi_old| / the loss's denominator.
+        These are counted tokens / the loss's denominator, 1 over all, and times it; the sum of codes of the
+        counted tokens, by position, token id and columns; and for the output of OLD that the model has, the
+        sum of |output - old output| / the loss's denominator, and the number of tokens compared.
         """
         counted = micro.mask > 0
         count = micro.mask.sum(dtype=torch.float64)
         positions = _codes(micro.column_index).to(micro.targets.device, torch.float64)
-        codes = torch.where(counted, positions * (micro.targets + 1), 0.0).sum()
+        codes = torch.where(counted, positions * _contents(micro.targets, micro.columns), 0.0).sum()
         self._own.append(torch.stack((count, codes)))
-        gap = torch.zeros_like(count)
-        if self._compare_old and micro.logprobs is not None and "old_logprobs" in micro.columns:
-            gaps = (micro.logprobs.detach() - micro.old_logprobs).abs()
-            gap = torch.where(counted, gaps, 0.0).sum() / self._totals.num_tokens
-        return torch.stack((count / self._totals.num_tokens, codes, gap.double()))
+        gap, compared = torch.zeros_like(count), torch.zeros_like(count)
+        for output, column in OLD.items():
+            if (found := getattr(micro, output)) is not None and column in micro.columns:
+                gaps = torch.where(counted, (found.detach() - micro.columns[column]).abs(), 0.0)
+                gap = gaps.sum(dtype=torch.float64) / self._totals.num_tokens
+                compared = counted.sum(dtype=torch.float64)
+        denominator = self._totals.num_tokens
+        return torch.stack((count / denominator, count * denominator, codes, gap, compared))
 
     def check(self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid) -> None:
-        """Raise WrongTokens unless every token of the mini-batch was counted once, with its own mask and id.
+        """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
 
         Collective over the world if it was not, to find the ranks.
         """
-        share, found, _ = result.observed
+        share, product, found, *_ = result.observed
         planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
-        if not total or (abs(share - 1.0) <= TOLERANCE and found == code):
+        # If ranks divide by other numbers, the shares may add up to 1, but the products are larger then.
+        is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
+        if not total or (is_whole and found == code):
             return
         counts = torch.stack(self._own).sum(0).tolist() if self._own else [0.0, 0.0]
         own = (grid.dp_rank, *counts, self._totals.num_tokens)
@@ -85,9 +103,56 @@ class Counts:
             )
         raise WrongTokens(
             f"an update counted {share:.6g} times the {total:g} tokens of its mini-batch: "
-            f"{'; '.join(texts)}. Each token counts once, with its own mask and token id, and all ranks "
-            "divide by their number."
+            f"{'; '.join(texts)}. Each token counts once, with its own id, mask, advantage and log-probs, "
+            "and all ranks divide by their number."
         )
+
+
+class WrongGradient(RuntimeError):
+    """Raised on every rank if the backward pass began with another gradient than that of the loss."""
+
+
+class LossGradient:
+    """The gradient of an update's loss, compared with what arrives at the model's outputs.
+
+    What the schedule or the engine multiplies the loss with would be a factor of every gradient. One
+    micro-batch of the update is watched; its gradient is that of the loss alone.
+    """
+
+    def __init__(self, loss: MicroBatchLoss):
+        self._loss = loss
+        self._arrived: list[Tensor] = []
+        self._is_watching = False
+
+    def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what the loss returns."""
+        value, metrics = self._loss(micro)
+        named = (getattr(micro, name) for name in OUTPUTS)
+        outputs = [x for x in named if x is not None and x.requires_grad]
+        if not self._is_watching and outputs and len(outputs[0]) and value.requires_grad:
+            self._is_watching = True
+            slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
+            for output, slope in zip(outputs, slopes):
+                if slope is not None:
+                    output.register_hook(partial(self._arrive, slope))
+        return value, metrics
+
+    def _arrive(self, slope: Tensor, gradient: Tensor) -> None:
+        terms = ((gradient - slope).abs().sum(), slope.abs().sum())
+        self._arrived.append(torch.stack(terms).double())
+
+    def check(self, grid: Grid, device: torch.device) -> None:
+        """Raise WrongGradient on every rank if they differ. Collective over the world."""
+        own = torch.zeros(2, dtype=torch.float64)
+        if self._arrived and grid.reports_results:
+            own = torch.stack(self._arrived).sum(0).cpu()
+        difference, size = sum_over_world(own, device).tolist()
+        if difference > GRADIENT_TOLERANCE * size:
+            raise WrongGradient(
+                f"the gradient that arrived at the model's outputs differs from that of the loss by "
+                f"{difference / size:.3g} of its size: the loss was multiplied or replaced on its way into "
+                "the schedule of the backward pass."
+            )
 
 
 class WrongLearningRate(RuntimeError):
@@ -138,24 +203,47 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
         )
 
 
-def check_update(result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
-    """Check what an update did.
+class Outputs:
+    """Compares outputs of a model in the updates of a step with those before the first one.
 
-    Raises CheckFailed if the first update of a step found other log-probs than `old_logprobs`, or if no
-    weight changed although there was a gradient.
+    is_first: whether the weights are still those of the old outputs. size: mean size of
+    values; 1 for log-probs.
     """
-    gap, bound = result.observed[2], math.sqrt(torch.finfo(DTYPES[dtype]).eps)
-    if not gap <= bound:
-        raise CheckFailed(
-            f"first update check: |log pi - log pi_old| is {gap:.3g} on average before any update of the "
-            f"step, more than {bound:.2g} for model.dtype={dtype}: old_logprobs are of other weights or "
-            "tokens."
-        )
-    if not result.has_moved and result.grad_norm > SMALL_NORM and lr > SMALL_LR * peak_lr:
-        raise CheckFailed(
-            f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate {lr:.3g}, "
-            "but the update changed no weight."
-        )
+
+    def __init__(self, *, is_first: bool, size: float = 1.0):
+        self._is_first, self._size = is_first, size
+        self._has_moved = False
+        self._num_equal = 0
+
+    def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
+        """Check what an update found and did.
+
+        Raises CheckFailed if the first update of a step found other outputs than the old ones, if a later
+        one found no other although weights had moved, or if no weight changed although there was a gradient.
+        """
+        *_, gap, compared = result.observed
+        eps = torch.finfo(DTYPES[dtype]).eps
+        if self._is_first and not gap <= math.sqrt(eps) * self._size:
+            raise CheckFailed(
+                f"first update check: |log pi - log pi_old|, or |value - old value|, is {gap:.3g} on average "
+                f"before any update of the step, more than {math.sqrt(eps) * self._size:.2g} for "
+                f"model.dtype={dtype}: the old ones are of other weights or tokens."
+            )
+        self._num_equal = self._num_equal + compared if self._has_moved and not gap else 0.0
+        if self._num_equal > NUM_EQUAL:
+            raise CheckFailed(
+                f"ratio check: after an update that moved weights, {self._num_equal:g} outputs are "
+                "exactly those before it: the old ones were computed again, or the model does not use the "
+                "weights that are updated."
+            )
+        should_move = result.grad_norm > SMALL_NORM and lr > SMALL_LR * peak_lr
+        if not result.has_moved and should_move:
+            raise CheckFailed(
+                f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate "
+                f"{lr:.3g}, but the update changed no weight."
+            )
+        self._has_moved |= result.has_moved and should_move and lr > SMALL_STEP * eps
+        self._is_first = False
 
 
 def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:
@@ -165,9 +253,18 @@ def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:
     index = batch.tokens_of(samples)
     counted = batch.mask[index] > 0
     ids = torch.from_numpy(np.concatenate([batch.response_ids[i] for i in samples]))
-    return float(batch.mask[index].sum()), int((_codes(index) * (ids.long() + 1))[counted].sum())
+    columns = {name: column[index] for name, column in batch.loss_columns().items()}
+    return float(batch.mask[index].sum()), int((_codes(index) * _contents(ids, columns))[counted].sum())
 
 
 def _codes(index: Tensor) -> Tensor:
     """Return a code of each position, int64 [n], 1 to NUM_CODES."""
     return index * 40503 % NUM_CODES + 1
+
+
+def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
+    """Return a code of the id and the columns of each token, int64 [n], 0 to NUM_CONTENTS - 1."""
+    code = ids.long() + 1
+    for number, name in enumerate(sorted(columns), start=1):
+        code = code + columns[name].float().view(torch.int32).long() * (40503 * number)
+    return code % NUM_CONTENTS

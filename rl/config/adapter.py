@@ -34,7 +34,7 @@ class Adapter:
     engine gets the dequantised values. training.tp and training.etp must not cut blocks."""
     in_engine: Literal["merged", "adapter"] = "merged"
     """Form in which the engine holds the policy. merged: W + scale * B A. adapter: W, and A and B beside it;
-    a refit then moves only A and B."""
+    a refit then moves only A and B, unless the engine lost W in its sleep on a GPU."""
 
     @property
     def is_on(self) -> bool:

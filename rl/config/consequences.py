@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl.config.correction import RolloutCorrection
+from rl.config.declarations import describe
 
 if TYPE_CHECKING:
     from rl.config.schema import Config
@@ -65,4 +66,16 @@ CONSEQUENCES = (
 
 def consequences(config: "Config") -> Iterator[Consequence]:
     """Yield what follows from a config."""
-    return (each for each in CONSEQUENCES if each.holds(config))
+    yield from _published(config)
+    yield from (each for each in CONSEQUENCES if each.holds(config))
+
+
+def _published(config: "Config") -> Iterator[Consequence]:
+    """Yield the recipe of a loss that the config has chosen in place of the algorithm's."""
+    name, (_, loss) = config.objective.loss, config.objective.chosen
+    if loss is None or name == describe(config.algorithm).defaults.get("objective.loss"):
+        return
+    for key, value in loss.recipe.items():
+        yield Consequence(
+            f"objective.{key}", value, lambda config: True, f"objective.loss={name} was so published"
+        )

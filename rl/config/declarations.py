@@ -6,7 +6,7 @@ and also where torch is not installed.
 
 import ast
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,7 @@ class Formula:
     per_token: bool = False
     per_sample: bool = False
     uses_ratio: bool = True
-    aggregation: str = ""
-    small_clip: str = ""
+    recipe: dict[str, Any] = field(default_factory=dict)
     ascending: tuple[tuple[str, str], ...] = ()
 
     @property

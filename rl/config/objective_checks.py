@@ -160,16 +160,6 @@ def objective_warnings(config: Config) -> list[str]:
     """Return one sentence for each combination that is allowed but probably unintended."""
     found, goal = [], config.objective
     estimator, loss = goal.chosen
-    if loss is not None and loss.small_clip and goal.clip_low == goal.clip_high == 0.2:
-        found.append(
-            f"objective.clip_low=0.2 and clip_high=0.2 are PPO's, but objective.loss={goal.loss} "
-            f"{loss.small_clip}."
-        )
-    if loss is not None and loss.aggregation and goal.aggregation != loss.aggregation:
-        found.append(
-            f"objective.aggregation={goal.aggregation} is not the mean of objective.loss={goal.loss} in its "
-            f"paper; set objective.aggregation={loss.aggregation}."
-        )
     if goal.reward_kl.controller == "adaptive" and goal.reward_kl.target >= 1:
         found.append(
             f"objective.reward_kl.target={goal.reward_kl.target:g} is in nats per token, and so much hardly "

@@ -6,6 +6,7 @@ which are None before.
 """
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -75,8 +76,15 @@ class Batch:
     """Target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
     samples_per_unit: int = 1
     """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
+    generated_by: Tensor | None = per_sample(torch.int64)
+    """Rank that generated each sample; negative for samples from a file."""
+    digests: Tensor | None = per_sample(torch.int64)
+    """Hash of prompt, response and ending of each sample, made when it was delivered (`hash_samples`)."""
     scores: Tensor | None = per_sample(stored="float32", stored_as="score")
     """Result of the reward function."""
+    score_digests: Tensor | None = per_sample(torch.int64)
+    """Hash of each score and the digest of the sample that it belongs to, made with the score
+    (`hash_scores`)."""
     rewards: Tensor | None = per_sample(stored="float32", stored_as="reward")
     """Scores after penalties and the KL term. Advantages are computed from them."""
     score_details: dict[str, Tensor] = field(default_factory=dict)
@@ -99,6 +107,16 @@ class Batch:
     def fingerprint(self) -> int:
         """Hash of the token ids, 63 bits."""
         return fingerprint(self.prompt_ids + self.response_ids)
+
+    def hashes(self) -> dict[str, int]:
+        """Return the hash of the token ids (`ids`), and those of the filled columns and details of scores.
+
+        They must be equal on all ranks. Held columns, whose rows only some ranks have, are not included.
+        """
+        return {"ids": self.fingerprint} | {
+            name: zlib.crc32(column.contiguous().numpy())
+            for name, column in (self.columns() | self.score_details).items()
+        }
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -144,7 +162,7 @@ class Batch:
         counts = torch.unique_consecutive(self.trajectories, return_counts=True)[1]
         firsts = (counts.cumsum(0) - counts).tolist()
         rows = [range(first, first + count) for first, count in zip(firsts, counts.tolist())]
-        merged = replace(self, held={}, trajectories=None).select(firsts)
+        merged = replace(self, held={}, trajectories=None, digests=None, score_digests=None).select(firsts)
         tokens = {name: value for name, value in self.columns().items() if COLUMNS[name].is_per_token}
         response_ids = [np.concatenate([self.response_ids[i] for i in own]) for own in rows]
         return replace(merged, response_ids=response_ids, **tokens)
@@ -185,6 +203,23 @@ class Batch:
                 for name, value in self.columns().items()
             },
         )
+
+    def hash_samples(self) -> Tensor:
+        """Return a hash of prompt, response and ending of each sample, int64 [N]."""
+        samples = zip(self.prompt_ids, self.response_ids, self.truncated.tolist(), strict=True)
+        found = [zlib.crc32(ids, zlib.crc32(prompt, len(ids)) ^ ended) for prompt, ids, ended in samples]
+        return torch.tensor(found, dtype=torch.int64)
+
+    def hash_scores(self, digests: Tensor) -> Tensor:
+        """Return a hash of each score and the digest of its sample, int64 [N]."""
+        assert self.scores is not None, "the batch has not been scored"
+        pairs = zip(self.scores.numpy(), digests.tolist(), strict=True)
+        return torch.tensor([zlib.crc32(score.tobytes(), digest) for score, digest in pairs])
+
+    def delivered(self) -> "Batch":
+        """Return the batch with its `digests`, once its samples are complete."""
+        self.digests = self.hash_samples()
+        return self
 
     def columns(self) -> dict[str, Tensor]:
         """Return the filled token and sample columns by name."""
@@ -252,7 +287,7 @@ def given_responses(
         groups=torch.arange(len(prompt_ids)),
         truncated=torch.zeros(len(prompt_ids), dtype=torch.bool),
         mask=torch.from_numpy(np.concatenate(masks)) if masks else None,
-    )
+    ).delivered()
 
 
 def data_responses(prompts: Sequence[Prompt]) -> Batch:
@@ -308,11 +343,14 @@ def _renumber(indices: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
     """Return a batch of pairs: the chosen response k at 2k, the rejected response k at 2k + 1.
 
-    A pair has the group of its rejected response. Only token ids, truncation and masks are kept.
+    A pair has the group of its rejected response. Only token ids, truncation, masks and digests are kept.
     """
     assert len(chosen) == len(rejected), f"{len(chosen)} and {len(rejected)} responses"
     sides = (chosen, rejected)
-    bare = [Batch(b.prompt_ids, b.response_ids, b.groups, b.truncated, mask=b.mask) for b in sides]
+    bare = [
+        Batch(b.prompt_ids, b.response_ids, b.groups, b.truncated, mask=b.mask, digests=b.digests)
+        for b in sides
+    ]
     pairs = concatenate(bare).select([i + side * len(chosen) for i in range(len(chosen)) for side in (0, 1)])
     return replace(pairs, groups=rejected.groups.repeat_interleave(2), samples_per_unit=2)
 

@@ -123,7 +123,7 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan, points
     memory = estimate_memory(config, world_size, models, hardware, points=points)
     refit = None
     if plan and needs_engine(config):
-        refit = plan_refit(config, layout, models["policy"], hardware)
+        refit = plan_refit(config, layout, models["policy"], hardware, points=points)
         # The buffer limit bounds the plan's messages unless one row of a weight is larger.
         memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
     other_refit = None
@@ -135,7 +135,7 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan, points
     if memory.away and "gen" in seconds:
         seconds["offload"] = 2 * memory.away / (hardware.pcie_gb_s * 1e9)
     if refit is not None:
-        seconds["update_weights"] = points * refit.seconds
+        seconds["update_weights"] = refit.seconds
     return Estimate(
         config, layout, models, memory, lengths, seconds, refit, notes, hardware, points, other_refit
     )
@@ -156,14 +156,17 @@ def with_form(config: Config, form: Literal["merged", "adapter"]) -> Config:
     return replace(config, adapter=replace(config.adapter, in_engine=form))
 
 
-def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware) -> Refit:
+def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware, *, points: int = 1) -> Refit:
     """Return the figures of the refit plan that the run would compute, over all ranks.
 
-    With adapter.in_engine=adapter they are those of every refit after the first, which also moves the base.
+    points: number of adapters in the engine. With roles, an engine that holds adapters keeps the base after
+    its first refit.
     """
-    moves_adapters = config.adapter.is_on and config.adapter.in_engine == "adapter"
+    weights = list(model.weights)
+    if config.adapter.is_on and config.adapter.in_engine == "adapter":
+        weights = [*(() if config.roles.is_on else weights), *points * model.adapters]
     traffic = refit_traffic(
-        list(model.adapters if moves_adapters else model.weights),
+        weights,
         layout.placement(model),
         layout.rollout_placement(model),
         ranks_per_node=hardware.ranks_per_node,

@@ -77,7 +77,7 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
 
 # Before each phase --------------------------------------------------------------------------------------
 
-FIELDS = ("phase", "step", "number of phases so far", "configuration", "code", "batch ids", "event log")
+FIELDS = ("phase", "step", "number of phases so far", "configuration", "code", "batch", "event log")
 """Fields that must match across ranks, in reporting order; the last one across the ranks of a replica."""
 MEASURES = 3
 """Number of values that are sent with the fields and may differ: bytes on the host and on the device."""
@@ -116,16 +116,19 @@ class PhaseAgreement:
         self.late_s[:] = 0.0
         self._config_hash = _hash63(repr(self._config))
 
-    def check(self, entry: PhaseEntry, batch: int, events: int, memory: Sequence[int]) -> list[int]:
+    def check(
+        self, entry: PhaseEntry, batch: Mapping[str, int], events: int, memory: Sequence[int]
+    ) -> list[int]:
         """Compare phase and batch of all ranks; return the maxima of `memory`. Collective over the world.
 
-        batch: fingerprint of the batch's token ids, 0 for a phase without a batch.
+        batch: hashes of the batch's parts by name (`Batch.hashes`), none for a phase without a batch.
         events: digest of the replica's last event log (`rl.rollout.events`).
         memory: bytes in use on the host, peak bytes allocated and reserved on the device; these may differ.
         Raises Disagreement on every rank; it names the field and the ranks.
         """
         phase = PHASES.index(entry.phase)
-        row = (phase, entry.step, entry.number, self._config_hash, self._code, batch, events)
+        content = _hash63(repr(sorted(batch.items())))
+        row = (phase, entry.step, entry.number, self._config_hash, self._code, content, events)
         self._own.copy_(torch.tensor((*row, *memory, self._waited_us), dtype=torch.int64))
         began = time.perf_counter()
         dist.all_gather_into_tensor(self._rows.view(-1), self._own, group=self._group)
@@ -143,13 +146,19 @@ class PhaseAgreement:
                     f"ranks disagree on the event log before {entry.label}: rank {ranks} generated other "
                     "tokens than the first rank of its replica"
                 )
-            odd = self._name_odd_ranks(FIELDS[column], rows[:, column].tolist())
-            raise Disagreement(f"ranks disagree on the {FIELDS[column]} before {entry.label}: {odd}")
+            field, values = FIELDS[column], rows[:, column].tolist()
+            if field == "batch":
+                tables = gather_objects(dict(batch), self._group)
+                parts = sorted(set().union(*tables), key=lambda part: (part != "ids", part))
+                part = next(part for part in parts if len({table.get(part) for table in tables}) > 1)
+                field, values = f"batch {part}", [table.get(part, 0) for table in tables]
+            odd = self._name_odd_ranks(field, values)
+            raise Disagreement(f"ranks disagree on the {field} before {entry.label}: {odd}")
         return rows[:, len(FIELDS) : -1].max(axis=0).tolist()
 
     def _name_odd_ranks(self, field: str, values: list[int]) -> str:
         shown: list = [PHASES[value] for value in values] if field == "phase" else values
-        if field in ("configuration", "code", "batch ids", "event log"):
+        if field not in FIELDS[:3]:
             shown = [f"{value:x}" for value in values]
         return name_odd_ranks(shown, gather_objects(platform.node(), self._group))
 

@@ -33,6 +33,11 @@ class Piece:
     hf_box: Box
     local_box: Box
 
+    def local(self, box: Box) -> Box:
+        """Return where a part of `hf_box` lies in the parameter."""
+        extra = len(self.local_box) - len(box)  # a parameter of all experts has one dimension more
+        return (*self.local_box[:extra], *moved(box, self.hf_box, self.local_box[extra:]))
+
 
 @dataclass(frozen=True)
 class Cut:

@@ -1,5 +1,7 @@
 """Log-probs of the old policy from the forward pass of the first update, instead of a separate pass."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -34,13 +36,13 @@ class FirstUpdate:
     def _store(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         outputs = torch.stack([getattr(micro, name).detach() for name in OUTPUTS])
         self._stored.append((micro.column_index, outputs))
-        micro.columns["old_logprobs"] = outputs[0]
+        filled = {"old_logprobs": outputs[0]}
         if "rollout_logprobs" in micro.columns:
             pair = outputs[0], micro.rollout_logprobs
             weights = loss_weights(self._correction, *pair, micro.lengths, micro.mask)
             if weights is not None:
-                micro.columns["loss_weights"] = weights
-        return self._loss(micro, totals)
+                filled["loss_weights"] = weights
+        return self._loss(replace(micro, columns=micro.columns | filled), totals)
 
     def outputs(self, policy: TrainingEngine, num_tokens: int) -> Tensor:
         """Return OUTPUTS at the batch's tokens, float32 [2, T], 0 at those that the update did not read.

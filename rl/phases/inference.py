@@ -30,8 +30,8 @@ class Inference:
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner, self._checks = memory, planner, checks
-        self._filled_at: int | None = None
-        """Number of the policy's updates when the last `old_logprobs` were computed."""
+        self._filled_at: dict[str, int] = {}
+        """Number of a model's updates when the last `old_logprobs` or `old_values` were computed."""
 
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
@@ -103,22 +103,26 @@ class Inference:
                 mask = torch.zeros_like(mask).index_copy_(0, computed, mask[computed])
                 logprobs = batch.rollout_logprobs.index_copy(0, computed, logprobs[computed])
         batch.old_logprobs, batch.deferred_at = logprobs, None
-        self._filled_at = self._engines.policy.num_updates
+        self._filled_at["policy"] = self._engines.policy.num_updates
         metrics["actor/entropy"] = token_mean(entropy, mask)
-        metrics |= engine_gap(batch, logprobs) | self._check(batch, reference=False)
+        known = None if self._is_bitwise(batch) else entropy  # else only that of the first mini-batch is
+        metrics |= engine_gap(batch, logprobs) | self._check(batch, reference=False, entropy=known)
+        if warning := self._checks.gaps.jump(metrics.get("training/logprob_gap", 0.0)):
+            self._step.progress.line(warning)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
 
     def _is_bitwise(self, batch: Batch) -> bool:
         """Return whether the engine's log-probs of the batch are bitwise the policy's."""
         return self._config.model.numerics == "bitwise" and batch.rollout_logprobs is not None
 
-    def has_old_logprobs(self, batch: Batch) -> bool:
-        """Return whether `old_logprobs` are of the present weights, or the first update fills them."""
-        return self._engines.policy.num_updates in (batch.deferred_at, self._filled_at)
+    def has_old_outputs(self, name: str, batch: Batch) -> bool:
+        """Return whether a model's old outputs are of its present weights, or the first update fills them."""
+        deferred = batch.deferred_at if name == "policy" else None
+        return self._engines.training[name].num_updates in (deferred, self._filled_at.get(name))
 
-    def _check(self, batch: Batch, *, reference: bool) -> dict[str, float]:
+    def _check(self, batch: Batch, *, reference: bool, entropy: Tensor | None = None) -> dict[str, float]:
         plans = [plan.micro_batches for plan in self._planner.plans(batch)]
-        return self._checks.log_probs(batch, plans, reference=reference)
+        return self._checks.log_probs(batch, plans, reference=reference, entropy=entropy)
 
     def reference(self, batch: Batch) -> None:
         """Fill `ref_logprobs`: log-probs under the policy that the run started from."""
@@ -128,9 +132,9 @@ class Inference:
 
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""
-        (batch.old_values,) = self._pass(
-            self._engines.training["critic"], batch, ("values",), "values", "values"
-        )
+        critic = self._engines.training["critic"]
+        (batch.old_values,) = self._pass(critic, batch, ("values",), "values", "values")
+        self._filled_at["critic"] = critic.num_updates
 
     def present_logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probs of a batch's tokens under the present weights, float32 [T].
@@ -178,7 +182,7 @@ class Inference:
         micro_batches = [plan.micro_batches for plan in plans]
         if self._step.peak_tflops:
             self._step.operations[timing] += self._planner.operations(batch, plans, model)
-        phase = self._step.phase("log_probs", timing=timing, batch=batch.fingerprint)
+        phase = self._step.phase("log_probs", timing=timing, batch=batch.hashes())
         with phase, self._step.bar(label, sum(len(plan.samples) for plan in plans)) as bar:
             if not of_reference:
                 return model.forward(batch, micro_batches, names, bar)

@@ -156,7 +156,8 @@ class JointGeneration:
         abortable = self._stop is not None and all(call.abortable for call in calls.values())
         total = len(contexts) * sampling.samples_per_prompt
         before = step.metrics.get("timing_s/gen", 0.0)
-        with step.phase("generate", timing="gen", batch=fingerprint(contexts)), step.bar("gen", total) as bar:
+        phase = step.phase("generate", timing="gen", batch={"ids": fingerprint(contexts)})
+        with phase, step.bar("gen", total) as bar:
             own = engine.generate(
                 contexts,
                 sampling,

@@ -180,7 +180,10 @@ class Sampler:
         """
         step, started = self._step, time.perf_counter()
         can_abort = timing != "testing" and stop is not None and not step.is_committed
-        with step.phase(phase, timing=timing, batch=fingerprint(ids)), step.bar(timing, total) as bar:
+        with (
+            step.phase(phase, timing=timing, batch={"ids": fingerprint(ids)}),
+            step.bar(timing, total) as bar,
+        ):
             yield bar, stop.is_requested if stop is not None and can_abort else None
         if can_abort:
             step.abortable_s += time.perf_counter() - started

@@ -21,7 +21,7 @@ from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
 from rl.rewards.pool.pool import ScoringPool, default_workers
-from rl.rewards.score import Score, digest
+from rl.rewards.score import Score, digest, sealed
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
@@ -183,10 +183,10 @@ class Scorer:
 
 
 def check_answers(samples: list[dict], scores: list[Score]) -> None:
-    """Raise CheckFailed unless each score is a worker's answer for its own sample, or marked as failed."""
+    """Raise CheckFailed unless each score is what a function gave its own sample, or marked as failed."""
     for k, (sample, score) in enumerate(zip(samples, scores, strict=True)):
-        if not score.values["failed"] and score.sample != digest(sample):
-            what = "of another sample" if score.sample >= 0 else "that no worker computed"
+        if not score.values["failed"] and score.seal != sealed(score, digest(sample)).seal:
+            what = "of another sample" if score.seal >= 0 else "that no worker computed"
             raise CheckFailed(
                 f"score check: rank {dist.get_rank()} got the score {score.values['score']:.4g} for its "
                 f"sample {k} of {len(samples)}, {what}: the order of the answers was lost, or they are those "

@@ -39,10 +39,12 @@ class Scoring:
         assert self._scorer is not None, "this run has no reward"
         if self._scorer.has_models:
             self._memory.to_training()
-        with self._step.phase("score", timing=timing, batch=batch.fingerprint):
+        with self._step.phase("score", timing=timing, batch=batch.hashes()):
             columns, answers = self._scorer.score(batch, predictions=predictions)
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
+        if batch.digests is not None:
+            batch.score_digests = batch.hash_scores(batch.digests)
         batch.score_details = columns
         return answers
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -76,12 +76,12 @@ class StepRecord:
         self.agreement.begin_step()
 
     @contextmanager
-    def phase(self, name: str, *, timing: str, batch: int = 0) -> Iterator[None]:
+    def phase(self, name: str, *, timing: str, batch: Mapping[str, int] | None = None) -> Iterator[None]:
         """Run the body as the phase `name` of `rl.faults.phase_tracker.PHASES`. Collective over the world.
 
         The watchdog applies the time limit of the phase. Before the body runs, the ranks compare the phase,
-        the step, and `batch`, the fingerprint of the token ids. The seconds of the body are added to
-        timing_s/<timing>.
+        the step, and `batch`, hashes of the parts of the batch by name. The seconds of the body are added
+        to timing_s/<timing>.
         """
         with self.watchdog.tracker.phase(name, self.number) as entry:
             with self.timed("agreement"):
@@ -91,7 +91,7 @@ class StepRecord:
                     own = self.device.torch
                     peaks = torch.cuda.max_memory_allocated(own), torch.cuda.max_memory_reserved(own)
                 memory = (resident_bytes(), *peaks)
-                host, allocated, reserved = self.agreement.check(entry, batch, self.events, memory)
+                host, allocated, reserved = self.agreement.check(entry, batch or {}, self.events, memory)
             largest = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
             self.metrics["perf/host_memory_gib"] = largest
             if is_cuda:

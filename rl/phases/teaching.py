@@ -51,7 +51,7 @@ class Teaching:
         """Fill `teacher_logprobs`: log-prob of each token by the teacher of the sample's source."""
         self._memory.to_training()
         total = torch.zeros(int(batch.lengths.sum()))
-        with self._step.phase("log_probs", timing="teacher", batch=batch.fingerprint):
+        with self._step.phase("log_probs", timing="teacher", batch=batch.hashes()):
             for _, model, read, plan, context in self._lessons(batch):
                 with context:
                     (found,) = model.forward(read, [plan], ("logprobs",))
@@ -65,7 +65,7 @@ class Teaching:
         goal, policy = self._config.teacher, self._engines.policy
         teachers = [0] * len(batch)
         TARGETS[batch] = targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
-        with self._step.phase("log_probs", timing="teacher", batch=batch.fingerprint):
+        with self._step.phase("log_probs", timing="teacher", batch=batch.hashes()):
             for number, model, read, plan, context in self._lessons(batch):
                 with context:
                     model.visit(read, plan, ("hidden",), partial(self._keep, targets, model))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl.checks.checks import Checks
-from rl.checks.updates import Counts
+from rl.checks.updates import Counts, LossGradient, Outputs
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -25,7 +25,6 @@ from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner, samples_by_ra
 from rl.phases.policy_gradient import with_entropy_bonus
 from rl.phases.step_record import StepRecord
 from rl.rollout.sampling import seed_of
-from rl.training.engine import TrainingEngine
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss, LossFunction, SelectionFunction, TokenSelection, Totals
 from rl.training.packing import MicroBatch
@@ -88,7 +87,7 @@ class Updates:
         With `objective.adaptive_entropy` an entropy bonus is added to the loss.
         """
         config, policy, loss = self._config, self._engines.policy, Loss.of(loss)
-        schedule = self._begin("policy", batch, loss, config.training.optimizer, config.critic.warmup_steps)
+        schedule = self._begin("policy", config.training.optimizer, config.critic.warmup_steps)
         self._complete(batch)
         plans, first_update = self._planner.plans(batch), policy.num_updates
         self._log_batch(batch, plans)
@@ -115,7 +114,7 @@ class Updates:
             else:
                 yield loss
 
-        means = self._learn(policy, batch, schedule, timing="update_actor", update_of=update_of)
+        means = self._learn("policy", batch, loss, schedule, timing="update_actor", update_of=update_of)
         policy.version += 1
         self._step.metrics |= _prefixed("actor", means)
         if "actor/kl_loss" in self._step.metrics:
@@ -125,11 +124,8 @@ class Updates:
         """Update the critic with the value loss; reads `returns` and `old_values`."""
         assert batch.old_values is not None
         loss = Loss(partial(critic_loss, clip=self._config.critic.value_clip), reads=("values",))
-        schedule = self._begin("critic", batch, loss, self._config.critic.optimizer)
-        model = self._engines.training["critic"]
-        means = self._learn(
-            model, batch, schedule, timing="update_critic", update_of=lambda plan: nullcontext(loss)
-        )
+        schedule = self._begin("critic", self._config.critic.optimizer)
+        means = self._learn("critic", batch, loss, schedule, timing="update_critic")
         metrics, counted = self._step.metrics, batch.mask > 0
         metrics |= _prefixed("critic", means)
         metrics |= spread("critic/values", batch.old_values[counted])
@@ -139,17 +135,12 @@ class Updates:
     def implicit_reward(self, batch: Batch, loss: Loss | LossFunction) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
         name, loss = "implicit_reward", Loss.of(loss)
-        schedule = self._begin(name, batch, loss, self._config.implicit_reward.optimizer)
-        model = self._engines.training[name]
-        means = self._learn(
-            model, batch, schedule, timing=f"update_{name}", update_of=lambda plan: nullcontext(loss)
-        )
+        schedule = self._begin(name, self._config.implicit_reward.optimizer)
+        means = self._learn(name, batch, loss, schedule, timing=f"update_{name}")
         self._step.metrics |= _prefixed(name, means)
 
-    def _begin(
-        self, name: str, batch: Batch, loss: Loss, optimizer: Optimizer, warmup_steps: int = 0
-    ) -> RateSchedule:
-        """Prepare and check the update of a model; return its learning rates.
+    def _begin(self, name: str, optimizer: Optimizer, warmup_steps: int = 0) -> RateSchedule:
+        """Prepare the update of a model and check its weights; return its learning rates.
 
         warmup_steps: number of steps before the learning rate schedule of this model starts.
         """
@@ -157,8 +148,6 @@ class Updates:
         self._memory.to_training()
         step.is_committed = True
         schedule = RateSchedule(optimizer, self._config.run.max_steps, warmup_steps)
-        samples = [plan.samples for plan in self._planner.plans(batch)]
-        self._checks.before_update(name, batch, loss, schedule, step=step.number, samples=samples)
         if every and (step.number % every == 0 or step.is_first_of_start):
             with step.timed("agreement"):
                 self._checks.weights(name, self._engines.training[name])
@@ -199,42 +188,54 @@ class Updates:
 
     def _learn(
         self,
-        model: TrainingEngine,
+        name: str,
         batch: Batch,
+        loss: Loss,
         schedule: RateSchedule,
         *,
         timing: str,
-        update_of: Callable[[MinibatchPlan], AbstractContextManager[Loss]],
+        update_of: Callable[[MinibatchPlan], AbstractContextManager[Loss]] | None = None,
     ) -> dict[str, float]:
         """Update one model; return the loss's metrics, averaged over the updates, and the learning rate.
 
-        update_of: context manager around the update on a mini-batch, yields its loss.
+        update_of: context manager around the update on a mini-batch, yields its loss; None: always `loss`.
         """
+        model = self._engines.training[name]
         step, epochs, plans = self._step, self._config.training.epochs, self._planner.plans(batch)
         sums: dict[str, float] = {}
         lr = schedule.rate(step.number)
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
-        is_first = model is self._engines.policy and self._inference.has_old_logprobs(batch)
-        phase = step.phase("update", timing=timing, batch=batch.fingerprint)
+        size = token_mean(batch.old_values.abs(), batch.mask) if name == "critic" else 1.0
+        outputs = Outputs(is_first=self._inference.has_old_outputs(name, batch), size=size)
+        phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
+            samples = [plan.samples for plan in plans]
+            self._checks.before_update(name, batch, loss, schedule, step=step.number, samples=samples)
             for plan in plans * epochs:
-                with update_of(plan) as loss:
+                with update_of(plan) if update_of else nullcontext(loss) as loss:
                     totals = plan.totals(batch)
-                    counts = Counts(totals, compare_old=is_first)
+                    counts, gradient = Counts(totals), LossGradient(partial(loss, totals=totals))
                     result = model.update(
                         batch,
                         plan.micro_batches,
-                        partial(loss, totals=totals),
+                        gradient,
                         lr=lr,
                         outputs=loss.reads,
                         observe=counts,
                         progress=bar,
                     )
                     self._checks.after_update(
-                        model, batch, plan.micro_batches, counts, result, lr=lr, schedule=schedule
+                        model,
+                        batch,
+                        plan.micro_batches,
+                        counts,
+                        outputs,
+                        gradient,
+                        result,
+                        lr=lr,
+                        schedule=schedule,
                     )
-                    is_first = False
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] = sums.get(name, 0.0) + value
         if step.peak_tflops:

@@ -16,21 +16,10 @@ from rl.refit.transfer import bits
 from rl.refit.values import Values
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.collectives import gather_objects
-from rl.training.engine import TrainingEngine
 
 
 class RefitMismatch(RuntimeError):
     """The engine's weights differ from the trainer's."""
-
-
-def unknown(trainer: TrainingEngine, engine: RolloutEngine) -> list[str]:
-    """Return one message for each of this rank's engine parameters that the trainer does not fill."""
-    known = {weight.vllm for weight in trainer.weight_map.weights}
-    names = sorted(engine.weights().keys() - known)
-    return [
-        f"{name} on rank {dist.get_rank()} is a parameter of the engine, but not of the trainer"
-        for name in names
-    ]
 
 
 @torch.no_grad()

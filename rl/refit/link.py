@@ -36,6 +36,7 @@ from rl.models import architecture
 from rl.models.adapters import adapters
 from rl.models.layout import Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
+from rl.refit.equality import differing
 from rl.refit.gather import RefitMismatch
 from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights, training_parameters
 from rl.refit.transfer import BytesMoved, compare, transfer
@@ -275,7 +276,7 @@ class Link:
         if engine.adapters is not None:
             engine.adapters.versions[0] = version
         if wrong:
-            texts = (f"{weight.hf[0]} differs from that of rank {source}" for weight, source in wrong)
+            texts = (f"{weight.hf[0]} differs from {source}" for weight, source in wrong)
             raise RefitMismatch(
                 f"after the refit of version {version} {len(wrong)} weights of rank {self.rank} differ: "
                 + "; ".join(list(texts)[:8])
@@ -332,8 +333,8 @@ class Link:
 
     def _move(
         self, number: int, version: int, parts: list[Part]
-    ) -> tuple[BytesMoved, list[tuple[Weight, int]]]:
-        """Carry out the plans; return the bytes, and (weight, sender) of what differs in a checked version.
+    ) -> tuple[BytesMoved, list[tuple[Weight, str]]]:
+        """Carry out the plans; return the bytes, and (weight, from what) it differs in a checked version.
 
         number: of the refit. After the first, the base of adapters does not travel, but is compared.
         Collective over the job.
@@ -344,7 +345,12 @@ class Link:
         if number == 0 or (self._check_every and version % self._check_every == 0):
             for planned, sources, destinations in parts:
                 found = compare(planned.plan, sources, destinations, where, self._weights)
-                wrong += [(planned.in_place[i], source) for i, source in found]
+                named = torch.zeros(len(planned.in_place), dtype=torch.int32, device=where)
+                named[[number for number, _ in found]] = 1
+                dist.all_reduce(named, group=self._weights)
+                numbers = differing(planned.equality, sources, destinations, where, self._weights)
+                wrong += [(planned.in_place[i], f"that of rank {source}") for i, source in found]
+                wrong += [(planned.in_place[i], "the trainer's") for i in numbers if not named[i]]
         return done, wrong
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rl.models.boxes import Box, moved, overlap, volume
+from rl.models.boxes import Box, overlap, volume
 from rl.models.layout import Piece, Weight
 from rl.models.placement import Holders, Place, RolloutPlacement, TrainingPlacement, job_ranks
 
@@ -565,6 +565,5 @@ def _local_box(pieces: list[Piece], hf: str, box: Box) -> Box:
     """Return where a box of a Hugging Face tensor lies in the parameter that the pieces describe."""
     for piece in pieces:
         if piece.hf == hf and overlap(piece.hf_box, box) == box:
-            extra = len(piece.local_box) - len(box)  # a parameter of all experts has one dimension more
-            return (*piece.local_box[:extra], *moved(box, piece.hf_box, piece.local_box[extra:]))
+            return piece.local(box)
     raise AssertionError(f"{hf}{list(box)} lies in no piece")

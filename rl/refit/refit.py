@@ -9,7 +9,8 @@ each rank only its own shard (`rl.refit.plan`). For other weights (quantised, pa
 reads its part of the whole tensors (`rl.refit.gather`).
 
 Low-rank adapters reach the engine in one of two forms (`adapter.in_engine`; `rl.refit.values`). Merged: the
-values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and once those of W.
+values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and those of W unless the
+engine holds it.
 """
 
 import socket
@@ -26,6 +27,7 @@ from rl.config.options import ConfigError
 from rl.models.layout import VOCAB, Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement
 from rl.refit import gather
+from rl.refit.equality import Equality, differing, plan_equality, uncompared
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
@@ -48,6 +50,8 @@ class WeightPlan:
     """The plan of all refits from a trainer to an engine, on this rank."""
 
     plan: RefitPlan
+    equality: Equality
+    """What is compared of these weights; it does not depend on the plan."""
     in_place: list[Weight]
     """The weights of the plan, by index."""
     fallback: list[Weight]
@@ -114,11 +118,13 @@ def check_refit(
     loader wrote are gathered and compared if the engine holds them in the layout's shape. Raises
     RefitMismatch on every rank, naming weights, ranks and the first differing element.
     """
-    texts = gather.unknown(trainer, engine)
+    texts, device = list[str](), engine.device.torch
     for part in _parts(trainer, engine, buffer_mib, adapter):
         planned = part.planned
-        wrong = compare(planned.plan, part.sources, part.destinations, engine.device.torch)
-        again = sorted({number for found in gather_objects(wrong) for number, _ in found})[:MAX_SHOWN]
+        wrong = compare(planned.plan, part.sources, part.destinations, device)
+        numbers = {number for number, _ in wrong}
+        numbers.update(differing(planned.equality, part.sources, part.destinations, device))
+        again = sorted(set().union(*gather_objects(numbers)))[:MAX_SHOWN]
         weights = [planned.in_place[number] for number in again]
         found = gather.differences(part.values, engine, part.held, weights)
         looked_at = [(number, source) for number, source in wrong if number in again]
@@ -152,7 +158,7 @@ def check_weights(
     parts = _parts(trainer, engine, buffer_mib, adapter, with_base=with_base)
     device = engine.device.torch
     with tracing.span("compare weights"):
-        wrong = [compare(p.planned.plan, p.sources, p.destinations, device, quick=True) for p in parts]
+        wrong = [differing(p.planned.equality, p.sources, p.destinations, device) for p in parts]
         differ = any_rank(any(wrong))
     if differ:
         check_refit(trainer, engine, buffer_mib=buffer_mib, adapter=adapter)
@@ -241,7 +247,13 @@ def plan_weights(
     )
     rank = dist.get_rank() if group is None else group.rank()
     plan = plan_of(routing, cut_into_batches(routing, buffer_mib << 20), rank)
-    return WeightPlan(plan, in_place, [weights[number] for number in sorted(left_out)])
+    fallback = [weights[number] for number in sorted(left_out)]
+    equality = plan_equality(in_place, training, rollout, rank)
+    modules = {_module(weight.vllm) for weight in fallback}
+    texts = uncompared(equality, in_place, {n: t for n, t in held.items() if _module(n) not in modules})
+    if found := [text for texts in gather_objects(texts, group) for text in texts]:
+        raise RefitMismatch(f"{len(found)} weights cannot be compared: " + "; ".join(found[:MAX_SHOWN]))
+    return WeightPlan(plan, equality, in_place, fallback)
 
 
 def _not_writable(
@@ -269,12 +281,12 @@ def _not_writable(
         )
         if not here or (weight.hf in local and local[weight.hf].dtype != dtype):
             out.add(number)
-    modules = {_module(weights[number]) for number in out}
-    return {number for number, weight in enumerate(weights) if _module(weight) in modules}
+    modules = {_module(weights[number].vllm) for number in out}
+    return {number for number, weight in enumerate(weights) if _module(weight.vllm) in modules}
 
 
-def _module(weight: Weight) -> str:
-    return weight.vllm.rpartition(".")[0]
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _comparable(engine: RolloutEngine, held: Mapping[str, Tensor], weights: list[Weight]) -> list[Weight]:

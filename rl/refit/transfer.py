@@ -15,7 +15,7 @@ from torch import Tensor
 from rl.models.boxes import index
 from rl.refit.plan import Copy, Message, RefitPlan, Region
 from rl.runtime import tracing
-from rl.runtime.checksum import different, placed_checksums
+from rl.runtime.checksum import different
 
 OPS_PER_CALL = 32
 """Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
@@ -108,12 +108,10 @@ def compare(
     destinations: Mapping[int, Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    quick: bool = False,
 ) -> list[tuple[int, int]]:
     """Return (weight's index, source rank) of every region on this rank that differs from its source.
 
-    Collective over the group; each source sends 16 bytes per region, or 8. quick: the checksums are those of
-    `rl.runtime.checksum`, a tenth of the work, which exchanged elements of one row and column may pass.
+    Collective over the group; each source sends 16 bytes per region.
     """
     copies = [_ends(copy, sources, destinations) for copy in plan.copies]
     wrong = [(plan.copies[number].weight, plan.rank) for number in different(copies)]
@@ -126,7 +124,7 @@ def compare(
     expected: dict[int, list[Region]] = {}
     for peer, region in _regions(plan, "receives"):
         expected.setdefault(peer, []).append(region)
-    sums = _checksums([sources[weight][index(local)] for weight, local in sent], device, quick)
+    sums = _checksums([sources[weight][index(local)] for weight, local in sent], device)
     incoming = {
         peer: torch.empty((len(regions), sums.shape[1]), dtype=torch.int64, device=device)
         for peer, regions in expected.items()
@@ -137,19 +135,15 @@ def compare(
         group,
     )
     received = [region for regions in expected.values() for region in regions]
-    found = _checksums(
-        [destinations[region.weight][index(region.local)] for region in received], device, quick
-    )
+    found = _checksums([destinations[region.weight][index(region.local)] for region in received], device)
     differ = (found != torch.cat([*incoming.values(), found[:0]])).any(1).cpu()
     peers = [peer for peer, regions in expected.items() for _ in regions]
     wrong += [(region.weight, peer) for region, peer, bad in zip(received, peers, differ) if bad]
     return sorted(set(wrong))
 
 
-def _checksums(parts: list[Tensor], device: torch.device, quick: bool) -> Tensor:
-    """Return the checksums of tensors, int64 [n, 2], or [n, 1] if quick."""
-    if quick:
-        return placed_checksums(parts).to(device)[:, None]
+def _checksums(parts: list[Tensor], device: torch.device) -> Tensor:
+    """Return the checksums of tensors, int64 [n, 2]."""
     return (
         torch.stack([checksum(part) for part in parts])
         if parts

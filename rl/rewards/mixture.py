@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rl.config.reward_sources import Component, RewardPlan
 from rl.rewards.loading import load_reward_function
-from rl.rewards.score import RejectedResult, Score, to_score
+from rl.rewards.score import RejectedResult, Score, digest, sealed, to_score
 
 
 class Mixture:
@@ -33,13 +33,15 @@ class Mixture:
         score = sum over i of weight_i * score_i. The other values of a single function keep their names. With
         several functions, the values of function i, its unweighted score included, are named `<short
         name>/<key>`, and `acc` and the prediction are those of the first function that returns one. Raises
-        any exception of a function, and RejectedResult.
+        any exception of a function, and RejectedResult. The score has the seal of the sample as it was before
+        a function could change it.
         """
+        key = digest(sample)
         scorers = self._sources.get(sample.get("data_source"), self._default)
         results = [scorer.function(**{**scorer.kwargs, **sample}) for scorer in scorers]
         if any(inspect.isawaitable(result) for result in results):
-            return _settle(scorers, results)
-        return _combine(scorers, [to_score(result) for result in results])
+            return _settle(scorers, results, key)
+        return _combine(scorers, [to_score(result) for result in results], key)
 
 
 class _Scorer(NamedTuple):
@@ -72,7 +74,7 @@ def short_names(components: Sequence[Component]) -> list[str]:
     return names
 
 
-async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any]) -> Score:
+async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) -> Score:
     """Await the awaitables among the results concurrently and return the combined score."""
     import asyncio  # imported here because it doubles the time that a worker needs to start
 
@@ -80,19 +82,21 @@ async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any]) -> Score:
         return await result if inspect.isawaitable(result) else result
 
     if len(results) == 1:
-        return _combine(scorers, [to_score(await results[0])])
+        return _combine(scorers, [to_score(await results[0])], key)
     # Unlike gather, a task group leaves no call running after another has failed.
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(settled(result)) for result in results]
-    return _combine(scorers, [to_score(task.result()) for task in tasks])
+    return _combine(scorers, [to_score(task.result()) for task in tasks], key)
 
 
-def _combine(scorers: Sequence[_Scorer], scores: Sequence[Score]) -> Score:
+def _combine(scorers: Sequence[_Scorer], scores: Sequence[Score], key: int) -> Score:
+    """Return the weighted sum of the scores, sealed with the digest of their sample."""
     total = sum(scorer.weight * score.values["score"] for scorer, score in zip(scorers, scores))
     if not math.isfinite(total):
         raise RejectedResult(f"the weighted sum of the scores is {total}")
     if len(scores) == 1:
-        return Score({**scores[0].values, "score": total}, scores[0].prediction, scores[0].feedback)
+        score = Score({**scores[0].values, "score": total}, scores[0].prediction, scores[0].feedback)
+        return sealed(score, key)
     values = {"score": total}
     for score in scores:
         if "acc" in score.values:
@@ -101,4 +105,4 @@ def _combine(scorers: Sequence[_Scorer], scores: Sequence[Score]) -> Score:
         values |= {f"{scorer.name}/{name}": value for name, value in score.values.items()}
     prediction = next((score.prediction for score in scores if score.prediction is not None), None)
     feedback = "\n".join(score.feedback for score in scores if score.feedback is not None)
-    return Score(values, prediction, feedback or None)
+    return sealed(Score(values, prediction, feedback or None), key)

@@ -9,7 +9,7 @@ import numbers
 import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.workers.messages import encodable
@@ -33,14 +33,20 @@ class Score:
     """The extracted answer (`pred`), for majority voting; blank or INVALID if the response has none."""
     feedback: str | None = None
     """Text about the response (`feedback`), for a teacher's prompt (`teacher.template`)."""
-    sample: int = field(default=-1, compare=False)
-    """Digest of the sample that the worker scored (`digest`), set by the pool; -1 if no worker did."""
+    seal: int = field(default=-1, compare=False)
+    """Hash of the scored sample and of the value that the reward function gave it (`sealed`), made where the
+    function's result was; -1 if no function was called."""
 
 
 def digest(sample: Mapping[str, Any]) -> int:
     """Return a 32-bit hash of a sample's prompt and response."""
     texts = (str(sample.get(name)).encode("utf-8", "surrogatepass") for name in ("prompt", "response"))
     return zlib.crc32(b"\0".join(texts))
+
+
+def sealed(score: Score, digest: int) -> Score:
+    """Return the score with the seal of the sample with this digest."""
+    return replace(score, seal=zlib.crc32(repr(score.values["score"]).encode(), digest))
 
 
 class RejectedResult(ValueError):

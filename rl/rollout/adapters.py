@@ -56,14 +56,12 @@ class AdapterSlots(Part):
     An adapter of a lower rank than the buffers leaves the rest of them 0.
     """
 
-    keeps_weights = True  # a refit writes the base weights once
-
     def __init__(self, adapters: Sequence[Adapter]):
         self._adapters = adapters
         self.versions = [-1] * len(adapters)
         """Version of the policy whose adapter each index holds; -1: none yet."""
         self.has_base = False
-        """Whether the base weights have been written."""
+        """Whether the engine holds the base weights; else the next refit writes them too."""
 
     def options(self, engine):
         keep_experts_kernels()
@@ -101,6 +99,16 @@ class AdapterSlots(Part):
         call.options["lora_request"] = _lora_request(request.adapter)
         call.version = self.versions[request.adapter]
         call.prompt.setdefault("cache_salt", f"v{call.version}")
+
+    def wake(self, engine, what):
+        if what != "weights" or not engine.device.is_cuda:
+            return
+        self.has_base, self.versions = False, [-1] * len(self.versions)  # vLLM's sleep discarded them
+        for module in self._manager.modules.values():
+            for index in range(len(self.versions)):
+                module.reset_lora(index)
+        # vLLM computes the adapters' numbers of a step's tokens again only if they differ from these.
+        self._manager._last_mapping = None
 
     def weights(self, weights):
         # Layers with adapters contain those without.

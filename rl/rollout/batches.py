@@ -52,6 +52,7 @@ def batch_of(
         mask=(turn_of > 0).float(),
         rollout_logprobs=_joined([sample.logprobs for sample in samples], np.float32),
         weight_versions=_joined([sample.weight_versions for sample in samples], np.int32),
+        generated_by=torch.tensor([sample.rank for sample in samples], dtype=torch.int64),
     )
     if turns:
         batch.turns = turn_of
@@ -65,7 +66,7 @@ def batch_of(
     }
     batch.held = _held_columns(samples, batch.prompt_ids)
     _check_digests(batch, samples)
-    return batch
+    return batch.delivered()
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:

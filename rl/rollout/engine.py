@@ -127,7 +127,7 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the engine's memory for the trainer.
 
-        On CUDA the weights are released too, because a refit writes all of them, unless a part keeps them.
+        On CUDA the weights are released too, because a refit writes all of them.
         """
         self.awake = False
         if not self.keeps_cache:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 class Part:
     """One part of an engine. The hooks are called on every rank; by default they change nothing."""
 
-    keeps_weights = False
-    """Whether the weights must survive a sleep, because a refit does not write all of them."""
-
     def options(self, engine: "RolloutEngine") -> dict:
         """Return arguments of vLLM's LLM. Patches of vLLM are applied here, before it is built."""
         return {}

@@ -3,7 +3,9 @@
 import torch.distributed as dist
 
 from rl.rollout import cpu_support
+from rl.rollout.compilation import graph_sizes, replace_cache_files
 from rl.rollout.parts import Part
+from rl.runtime import start_up
 
 
 class Platform(Part):
@@ -26,21 +28,27 @@ class Cuda(Platform):
         if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
             # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
             options["sleep_mode_offload_cudagraph"] = not is_frozen and not is_eager
+        replace_cache_files()
         return options | dict(
             enable_sleep_mode=not is_frozen,
             enforce_eager=is_eager,
+            compilation_config={"cudagraph_capture_sizes": graph_sizes(engine.config.max_concurrent_samples)},
             # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit
             # would write them in the checkpoint's order, without any error. Triton's kernels use that order.
             moe_backend="auto" if is_frozen else "triton",
             gpu_memory_utilization=engine.config.gpu_memory_utilization,
         )
 
+    def built(self, engine):
+        compiled = engine.llm.llm_engine.model_executor.vllm_config.compilation_config
+        start_up.count("compilation", compiled.compilation_time)
+
     def request(self, engine, request, call):
         call.params.seed = request.seed
 
     def sleep(self, engine):
-        if not engine.frozen:  # level 1 copies the weights to the host, level 2 discards them
-            engine.llm.sleep(level=1 if any(part.keeps_weights for part in engine.parts) else 2)
+        if not engine.frozen:
+            engine.llm.sleep(level=2)  # discards the weights; level 1 copies them to the host and back
 
     def wake(self, engine, what):
         if not engine.frozen:

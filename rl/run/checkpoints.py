@@ -1,6 +1,7 @@
 """The checkpoints of a run: from which one it continues, and what they hold besides the models."""
 
 from rl.checkpoint.rng import reseed_rng
+from rl.checkpoint.start import Start, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.options import ConfigError
 from rl.config.schema import Config
@@ -38,17 +39,18 @@ class RunCheckpoints:
         Returns the step after which to continue, and its metrics.
         """
         config, phases = self._config, self._phases
-        models = phases.engines.learning
+        models, source = phases.engines.learning, config.model.path
         if named is not None and config.checkpoint.weights_only:
             self._store.load_weights(named, models)
             for model in models.values():
                 model.start_from_present_weights()
             phases.step.progress.line(f"loaded the weights of {named.path}")
-            named = None
+            source, named = str(named.path), None
         saved = named if newest is None else newest
         if saved is None or config.checkpoint.resume == "never":
             # User code, such as a reward function, may draw from the global generators.
             reseed_rng(seed_of(config.run.seed, "start"))
+            phases.checks.start = Start(source, models)
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
         try:
@@ -66,7 +68,12 @@ class RunCheckpoints:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
         phases.engines.policy.version = state["policy_version"]
         phases.checks.rates.last = state["learning_rates"]
+        restored, drawn = self._controllers(), phases.draw.state_dict()
+        if drawn["num_prompts"] == state.get("num_prompts"):  # else the data has other prompts now
+            restored |= drawn
+        check_restored(str(saved.path), state, restored)
         phases.sampler.load_state_dict(state)
+        phases.checks.start = Start(str(saved.path), models)
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
@@ -74,9 +81,12 @@ class RunCheckpoints:
 
         cursor: `Phases.cursor` after the last batch that was learned from.
         """
+        return self._phases.sampler.state_dict(cursor) | self._controllers()
+
+    def _controllers(self) -> dict:
+        """Return what depends on the updates so far."""
         entropy_control = self._phases.updates.entropy_control
         return {
-            **self._phases.sampler.state_dict(cursor),
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
             "learning_rates": self._phases.checks.rates.last,

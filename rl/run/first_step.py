@@ -19,7 +19,7 @@ from rich.console import Console
 
 from rl.checks.batches import AllTrajectoriesFailed, CheckFailed
 from rl.checks.logprobs import LogprobMismatch
-from rl.checks.updates import WrongTokens
+from rl.checks.updates import WrongGradient, WrongTokens
 from rl.data.batch import Batch
 from rl.faults.process import GIB, resident_bytes
 from rl.refit.refit import RefitMismatch
@@ -34,6 +34,7 @@ ERRORS = (
     CheckFailed,
     LogprobMismatch,
     RefitMismatch,
+    WrongGradient,
     WrongReduction,
     WrongTokens,
     FloatingPointError,

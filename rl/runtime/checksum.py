@@ -25,20 +25,21 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
     start: row and column of the first element in the whole tensor, by default 0. A tensor of more than two
     dimensions has a row per index of all dimensions but the last.
     """
-    return _checksums(_bits(values)[None], start)[0]
+    return placed_checksums([values], [start])[0]
 
 
 @torch.no_grad()
-def placed_checksums(parts: Sequence[Tensor]) -> Tensor:
-    """Return the `placed_checksum` of each tensor, int64 [n]; all are on one device.
+def placed_checksums(parts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -> Tensor:
+    """Return the `placed_checksum` of each tensor at its start, int64 [n]; all are on one device.
 
     Small tensors of equal shapes, such as the experts of a layer, are computed together: one at a time, tens
     of thousands of them take seconds for a few bytes each.
     """
     order = list(buckets(parts))
-    found = [_checksums(_bits(_stacked(parts, numbers))) for numbers in order]
-    if not found:
+    if not order:
         return torch.zeros(0, dtype=torch.int64)
+    at = torch.tensor([(0, 0, *start)[-2:] for start in starts], device=parts[0].device)
+    found = [_checksums(_bits(_stacked(parts, numbers)), at[numbers]) for numbers in order]
     places = torch.tensor([number for numbers in order for number in numbers]).argsort()
     return torch.cat(found)[places.to(found[0].device)]
 
@@ -78,13 +79,15 @@ def _bits(values: Tensor) -> Tensor:
     return values.detach().view(INTEGERS[values.element_size()])
 
 
-def _checksums(bits: Tensor, start: Sequence[int] = ()) -> Tensor:
-    """Return the checksum of each of n integer tensors of one shape, int64 [n]. bits: [n, ...]."""
+def _checksums(bits: Tensor, starts: Tensor) -> Tensor:
+    """Return the checksum of each of n integer tensors of one shape, int64 [n].
+
+    bits: [n, ...]. starts: row and column of the first element of each, int64 [n, 2].
+    """
     tables = bits.reshape(len(bits), -1, bits.shape[-1]) if bits.ndim > 1 else bits.reshape(-1, 1, 1)
-    row, column = (0, 0, *start)[-2:]
     totals = torch.zeros(len(bits), dtype=torch.int64, device=bits.device)
-    for dim, first, factor in ((2, row, FACTOR), (1, column, 1)):
+    for dim, first, factor in ((2, starts[:, :1], FACTOR), (1, starts[:, 1:], 1)):
         sums = tables.sum(dim, dtype=torch.int64)
-        places = torch.arange(first + 1, first + 1 + sums.shape[1], device=bits.device)
+        places = torch.arange(1, 1 + sums.shape[1], device=bits.device) + first
         totals += (sums * places).sum(1) * factor
     return totals

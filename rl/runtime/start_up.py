@@ -41,6 +41,13 @@ def mark(part: str) -> None:
     _last = now
 
 
+def count(part: str, seconds: float) -> None:
+    """Add seconds since the previous mark to `part`, instead of to the part that the next mark ends."""
+    global _last
+    parts[part] = parts.get(part, 0.0) + seconds
+    _last += seconds
+
+
 def summary() -> str:
     """Return the total and the parts of at least 0.1 s, the longest first: '7.5 s (imports 3.1, ...)'."""
     longest_first = sorted(parts, key=parts.__getitem__, reverse=True)

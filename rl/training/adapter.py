@@ -15,13 +15,14 @@ tensor parallel group, which sums their outputs later; there the gradient itself
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.nn import Parameter, ParameterDict
+from torch.nn.functional import grouped_mm, linear, pad
 
 from rl.config.adapter import Adapter
 from rl.models.adapters import LowRank, adapters, splits_columns
@@ -257,7 +258,7 @@ class _Sum:
             else []
             for kind in KINDS[1:]
         )
-        self._module, self._name, self._scale = module, f"weight{number}", scale
+        self._module, self._name, self.scale = module, f"weight{number}", scale
         size, rank = base.tensor_split(weight)
         self._rows, self._lengths = _order(weight, size, rank, self._a[0].device)
         self._group = base.grid.groups.tp if weight.expert is None else base.grid.groups.expt_tp
@@ -272,30 +273,45 @@ class _Sum:
 
     def product(self) -> tuple[Tensor, Tensor]:
         """Return A [n r, in] and B [out, n r] of all parts, with B A of the parameter's shape."""
+        return self._joined(self._a, self._b)
+
+    def _joined(self, a: Sequence[Tensor], b: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Return A [..., n r, in] and B [..., out, n r] of the parts' A [..., r, in] and B [..., out, r]."""
         if self._rows is None:
-            return self._a[0], self._b[0]
-        blocks = [
-            self._a[0].new_zeros(length, 0) if b is None else b for b, length in zip(self._b, self._lengths)
-        ]
-        return torch.cat(self._a), torch.block_diag(*blocks)[self._rows]
+            assert b[0] is not None
+            return a[0], b[0]
+        whole, rank, first = torch.cat(list(a), -2), a[0].shape[-2], 0
+        blocks = []
+        for block, length in zip(b, self._lengths):
+            if block is None:
+                blocks.append(whole.new_zeros(*whole.shape[:-2], length, whole.shape[-2]))
+                continue
+            blocks.append(pad(block, (first, whole.shape[-2] - first - rank)))
+            first += rank
+        return whole, torch.cat(blocks, -2).index_select(-2, self._rows)
+
+    def stacked(self, others: Sequence["_Sum"]) -> tuple[Tensor, Tensor]:
+        """Return `parts` without factors of the experts of one layer, [E, n r, in] and [E, out, n r]."""
+        a = [torch.stack(parts) for parts in zip(*(other._a for other in others))]
+        b = [None if None in parts else torch.stack(parts) for parts in zip(*(other._b for other in others))]
+        return self._copies(*self._joined(a, b))
 
     def add(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
         """Return out + scale * B A x; with DoRA, times the factors of the rows.
 
         bias: included in `out`.
         """
-        a, b = self._copies()
-        hidden = torch.nn.functional.linear(x, a)
+        a, b = self._copies(*self.product())
+        hidden = linear(x, a)
         if self._exchange is not None:
             hidden = self._exchange(hidden, group=self._group)
-        total = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self._scale)
+        total = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self.scale)
         if (factors := self.factors()) is not None:
             total = (total * factors if bias is None else (total - bias) * factors + bias).to(out.dtype)
         return total.view(out.shape)
 
-    def _copies(self) -> tuple[Tensor, Tensor]:
-        """Return `product`; gradients of what is not split are summed over the ranks of an expert."""
-        a, b = self.product()
+    def _copies(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B; gradients of what is not split are summed over the ranks of an expert."""
         if self._sums_gradients:
             a, b = (a, self._copied(b)) if self._splits_columns else (self._copied(a), b)
         return a, b
@@ -303,11 +319,12 @@ class _Sum:
     def parts(self) -> tuple[Tensor, ...]:
         """Return A, B and DoRA's factors, as `merge` takes them."""
         factors = self.factors()
-        return self._copies() if factors is None else (*self._copies(), factors)
+        copies = self._copies(*self.product())
+        return copies if factors is None else (*copies, factors)
 
     def merge(self, base: Tensor, a: Tensor, b: Tensor, factors: Tensor | None = None) -> Tensor:
         """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once."""
-        total = torch.addmm(base.float(), b.float(), a.float(), alpha=self._scale)
+        total = torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
         return (total if factors is None else total * factors[:, None]).to(base.dtype)
 
     def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
@@ -318,7 +335,7 @@ class _Sum:
     def take_out(self, base: Tensor) -> None:
         """Subtract scale * B A from the weight."""
         a, b = self.product()
-        base.copy_(torch.addmm(base.float(), b.float(), a.float(), alpha=-self._scale))
+        base.copy_(torch.addmm(base.float(), b.float(), a.float(), alpha=-self.scale))
 
     @torch.no_grad()
     def start_magnitudes(self) -> None:
@@ -441,15 +458,53 @@ def _single(added: _Sum):
 
 
 def _grouped(added: Sequence[_Sum]):
-    """Return a hook for Transformer Engine's layer of several experts, which gets their numbers of tokens."""
+    """Return a hook for Transformer Engine's layer of several experts, which gets their numbers of tokens.
+
+    The products of all experts are one, because ten launches for each would take longer than they compute.
+    """
 
     def hook(module, args, output):
         x, splits = args
         out, bias = output
-        parts = zip(added, x.split(splits), out.split(splits), strict=True)
-        return torch.cat([expert.add(tokens, own, None) for expert, tokens, own in parts]), bias
+        experts = Experts.of(splits, x.device)
+        a, b = added[0].stacked(added)
+        total = out.add(experts.product(experts.product(x, a), b), alpha=added[0].scale)
+        factors = [expert.factors() for expert in added]
+        if factors[0] is not None:
+            parts = zip(total.split(splits), factors, strict=True)
+            total = torch.cat([part * factor for part, factor in parts]).to(out.dtype)
+        return total, bias
 
     return hook
+
+
+class Experts(NamedTuple):
+    """The rows of several experts in one tensor, one expert after the other."""
+
+    ends: Tensor
+    """Where the rows of each expert end, int32 [E]."""
+    has_rows: Tensor
+    """Whether an expert has any, bool [E, 1, 1]."""
+
+    @classmethod
+    def of(cls, splits: Sequence[int], device: torch.device) -> "Experts":
+        """Return the experts with these numbers of rows."""
+        counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(counts.cumsum(0, dtype=torch.int32), (counts > 0)[:, None, None])
+
+    def product(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Return W x of each expert's rows, [T, out]. x: [T, in]; weights: [E, out, in].
+
+        Rows of matrices must have a multiple of 16 bytes; the rank of an adapter may be smaller. The gradient
+        of an expert without rows is set to 0, because on some GPUs torch leaves its memory as it was (torch
+        #172439).
+        """
+        unit = 16 // x.element_size()
+        rows, columns = (-size % unit for size in weights.shape[1:])
+        if rows or columns:
+            weights, x = pad(weights, (0, columns, 0, rows)), pad(x, (0, columns))
+        product = grouped_mm(x, weights.where(self.has_rows, 0).transpose(1, 2), offs=self.ends)
+        return product[:, : product.shape[1] - rows]
 
 
 def _require_gradient(module, args, output: Tensor) -> Tensor:

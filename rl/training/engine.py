@@ -21,12 +21,19 @@ from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.training.attention import can_share
-from rl.training.gradients import ReductionProbe, gradient_buffers, with_gradients
+from rl.training.gradients import (
+    ReductionProbe,
+    check_clipped,
+    clipped_norms,
+    gradient_buffers,
+    with_gradients,
+)
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import (
+    StateSample,
     build_optimizer,
     clip_and_step,
     optimizer_tensors,
@@ -103,7 +110,8 @@ class TrainingEngine:
         if spec.optimizer is not None:
             self.wrapped = with_gradients(model, training, grid)
             self.optimizer = build_optimizer(spec.optimizer, dtype, self.wrapped)
-            self._probe = ReductionProbe(self.learned_map)
+            self._probe = ReductionProbe(self.learned_map, self.wrapped)
+            self._state = StateSample()
         assert self.optimizer is not None or self.reference is None, "a frozen model is its own reference"
         self.wrapped.train(self.optimizer is not None)
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
@@ -200,7 +208,7 @@ class TrainingEngine:
         assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._probe.begin()
+        self._probe.begin(self.num_updates)
         sums: dict[str, Tensor] = {}
         observed = torch.zeros(0, dtype=torch.float64, device=self.device.torch)
 
@@ -227,19 +235,23 @@ class TrainingEngine:
                 f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
             )
         probe = self._probe.sums(self.optimizer)
+        num_changed = self._state.num_changed(self.optimizer, self.device.torch)
         before = weights_sum(self.optimizer, self.device.torch)
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
+        self._state.note(self.optimizer)
+        clipped = clipped_norms(self.optimizer, self.learned_map, norm, num_changed)
         moved = weights_sum(self.optimizer, self.device.torch) != before
         self.num_updates += 1
         observed = torch.cat((moved.double().view(1), observed))
-        metrics, (num_moved, *rest) = self._sum_over_replicas(sums, observed, probe)
+        metrics, (num_moved, *rest) = self._sum_over_replicas(sums, observed, probe, clipped)
         return UpdateResult(metrics, rest, norm, num_moved > 0)
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+            self._state.forget()
         if self.reference is not None:
             self.reference.take()
 
@@ -336,12 +348,12 @@ class TrainingEngine:
         run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
     def _sum_over_replicas(
-        self, sums: dict[str, Tensor], values: Tensor, probe: Tensor
+        self, sums: dict[str, Tensor], values: Tensor, probe: Tensor, clipped: Tensor
     ) -> tuple[dict[str, float], list[float]]:
         """Return the last stages' metrics and other values, summed over the data parallel ranks.
 
         values: float64 [n], with another n on stages before the last one. probe: see `ReductionProbe.sums`.
-        Raises WrongReduction. Collective over the world.
+        clipped: see `clipped_norms`. Raises WrongReduction. Collective over the world.
         """
         names, size = list(sums), len(values)
         if self.grid.pp > 1:  # only the last stage knows them
@@ -349,10 +361,12 @@ class TrainingEngine:
         mine = torch.zeros(len(names) + size, dtype=torch.float64, device=self.device.torch)
         if self.grid.reports_results:
             mine.copy_(torch.cat([*(term.view(1) for term in sums.values()), values]))
-        mine = torch.cat((mine, probe.to(mine)))
+        mine = torch.cat((mine, probe.to(mine), clipped.to(mine)))
         dist.all_reduce(mine)
         total = mine.tolist()
-        self._probe.check(total[len(names) + size :])
+        self._probe.check(total[len(names) + size :][: len(probe)])
+        assert self.spec.optimizer is not None
+        check_clipped(total[-len(clipped) :], self.spec.optimizer.clip_grad)
         return dict(zip(names, total)), total[len(names) : len(names) + size]
 
 

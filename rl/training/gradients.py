@@ -1,8 +1,10 @@
 """Accumulation of gradients over micro-batches, and their reduction over data parallel ranks."""
 
+from collections.abc import Sequence
 from math import sqrt
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -13,7 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from rl.config.schema import Training
 from rl.models.layout import Weight
 from rl.training.grid import Grid
-from rl.training.optimizer import owned_part
+from rl.training.optimizer import main_weights, owned_part
 from rl.training.weights import WeightMap
 
 
@@ -74,55 +76,95 @@ def _finalize_without_division(model, num_tokens=None, **kwargs):
     finalize_model_grads(model, None, **kwargs)
 
 
-NORM = "decoder.final_layernorm.weight"
+NORM_TOLERANCE = 1e-3
+"""Relative difference of norms: Megatron divides by the norm plus 1e-6, and sums in float32."""
 
 
 class WrongReduction(RuntimeError):
-    """Raised on every rank if gradients were not summed exactly once over the data parallel ranks."""
+    """Raised on every rank if gradients were not summed exactly once over the ranks, or clipped wrongly."""
+
+
+class StateChanged(RuntimeError):
+    """Raised on every rank if the optimizer's state changed between two updates."""
 
 
 class ReductionProbe:
-    """Compares the reduced gradient of one parameter with what the backward passes of all ranks gave for it.
+    """Compares the reduced gradient of one weight with what the backward passes of all ranks gave for it.
 
     A reduction that is left out, repeated or divided leaves the replicas equal, so no comparison of weights
-    finds it. The parameter is the last norm's weight, whose gradient autograd adds up on every device, or
-    with adapters the last layer's last B, whose gradient is not 0 at the start.
+    finds it. Each update watches the next of the weights that learn, in the order of their list, so that all
+    are watched in turn: biases, tied embeddings, routed experts, adapters.
+
+    Megatron may reduce during the backward pass, or let a product add to the gradient itself. A weight of
+    which both are true, as those of layers on CUDA, is not watched.
     """
 
-    def __init__(self, learned: WeightMap):
-        grid = learned.grid
-        self._name = NORM if any(w.megatron == NORM for w in learned.weights) else "the last layer's lora_B"
-        self._weight = None
-        self._reports = self._is_added = False
-        if grid.is_last_stage:
-            weight, self._weight = _probed(learned)
-            _, part = learned.tensor_split(weight)
-            self._reports = weight.cut.split or part == 0
-            self._is_added = self._reports or getattr(self._weight, "sequence_parallel", False)
+    def __init__(self, learned: WeightMap, wrapped: DistributedDataParallel):
+        config = wrapped.config
+        self._learned, self._config = learned, config
+        self._overlaps = wrapped.ddp_config.overlap_grad_reduce
+        self._weights = [w for w in learned.weights if not self._overlaps or len(w.shapes[0]) < 2]
+        self._name, self._weight, self._share, self._reports = "", None, 0.0, False
         self._found: list[torch.Tensor] = []
-        if self._weight is not None:
-            self._weight.register_hook(self._add)
+        self._hook = None
+        if not self._overlaps:
+            reduce = config.finalize_model_grads_func
+
+            def read_and_reduce(*args, **kwargs):
+                if self._weight is not None:
+                    self._add(self._weight.main_grad)
+                reduce(*args, **kwargs)
+
+            config.finalize_model_grads_func = read_and_reduce
+
+    def begin(self, number: int) -> None:
+        """Watch the weight of update `number`."""
+        self._found.clear()
+        if self._hook is not None:
+            self._hook.remove()
+        learned, weight = self._learned, self._weights[number % len(self._weights)]
+        self._name, self._weight, self._hook = weight.hf[0], None, None
+        if not learned.holds(weight):
+            return
+        parameter = learned.parameters[learned.local_name(weight, learned.grid.pp_rank)]
+        if not parameter.requires_grad:
+            return
+        self._weight = parameter
+        counts = weight.cut.split or learned.tensor_split(weight)[1] == 0
+        self._share = self._share_of(weight, parameter, float(counts))
+        self._reports = counts and learned.place(weight).stages[0] == learned.grid.pp_rank
+        if self._overlaps:
+            self._hook = parameter.register_hook(self._add)
+
+    def _share_of(self, weight: Weight, parameter: torch.Tensor, counts: float) -> float:
+        """Return the factor of this tensor parallel rank's gradient in the sum.
+
+        counts: 1 if the rank holds a part of its own or is the first of equal ones, else 0.
+        """
+        if getattr(parameter, "average_gradients_across_tp_domain", False):
+            return 1 / self._learned.tensor_split(weight)[0]
+        norms_of_heads = ("q_layernorm", "k_layernorm")  # of the heads that the rank holds
+        in_parts = self._config.qk_layernorm and any(name in weight.megatron for name in norms_of_heads)
+        return 1.0 if in_parts or getattr(parameter, "sequence_parallel", False) else counts
 
     def _add(self, gradient: torch.Tensor) -> None:
-        found = gradient.detach().float()
-        self._found.append(torch.stack((found.sum(), found.abs().sum())))
-
-    def begin(self) -> None:
-        """Forget the gradients of the last update."""
-        self._found.clear()
+        flat = gradient.detach().view(-1)
+        self._found.append(torch.stack((_weighted(flat), flat.abs().sum(dtype=torch.float64))))
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:
         """Return this rank's part of what `check` compares, float64 [4], to be summed over the world.
 
         Call it between the reduction and the optimizer's step.
         """
-        sums = torch.zeros(4, dtype=torch.float64)
+        sums = torch.zeros(
+            4, dtype=torch.float64, device=next(iter(self._learned.parameters.values())).device
+        )
         if self._weight is not None:
-            if self._is_added and self._found:
-                sums[:2] = torch.stack(self._found).double().sum(0).cpu()
-                sums[2] = len(self._found) * self._weight.numel()
+            if self._found:
+                sums[:2] = self._share * torch.stack(self._found).sum(0)
+                sums[2] = len(self._found)
             if self._reports and (part := owned_part(optimizer, self._weight)) is not None:
-                sums[3] = self._weight.main_grad.view(-1)[part].sum(dtype=torch.float64).cpu()
+                sums[3] = _weighted(self._weight.main_grad.view(-1), part)
         return sums
 
     def check(self, sums: list[float]) -> None:
@@ -136,10 +178,62 @@ class ReductionProbe:
             )
 
 
-def _probed(learned: WeightMap) -> tuple[Weight, torch.Tensor]:
-    """Return the weight of this rank, on the last stage, that a ReductionProbe watches."""
-    held = list(learned.local())
-    norms = [item for item in held if item[0].megatron == NORM]
-    of_adapters = [item for item in held if ".lora_B." in item[0].megatron]
-    # An expert that no token chose has no gradient.
-    return (norms or [item for item in of_adapters if item[0].expert is None] or of_adapters)[-1]
+def _weighted(flat: torch.Tensor, part: slice | None = None) -> torch.Tensor:
+    """Return the sum of the elements in `part`, with weight 2 in the second half of all, float64 [].
+
+    The plain sum of the head's gradient is 0, because probabilities add up to 1.
+    """
+    part, middle = part or slice(0, len(flat)), len(flat) // 2
+    second = flat[max(part.start, middle) : part.stop]
+    return flat[part].sum(dtype=torch.float64) + second.sum(dtype=torch.float64)
+
+
+@torch.no_grad()
+def clipped_norms(
+    optimizer: MegatronOptimizer, learned: WeightMap, norm: float, num_changed: torch.Tensor
+) -> torch.Tensor:
+    """Return this rank's part of what `check_clipped` compares, float64 [1 + 2 world].
+
+    It is the squared norm of the clipped gradient, in which each element of each weight counts on one rank;
+    then, at the places of the rank, `norm`, by which it clipped, and `num_changed` (`StateSample`). Call it
+    after the optimizer's step.
+    """
+    counted = {
+        parameter
+        for weight, parameter in learned.local()
+        if (weight.cut.split or learned.tensor_split(weight)[1] == 0)
+        and learned.place(weight).stages[0] == learned.grid.pp_rank
+    }
+    gradients = [main.grad for parameter, main in main_weights(optimizer) if parameter in counted]
+    device = next(iter(learned.parameters.values())).device
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=device)
+    if gradients:
+        found[0] = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    found[1 + rank] = norm
+    found[1 + world + rank] = num_changed
+    return found
+
+
+def check_clipped(found: Sequence[float], limit: float) -> None:
+    """Raise WrongReduction if the clipped gradient has another norm than the one that ranks clipped by gives.
+
+    Raises StateChanged if the optimizer's state was not the one that the last update left. found:
+    `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer, 0: none.
+    """
+    square, world = found[0], len(found) // 2
+    for rank, number in enumerate(found[1 + world :]):
+        if number:
+            raise StateChanged(
+                f"{number:.0f} sampled elements of the optimizer's moments and master weights on rank {rank} "
+                "have changed since its last update: offloading, a refit or another part of the program "
+                "wrote to them."
+            )
+    for rank, norm in enumerate(found[1 : 1 + world]):
+        expected = min(norm, limit or norm)
+        if abs(sqrt(square) - expected) > NORM_TOLERANCE * expected:
+            raise WrongReduction(
+                f"rank {rank} found a gradient norm of {norm:.6g}, so with optimizer.clip_grad={limit:g} the "
+                f"clipped gradient of the whole model has the norm {expected:.6g}, but it has "
+                f"{sqrt(square):.6g}: the norm is not that of all ranks' gradients, or was not used."
+            )

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from rl.config.schema import Optimizer
 
+SAMPLED = 256
+"""About the number of elements of each tensor that `StateSample` keeps."""
+
 
 def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel) -> MegatronOptimizer:
     """Build Adam for the model. Collective over the world."""
@@ -48,6 +51,13 @@ def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
     return None
 
 
+def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (parameter, this rank's part of its main weight) of the parameters that this rank updates."""
+    for part in optimizer_parts(optimizer):
+        for parameter, (group, place) in part.model_param_group_index_map.items():
+            yield parameter, part.optimizer.param_groups[group]["params"][place]
+
+
 def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the gradients, whose norm is `norm`, and update the parameters. Requires `prepare_grads`.
 
@@ -82,6 +92,32 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
             yield from group["params"]
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+class StateSample:
+    """About SAMPLED elements of each of the optimizer's tensors, which only an update may change."""
+
+    def __init__(self):
+        self._noted: Tensor | None = None
+
+    def note(self, optimizer: MegatronOptimizer) -> None:
+        """Keep the present elements, those of the end of an update."""
+        self._noted = _some(optimizer)
+
+    def forget(self) -> None:
+        """Accept what another part of the program writes to the tensors."""
+        self._noted = None
+
+    def num_changed(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
+        """Return how many of the elements have changed since `note`, int64 [], without waiting for it."""
+        if self._noted is None:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        return (_some(optimizer) != self._noted).sum()
+
+
+def _some(optimizer: MegatronOptimizer) -> Tensor:
+    flat = [tensor.detach().view(-1) for tensor in optimizer_tensors(optimizer)]
+    return torch.cat([x[:: max(1, len(x) // SAMPLED)] for x in flat])
 
 
 @torch.no_grad()

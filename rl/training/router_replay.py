@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 
+MAX_MISMATCH = 0.5
+"""Largest share of tokens and layers for which the present router may choose other experts. Rounding changes
+the choice of some per cent, that of other tokens nearly always differs."""
+
+
+class WrongRoutes(RuntimeError):
+    """Raised on every rank if the engine's routes are not those of the tokens that they are replayed for."""
+
+
 @dataclass
 class Routes:
     """Experts of the tokens of one micro-batch on this rank.
@@ -136,8 +145,9 @@ class RouterReplay(Part):
     def _given(self, batch: Batch, row: MicroBatch) -> Routes:
         """Return the engine's routes of the row's tokens.
 
-        A prompt that several samples share has those of the first of them. The engine may not have routed
-        the tokens from the last sampled one on, from which nothing is predicted.
+        A prompt that several samples share has those of the first of them that began with the newest weights.
+        The engine may not have routed the tokens from the last sampled one on, from which nothing is
+        predicted.
         """
         column, num_tokens, device = batch.held["routes"], row.tokens.numel(), row.tokens.device
         size = self._num_layers, self._config.moe_router_topk
@@ -145,7 +155,10 @@ class RouterReplay(Part):
         width = num_tokens if row.part is None else len(row.part.order)
         experts = np.zeros((width, *size), column.dtype)
         given = np.zeros((width, 1), np.bool_)
-        for sample, start, first in reversed(list(zip(row.samples, *row.starts))):
+        versions = batch.weight_versions
+        begun = torch.zeros(len(batch)) if versions is None else versions[batch.offsets[:-1]]
+        places = reversed(list(zip(row.samples, *row.starts)))
+        for sample, start, first in sorted(places, key=lambda place: int(begun[place[0]])):
             prompt, response = len(batch.prompt_ids[sample]), len(batch.response_ids[sample])
             index = np.concatenate([np.arange(start, start + prompt), np.arange(first, first + response)])
             values, of_sample = column.local[sample], batch.tokens_of([sample])
@@ -175,7 +188,14 @@ class RouterReplay(Part):
             return {}
         different, given = sum_over_world(self._counts.cpu(), self._device).tolist()
         self._counts.zero_()
-        return {"training/router_mismatch": different / max(given, 1.0)}
+        mismatch = different / max(given, 1.0)
+        if mismatch > MAX_MISMATCH:
+            raise WrongRoutes(
+                f"the present router chooses other experts for {mismatch:.0%} of the tokens and layers than "
+                "those that the engine is said to have chosen, more than rounding and updates explain: the "
+                "routes are those of other tokens, layers or samples."
+            )
+        return {"training/router_mismatch": mismatch}
 
 
 def _give_routes(layer, arguments, options):

@@ -172,7 +172,7 @@ def adapter_not_in_the_optimizer(bug: Bug) -> None:
     "modelscope/mcore-bridge#173", ranks=2, overrides=(*MERGED, "training.tp=2", "agreement.weights_every=1")
 )
 @caught_by("replicas of the weights", r"Disagreement: .*lora_A.* of the policy on rank \d differ")
-@replaces("rl.checks.checks.Checks._weights")
+@replaces("rl.checks.checks.Checks.weights")
 def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, name, model):
     """Gradients of the replicated factor were not summed, so each rank trained another copy."""
     if bug.rank == 1:

@@ -3,6 +3,8 @@
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 LOADED = "checksums of a loaded checkpoint"
+START = "state at the first update"
+EVERY = "agreement.weights_every=1"
 
 
 @exhibit("NVIDIA-NeMo/RL#3171", resumes=True)
@@ -36,7 +38,7 @@ def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, st
 @caught_by(
     "master weights", r"Disagreement: .* of the policy on rank 0 are not the optimizer's master weights"
 )
-@replaces("rl.checks.checks.Checks._weights")
+@replaces("rl.checks.checks.Checks.weights")
 def master_weights_not_loaded(bug: Bug, check, self, name, model):
     """A load of weights left the master weights as they were; the next update restored them."""
     for weight in model.model.parameters():
@@ -88,3 +90,60 @@ def reference_of_a_resumed_run_is_its_policy(bug: Bug, load_weights, name, engin
     """After a resume the KL divergence was measured from the checkpoint, not from the base model."""
     load_weights(name, engine, reader)
     engine.reference.take()
+
+
+@exhibit("NVIDIA-NeMo/RL#2955", overrides=("objective.kl_coef=0.01",), resumes=True)
+@caught_by(START, r"ChangedSinceStart: before the first update of the policy, policy/reference/")
+@replaces("rl.run.checkpoints.RunCheckpoints.resume")
+def reference_taken_after_the_load(bug: Bug, resume, self, *found):
+    """After a resume the reference was the policy of the checkpoint."""
+    result = resume(self, *found)
+    self._phases.engines.policy.reference.take()
+    return result
+
+
+@exhibit("NVIDIA-NeMo/RL#3544", resumes=True, overrides=("model.dtype=bfloat16",))
+@caught_by(START, r"ChangedSinceStart: before the first update of the policy, policy/exp_avg/.* on rank 0")
+@replaces("rl.engines.memory.refit")
+def moments_lost_before_the_first_update(bug: Bug, refit, trainer, engine, **options):
+    """Adam's moments were right after the load, and lost when the optimizer's memory was given away."""
+    for state in trainer.optimizer.chained_optimizers[0].optimizer.state.values():
+        state["exp_avg"].zero_()
+    return refit(trainer, engine, **options)
+
+
+@exhibit("PrimeIntellect-ai/prime-rl#2953", model="deepseek-v3", overrides=(EVERY,), at=2)
+@caught_by(START, r"ChangedSinceStart: policy/weight/.*e_score_correction_bias.* have changed since the run")
+@replaces("rl.training.gradients.finalize_model_grads")
+def router_bias_that_learns(bug: Bug, finalize, models, *args, **options):
+    """The bias that balances the experts was updated after each step, while replay fixed their choice."""
+    finalize(models, *args, **options)
+    for name, buffer in models[0].named_buffers():
+        if name.endswith("expert_bias"):
+            buffer += 0.01
+
+
+@exhibit("radixark/Megatron-LM#69", resumes=True)
+@caught_by(LOADED, r"WronglyLoaded: .* the optimizer of the policy counts 1 steps instead of")
+@replaces("rl.checkpoint.store.load_optimizer")
+def adam_begins_again_at_step_1(bug: Bug, load_optimizer, name, engine, reader, step):
+    """The moments came back, but not the number of steps, so the bias correction was that of the start."""
+    load_optimizer(name, engine, reader, 1)
+
+
+@exhibit("allenai/open-instruct#1523", resumes=True)
+@caught_by(START, r"ChangedSinceStart: .* after it was restored: the run would not continue")
+@replaces("rl.phases.draw.Draw.load_state_dict")
+def data_from_the_beginning_after_a_resume(bug: Bug, load_state_dict, self, state):
+    """A resumed run began with the first prompts again."""
+
+
+@exhibit("NVIDIA-NeMo/Automodel#2511", overrides=("checkpoint.export_hf=true",), at=3)
+@caught_by(
+    "exported tensors", r"WronglyExported: .*lm_head.weight in the files differ from the model's, 1 in all"
+)
+@replaces("rl.checkpoint.hf.save_file")
+def exported_head_is_the_embedding(bug: Bug, save_file, tensors, path, **options):
+    """The head of a model whose head is its own was written as the embedding."""
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, path, **options)

@@ -6,18 +6,29 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 DRAWN = "draw"
 SAMPLES = "samples"
+START = "state at the first update"
 
 
 @exhibit("NVIDIA-NeMo/RL#3599", resumes=True)
-@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped")
+@caught_by(START, r"ChangedSinceStart: sampler of .*'position': 12. after it was restored")
 @replaces("rl.data.prompt_order.EpochOrder.load_state_dict")
 def prompts_skipped_after_a_resume(bug: Bug, load, self, state):
     """675 of 736 prompts, a third of the data reached, were never trained on."""
     load(self, {**state, "position": state["position"] + 4})
 
 
+@exhibit("NVIDIA-NeMo/RL#3599")
+@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 12 prompts, .* drawn 8: prompts are skipped")
+@replaces("rl.data.prompt_order.EpochOrder.draw")
+def prompts_skipped_in_a_step(bug: Bug, draw, self, n):
+    """The same, in a run that was not resumed."""
+    found = draw(self, n)
+    draw(self, n)
+    return found
+
+
 @exhibit("PrimeIntellect-ai/prime-rl#3332", resumes=True)
-@caught_by(DRAWN, r"CheckFailed: draw check: .* behind 0 prompts, .* drawn 8: prompts are repeated")
+@caught_by(START, r"ChangedSinceStart: sampler of .*'position': 0. after it was restored")
 @replaces("rl.data.prompt_order.EpochOrder.load_state_dict")
 def prompts_repeated_after_a_resume(bug: Bug, load, self, state):
     """Every resumed run started the data from the beginning."""
@@ -60,7 +71,7 @@ def completion_of_another_prompt(bug: Bug, ended, self, start, rows):
 
 @exhibit("PrimeIntellect-ai/prime-rl#600")
 @caught_by("groups", r"CheckFailed: group check: sample \d+ \(prompt \d+\) is in group \d")
-@replaces("rl.phases.generation.batch_of")
+@replaces("rl.phases.dialogues.batch_of")
 def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **options):
     """[a, b, a, b] was cut into groups as [a, a, b, b], so rewards of two tasks were compared."""
     import torch
@@ -72,7 +83,7 @@ def groups_of_interleaved_prompts(bug: Bug, batch_of, samples, contexts, **optio
 
 @exhibit("rllm-org/rllm#272")
 @caught_by("log-probs of engine and trainer", r"LogprobMismatch|CheckFailed")
-@replaces("rl.phases.generation.batch_of")
+@replaces("rl.phases.dialogues.batch_of")
 def retokenised_responses(bug: Bug, batch_of, *args, **options):
     """Turns were decoded and encoded again, and the KL divergence had spikes."""
     batch = batch_of(*args, **options)

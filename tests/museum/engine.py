@@ -2,6 +2,7 @@
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
+ODD_RANK = "log-probs of one rank"
 GAP = "log-probs of engine and trainer"
 DIFFER = r"LogprobMismatch: the engine's log-probs differ .*rank \d"
 
@@ -193,3 +194,35 @@ def tokens_labelled_with_an_older_version(bug: Bug, versions, self, num_tokens):
 def trainer_ignores_the_truncation(bug: Bug, masks_of, batch, samples):
     """With top_p every importance ratio was multiplied by the probability of the tokens that were kept."""
     return None
+
+
+HALF = "model.dtype=bfloat16"
+
+
+@exhibit("NVIDIA-NeMo/RL#3497", ranks=2, overrides=(HALF, "rollout.samples_per_prompt=32"))
+@caught_by(ODD_RANK, r"LogprobMismatch: .* times as much in samples that rank 1 generated")
+@replaces("rl.rollout.calls.call_of")
+def penalty_on_one_rank(bug: Bug, call_of, *args):
+    """The repetition penalty of a checkpoint's generation_config applied in the engine only. Here it does on
+    one of two ranks, which 64 samples of each show in bfloat16."""
+    found = call_of(*args)
+    found.params.repetition_penalty = 1.0 + 0.5 * bug.rank
+    return found
+
+
+@exhibit("NovaSky-AI/SkyRL#1908", model="qwen3-moe", overrides=(HALF, "training.router_replay=engine"), at=1)
+@caught_by("routes of the engine", r"WrongRoutes: the present router chooses other experts for \d+%")
+@replaces("rl.training.router_replay.RouterReplay._given")
+def routes_of_the_token_before(bug: Bug, given, self, batch, row):
+    """The routes were shifted by one token, which the bound of bfloat16 hides."""
+    routes = given(self, batch, row)
+    routes.experts = routes.experts.roll(1, dims=1)
+    return routes
+
+
+@exhibit("huggingface/trl#4159", overrides=("rollout.samples_per_prompt=32",))
+@caught_by("entropy of the draws", r"CheckFailed: entropy check: .* drawn from another distribution")
+@replaces("rl.rollout.cpu_sampler.invert")
+def drawn_at_another_temperature(bug: Bug, invert, logprobs, uniforms):
+    """Tokens were drawn at another temperature than the one of the log-probs that were reported."""
+    return invert((3 * logprobs).log_softmax(-1), uniforms)

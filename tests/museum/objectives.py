@@ -148,6 +148,69 @@ def old_log_probs_of_the_step_before(bug: Bug) -> None:
     Inference.fill_old_logprobs = remembered
 
 
+@exhibit("tensorforce/tensorforce#312", overrides=("training.prompts_per_minibatch=2",))
+@caught_by("ratios", r"CheckFailed: ratio check: after an update that moved weights, \d+ outputs are exactly")
+def ratio_always_1(bug: Bug) -> None:
+    """The old distribution was computed again with every mini-batch, so nothing was ever clipped."""
+    old_is_new(bug, "logprobs")
+
+
+@exhibit(
+    "XueZeyue/DanceGRPO#114",
+    overrides=("training.epochs=2", "training.tp=2", "model.dtype=bfloat16"),
+    ranks=2,
+)
+@caught_by("ratios", r"CheckFailed: ratio check: after an update that moved weights, \d+ outputs are exactly")
+def ratio_always_1_in_the_second_epoch(bug: Bug) -> None:
+    """New and old log-probs were those of the same pass."""
+    old_is_new(bug, "logprobs")
+
+
+@exhibit(
+    "tensorflow/agents#352",
+    overrides=("algorithm=ppo", "training.prompts_per_minibatch=2", "model.dtype=bfloat16"),
+)
+@caught_by("ratios", r"CheckFailed: ratio check: after an update that moved weights, \d+ outputs are exactly")
+def old_values_computed_again(bug: Bug) -> None:
+    """Clipping of values had no effect, because the old values were predicted again with the new weights."""
+    old_is_new(bug, "values")
+
+
+def old_is_new(bug: Bug, output: str) -> None:
+    """Compute the old outputs of a model again before each of its updates."""
+    from rl.training.engine import TrainingEngine
+
+    @bug.replaces(TrainingEngine, "update")
+    def updated(update, self, batch, plan, loss, **options):
+        if output in (options["outputs"] or ()):
+            index = batch.tokens_of([i for rank in plan for micro in rank for i in micro])
+            (found,) = self.forward(batch, [plan], (output,))
+            column = getattr(batch, f"old_{output}")
+            if column is not None:
+                setattr(batch, f"old_{output}", column.index_copy(0, index, found[index]))
+        return update(self, batch, plan, loss, **options)
+
+
+@exhibit("hpcaitech/ColossalAI#3622", overrides=("algorithm=ppo",))
+@caught_by(FIRST, r"CheckFailed: first update check: .*\|value - old value\|")
+@replaces("rl.phases.inference.Inference.values")
+def values_of_the_wrong_positions(bug: Bug, values, self, batch):
+    """Values were taken from the wrong part of the sequences."""
+    values(self, batch)
+    batch.old_values = batch.old_values.roll(1)
+
+
+@exhibit("InternLM/xtuner#2095", overrides=("model.dtype=bfloat16",))
+@caught_by(TOKENS, r"WrongTokens: an update counted 1 times .*, not those of its samples,")
+@replaces("rl.training.engine.with_columns")
+def advantages_shifted_in_packing(bug: Bug, with_columns, row, batch):
+    """Advantages of packed samples were one position longer than their tokens, and shifted."""
+    micro = with_columns(row, batch)
+    if "advantages" in micro.columns:
+        micro.columns["advantages"] = micro.columns["advantages"].roll(1)
+    return micro
+
+
 @exhibit(
     "NVIDIA/NeMo-Aligner#228", overrides=(*KL, "data.prompts_per_step=32", "training.micro_batch_tokens=400")
 )
@@ -182,16 +245,17 @@ def weights_do_not_move(bug: Bug, step, optimizer, norm):
 def filtered_groups_are_trained_on(bug: Bug) -> None:
     """Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on."""
     from rl.algorithms import dapo
-    from rl.phases.phases import Phases
+    from rl.phases.scorer import Scorer
 
     @bug.replaces(dapo, "grpo")
     def always(grpo, *args, **options):
         return grpo(*args, **options) + 1
 
-    @bug.replaces(Phases, "score_samples")
-    def same_in_a_group(score, self, batch):
-        score(self, batch)
-        batch.scores[batch.groups == 0] = batch.rewards[batch.groups == 0] = 0.5
+    @bug.replaces(Scorer, "score")
+    def same_in_a_group(score, self, batch, **options):
+        columns, answers = score(self, batch, **options)
+        columns["score"][batch.groups == 0] = 0.5
+        return columns, answers
 
 
 @exhibit("allenai/tango#152", resumes=True)

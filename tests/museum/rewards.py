@@ -1,8 +1,14 @@
 """Exhibits: scores on their way from a reward function to the advantages."""
 
+from dataclasses import replace
+from pathlib import Path
+
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
-SCORES = "scores"
+SCORES, SAMPLES, ADVANTAGES = "scores", "tokens and scores of samples", "rewards and advantages"
+WRONG = r"CheckFailed: advantage check: sample \d+ .* in the column advantages at its counted token"
+FUNCTION = f"reward.function={Path(__file__).parent / 'reward_worker.py'}"
+DAPO = ("algorithm=dapo", "dynamic_sampling.prompts_per_round=8")
 
 
 @exhibit("NVIDIA-NeMo/RL#1026", ranks=2)
@@ -60,30 +66,105 @@ def failures_of_the_reward_scored_0(bug: Bug) -> None:
 
 @exhibit(
     "PrimeIntellect-ai/verifiers#186",
-    overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400"),
+    overrides=("data.prompts_per_step=16", "training.micro_batch_tokens=400", f"{FUNCTION}:later_0"),
     warns=True,
 )
 @caught_by(
     "constant scores", r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before"
 )
-@replaces("rl.rewards.pool.worker_process.ScoringWorker.validated")
-def reward_always_0(bug: Bug, validated, self, line):
+@replaces("rl.rewards.pool.pool.ScoringPool.score")
+def reward_always_0(bug: Bug, score, self, samples):
     """With one option every reward was 0, also of responses that were not truncated."""
-    message = validated(self, line)
-    if message and "values" in message:
-        message["values"] = dict.fromkeys(message["values"], 0.0)
-    return message
+    return score(self, samples)
+
+
+@exhibit("iwangjian/textsum-gan#19", overrides=("model.dtype=bfloat16",))
+@caught_by(SCORES, r"CheckFailed: score check: rank 0 got the score .*of another sample")
+def values_of_the_answer_before(bug: Bug) -> None:
+    """Rewards of one batch were multiplied with the next one."""
+    from rl.rewards.pool.worker_process import ScoringWorker
+
+    kept: list = []
+    validated = ScoringWorker.validated
+
+    def late(self, line):
+        message = validated(self, line)
+        if message and "values" in message:
+            kept.append(message["values"])
+            if bug.is_on:
+                bug.acts()
+                message["values"] = kept[-2]
+        return message
+
+    ScoringWorker.validated = late
+
+
+@exhibit("kyegomez/swarms#1896", overrides=(f"{FUNCTION}:slow_first",), at=1)
+@caught_by(SCORES, r"CheckFailed: score check: rank 0 got the score .*of another sample")
+def answers_in_the_order_of_completion(bug: Bug) -> None:
+    """Concurrent calls were answered in the order in which they ended, under the names of slower ones."""
+    from rl.rewards.pool.pool import ScoringPool
+
+    ScoringPool.module = "tests.museum.reward_worker"
+    bug.replaces(ScoringPool, "score")(lambda score, *args: score(*args))
+
+
+@exhibit("NVIDIA-NeMo/RL#3794", overrides=DAPO)
+@caught_by(
+    SAMPLES, r"CheckFailed: sample check: sample \d+ \(prompt \d+\) no longer has the score that was made"
+)
+def scores_of_the_unfiltered_batch(bug: Bug) -> None:
+    """Dynamic sampling put the scores of all drawn samples in place of those of the kept ones."""
+    unfiltered(bug, "scores", "rewards")
+
+
+@exhibit("eyalmazuz/MolGen#5", overrides=(*DAPO, "model.dtype=bfloat16"))
+@caught_by(ADVANTAGES, r"CheckFailed: reward check: sample \d+ .* has the reward .*, but its score")
+def rewards_of_the_unfiltered_batch(bug: Bug) -> None:
+    """The tokens of the last batch were combined with the first rewards of a longer list."""
+    unfiltered(bug, "rewards")
+
+
+def unfiltered(bug: Bug, *names: str) -> None:
+    """Filter the first group out, and replace columns of the others by those of the first samples."""
+    from rl.algorithms import dapo
+    from rl.data.batch import Batch
+
+    @bug.replaces(dapo, "grpo")
+    def not_the_first(grpo, scores, groups, **options):
+        return grpo(scores, groups, **options) * (groups > 0)
+
+    @bug.replaces(Batch, "keep_groups")
+    def kept(keep, self, groups):
+        found = keep(self, groups)
+        for name in names:
+            setattr(found, name, getattr(self, name)[: len(found)].clone())
+        return found
+
+
+@exhibit("CarperAI/trlx#401", overrides=("model.dtype=bfloat16",))
+@caught_by(SAMPLES, r"CheckFailed: sample check: sample 0 .* no longer has the tokens and the ending")
+@replaces("rl.phases.phases.Phases.generate")
+def end_trimmed_before_the_update(bug: Bug, generate, self, *args, **options):
+    """Trimming responses between generation and training removed their end."""
+    import torch
+
+    batch = generate(self, *args, **options)
+    last = int(batch.lengths[0]) - 1
+    keep = torch.arange(len(batch.mask)) != last
+    columns = {name: value[keep] for name, value in batch.columns().items() if len(value) == len(keep)}
+    return replace(batch, response_ids=[batch.response_ids[0][:-1], *batch.response_ids[1:]], **columns)
 
 
 @exhibit("fla-org/flash-linear-attention#1073")
-@caught_by("advantages", r"CheckFailed: advantage check: in group \d the reward .* sign is wrong")
+@caught_by(ADVANTAGES, WRONG)
 def advantages_with_the_wrong_sign(bug: Bug) -> None:
     """The loss was negated twice and pushed the policy away from good responses."""
     change(bug, lambda advantages, batch: -advantages)
 
 
-@exhibit("amazon-science/reskill#12")
-@caught_by("advantages", r"CheckFailed: advantage check: the advantages of group \d have the sum")
+@exhibit("amazon-science/reskill#12", overrides=("model.dtype=bfloat16",))
+@caught_by(ADVANTAGES, WRONG)
 def advantages_of_the_whole_batch(bug: Bug) -> None:
     """Advantages were whitened over the batch, so groups influenced each other."""
 
@@ -95,7 +176,7 @@ def advantages_of_the_whole_batch(bug: Bug) -> None:
 
 
 @exhibit("ServiceNow/PipelineRL#54")
-@caught_by("advantages", r"CheckFailed: advantage check: the advantages of group \d have the sum")
+@caught_by(ADVANTAGES, WRONG)
 def baseline_of_the_first_sample(bug: Bug) -> None:
     """The mean reward of a group counted only its first rollout; training seemed to work."""
 
@@ -106,13 +187,46 @@ def baseline_of_the_first_sample(bug: Bug) -> None:
     change(bug, from_first)
 
 
-@exhibit("TensorAuto/OpenTau#136")
+@exhibit("radixark/miles#3229", ranks=2, overrides=("training.tp=2", "model.dtype=bfloat16"))
 @caught_by(
-    "advantages", r"CheckFailed: advantage check: rewards differ within groups, but every advantage is 0"
+    "agreement before each phase",
+    r"Disagreement: ranks disagree on the batch advantages before update.* rank 1",
 )
+def advantages_whitened_by_each_rank(bug: Bug) -> None:
+    """Parts of a batch were whitened with statistics of their own rank."""
+    change(bug, lambda advantages, batch: advantages * (1.1 if bug.rank == 1 else 1.0))
+
+
+@exhibit("TensorAuto/OpenTau#136")
+@caught_by(ADVANTAGES, WRONG)
 def advantages_zero_everywhere(bug: Bug) -> None:
     """Every advantage was 0."""
     change(bug, lambda advantages, batch: advantages * 0)
+
+
+@exhibit("NovaSky-AI/SkyRL#1305", overrides=("algorithm=ppo", "model.dtype=bfloat16"))
+@caught_by(ADVANTAGES, r"CheckFailed: advantage check: advantages of \d+ counted tokens have the mean")
+@replaces("rl.algorithms.ppo.whiten")
+def mean_of_the_advantages_with_padding(bug: Bug, whiten, advantages, mask):
+    """Normalised advantages did not have the mean 0, because the mean counted padding."""
+    return whiten(advantages, mask) + 0.05 * mask
+
+
+@exhibit("medipixel/rl_algorithms#179", overrides=("algorithm=ppo",))
+@caught_by(
+    ADVANTAGES, r"CheckFailed: advantage check: sample \d+ .* in the column returns at its counted token"
+)
+@replaces("rl.algorithms.ppo.gae")
+def lambda_of_gae_ignored(bug: Bug, gae, *columns, gamma, lam):
+    """Generalised advantages were computed with a default in place of the configured lambda."""
+    return gae(*columns, gamma=gamma, lam=0.95)
+
+
+@exhibit("verl-project/verl#6497", overrides=("objective.advantage=gdpo", "training.tp=2"), ranks=2)
+@caught_by(ADVANTAGES, WRONG)
+def rewards_normalised_over_tokens(bug: Bug) -> None:
+    """Advantages of responses were normalised over tokens, so longer ones counted more often."""
+    change(bug, lambda advantages, batch: advantages / advantages.std())
 
 
 def change(bug: Bug, to) -> None:

@@ -4,6 +4,8 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 COUNT = "counted tokens"
 REDUCTION = "probe of the reduced gradient"
+CLIPPED = "clipped gradient"
+SLOPE = "gradient of the loss"
 
 
 @exhibit("NVIDIA/Megatron-LM#1685", ranks=2)
@@ -30,6 +32,67 @@ def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **optio
     finalize(models, *args, **options)
     for model in models:
         model.scale_gradients(0.5)
+
+
+@exhibit("NVIDIA-NeMo/RL#3716", ranks=2, model="qwen3-moe", overrides=("training.tp=2",), at=4)
+@caught_by(REDUCTION, r"WrongReduction: the gradients of model.layers.0.self_attn.q_norm.weight on all ranks")
+@replaces("megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads")
+def norms_of_heads_not_summed(bug: Bug, reduce, models, config, *args):
+    """The norms of queries and keys had the gradients of the heads of each tensor parallel rank. Update 4
+    watches the first of them."""
+    import dataclasses
+
+    norms = [p for m in models for name, p in m.named_parameters() if "self_attention.q_layernorm" in name]
+    for norm in norms:
+        norm.sequence_parallel = False
+    reduce(models, dataclasses.replace(config, qk_layernorm=False), *args)
+    for norm in norms:
+        norm.sequence_parallel = True
+
+
+@exhibit("NVIDIA-NeMo/Automodel#3816", ranks=2, overrides=("training.optimizer.clip_grad=0.1",))
+@caught_by(CLIPPED, r"WrongReduction: rank \d found a gradient norm of .* the clipped gradient")
+@replaces("rl.training.engine.clip_and_step")
+def clipped_by_the_norm_of_the_own_shard(bug: Bug, clip_and_step, optimizer, norm):
+    """Each rank clipped by the norm of the gradients that it holds."""
+    clip_and_step(optimizer, norm * (0.5 + 0.25 * bug.rank))
+
+
+@exhibit("modelscope/ms-swift#10117", overrides=("training.micro_batch_tokens=40",))
+@caught_by(SLOPE, r"WrongGradient: the gradient that arrived at the model's outputs differs .* by 0\.[5-9]")
+@replaces("rl.training.engine.TrainingEngine.update")
+def divided_by_the_micro_batches_too(bug: Bug, update, self, batch, plan, loss, **options):
+    """The loss had its denominators, and was divided by the number of micro-batches once more."""
+
+    def divided(micro):
+        value, metrics = loss(micro)
+        return value / max(2, len(plan[0])), metrics
+
+    return update(self, batch, plan, divided, **options)
+
+
+@exhibit("NVIDIA-NeMo/RL#3544", ranks=2, at=2)
+@caught_by(
+    "state of the optimizer", r"StateChanged: \d+ sampled elements of the optimizer's moments .* on rank 1"
+)
+@replaces("rl.training.engine.TrainingEngine.reload")
+def moments_lost_in_host_memory(bug: Bug, reload, self):
+    """The moments were lost while the optimizer's state was in host memory, here on one rank."""
+    reload(self)
+    if bug.rank == 1:
+        for state in self.optimizer.chained_optimizers[0].optimizer.state.values():
+            state["exp_avg"].zero_()
+
+
+@exhibit("PrimeIntellect-ai/prime-rl#2562", ranks=2)
+@caught_by(COUNT, r"WrongTokens: an update counted 1 times .* rank 1 counted .* and divided by")
+@replaces("rl.phases.minibatches.MinibatchPlan.totals")
+def mean_over_the_own_tokens(bug: Bug, totals, self, batch):
+    """Each rank divided by its own number of tokens, times the number of ranks."""
+    from dataclasses import replace
+
+    found = totals(self, batch)
+    return replace(found, num_tokens=found.num_tokens * (5 / 4 if bug.rank else 5 / 6))  # shares 0.4 and 0.6
 
 
 @exhibit("modelscope/ms-swift#10165", ranks=2)
@@ -103,7 +166,7 @@ def dropout_in_the_reference_pass(bug: Bug) -> None:
 @caught_by(
     "replicas of the weights", r"Disagreement: .*final_layernorm.weight of the policy on rank \d differ"
 )
-@replaces("rl.checks.checks.Checks._weights")
+@replaces("rl.checks.checks.Checks.weights")
 def replicas_of_a_weight_drift_apart(bug: Bug, check, self, name, model):
     """After a load the ranks' copies were not synchronised, without an error."""
     if bug.rank == 1:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
+from tests.museum.tour import BESIDE, ROLES
 
 SYNCHRONOUS = "weights of engine and trainer"
 DIFFER = r"RefitMismatch: after the refit .* on rank \d"
@@ -144,3 +145,82 @@ def tensor_parallel_shards_exchanged(bug: Bug) -> None:
                 weight.copy_(both[1 - dist.get_rank()])
 
     afterwards(bug, change)
+
+
+def unplanned(bug: Bug, part: str) -> None:
+    """Leave weights whose name contains `part` out of the plan of the refit, which is also what is sent."""
+    from rl.refit import refit
+
+    @bug.replaces(refit, "plan_of")
+    def some(plan_of, *args):
+        def known(regions):
+            return tuple(region for region in regions if part not in region.hf)
+
+        def message(found):
+            regions = known(found.regions)
+            share = sum(map(_elements, regions)) / sum(map(_elements, found.regions))
+            return replace(found, regions=regions, num_bytes=int(found.num_bytes * share))
+
+        plan = plan_of(*args)
+        batches = [
+            replace(
+                batch, sends=tuple(map(message, batch.sends)), receives=tuple(map(message, batch.receives))
+            )
+            for batch in plan.batches
+        ]
+        return replace(plan, copies=known(plan.copies), batches=tuple(batches))
+
+
+def _elements(region) -> int:
+    from rl.models.boxes import volume
+
+    return volume(region.box)
+
+
+@exhibit("NovaSky-AI/SkyRL#1505", at=1)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* on rank 0")
+def plan_omits_a_weight(bug: Bug) -> None:
+    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    unplanned(bug, "layers.1.mlp.down_proj")
+
+
+@exhibit("NovaSky-AI/SkyRL#1505", at=1, overrides=("model.dtype=bfloat16",))
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* on rank 0")
+def plan_omits_a_weight_in_bfloat16(bug: Bug) -> None:
+    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    unplanned(bug, "layers.1.mlp.down_proj")
+
+
+@exhibit("NovaSky-AI/SkyRL#1505", ranks=2, at=1, overrides=("training.tp=2", "model.dtype=bfloat16"))
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* on rank \d")
+def plan_omits_a_weight_between_ranks(bug: Bug) -> None:
+    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    unplanned(bug, "layers.1.mlp.down_proj")
+
+
+@exhibit("NovaSky-AI/SkyRL#1505", ranks=2, at=0, overrides=(*ROLES, "refit.check_every=1"))
+@caught_by(
+    SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* differs from the trainer's"
+)
+def plan_omits_a_weight_between_roles(bug: Bug) -> None:
+    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    unplanned(bug, "layers.1.mlp.down_proj")
+
+
+@exhibit("NovaSky-AI/SkyRL#1505", at=1, overrides=BESIDE)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit \d+ weights differ: model.layers\.1\..* on rank 0")
+def plan_omits_an_adapter(bug: Bug) -> None:
+    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    unplanned(bug, "layers.1.")
+
+
+@exhibit("NVIDIA/Megatron-LM#5844", at=1, model="qwen3-moe")
+@caught_by(SYNCHRONOUS, r"RefitMismatch: \d+ weights cannot be compared: .*w13.* on rank 0: \d+ of its")
+def list_of_weights_lacks_experts(bug: Bug) -> None:
+    """A converter expected the experts under other names, and left all of them as they were at the start."""
+    from rl.refit import refit
+
+    @bug.replaces(refit, "plan_weights")
+    def some(plan_weights, weights, *args, **options):
+        left = [weight for weight in weights if ".experts." not in weight.hf[0]]
+        return plan_weights(left, *args, **options)

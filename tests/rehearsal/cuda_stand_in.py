@@ -19,6 +19,7 @@ import importlib
 import inspect
 import sys
 import types
+from collections.abc import Iterable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
@@ -291,14 +292,14 @@ def _replace_sleep_mode() -> None:
             self.asleep: set[str] = set()
 
         def sleep(self, level=1, **options):
-            assert self.can_sleep and level in (1, 2) and not self.asleep
+            assert self.can_sleep and level == 2 and not self.asleep
             super().sleep(level=level, **options)
             self.asleep = {"weights", "kv_cache"}
-            if level == 1:  # which copies the weights to the host
-                return
             with torch.no_grad():
-                for parameter in self.apply_model(lambda model: model)[0].parameters():
-                    parameter.fill_(torch.nan)
+                for module in self.apply_model(lambda model: model)[0].modules():
+                    _discard(module.parameters(recurse=False))
+                    if hasattr(module, "punica_wrapper"):  # a layer with buffers of adapters
+                        _discard([*vars(module).values(), *vars(module.punica_wrapper).values()])
 
         def wake_up(self, tags=None):
             assert set(tags) <= self.asleep, f"{tags} do not sleep"
@@ -308,6 +309,15 @@ def _replace_sleep_mode() -> None:
             return super().wake_up(tags=tags)
 
     vllm.LLM = Engine
+
+
+def _discard(values: Iterable) -> None:
+    """Overwrite tensors and tuples of them; no number is valid as an index."""
+    for value in values:
+        if isinstance(value, tuple):
+            _discard(value)
+        elif isinstance(value, torch.Tensor):
+            value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).max)
 
 
 def _share_log_probs() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.records import records
 from tests.spawn import ROOT
+from tools.consumed import count
 
 
 def curve(run, task):
@@ -46,6 +47,17 @@ def test_multiplication_learns_to_use_its_tool(toys):
     with_tool, alone = (curve(runs / name, "multiply") for name in ("multiply", "multiply_alone"))
     assert with_tool[0] < 0.3 and with_tool[-1] >= 0.9
     assert max(alone) < 0.3
+
+
+@pytest.mark.slow
+def test_multiplication_is_learned_with_everything_at_once(toys):
+    run = toys("lab") / "lab"
+    solved, found = curve(run, "multiply"), count(run)
+    assert solved[0] < 0.3 and solved[-1] >= 0.9
+    assert found.is_exact and (found.consumed, found.dropped) == (640, 0)
+    last = records(run)[-1]
+    received, planned = (last[f"perf/held_collected_bytes_{name}"] for name in ("received", "planned"))
+    assert received == planned > 0 and 0 < last["staleness/mean"] < 1
 
 
 @pytest.mark.slow

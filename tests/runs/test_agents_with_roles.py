@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import save_tiny
 from tests.records import comparable, records
 from tests.runs.test_agents import ARRIVAL, BASE, WAVES
 from tests.runs.test_roles import FAULTY, assert_each_prompt_once, without_staleness
@@ -38,13 +39,27 @@ def test_turns_in_flight_are_of_one_version(agent_config, tmp_path):
     assert_each_prompt_once(tmp_path / "run", consumed=32)
 
 
+EVERYTHING = (
+    "roles.granularity=group",
+    "training.router_replay=engine",
+    "training.ep=2",
+    "rollout.top_p=0.98",
+    "rollout.top_k=20",
+    "adapter.kind=lora",
+)
+"""As in configs/agents/lab.yaml, with a mixture of experts."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("granularity", ["batch", "turn", "sample"])
+@pytest.mark.parametrize("form", ["batch", "turn", "sample", "everything"])
 @pytest.mark.covers("agents", "roles")
-def test_kills_of_either_role_change_nothing(agent_config, tmp_path, granularity):
+def test_kills_of_either_role_change_nothing(agent_config, tmp_path, form):
     """Two trainers and two replicas. Trajectories of a killed run that no checkpoint holds begin again."""
     ranks = ("roles.train=0-1", "roles.rollout=2-3", CORRECT)
-    overrides = (WAVES, *ranks, *IN_FLIGHT, f"roles.granularity={granularity}", "watchdog.lost_s=60")
+    own = (f"roles.granularity={form}",)
+    if form == "everything":
+        own = (*EVERYTHING, f"model.path={save_tiny('Qwen3MoeForCausalLM', tmp_path / 'moe', seed=1)}")
+    overrides = (WAVES, *ranks, *IN_FLIGHT, *own, "watchdog.lost_s=60")
     train(4, agent_config, *overrides, run=tmp_path / "whole")
     killed = tmp_path / "killed"
     for place, rank, call in (("update", 0, 4), ("receive_weights", 3, 2)):

@@ -37,7 +37,7 @@ COMPARISON = """
     for number in range(2000):
         place = PhaseEntry("update", 1, number, 0.0, 0.0, 1.0)
         start = time.perf_counter()
-        agreement.check(place, 7, 0, (0, 0, 0))
+        agreement.check(place, {"ids": 7}, 0, (0, 0, 0))
         compared.append(time.perf_counter() - start)
         start = time.perf_counter()
         dist.all_gather_into_tensor(rows, own)

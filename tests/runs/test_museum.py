@@ -15,6 +15,7 @@ ALWAYS = (
     "micro batch dropped",
     "gradients not reduced",
     "optimizer state reset on resume",
+    "moments lost before the first update",
     "prompts skipped after a resume",
     "order of the scores lost",
 )

@@ -62,7 +62,7 @@ def rehearsed(toy, tmp_path_factory):
         f"rollout.stop_token_ids={list(range(10, 22))}",  # some samples end early, others are carried
         "rollout.max_concurrent_samples=8",
     )
-    beside = ("adapter.kind=lora", "adapter.in_engine=adapter")  # the engine keeps the base while it sleeps
+    beside = ("adapter.kind=lora", "adapter.in_engine=adapter")
     run_ranks(1, REHEARSE, lines, "--config", config, *old, *carried, *beside, timeout=300)
     points = ("sweep.adapters=[{run.seed: 1}, {run.seed: 2}]", "checkpoint.background=false")
     untraced = (
@@ -124,6 +124,13 @@ def test_points_of_a_sweep_share_the_engine(rehearsed):
         found = records(rehearsed[1].parent / "joint" / name)
         assert len(found) == 2 and all(record["actor/grad_norm"] > 0 for record in found)
         assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)
+
+
+def test_an_engine_with_adapters_gets_the_base_again_after_a_sleep(rehearsed):
+    found = records(rehearsed[1].parent / "old")
+    assert len(found) == 2 and all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)
+    first, second = (record["perf/refit_bytes_local"] for record in found)
+    assert first == second > 0
 
 
 def test_the_rehearsal_trains(rehearsed):

@@ -151,6 +151,8 @@ def test_ranks_are_offline_and_compile_to_a_disk_of_the_node(site):
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
         assert env[name].startswith(f"{env['LOCKSTEP_CACHE']}/")
     assert env["LOCKSTEP_CACHE"].startswith("/scratch/local/lockstep-cache-")  # which each rank checks
+    env = Job(site, "train", "my.yaml", LOCKSTEP_CACHE="/project/cache").env
+    assert env["VLLM_CACHE_ROOT"] == "/project/cache/vllm"  # stays for the next job
     cores, files, most = (site / "fake" / "limits").read_text().split()
     assert cores == "0" and files == most  # no core files, many open files
     assert (site / "work" / "train-4711.ranks" / "rank-0.log").resolve() == site / "work" / "job.out"

@@ -57,8 +57,8 @@ FEATURES = {
         EXPERTS,
     ),
     "adapter-in-engine": Feature(
-        "Adapters beside the base weights in the engine",
-        ("adapter.kind=lora", "adapter.rank=8", "adapter.in_engine=adapter"),
+        "Adapters beside the base weights in the engine, with CUDA graphs, which the sleep must keep valid",
+        ("adapter.kind=lora", "adapter.rank=8", "adapter.in_engine=adapter", "rollout.enforce_eager=false"),
     ),
     "fp8-base": Feature(
         "Adapters on a base in FP8, dequantised layer by layer",

@@ -166,6 +166,10 @@ def resume(task: Task) -> None:
     equal = [file.read_bytes() == _in(stopped, straight, file).read_bytes() for file in files]
     text = f"{sum(equal)} of {len(equal)} files"
     task.findings.check("weights and optimizer states are bitwise equal", bool(equal) and all(equal), text)
+    starts = straight / "environment.json", stopped / "environment-after-step-2.json"
+    for text, file in zip(("a first start", "a second start"), starts):
+        seconds = json.loads(file.read_text())["start_up_s"].get("compilation", 0.0)
+        task.findings.note(f"vLLM's compilation in {text}", seconds, unit="s")
 
 
 def _in(directory: Path, other: Path, file: Path) -> Path:

@@ -43,9 +43,12 @@ def formula_tables() -> dict[str, str]:
 
 def formula_list(formulas: dict[str, Formula]) -> str:
     """Return the list of all advantage estimators, or of all losses."""
-    lines, defaults = [], vars(Objective())
+    lines = []
     for name, formula in formulas.items():
-        shown = ", ".join(f"`{key}` {defaults[key]}" for key in defaults if key in formula.reads)
+        defaults = vars(Objective()) | formula.recipe
+        shown = ", ".join(
+            f"`{k}` {v}" for k, v in defaults.items() if k in formula.reads | formula.recipe.keys()
+        )
         keys = f" Keys: {shown}." if shown else ""
         lines.append(wrapped(f"- `{name}` ({formula.source}): {formula.formula}.{keys}", "  "))
     return "\n".join(lines)

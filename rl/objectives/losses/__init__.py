@@ -12,9 +12,7 @@ A file begins with literals, which `rl.config.declarations` reads without runnin
     USES_RATIO   False if the loss takes every token as one of the present policy's (default: True)
     PER_SAMPLE   True if the loss is one number per sample: it requires one advantage per sample and
                  objective.aggregation=seq-mean-token-mean (default: False)
-    AGGREGATION  the paper's mean; another objective.aggregation is warned of (default: any)
-    SMALL_CLIP   end of the warning for clip_low = clip_high = 0.2, if the loss clips another quantity than
-                 PPO does
+    RECIPE       keys of the section objective that follow from the loss as it was published
     ASCENDING    pairs of keys of which the first must be less than the second
     FORMULA      loss of a token for docs/algorithms.md. ratio = pi(y_t)/pi_old(y_t); A: advantage; sg: no
                  gradient

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
-FORMULA = "-sg(clip(ratio)) A log pi; clip_low 1 leaves the ratio unbounded from below, as published"
+RECIPE = {"clip_low": 1.0}
+FORMULA = "-sg(clip(ratio)) A log pi; clip_low 1 leaves the ratio unbounded from below"
 SOURCE = "2506.13585"
 
 

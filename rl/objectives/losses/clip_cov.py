@@ -24,6 +24,7 @@ KEYS = {
     "cov_high": ("float", 5.0, "FINITE", "Greatest covariance of a token that may be selected."),
 }
 ASCENDING = (("cov_low", "cov_high"),)
+RECIPE = {"clip_low": 1.0, "clip_high": 1.0}
 FORMULA = "PPO's without dual clip; tokens drawn among those of high covariance get no gradient"
 SOURCE = "2505.22617"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl.objectives.log_ratio import Loss
 from rl.objectives.losses.dppo_tv import truncated_loss
 
-SMALL_CLIP = "bounds a divergence in nats, and its paper uses 0.05"
+RECIPE = {"clip_low": 0.05, "clip_high": 0.05}
 FORMULA = "-sg(ratio) A log pi within a trust region in nats (KL)"
 SOURCE = "2602.04879"
 

@@ -18,8 +18,8 @@ from rl.objectives.log_ratio import MAX_LOG_RATIO, Loss, masked_log_ratio, sampl
 from rl.objectives.segments import expand
 
 PER_SAMPLE = True
-SMALL_CLIP = "clips the logarithm of the ratio, and its paper uses 0.4 and 0.4"
-FORMULA = "sample: -A exp(mean of log-ratios clipped against A); clip 0.4 in log"
+RECIPE = {"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq-mean-token-mean"}
+FORMULA = "sample: -A exp(mean of log-ratios clipped against A)"
 SOURCE = "2507.20673"
 
 

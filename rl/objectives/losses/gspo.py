@@ -16,9 +16,8 @@ from torch import Tensor
 from rl.objectives.log_ratio import Loss, masked_log_ratio, sample_mean, summed
 from rl.objectives.segments import expand
 
-AGGREGATION = "seq-mean-token-mean"
-SMALL_CLIP = "clips the ratio of a whole sample, and its paper uses 0.0003 and 0.0004"
-FORMULA = "PPO's with the sample's ratio exp(mean log-ratio), gradient through each token; clip 3e-4, 4e-4"
+RECIPE = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"}
+FORMULA = "PPO's with the sample's ratio exp(mean log-ratio), gradient through each token"
 SOURCE = "2507.18071"
 
 MAX_LOG_SAMPLE_RATIO = 10.0

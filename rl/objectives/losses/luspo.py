@@ -10,8 +10,7 @@ from torch import Tensor
 from rl.objectives.log_ratio import Loss
 from rl.objectives.losses.gspo import gspo
 
-AGGREGATION = "seq-mean-token-sum"
-SMALL_CLIP = "clips the ratio of a whole sample; GSPO's paper uses 0.0003 and 0.0004"
+RECIPE = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-sum"}
 FORMULA = "GSPO's; the mean seq-mean-token-sum multiplies it by the length of the sample"
 SOURCE = "2602.05261"
 

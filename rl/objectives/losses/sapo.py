@@ -23,7 +23,7 @@ KEYS = {
     ),
     "sapo_tau_negative": ("float", 1.05, "POSITIVE", "Temperature of the gate where it is negative."),
 }
-AGGREGATION = "seq-mean-token-mean"
+RECIPE = {"aggregation": "seq-mean-token-mean"}
 FORMULA = "-A (4/tau) sigmoid(tau (ratio - 1))"
 SOURCE = "2511.20347"
 

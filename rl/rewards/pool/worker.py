@@ -3,7 +3,7 @@
 The pool sends pickles, after the first one chunks [(index, sample), ...]. It receives JSON lines:
 
     {"ready": is_async}                                                      once, after the import
-    {"i": index, "of": digest, "values": {name: number}, "prediction": text or null}    a score, which may
+    {"i": index, "of": seal, "values": {name: number}, "prediction": text or null}    a score, which may
                                                                              also have "feedback": text
     {"i": index, "error": text, "last": bool}                                a failure; last: the host exits
     {"i": index, "waiting": true}                                            called, and now awaited
@@ -17,7 +17,7 @@ from typing import Any
 
 from rl.config.reward_sources import RewardPlan
 from rl.rewards.mixture import Mixture
-from rl.rewards.score import RejectedResult, Score, digest
+from rl.rewards.score import RejectedResult, Score
 from rl.workers.host import Host
 from rl.workers.messages import explain, too_slow
 from rl.workers.supervisor import run_worker
@@ -50,29 +50,28 @@ class Scorer(Host):
 
     def _call(
         self, mixture: Mixture, chunk: Sequence[tuple[int, Mapping[str, Any]]]
-    ) -> list[tuple[int, int, Awaitable[Score]]]:
+    ) -> list[tuple[int, Awaitable[Score]]]:
         """Score the samples in order; return those that must be awaited."""
         waiting = []
         for index, sample in chunk:
             try:
-                key = digest(sample)  # before users' code may change the sample
                 outcome = mixture.score(sample)
             except BaseException as error:
                 self._fail(index, error)
             else:
                 if isinstance(outcome, Score):
-                    self._answer(index, key, outcome)
+                    self._answer(index, outcome)
                 else:
                     self.send({"i": index, "waiting": True})
-                    waiting.append((index, key, outcome))
+                    waiting.append((index, outcome))
             self._restore_state()
         return waiting
 
-    def _await(self, waiting: Sequence[tuple[int, int, Awaitable[Score]]]) -> None:
+    def _await(self, waiting: Sequence[tuple[int, Awaitable[Score]]]) -> None:
         """Await all concurrently, each with its own time limit, and answer each when it completes."""
         import asyncio  # imported here because it doubles the time that a worker needs to start
 
-        async def settle(index: int, key: int, outcome: Awaitable[Score]) -> None:
+        async def settle(index: int, outcome: Awaitable[Score]) -> None:
             # Not wait_for, which runs the call in a separate task: all blocking calls would be answered last.
             try:
                 async with asyncio.timeout(self._timeout_s) as limit:
@@ -80,7 +79,7 @@ class Scorer(Host):
             except BaseException as error:
                 self._fail(index, TimeoutError(too_slow(self._timeout_s)) if limit.expired() else error)
             else:
-                self._answer(index, key, score)
+                self._answer(index, score)
 
         async def settle_all() -> None:
             await asyncio.gather(*(settle(*call) for call in waiting))
@@ -89,8 +88,8 @@ class Scorer(Host):
             self._runner = asyncio.Runner()
         self._runner.run(settle_all())
 
-    def _answer(self, index: int, key: int, score: Score) -> None:
-        message = {"i": index, "of": key, "values": score.values, "prediction": score.prediction}
+    def _answer(self, index: int, score: Score) -> None:
+        message = {"i": index, "of": score.seal, "values": score.values, "prediction": score.prediction}
         if score.feedback is not None:
             message["feedback"] = score.feedback
         if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # a character may take 12 bytes

@@ -54,22 +54,23 @@ CHECKS = """
     outcome("type", lambda: agree(lambda config: setattr(config.training, "tp", True)))
     outcome("same", lambda: agree(lambda config: None))
 
-    def check(odd_place=place, batch=5, code="a", odd_rank=2, events=0, replica_size=1):
+    def check(odd_place=place, batch={"ids": 5}, code="a", odd_rank=2, events=0, replica_size=1):
         mine = rank == odd_rank
         agreement = PhaseAgreement(config, code if mine else "a", group, replica_size=replica_size)
         memory = 100 + rank, 7 - rank, 9
-        return agreement.check(odd_place if mine else place, batch if mine else 5, events, memory)
+        return agreement.check(odd_place if mine else place, batch if mine else {"ids": 5}, events, memory)
 
     def lateness():
         agreement = PhaseAgreement(config, "a", group)
         for waited_us in ((0, 0, 0), (3_000_000, 2_000_000, 1_000_000), (500_000, 0, 500_000)):
             agreement._waited_us = waited_us[rank]
-            agreement.check(place, 5, 0, (0, 0, 0))
+            agreement.check(place, {"ids": 5}, 0, (0, 0, 0))
         return agreement.late_s.tolist()
 
     outcome("identical", check)
     outcome("late", lateness)
-    outcome("batch", lambda: check(batch=6))
+    outcome("batch", lambda: check(batch={"ids": 6, "advantages": 1}))
+    outcome("column", lambda: check(batch={"ids": 5, "advantages": 1}))
     outcome("code", lambda: check(code="b", odd_rank=0))
     outcome("phase", lambda: check(replace(place, phase="update", number=18)))
     outcome("other replica", lambda: check(events=rank // 2, replica_size=2))
@@ -139,6 +140,7 @@ def test_ranks_that_agree_learn_the_largest_memory_and_who_is_late(found):
     ("case", "field", "rank"),
     [
         ("batch", "batch ids", 2),
+        ("column", "batch advantages", 2),
         ("code", "code", 0),
         ("phase", "phase", 2),
         ("step", "step", 1),

@@ -90,8 +90,10 @@ class ToyEngine:
     An update keeps the gradient, summed over ranks, and takes no step.
     """
 
+    device = CPU
+
     def __init__(self):
-        self.grid = SimpleNamespace(dp=dist.get_world_size())
+        self.grid = SimpleNamespace(dp=dist.get_world_size(), reports_results=True)
         self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
@@ -125,7 +127,7 @@ class ToyEngine:
     def update(self, batch, plan, loss, *, lr, outputs=None, observe=None, progress=None):
         gradient = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
         sums: dict[str, float] = {}
-        observed = torch.zeros(3, dtype=torch.float64)
+        observed = torch.zeros(5, dtype=torch.float64)
         self.model.zero_grad()
         for micro in self.micro_batches(batch, plan):
             value, terms = loss(micro)
@@ -141,8 +143,8 @@ class ToyEngine:
         self.gradients.append(gradient)
         self.num_updates += 1
         mine = torch.cat((torch.tensor(list(sums.values()), dtype=torch.float64), observed))
-        *values, share, codes, gap = sum_over_world(mine, CPU.torch).tolist()
-        return UpdateResult(dict(zip(sums, values)), [share, codes, gap], grad_norm=0.0, has_moved=True)
+        total = sum_over_world(mine, CPU.torch).tolist()
+        return UpdateResult(dict(zip(sums, total)), total[len(sums) :], grad_norm=0.0, has_moved=True)
 
 
 def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:

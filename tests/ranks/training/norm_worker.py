@@ -3,8 +3,8 @@
     norm_worker.py DIRECTORY CHECKPOINT [...]
 
 Rank 0 writes to DIRECTORY/out.json, by architecture, the weights whose mark does not match the layout. For
-the model with latent attention it also writes the norms of one gradient: at tp 1, at tp 2, and at tp 2 with
-TE's marks.
+the model with latent attention it also writes the norms of one gradient at tp 1 and tp 2, and the error of
+an update at tp 2 with TE's marks.
 """
 
 import json
@@ -19,6 +19,7 @@ from rl.engines.engines import build_policy
 from rl.models import read_hf_config
 from rl.runtime.session import session
 from rl.training import engine, layer_spec
+from rl.training.gradients import WrongReduction
 from rl.training.micro_batch_plans import plan_minibatch
 
 MLA = "DeepseekV3ForCausalLM"
@@ -66,7 +67,10 @@ def main(directory: str, *checkpoints: str) -> None:
             if hf["architectures"][0] == MLA:
                 found["tp1"] = norm_of(of_tp[1], hf, 1, device)[0]
                 engine.mark_split_weights = lambda weight_map: None
-                found["tp2 unmended"] = norm_of(of_tp[2], hf, 2, device)[0]
+                try:
+                    norm_of(of_tp[2], hf, 2, device)
+                except WrongReduction as error:
+                    found["tp2 unmended"] = str(error)
                 engine.mark_split_weights = mark
             results[hf["architectures"][0]] = found
     if RANKS.rank == 0:

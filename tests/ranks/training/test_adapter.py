@@ -1,5 +1,6 @@
 """Adapters compute what peft's compute, in every layout, and only they learn."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -213,3 +214,20 @@ def test_adapters_on_layers_of_transformer_engine(tmp_path):
     model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "model", seed=1)
     (out,) = run_ranks(1, WORKER.with_name("te_adapter_worker.py"), model, fresh=True, timeout=200)
     assert float(out.splitlines()[-1]) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_of_all_experts_are_computed_together(tmp_path, kind):
+    """As close to float64 as one expert after the other, the same in each pass, with fewer operations."""
+    model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "model", seed=1)
+    worker = WORKER.with_name("te_experts_worker.py")
+    (out,) = run_ranks(1, worker, model, kind, fresh=True, timeout=200)
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [layer["dtype"] for layer in found] == ["torch.bfloat16", "torch.float32"] * 2
+    for layer in found:
+        print(layer)
+        together, one_by_one = layer["gaps"]
+        assert together < 1.5 * one_by_one and layer["repeats"]
+        fewer, more = layer["operations"]
+        assert fewer < more

@@ -10,7 +10,7 @@ import torch
 
 from rl.checks.batches import (
     CheckFailed,
-    check_advantages,
+    check_digests,
     check_duplicates,
     check_endings,
     check_groups,
@@ -23,9 +23,8 @@ from rl.checks.batches import (
 from rl.checks.objective import check_objective
 from rl.config.declarations import formulas, literal_dict
 from rl.config.schema import load_config
-from rl.data.batch import Batch
+from rl.data.batch import Batch, concatenate, pair_up
 from rl.data.prompts import Prompt
-from rl.objectives.advantages.grpo import grpo
 from rl.phases.policy_gradient import policy_loss
 
 END, VOCABULARY, LIMIT = 1, 16, 12
@@ -117,42 +116,6 @@ def test_samples_in_the_group_of_another_prompt_are_found():
         check_groups(batch.select(list(range(1, 128))), samples_per_prompt=8)
 
 
-def test_advantages_of_the_wrong_order_or_baseline_are_found():
-    batch, _ = sampled(4)
-    estimator = formulas("advantages")["grpo"]
-    batch.rewards = torch.rand(128, generator=torch.Generator().manual_seed(0))
-
-    def check(advantages):
-        batch.advantages = advantages.repeat_interleave(batch.lengths)
-        check_advantages(batch, estimator)
-
-    right = grpo(batch.rewards, batch.groups, normalize_by_std=True)
-    check(right)
-    for wrong, message in (
-        (-right, "sign is wrong"),
-        (right * 0, "every advantage is 0"),
-        (batch.rewards - batch.rewards.mean(), "have the sum"),
-        (right.roll(1), "sign is wrong"),
-    ):
-        with pytest.raises(CheckFailed, match=message):
-            check(wrong)
-
-
-def test_samples_without_a_token_have_a_part_of_the_baseline():
-    estimator = formulas("advantages")["grpo"]
-    for lengths in ([3, 0, 2, 4], [0, 0, 0, 0]):
-        batch = Batch(
-            prompt_ids=[np.ones(2, np.int32)] * 4,
-            response_ids=[np.ones(length, np.int32) for length in lengths],
-            groups=torch.tensor([0, 0, 1, 1]),
-            truncated=torch.zeros(4, dtype=torch.bool),
-            rewards=torch.tensor([0.0, 1.0, 0.5, 1.0]),
-        )
-        of_samples = grpo(batch.rewards, batch.groups, normalize_by_std=True)
-        batch.advantages = of_samples.repeat_interleave(batch.lengths)
-        check_advantages(batch, estimator)
-
-
 def test_groups_of_equal_scores_are_found():
     batch, _ = sampled(4)
     batch.scores = torch.rand(128, generator=torch.Generator().manual_seed(0))
@@ -165,10 +128,26 @@ def test_groups_of_equal_scores_are_found():
         check_informative(batch)
 
 
-def test_advantages_of_other_columns_need_not_follow_the_reward():
+def test_samples_that_lost_their_tokens_or_scores_are_found():
     batch, _ = sampled(4)
-    batch.rewards, batch.advantages = torch.rand(128), torch.rand(len(batch.mask))
-    check_advantages(batch, formulas("advantages")["opo"])
+    batch.delivered()
+    batch.scores = torch.rand(128, generator=torch.Generator().manual_seed(0))
+    batch.score_digests = batch.hash_scores(batch.digests)
+    halves = [batch.keep_groups(list(range(k, 16, 2))) for k in (0, 1)]
+    moved = concatenate(halves[::-1]).select(list(range(127, -1, -1)))
+    check_digests(moved)
+    check_digests(pair_up(chosen=halves[0], rejected=halves[1]))
+    ids = list(moved.response_ids)
+    wrong = {
+        "the score that was made for it": dict(scores=moved.scores.roll(1)),
+        "the tokens and the ending": dict(truncated=~moved.truncated),
+        r"sample 5 \(prompt \d+\) no longer has the tokens": dict(
+            response_ids=[*ids[:5], ids[5][:-1], *ids[6:]], mask=None, rollout_logprobs=None
+        ),
+    }
+    for message, change in wrong.items():
+        with pytest.raises(CheckFailed, match=message):
+            check_digests(replace(moved, **change))
 
 
 def test_selected_tokens_of_older_weights_are_not_compared():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.checks.logprobs import LogprobMismatch, check_engine, check_reference, rounding_limit
+from rl.checks.logprobs import LogprobMismatch, check_engine, check_reference, present_tokens, rounding_limit
 from rl.data.batch import Batch
 
 QWEN_7B = {"hidden_size": 3584, "num_hidden_layers": 28}
@@ -28,8 +28,9 @@ def batch() -> Batch:
 
 
 def gap(batch: Batch, logprobs: torch.Tensor, **options) -> dict[str, float]:
-    given = dict(version=3, limit=1e-4, routes=False, keeps_cache=False, ranks=[[0, 1], [2, 3]]) | options
-    return check_engine(batch, logprobs, **given)
+    given = dict(limit=1e-4, routes=False, whole=False, ranks=[[0, 1], [2, 3]]) | options
+    counted = present_tokens(batch, 3, whole=given.pop("whole"))
+    return check_engine(batch, logprobs, counted, **given)
 
 
 def test_the_limit_follows_from_dtype_and_size():
@@ -80,4 +81,4 @@ def test_a_kept_cache_leaves_out_samples_with_older_tokens(batch):
     logprobs[1:LENGTH] -= 0.5  # what a cache of the older weights does to later tokens
     with pytest.raises(LogprobMismatch):
         gap(batch, logprobs)
-    assert gap(batch, logprobs, keeps_cache=True)["training/logprob_gap"] == 0.0
+    assert gap(batch, logprobs, whole=True)["training/logprob_gap"] == 0.0

@@ -41,6 +41,9 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         samples_per_unit=unit,
         deferred_at=3,
         baselines=column(count),
+        generated_by=torch.from_numpy(rng.integers(4, size=count)),
+        digests=torch.from_numpy(rng.integers(2**32, size=count)),
+        score_digests=torch.from_numpy(rng.integers(2**32, size=count)),
         feedback=[f"wrong {seed} {i}" for i in range(count)],
         conversations=[[{"role": "user", "content": f"{seed} {i}"}] for i in range(count)],
         score_details={name: column(count) for name in details},
@@ -186,7 +189,8 @@ def test_pair_up_interleaves_chosen_and_rejected():
         whole = sides[i % 2][i // 2]
         assert (prompt, response) == whole[:2] and not details
         assert tokens == {"mask": whole[2]["mask"]} and per_sample["truncated"] == whole[3]["truncated"]
-        assert set(per_sample) == {"groups", "truncated"}
+        assert per_sample["digests"] == whole[3]["digests"]
+        assert set(per_sample) == {"groups", "truncated", "digests"}
 
 
 def test_mismatch_gives_each_prompt_the_previous_response():

@@ -112,13 +112,15 @@ class TestMemory:
             and nine.seconds["update_actor"] > 8 * one.seconds["update_actor"]
         )
 
-    def test_adapters_alone_travel_in_their_form(self):
+    def test_with_roles_adapters_alone_travel(self):
         merged = found(GRPO, 8, *LORA, plan=True)
         adapter = found(GRPO, 8, *LORA, "adapter.in_engine=adapter", plan=True)
         few = found(GRPO, 8, *LORA, "training.tp=4", plan=True)
         assert merged.refit == adapter.other_refit and adapter.refit == merged.other_refit
         assert merged.refit.all_ranks == 0  # every rank holds what its engine needs
-        assert 0 < few.other_refit.all_ranks < 0.01 * few.refit.all_ranks
+        assert few.refit.all_ranks < few.other_refit.all_ranks < 1.01 * few.refit.all_ranks
+        roles = found(GRPO, 8, *LORA, "roles.train=0-3", "roles.rollout=4-7", plan=True)
+        assert 0 < roles.other_refit.all_ranks < 0.01 * roles.refit.all_ranks
 
     def test_other_conflicts_do_not_hide_the_other_form(self):
         both = ("data.curriculum=own:order", "data.train_weights=[1.0]")

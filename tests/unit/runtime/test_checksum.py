@@ -45,8 +45,10 @@ def test_many_tensors_are_summed_and_compared_as_each_alone(monkeypatch):
     wide = torch.randn(40, 12, generator=generator)
     parts = [wide[3 * i : 3 * i + 3, 2:9] for i in range(9)]  # parts of rows
     parts += [wide[i] for i in range(5)] + [wide.bfloat16()[:3, 2:9], wide[0, 0], wide[:30].view(5, 6, 12)]
-    assert placed_checksums(parts).tolist() == [int(placed_checksum(part)) for part in parts]
-    assert placed_checksums([]).tolist() == []
+    starts = [(number, 2 * number)[: part.ndim] for number, part in enumerate(parts)]
+    each = [int(placed_checksum(part, start)) for part, start in zip(parts, starts)]
+    assert placed_checksums(parts, starts).tolist() == each
+    assert placed_checksums([], []).tolist() == []
     others = [part.clone() for part in parts]
     assert different(list(zip(parts, others))) == []
     others[4][2, 6] = -others[4][2, 6]

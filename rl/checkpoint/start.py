@@ -1,0 +1,70 @@
+"""What a run started from, compared with the models at their first update.
+
+Between the load and the first update much touches the models: the first refit, memory sharing, adapters, the
+reference. What one of them changes by mistake would be learned from without an error.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl.checkpoint.contents import buffer_checksums, describe, in_words, total_checksums
+from rl.training.engine import TrainingEngine
+
+
+class ChangedSinceStart(RuntimeError):
+    """Raised on every rank if a model is not what the run started from, before it learned anything."""
+
+
+class Start:
+    """The models after everything was loaded. Collective over the world.
+
+    source: where they are from, for the message.
+    """
+
+    def __init__(self, source: str, models: Mapping[str, TrainingEngine]):
+        self._source, self._sums = source, total_checksums(models)
+        self._steps = {name: describe(model)["optimizer_step"] for name, model in models.items()}
+
+    def check(self, name: str, model: TrainingEngine) -> None:
+        """Compare weights, optimizer and reference of a model that this process has not updated yet, and of
+        one that it has only what no update changes.
+
+        Raises ChangedSinceStart on every rank. Collective over the world.
+        """
+        if model.num_updates:
+            found = buffer_checksums(name, model)
+            if wrong := [tensor for tensor, value in found.items() if self._sums.get(tensor) != value]:
+                tensors, where = in_words(wrong, {name: model})
+                raise ChangedSinceStart(
+                    f"{tensors} of the {name} have changed since the run started, on {where}, but they must "
+                    "not learn: an update or another part of the program writes to them."
+                )
+            return
+        found = total_checksums({name: model})
+        own = {tensor: value for tensor, value in self._sums.items() if tensor.startswith(f"{name}/")}
+        if wrong := [tensor for tensor in own | found if own.get(tensor) != found.get(tensor)]:
+            tensors, where = in_words(wrong, {name: model})
+            raise ChangedSinceStart(
+                f"before the first update of the {name}, {tensors} are not what they were when the run "
+                f"started from {self._source}, on {where}: a refit, memory sharing or another part of the "
+                "program wrote to them."
+            )
+        steps = describe(model)["optimizer_step"]
+        if steps != self._steps[name]:
+            raise ChangedSinceStart(
+                f"before the first update of the {name}, its optimizer counts {steps} steps instead of "
+                f"{self._steps[name]} of {self._source}; Adam's bias correction would be wrong."
+            )
+
+
+def check_restored(source: str, saved: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+    """Raise ChangedSinceStart if a state that was restored is not the one that was saved.
+
+    restored: what the next checkpoint would hold, plain data; keys that `saved` lacks are not compared.
+    """
+    for key, value in restored.items():
+        if key in saved and saved[key] != value:
+            raise ChangedSinceStart(
+                f"{key} of {source} is {str(saved[key])[:200]}, but {str(value)[:200]} after it was "
+                "restored: the run would not continue where it stopped."
+            )

@@ -1,0 +1,161 @@
+"""Comparisons of log-probs with what their own noise allows, for errors of the size of rounding.
+
+The bound of `rl.checks.logprobs` holds for every model, so in bfloat16 it is far above the noise of most.
+Here the noise is that of other tokens of the run: of the other ranks, of earlier steps, and of the draw
+itself. Sums fade by FADE per step, so that an error which begins late is not diluted.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.checks.batches import RISK, CheckFailed
+from rl.checks.logprobs import LogprobMismatch
+from rl.data.batch import Batch
+from rl.objectives.segments import segment_sum
+
+FADE = 0.95
+"""Weight of a step's sums one step later."""
+FLOOR = 1e-3
+"""Differences below this share of the bound of rounding count as equal to it."""
+MIN_SAMPLES = 32
+"""Minimum number of samples of a rank, and of all others, that are compared."""
+ENTROPY_SLACK = 8
+"""Rounding may shift the mean of -log q from the entropy by the bound of log-probs divided by this."""
+DEVIATIONS = 9.0
+"""Standard errors by which a rank differs; the log of a sample's mean gap has lighter tails than a normal
+distribution, whose tail is 1e-19 there."""
+MIN_FACTOR = 2.0
+"""Factor by which the gaps of a rank must exceed those of the others: ranks may have other devices."""
+SLOPE = 0.3
+"""Share of the distance from the reference by which engine and trainer may differ systematically."""
+MIN_DISTANCE = 1.5
+"""Minimum of the squared distance from the reference in units of the squared gaps; that of noise is 1.25."""
+JUMP, MIN_STEPS = 3.0, 5
+"""A mean gap above JUMP times the median of at least MIN_STEPS earlier steps is logged as a warning."""
+
+
+class DrawnEntropy:
+    """Compares the log-probs of sampled tokens with the entropy of the distribution they are said to be from.
+
+    The expectation of -log q(x) of a token x drawn from q is the entropy of q. The differences are those of a
+    martingale M, for which P(|M| >= z sqrt([M] + <M>)) <= 2 exp(-z^2 / 2) (Bercu and Touati, 2008); the
+    conditional <M> is taken to be the observed [M]. Samples from another temperature or a truncated
+    distribution exceed it.
+    """
+
+    def __init__(self):
+        self._sums = np.zeros(3)
+        """Sum of the differences, of their squares, and their number."""
+
+    def check(self, batch: Batch, entropy: Tensor, counted: Tensor, *, slack: float) -> None:
+        """Raise CheckFailed if the tokens were not drawn from the engine's distribution.
+
+        entropy: the trainer's, float32 [T]. counted: bool [T], the tokens that the present weights sampled.
+        slack: mean difference that rounding may cause, in nats.
+        """
+        assert batch.rollout_logprobs is not None
+        found = (-batch.rollout_logprobs - entropy)[counted].double()
+        own = np.array([float(found.sum()), float(found.square().sum()), len(found)])
+        self._sums = own + self._sums * (FADE, FADE**2, FADE)
+        for total, squares, count in (own, self._sums):
+            limit = math.sqrt(-4 * math.log(RISK / 2) * squares) + slack * count
+            if abs(total) > limit:
+                raise CheckFailed(
+                    f"entropy check: over the last {count:.0f} sampled tokens the mean of -log q is "
+                    f"{total / count:+.3g} nats from the entropy of q, more than chance explains "
+                    f"({limit / count:.2g}, probability below {RISK:g}): the tokens were drawn from another "
+                    "distribution than the one whose log-probs the engine reports. Temperature, penalties "
+                    "or truncation differ."
+                )
+
+
+class Gaps:
+    """Differences of log-probs between engine and trainer, by rank and over the steps of a run."""
+
+    def __init__(self):
+        self._sums: dict[str, dict[int, np.ndarray]] = {}
+        """For each kind of rank and each rank: number of samples, sum and sum of squares of their logs."""
+        self._earlier: list[float] = []
+
+    def check(self, gaps: Tensor, ranks: dict[str, Tensor], *, limit: float) -> None:
+        """Raise LogprobMismatch if the gaps of one rank are larger than those of the others.
+
+        gaps: mean difference of each sample's tokens, float64 [n]. ranks: kind of rank -> rank of each
+        sample, int64 [n]. limit: bound of rounding, which is the unit of what counts as equal.
+        """
+        logs = (gaps + FLOOR * limit).log()
+        logs = logs - logs.mean() if len(logs) else logs
+        for kind, of in ranks.items():
+            step = {}
+            for rank in of.unique().tolist():
+                own = logs[of == rank]
+                step[rank] = np.array([len(own), float(own.sum()), float(own.square().sum())])
+            earlier = self._sums.get(kind, {})
+            faded = {r: FADE * earlier.get(r, 0.0) + step.get(r, np.zeros(3)) for r in earlier | step}
+            self._sums[kind] = faded
+            for members in (step, faded):
+                self._compare(kind, members, limit)
+
+    @staticmethod
+    def _compare(kind: str, members: dict[int, np.ndarray], limit: float) -> None:
+        for rank, own in members.items():
+            rest = sum(members.values()) - own
+            if min(own[0], rest[0]) < MIN_SAMPLES:
+                continue
+            (mean, spread), (mean_of_rest, spread_of_rest) = (
+                (sums[1] / sums[0], max(0.0, sums[2] / sums[0] - (sums[1] / sums[0]) ** 2))
+                for sums in (own, rest)
+            )
+            error = math.sqrt(spread / own[0] + spread_of_rest / rest[0])
+            if mean - mean_of_rest > max(DEVIATIONS * error, math.log(MIN_FACTOR)):
+                factor, deviations = math.exp(mean - mean_of_rest), (mean - mean_of_rest) / max(error, 1e-9)
+                raise LogprobMismatch(
+                    f"the log-probs of engine and trainer differ {factor:.1f} times as much in samples that "
+                    f"rank {rank} {kind} as in those of other ranks, {deviations:.0f} standard errors over "
+                    f"{own[0]:.0f} samples, although all are below the bound of rounding ({limit:.2g}): "
+                    "weights, cache, adapters or sampling of this rank differ from the others'."
+                )
+
+    def jump(self, mean: float) -> str:
+        """Return a warning if the mean gap of a step is far above those of earlier steps; "" otherwise."""
+        earlier = sorted(self._earlier[-20:])
+        self._earlier = [*self._earlier[-19:], mean]
+        if len(earlier) < MIN_STEPS or mean <= JUMP * (median := earlier[len(earlier) // 2]) or not median:
+            return ""
+        return (
+            f"warning: log-prob check: engine and trainer differ by {mean:.2g} nats per token, "
+            f"{mean / median:.1f} times as much as in the last {len(earlier)} steps. Something that one of "
+            "them computes with has changed."
+        )
+
+
+def check_direction(batch: Batch, counted: Tensor) -> None:
+    """Raise LogprobMismatch if engine and trainer differ along the policy's distance from the reference.
+
+    An adapter that the engine applies with another scale, or weights that are a mixture of both, shift the
+    log-probs in proportion to that distance, by less than the bound of rounding as long as the policy has
+    learned little. counted: bool [T], the tokens that the present weights sampled. Samples are the units of
+    the standard error.
+    """
+    assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    gaps = torch.where(counted, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
+    # With the mean of both sides the noise of neither has a part in the slope.
+    distance = (batch.old_logprobs + batch.rollout_logprobs) / 2 - batch.ref_logprobs
+    distance = torch.where(counted, distance, 0.0).double()
+    products = segment_sum(gaps * distance, batch.lengths)
+    squares = segment_sum(distance.square(), batch.lengths)
+    total = float(squares.sum())
+    if len(batch) < MIN_SAMPLES or total < MIN_DISTANCE * float(gaps.square().sum()):
+        return  # the distance is noise itself
+    slope = float(products.sum()) / total
+    error = float((products - slope * squares).square().sum().sqrt()) / total
+    if abs(slope) > max(SLOPE, DEVIATIONS * error):
+        raise LogprobMismatch(
+            f"engine and trainer differ by {-slope:+.2f} times the policy's distance from the reference "
+            f"({abs(slope) / max(error, 1e-9):.0f} standard errors), which rounding does not: the engine "
+            "applies adapters with another scale, or some weights of another version."
+        )

@@ -1,0 +1,188 @@
+"""Whether the engine's weights equal the trainer's, decided without the plan of the refit.
+
+Both sides are read by the model's list of weights: every element of the engine's parameters, and the same
+element of the trainer's. A part that the plan omits, or sends to another place, is compared like any other.
+
+If all ranks that generate with a weight also train these elements of it, each rank compares its own bitwise.
+Of the other weights each rank adds checksums, which depend on the place in the whole Hugging Face tensor:
+those of its engine's parts, less those of the parts whose first holder in training it is, times the number of
+copies of the tensor in all engines. The sum over the ranks is then 0.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.models.boxes import index, overlap, volume
+from rl.models.layout import VOCAB, Piece, Weight
+from rl.models.placement import RolloutPlacement, TrainingPlacement
+from rl.refit.plan import Copy
+from rl.runtime.checksum import different, placed_checksums
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of one of this rank's parameters."""
+
+    weight: int
+    tensor: int
+    """Index of the Hugging Face tensor among those of all weights."""
+    piece: Piece
+    factor: int
+    """Its checksum is multiplied by this."""
+
+
+@dataclass(frozen=True)
+class Equality:
+    """What one rank compares."""
+
+    own: tuple[Copy, ...]
+    """Pairs of boxes that this rank trains and generates with."""
+    trained: tuple[Part, ...]
+    held: tuple[Part, ...]
+    weight_of: tuple[int, ...]
+    """Index of the weight of each Hugging Face tensor."""
+    across: bool
+    """Whether any weight is compared between ranks, the same on all ranks."""
+
+
+class Kind(NamedTuple):
+    """Where weights that differ only in the numbers of layer and expert are, on one rank."""
+
+    source: int | None
+    """This rank's tensor parallel rank in training; None if it does not train them."""
+    needed: int | None
+    """The same in generation."""
+    alike: list[int]
+    """Ranks that train the same elements as this one."""
+    stays: bool
+    """Whether every rank that generates with them trains the same elements."""
+    copies: list[int]
+    """Number of copies of each Hugging Face tensor in all engines."""
+
+
+def plan_equality(
+    weights: Sequence[Weight], training: TrainingPlacement, rollout: RolloutPlacement, rank: int
+) -> Equality:
+    """Return what a rank compares. Not collective; the arguments but `rank` are identical on all ranks."""
+    own: list[Copy] = []
+    trained: list[Part] = []
+    held: list[Part] = []
+    kinds: dict[tuple, Kind] = {}
+    first = 0
+    for number, weight in enumerate(weights):
+        key = weight.megatron, weight.shapes, training.place(weight), rollout.place(weight)
+        if key not in kinds:
+            kinds[key] = _kind(weight, training, rollout, rank)
+        kind, cut = kinds[key], training.cut_size(weight)
+        tensors = {name: first + place for place, name in enumerate(weight.hf)}
+        first += len(tensors)
+        if kind.stays and kind.needed is not None:
+            own += [
+                Copy(number, trains.hf, trains.local_box, holds.local_box)
+                for trains, holds in _common(weight, cut, kind.source, rollout.tp, kind.needed)
+            ]
+        elif not kind.stays:
+            if kind.needed is not None:
+                for piece in weight.vllm_pieces(rollout.tp, kind.needed):
+                    held.append(Part(number, tensors[piece.hf], piece, 1))
+            if kind.source is not None and kind.alike[number % len(kind.alike)] == rank:
+                for piece in weight.megatron_pieces(cut, kind.source):
+                    copies = kind.copies[weight.hf.index(piece.hf)]
+                    trained.append(Part(number, tensors[piece.hf], piece, -copies))
+    weight_of = [number for number, weight in enumerate(weights) for _ in weight.hf]
+    across = not all(kind.stays for kind in kinds.values())
+    return Equality(tuple(own), tuple(trained), tuple(held), tuple(weight_of), across)
+
+
+def _kind(weight: Weight, training: TrainingPlacement, rollout: RolloutPlacement, rank: int) -> Kind:
+    holders, needers = training.holders(training.place(weight)), rollout.holders(rollout.place(weight))
+    sources = dict(zip(holders.ranks.tolist(), holders.tp_ranks.tolist()))
+    needed = dict(zip(needers.ranks.tolist(), needers.tp_ranks.tolist()))
+    volumes: dict[int, Counter] = {tp_rank: Counter() for tp_rank in set(needed.values())}
+    for tp_rank, of_names in volumes.items():
+        for piece in weight.vllm_pieces(rollout.tp, tp_rank):
+            of_names[piece.hf] += volume(piece.hf_box)
+
+    def trains_too(source: int | None, tp_rank: int) -> bool:
+        found = _common(weight, training.cut_size(weight), source, rollout.tp, tp_rank)
+        return sum(volume(piece.hf_box) for piece, _ in found) == volumes[tp_rank].total()
+
+    mine = sources.get(rank)
+    return Kind(
+        mine,
+        needed.get(rank),
+        [each for each in sources if sources[each] == mine or not weight.cut.split],
+        all(trains_too(*pair) for pair in {(sources.get(each), tp_rank) for each, tp_rank in needed.items()}),
+        [
+            sum(volumes[tp_rank][name] for tp_rank in needed.values()) // math.prod(shape)
+            for name, shape in zip(weight.hf, weight.shapes)
+        ],
+    )
+
+
+def _common(weight: Weight, cut: int, source: int | None, tp: int, needed: int) -> list[tuple[Piece, Piece]]:
+    """Return the elements that a training and a generating rank share, as pieces of both parameters."""
+    found = []
+    for mine in () if source is None else weight.megatron_pieces(cut, source):
+        for theirs in weight.vllm_pieces(tp, needed):
+            box = overlap(mine.hf_box, theirs.hf_box) if mine.hf == theirs.hf else None
+            if box is not None:
+                found.append((Piece(mine.hf, box, mine.local(box)), Piece(mine.hf, box, theirs.local(box))))
+    return found
+
+
+def uncompared(equality: Equality, weights: Sequence[Weight], held: Mapping[str, Tensor]) -> list[str]:
+    """Return a message for each engine parameter of which an element is not compared on this rank.
+
+    held: the parameters that must be compared, by vLLM's name.
+    """
+    counts: Counter = Counter()
+    for copy in equality.own:
+        counts[weights[copy.weight].vllm] += volume(copy.destination)
+    for part in equality.held:
+        counts[weights[part.weight].vllm] += volume(part.piece.local_box)
+    padded = {weight.vllm for weight in weights if weight.cut is VOCAB}
+    return [
+        f"{name} on rank {dist.get_rank()}: {counts[name]} of its {tensor.numel()} elements are compared"
+        for name, tensor in held.items()
+        if counts[name] != tensor.numel() and not (name in padded and counts[name] < tensor.numel())
+    ]
+
+
+@torch.no_grad()
+def differing(
+    equality: Equality,
+    trained: Mapping[int, Tensor],
+    held: Mapping[int, Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[int]:
+    """Return the indices of weights of which this rank, or any rank, finds a difference.
+
+    Collective over the group, by default the world; a rank sends 8 bytes per Hugging Face tensor, if any is
+    not compared within the ranks. trained, held: this rank's tensors by the index of the weight.
+    """
+    pairs = []
+    for copy in equality.own:
+        source = trained[copy.weight][index(copy.source)]
+        destination = held[copy.weight][index(copy.destination)]
+        pairs.append((source.reshape(destination.shape), destination))
+    wrong = {equality.own[number].weight for number in different(pairs)}
+    if equality.across:
+        sums = torch.zeros(len(equality.weight_of), dtype=torch.int64, device=device)
+        for parts, tensors in ((equality.trained, trained), (equality.held, held)):
+            views = [tensors[part.weight][index(part.piece.local_box)] for part in parts]
+            found = placed_checksums(views, [[start for start, _ in part.piece.hf_box] for part in parts])
+            rows = torch.tensor([(part.tensor, part.factor) for part in parts], dtype=torch.int64)
+            places, factors = rows.view(-1, 2).to(device).unbind(1)
+            sums.index_add_(0, places, found.to(device) * factors)
+        dist.all_reduce(sums, group=group)
+        wrong |= {equality.weight_of[tensor] for tensor in sums.nonzero().flatten().tolist()}
+    return sorted(wrong)

@@ -1,0 +1,43 @@
+"""What vLLM compiles for a GPU: the batch sizes of its CUDA graphs, and the cache of compiled code.
+
+The cache is in a directory that several jobs may use at once (`rl.runtime.compile_caches`).
+"""
+
+import functools
+import os
+import socket
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """Return the numbers of samples for which vLLM captures CUDA graphs, ascending; the last is `largest`.
+
+    An engine step of n samples runs the graph of the next size; from 64 on at most an eighth of it is
+    padding. vLLM's default captures up to twice the samples that run at a time, and at most 512, above which
+    a step runs without a graph.
+    """
+    sizes, size = [1, 2, 4], 8
+    while size < largest:
+        sizes.append(size)
+        size += max(8, 1 << size.bit_length() - 4)
+    return [size for size in sizes if size < largest] + [largest]
+
+
+@functools.cache
+def replace_cache_files() -> None:
+    """Make vLLM replace the index of a cache at once; a job that starts then would read half of it.
+
+    vLLM, Inductor and Triton write all other files in this way.
+    """
+    from vllm.compilation.backends import CompilerManager
+
+    save = CompilerManager.save_to_file
+
+    def save_to_file(self) -> None:
+        path = self.cache_file_path
+        self.cache_file_path = f"{path}.{socket.gethostname()}.{os.getpid()}"
+        save(self)
+        if os.path.exists(self.cache_file_path):  # else nothing new was compiled
+            os.replace(self.cache_file_path, path)
+        self.cache_file_path = path
+
+    CompilerManager.save_to_file = save_to_file

@@ -1,0 +1,36 @@
+"""A worker that answers awaited calls in the order of their completion, and reward functions."""
+
+import asyncio
+import itertools
+
+CALLS = itertools.count()
+
+
+async def slow_first(prompt, response, **extra):
+    """Return a score of its own for each response; those that begin with higher letters take less time."""
+    await asyncio.sleep(0.001 * (256 - ord(response[:1] or "z") % 256))
+    return len(set(response)) / 6 + len(response) / 100
+
+
+def later_0(prompt, response, **extra):
+    """Return 0 after the 64 samples of the first step."""
+    return len(set(response)) / 6 if next(CALLS) < 64 else 0.0
+
+
+def main() -> None:
+    from rl.rewards.pool.worker import Scorer
+    from rl.workers.supervisor import run_worker
+
+    class Mixed(Scorer):
+        def _await(self, waiting) -> None:
+            indices = iter(sorted(index for index, _ in waiting))
+            answer = self._answer
+            self._answer = lambda index, score: answer(next(indices), score)  # type: ignore[method-assign]
+            super()._await(waiting)
+            self._answer = answer  # type: ignore[method-assign]
+
+    run_worker(lambda work, options: Mixed(work, timeout_s=options["timeout_s"]).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Advantages and rewards against their recomputation: every estimator agrees, and each error is found."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl.checks import advantages as checks
+from rl.checks.advantages import check_advantages
+from rl.checks.batches import CheckFailed
+from rl.config.declarations import formulas
+from rl.config.schema import load_config
+from rl.data.batch import Batch
+from rl.objectives.advantages.gae import gae
+from rl.objectives.advantages.prime import prime
+from rl.objectives.returns import whiten
+from rl.phases.policy_gradient import advantages
+from rl.phases.reward_shaping import KlPenalty, overlong_penalty
+
+SIZES = (5, 1, 4, 6, 4, 3)
+OWN_ALGORITHMS = {"gae": "ppo", "prime": "prime", "remax": "remax"}
+
+
+def config_of(name: str, *keys: str):
+    algorithm = OWN_ALGORITHMS.get(name, "reinforce_pp" if name.startswith("reinforce") else "grpo")
+    basic = (
+        "model.path=toy",
+        "data.train=toy.jsonl",
+        f"algorithm={algorithm}",
+        "rollout.samples_per_prompt=4",
+    )
+    return load_config(None, [*basic, f"objective.advantage={name}", *keys])
+
+
+def example(config, seed: int) -> Batch:
+    """Return ragged samples, also empty and masked ones and groups of equal rewards, with advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(SIZES)
+    lengths = torch.randint(0, 12, (count,), generator=generator)
+    total = int(lengths.sum())
+
+    def normal(size=total):
+        return torch.randn(size, generator=generator)
+
+    position = torch.cat([torch.arange(n) for n in lengths])
+    batch = Batch(
+        prompt_ids=[np.ones(2, np.int32)] * count,
+        response_ids=[np.arange(n, dtype=np.int32) + i for i, n in enumerate(lengths.tolist())],
+        groups=torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES)),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        mask=(torch.rand(total, generator=generator) > 0.2).float(),
+        turns=(1 + position // 4).int(),
+        turn_rewards=torch.where(position % 4 == 3, 0.5, 0.0),
+    )
+    batch.old_logprobs, batch.ref_logprobs, batch.old_values = -2 + normal(), -2 + normal(), normal()
+    batch.sum_p_squared, batch.loss_weights = torch.rand(total, generator=generator), normal().exp()
+    batch.scores = torch.randint(4, (count,), generator=generator) / 3
+    batch.scores[batch.groups == 3] = 0.1
+    batch.baselines = normal(count)
+    batch.score_details = {
+        name: torch.rand(count, generator=generator) for name in ("length", "format", "acc")
+    }
+    batch.rewards = batch.scores.clone()
+    if config.reward.overlong_buffer_tokens:
+        batch.rewards = batch.rewards + overlong_penalty(batch, config)
+    KlPenalty(config).apply(batch, 1)
+    goal = config.objective
+    if goal.advantage == "gae":
+        options = dict(gamma=goal.gamma, lam=goal.lam)
+        found, batch.returns = gae(batch.token_rewards, batch.old_values, lengths, batch.mask, **options)
+        batch.advantages = whiten(found, batch.mask) if goal.whiten else found
+    elif goal.advantage == "prime":
+        coefs = dict(process_coef=5.0, outcome_coef=5.0, gamma=1.0)
+        batch.advantages = prime(normal(), batch.scores, batch.groups, lengths, batch.mask, **coefs)
+    else:
+        batch.advantages = advantages(batch, config)
+    return batch
+
+
+OPTIONS = {
+    "grpo": ["normalize_by_std=false"],
+    "grpo-passk": ["normalize_by_std=false"],
+    "gae": ["whiten=false", "lam=0.9 gamma=0.95"],
+    "reinforce++": ["gamma=0.9", "reward_kl.estimator=k3"],
+    "turn-return": ["turn_gamma=-0.5"],
+}
+CASES = [(name, keys) for name in formulas("advantages") for keys in ["", *OPTIONS.get(name, [])]]
+
+
+@pytest.mark.parametrize(("name", "keys"), CASES, ids=lambda value: str(value) or "defaults")
+def test_every_estimator_agrees_with_its_second_computation(name, keys, monkeypatch):
+    config = config_of(name, *(f"objective.{key}" for key in keys.split()))
+    for seed in range(10):
+        check_advantages(example(config, seed), config)
+    monkeypatch.setattr(checks, "NUM_VALUES", 40)
+    check_advantages(example(config, 3), config)
+
+
+@pytest.mark.parametrize("name", formulas("advantages"))
+def test_wrong_advantages_are_found(name):
+    config = config_of(name)
+    batch = example(config, 0)
+    right, counted = batch.advantages, batch.mask > 0
+    wrong = {"shifted": right + 0.1, "scaled": right * 1.01}
+    if name != "prime":
+        last = torch.zeros_like(right)
+        last[batch.offsets[-4] :] = 0.01
+        wrong |= {"zero": right * 0, "negated": -right, "rolled": right.roll(7), "one group": right + last}
+    for what, column in wrong.items():
+        with pytest.raises(CheckFailed, match="advantage check"):
+            check_advantages(replace(batch, advantages=torch.where(counted, column, 0.0)), config)
+            pytest.fail(what)
+
+
+def test_a_formula_with_another_option_is_found():
+    for name, other in (("grpo", "normalize_by_std=false"), ("gae", "lam=0.9"), ("reinforce++", "gamma=0.9")):
+        config = config_of(name)
+        with pytest.raises(CheckFailed, match="advantage check"):
+            check_advantages(example(config_of(name, f"objective.{other}"), 0), config)
+
+
+def test_rewards_are_the_scores_less_the_penalties():
+    keys = (
+        "reward.overlong_buffer_tokens=6",
+        "rollout.max_response_tokens=12",
+        "objective.reward_kl.coef=0.1",
+    )
+    config = config_of("rloo", *keys)
+    batch = example(config, 0)
+    check_advantages(batch, config)
+    for other in (
+        "reward.overlong_penalty=0.5",
+        "objective.reward_kl.coef=0.2",
+        "objective.reward_kl.estimator=k2",
+    ):
+        with pytest.raises(CheckFailed, match=r"reward check: sample \d+ has the reward"):
+            check_advantages(example(config_of("rloo", *keys, other), 0), config)
+    batch.scores = batch.scores.roll(1)
+    with pytest.raises(CheckFailed, match="reward check"):
+        check_advantages(batch, config)

@@ -1,0 +1,94 @@
+"""Comparisons of log-probs with their own noise: what each names, how soon, and what healthy noise is."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl.checks.batches import CheckFailed
+from rl.checks.logprobs import LogprobMismatch, present_tokens, sample_gaps
+from rl.checks.noise import DrawnEntropy, Gaps, check_direction
+from rl.data.batch import Batch
+
+SAMPLES, LENGTH, LIMIT = 64, 20, 0.2
+NOISE = 0.01
+"""Standard deviation of the rounding of each side, below a tenth of the limit."""
+
+
+def batch_of(rng: np.random.Generator, *, scale: float = 1.0, learned: float = 0.0) -> Batch:
+    """Return samples whose engine is `scale` times as far from the reference as the trainer, which is
+    `learned` nats away."""
+    ids = [np.arange(LENGTH, dtype=np.int32)] * SAMPLES
+    total = SAMPLES * LENGTH
+
+    def noisy(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values + rng.normal(0, NOISE, total)).float()
+
+    reference, step = -rng.exponential(2.0, total), learned * rng.normal(size=total)
+    return Batch(
+        prompt_ids=ids,
+        response_ids=ids,
+        groups=torch.arange(SAMPLES) // 8,
+        truncated=torch.zeros(SAMPLES, dtype=torch.bool),
+        rollout_logprobs=noisy(reference + scale * step),
+        old_logprobs=noisy(reference + step),
+        ref_logprobs=noisy(reference),
+        weight_versions=torch.zeros(total, dtype=torch.int32),
+    )
+
+
+def test_a_doubled_scale_is_named_before_the_bound_of_rounding():
+    rng = np.random.default_rng(0)
+    wrong = batch_of(rng, scale=2.0, learned=0.05)
+    with pytest.raises(LogprobMismatch, match=r"differ by \+0.6\d times the policy's distance"):
+        check_direction(wrong, wrong.mask > 0)
+    for learned in (0.0, 0.001, 0.01, 0.05, 1.0):
+        for _ in range(20):
+            healthy = batch_of(rng, learned=learned)
+            check_direction(healthy, healthy.mask > 0)
+
+
+def compare(gaps: Gaps, batch: Batch, ranks: torch.Tensor) -> None:
+    sums, counts = sample_gaps(batch, batch.old_logprobs, present_tokens(batch, 0, whole=False))
+    gaps.check(sums / counts, {"generated": ranks}, limit=LIMIT)
+
+
+def test_the_rank_with_larger_gaps_is_named():
+    rng, ranks = np.random.default_rng(1), torch.arange(SAMPLES) % 2
+    gaps = Gaps()
+    for _ in range(200):
+        compare(gaps, batch_of(rng), ranks)
+    odd = batch_of(rng)
+    of_rank = ranks.repeat_interleave(LENGTH) == 1
+    odd.rollout_logprobs[of_rank] += 0.05 * torch.randn(int(of_rank.sum()), generator=torch.manual_seed(0))
+    with pytest.raises(LogprobMismatch, match=r"in samples that rank 1 generated as in those of other ranks"):
+        for _ in range(10):
+            compare(gaps, odd, ranks)
+
+
+def test_a_jump_of_the_gap_is_a_warning():
+    gaps = Gaps()
+    assert not any(gaps.jump(0.01 + 0.005 * (step % 3)) for step in range(30))
+    assert "3.3 times as much as in the last 20 steps" in gaps.jump(0.05)
+
+
+def draws(rng: np.random.Generator, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs of drawn tokens under q and the entropies of q; they are drawn from q ** sharpness."""
+    logits = rng.normal(size=(SAMPLES * LENGTH, 30))
+    log_q = torch.from_numpy(logits).log_softmax(-1)
+    tokens = torch.multinomial(
+        (sharpness * log_q).softmax(-1), 1, generator=torch.manual_seed(int(rng.integers(2**31)))
+    )
+    return log_q.gather(1, tokens)[:, 0], -(log_q.exp() * log_q).sum(-1)
+
+
+def test_tokens_of_another_distribution_are_named_within_a_step():
+    rng = np.random.default_rng(2)
+    batch, check = batch_of(rng), DrawnEntropy()
+    for _ in range(200):
+        logprobs, entropy = draws(rng, 1.0)
+        batch.rollout_logprobs = logprobs.float()
+        check.check(batch, entropy.float(), batch.mask > 0, slack=1e-4)
+    logprobs, entropy = draws(rng, 2.0)
+    batch.rollout_logprobs = logprobs.float()
+    with pytest.raises(CheckFailed, match="drawn from another distribution"):
+        check.check(batch, entropy.float(), batch.mask > 0, slack=1e-4)

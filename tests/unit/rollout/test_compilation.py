@@ -1,0 +1,56 @@
+"""What vLLM compiles: sizes of CUDA graphs, and a cache that jobs use at the same time."""
+
+import ast
+import os
+from types import SimpleNamespace
+
+import pytest
+from vllm.compilation.backends import CompilerManager
+from vllm.config import CompilationConfig, VllmConfig
+
+from rl.rollout.compilation import graph_sizes, replace_cache_files
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 16, 100, 256, 1000, 4096])
+def test_every_step_has_a_graph_with_little_padding(largest):
+    sizes = graph_sizes(largest)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == largest
+    padding = {n: next(size for size in sizes if size >= n) - n for n in range(1, largest + 1)}
+    assert all(rows < 8 or rows <= n / 8 for n, rows in padding.items())
+    assert len(sizes) <= 60
+
+
+def test_vllm_takes_the_sizes_above_its_own_limit():
+    compilation = CompilationConfig(cudagraph_capture_sizes=graph_sizes(1024), cudagraph_mode="FULL")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_seqs=1024, max_num_batched_tokens=8192),
+        uniform_decode_query_len=1,
+        performance_mode="balanced",
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    assert compilation.cudagraph_capture_sizes == graph_sizes(1024)
+    assert compilation.max_cudagraph_capture_size == 1024
+
+
+def test_a_cache_is_replaced_and_not_written_in_place(tmp_path):
+    """A reader that opened the index before has the whole old one."""
+    replace_cache_files()
+    index = tmp_path / "vllm_compile_cache.py"
+    index.write_text("{}")
+    opened = tmp_path / "opened"
+    os.link(index, opened)
+    manager = SimpleNamespace(
+        disable_cache=False,
+        is_cache_updated=True,
+        cache={("all", 0, "inductor"): 1},
+        cache_file_path=str(index),
+    )
+    CompilerManager.save_to_file(manager)
+    assert opened.read_text() == "{}"
+    assert ast.literal_eval(index.read_text()) == manager.cache
+    assert sorted(tmp_path.iterdir()) == [opened, index]
+    manager.is_cache_updated = False
+    CompilerManager.save_to_file(manager)
+    assert manager.cache_file_path == str(index)
