@@ -241,5 +241,5 @@ class Frontier:
         samples: list[list[Sample]] = [[] for _ in prompts]
         for sample in unpack(state["samples"]):
             samples[sample.prompt].append(sample)
-        groups = map(Group, prompts, map(tuple, samples), state["holders"])
-        return cls(tuple(groups), state["num_drawn"])
+        holders = state.get("holders", [Group.holder] * len(prompts))  # a checkpoint of an older version
+        return cls(tuple(map(Group, prompts, map(tuple, samples), holders)), state["num_drawn"])
