@@ -298,7 +298,7 @@ def samples(rng: random.Random, num_prompts: int, per_prompt: int, *, empty: flo
         mask=torch.tensor([float(rng.random() < 0.8) for _ in range(total)]),
         rollout_logprobs=torch.tensor([-rng.gammavariate(9.0, 0.5) for _ in range(total)]),
         scores=scores,
-        rewards=scores - 0.25,
+        rewards=scores.clone(),
         labels=(scores > 0.4).float(),
         baselines=torch.rand(num_prompts)[owners],
         score_details={"failed": torch.zeros(len(lengths))},

@@ -59,7 +59,7 @@ class Checks:
         self.rates = LearningRates()
         # Whether samples enter a batch by their results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
-        self._entropy, self.gaps = DrawnEntropy(), Gaps()
+        self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
 

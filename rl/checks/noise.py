@@ -38,17 +38,22 @@ JUMP, MIN_STEPS = 3.0, 5
 
 
 class DrawnEntropy:
-    """Compares the log-probs of sampled tokens with the entropy of the distribution they are said to be from.
+    """Compares the log-probs of sampled tokens with the entropy of their distribution.
 
-    The expectation of -log q(x) of a token x drawn from q is the entropy of q. The differences are those of a
-    martingale M, for which P(|M| >= z sqrt([M] + <M>)) <= 2 exp(-z^2 / 2) (Bercu and Touati, 2008); the
-    conditional <M> is taken to be the observed [M]. Samples from another temperature or a truncated
-    distribution exceed it.
+    The expectation of -log q(x) of a token x drawn from q is the entropy H of q. With -log q cut off at b,
+    the differences are those of a martingale with terms of at most b, whose conditional variances are at
+    most b H. By Freedman's inequality (1975) their sum exceeds a with a probability of at most
+    exp(-a^2 / (2 (V + a b / 3))), with V the sum of b H. Samples from another temperature or from a
+    truncated distribution exceed it.
+
+    vocab_size: number of tokens of the vocabulary, of which b follows: what lies beyond it has a probability
+        of at most 1 / vocab_size.
     """
 
-    def __init__(self):
+    def __init__(self, vocab_size: int):
+        self._cut = 2 * math.log(vocab_size)
         self._sums = np.zeros(3)
-        """Sum of the differences, of their squares, and their number."""
+        """Sum of the differences, sum of the entropies, and number of tokens."""
 
     def check(self, batch: Batch, entropy: Tensor, counted: Tensor, *, slack: float) -> None:
         """Raise CheckFailed if the tokens were not drawn from the engine's distribution.
@@ -57,11 +62,15 @@ class DrawnEntropy:
         slack: mean difference that rounding may cause, in nats.
         """
         assert batch.rollout_logprobs is not None
-        found = (-batch.rollout_logprobs - entropy)[counted].double()
-        own = np.array([float(found.sum()), float(found.square().sum()), len(found)])
-        self._sums = own + self._sums * (FADE, FADE**2, FADE)
-        for total, squares, count in (own, self._sums):
-            limit = math.sqrt(-4 * math.log(RISK / 2) * squares) + slack * count
+        own = entropy[counted].double().clamp(min=0.0)
+        found = (-batch.rollout_logprobs[counted].double()).clamp(max=self._cut) - own
+        step = np.array([float(found.sum()), float(own.sum()), len(found)])
+        self._sums = step + self._sums * (FADE, FADE**2, FADE)
+        beyond = self._cut * math.exp(-self._cut / 2)  # of the mean that is cut off
+        for total, entropies, count in (step, self._sums):
+            first = -math.log(RISK / 2) * self._cut / 3
+            limit = first + math.sqrt(first**2 - 2 * math.log(RISK / 2) * self._cut * entropies)
+            limit += (slack + beyond) * count
             if abs(total) > limit:
                 raise CheckFailed(
                     f"entropy check: over the last {count:.0f} sampled tokens the mean of -log q is "
@@ -149,7 +158,7 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
     products = segment_sum(gaps * distance, batch.lengths)
     squares = segment_sum(distance.square(), batch.lengths)
     total = float(squares.sum())
-    if len(batch) < MIN_SAMPLES or total < MIN_DISTANCE * float(gaps.square().sum()):
+    if len(batch) < MIN_SAMPLES or total <= MIN_DISTANCE * float(gaps.square().sum()):
         return  # the distance is noise itself
     slope = float(products.sum()) / total
     error = float((products - slope * squares).square().sum().sqrt()) / total

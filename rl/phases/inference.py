@@ -116,9 +116,12 @@ class Inference:
         return self._config.model.numerics == "bitwise" and batch.rollout_logprobs is not None
 
     def has_old_outputs(self, name: str, batch: Batch) -> bool:
-        """Return whether a model's old outputs are of its present weights, or the first update fills them."""
-        deferred = batch.deferred_at if name == "policy" else None
-        return self._engines.training[name].num_updates in (deferred, self._filled_at.get(name))
+        """Return whether the batch has a model's outputs under its present weights.
+
+        Not if the first update fills them; what then stands in the batch is the engine's.
+        """
+        is_deferred = name == "policy" and batch.deferred_at is not None
+        return not is_deferred and self._engines.training[name].num_updates == self._filled_at.get(name)
 
     def _check(self, batch: Batch, *, reference: bool, entropy: Tensor | None = None) -> dict[str, float]:
         plans = [plan.micro_batches for plan in self._planner.plans(batch)]

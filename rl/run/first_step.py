@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from rl.checkpoint.start import ChangedSinceStart
 from rl.checks.batches import AllTrajectoriesFailed, CheckFailed
 from rl.checks.logprobs import LogprobMismatch
 from rl.checks.updates import WrongGradient, WrongTokens
@@ -28,14 +29,18 @@ from rl.run.loop import Training
 from rl.run.verdicts import Facts, Verdict, verdicts
 from rl.runtime.collectives import gather_objects
 from rl.stopping.requests import StepAborted, StopDecision
-from rl.training.gradients import WrongReduction
+from rl.training.gradients import StateChanged, WrongReduction
+from rl.training.router_replay import WrongRoutes
 
 ERRORS = (
+    ChangedSinceStart,
     CheckFailed,
     LogprobMismatch,
     RefitMismatch,
+    StateChanged,
     WrongGradient,
     WrongReduction,
+    WrongRoutes,
     WrongTokens,
     FloatingPointError,
     AllTrajectoriesFailed,

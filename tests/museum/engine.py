@@ -218,11 +218,3 @@ def routes_of_the_token_before(bug: Bug, given, self, batch, row):
     routes = given(self, batch, row)
     routes.experts = routes.experts.roll(1, dims=1)
     return routes
-
-
-@exhibit("huggingface/trl#4159", overrides=("rollout.samples_per_prompt=32",))
-@caught_by("entropy of the draws", r"CheckFailed: entropy check: .* drawn from another distribution")
-@replaces("rl.rollout.cpu_sampler.invert")
-def drawn_at_another_temperature(bug: Bug, invert, logprobs, uniforms):
-    """Tokens were drawn at another temperature than the one of the log-probs that were reported."""
-    return invert((3 * logprobs).log_softmax(-1), uniforms)

@@ -10,6 +10,7 @@ from rl.checks.noise import DrawnEntropy, Gaps, check_direction
 from rl.data.batch import Batch
 
 SAMPLES, LENGTH, LIMIT = 64, 20, 0.2
+VOCABULARY = 300
 NOISE = 0.01
 """Standard deviation of the rounding of each side, below a tenth of the limit."""
 
@@ -47,6 +48,12 @@ def test_a_doubled_scale_is_named_before_the_bound_of_rounding():
             check_direction(healthy, healthy.mask > 0)
 
 
+def test_equal_log_probs_have_no_direction():
+    batch = batch_of(np.random.default_rng(4))
+    batch.old_logprobs = batch.ref_logprobs = batch.rollout_logprobs
+    check_direction(batch, batch.mask > 0)
+
+
 def compare(gaps: Gaps, batch: Batch, ranks: torch.Tensor) -> None:
     sums, counts = sample_gaps(batch, batch.old_logprobs, present_tokens(batch, 0, whole=False))
     gaps.check(sums / counts, {"generated": ranks}, limit=LIMIT)
@@ -73,22 +80,31 @@ def test_a_jump_of_the_gap_is_a_warning():
 
 def draws(rng: np.random.Generator, sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs of drawn tokens under q and the entropies of q; they are drawn from q ** sharpness."""
-    logits = rng.normal(size=(SAMPLES * LENGTH, 30))
-    log_q = torch.from_numpy(logits).log_softmax(-1)
-    tokens = torch.multinomial(
-        (sharpness * log_q).softmax(-1), 1, generator=torch.manual_seed(int(rng.integers(2**31)))
-    )
+    log_q = torch.from_numpy(rng.normal(size=(SAMPLES * LENGTH, VOCABULARY))).log_softmax(-1)
+    weights = (sharpness * log_q).softmax(-1)
+    tokens = torch.multinomial(weights, 1, generator=torch.manual_seed(int(rng.integers(2**31))))
     return log_q.gather(1, tokens)[:, 0], -(log_q.exp() * log_q).sum(-1)
+
+
+def given(batch: Batch, found: tuple[torch.Tensor, torch.Tensor], check: DrawnEntropy) -> None:
+    batch.rollout_logprobs = found[0].float()
+    check.check(batch, found[1].float(), batch.mask > 0, slack=1e-4)
 
 
 def test_tokens_of_another_distribution_are_named_within_a_step():
     rng = np.random.default_rng(2)
-    batch, check = batch_of(rng), DrawnEntropy()
+    batch, check = batch_of(rng), DrawnEntropy(VOCABULARY)
     for _ in range(200):
-        logprobs, entropy = draws(rng, 1.0)
-        batch.rollout_logprobs = logprobs.float()
-        check.check(batch, entropy.float(), batch.mask > 0, slack=1e-4)
-    logprobs, entropy = draws(rng, 2.0)
-    batch.rollout_logprobs = logprobs.float()
+        given(batch, draws(rng, 1.0), check)
     with pytest.raises(CheckFailed, match="drawn from another distribution"):
-        check.check(batch, entropy.float(), batch.mask > 0, slack=1e-4)
+        given(batch, draws(rng, 6.0), check)
+
+
+@pytest.mark.parametrize("rare", [1e-2, 1e-3, 1e-4])
+def test_steps_that_draw_no_rare_token_are_healthy(rare):
+    rng, total = np.random.default_rng(3), SAMPLES * LENGTH
+    batch, check = batch_of(rng), DrawnEntropy(VOCABULARY)
+    entropy = torch.full((total,), -rare * np.log(rare) - (1 - rare) * np.log(1 - rare))
+    for _ in range(300):
+        is_rare = torch.from_numpy(rng.random(total) < rare)
+        given(batch, (torch.where(is_rare, np.log(rare), np.log(1 - rare)), entropy), check)
