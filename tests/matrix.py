@@ -139,7 +139,7 @@ def refusal(names: Sequence[str]) -> str | None:
     except ConfigError as error:
         return str(error)
     grid = config.training
-    fits = train_ranks % (grid.tp * grid.pp * grid.ep) == 0 == rollout_ranks % config.rollout.tp
+    fits = train_ranks % (grid.tp * grid.pp * grid.cp * grid.ep) == 0 == rollout_ranks % config.rollout.tp
     return None if fits else MORE_RANKS
 
 
