@@ -62,6 +62,7 @@ data.response_key=completion data.max_prompt_tokens=64
 """An epsilon as large as a gradient: a step does not enlarge rounding errors."""
 ONE_RANK = {
     "tp": 1,
+    "cp": 1,
     "pp": 1,
     "ep": 1,
     "etp": 0,
@@ -106,6 +107,8 @@ def draw(number: int, models: Path, directory: Path) -> Draw:
     has_experts = model == "mixture" or (algorithm, critic) == ("ppo", "mixture")
     world_size, layout = rng.choice(layouts(has_experts=has_experts))
     dp = world_size // (layout["tp"] * layout["pp"])
+    layout["cp"] = random.Random(f"cp {SEED} {number}").choice([1, 2]) if dp % 2 == 0 else 1
+    dp //= layout["cp"]
     if not has_experts:
         layout["sequence_parallel"] = rng.choice(["true", "false"])
     layout |= {name: rng.choice(["true", "false"]) for name in ("shared_prefix", "recompute")}
