@@ -114,10 +114,10 @@ def simulated_step(world: int, args: Namespace) -> Row:
     with simulated_world(world) as group:
         batch = timed(columns, "exchange, s", exchanged)
         num_tokens = batch.prompt_lengths + batch.lengths
-        timed(columns, "fingerprint, s", lambda: batch.fingerprint)
+        hashes = timed(columns, "hashes, s", batch.hashes)
         agreement = PhaseAgreement(config, "", group)
         entry = PhaseEntry("update", 1, 1, 0.0, 0.0, 1.0)
-        timed(columns, "agreement, s", lambda: agreement.check(entry, batch.fingerprint, 0, (0, 0, 0)))
+        timed(columns, "agreement, s", lambda: agreement.check(entry, hashes, 0, (0, 0, 0)))
     hf, weights = read_model(args.model)
     planner = MinibatchPlanner(config, world, Cost.of_model(hf, weights), shares_prompts=True)
     plans = timed(columns, "micro-batch plan, s", lambda: planner.plans(batch))

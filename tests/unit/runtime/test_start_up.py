@@ -33,10 +33,11 @@ def test_parts_cover_the_time_since_the_launcher(monkeypatch):
 def test_counted_seconds_are_not_those_of_the_part_around_them():
     start_up.begin(has_launcher=False)
     start_up.mark("imports")
+    before = sum(start_up.parts.values())  # the process may be old
     start_up.count("compilation", 1000.0)
     start_up.mark("engine")
     assert start_up.parts["compilation"] == 1000.0 and start_up.parts["engine"] < 0
-    assert sum(start_up.parts.values()) < 1000.0
+    assert sum(start_up.parts.values()) < before + 1000.0
 
 
 def test_starts_of_processes_are_ordered():
