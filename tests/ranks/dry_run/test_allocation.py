@@ -60,7 +60,8 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     for number, text in enumerate(layouts):
         sizes, _, adapters = text.partition("+")
         tp, pp, ep = map(int, sizes.split("x"))
-        layout = Layout(WORLD, WORLD, WORLD, tp, pp, ep, 1 if ep > 1 else tp, 1, sequence_parallel=True)
+        etp = 1 if ep > 1 else tp
+        layout = Layout(WORLD, WORLD, WORLD, tp, pp, 1, ep, etp, rollout_tp=1, sequence_parallel=True)
         counts = count_stages(model.parts, layout.placement(model))
         learned = counts
         if adapters:

@@ -54,8 +54,8 @@ MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
 """Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each."""
 LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/|training/(imbalance|micro_batch|empty)")
 """Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
-HF = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1}
-"""Shape of a model, for the cost of a micro-batch."""
+HF = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1, "vocab_size": VOCAB}
+"""Shape of a model, for the cost of a micro-batch and the bounds of the checks."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 """Numbers of prompts and of samples per prompt of a generation phase."""
 
