@@ -53,7 +53,7 @@ def export(ranks, args: argparse.Namespace) -> None:
     from rl.checkpoint.directory import complete
     from rl.config.options import load
     from rl.config.schema import Config, Training
-    from rl.models import read_hf_config
+    from rl.models import read_hf_config, rope
     from rl.runtime.session import session
 
     with session(ranks) as device:  # silences the warnings of the imports below
@@ -79,7 +79,8 @@ def export(ranks, args: argparse.Namespace) -> None:
             raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")
         saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
-        spec = ModelSpec(config.model.path, read_hf_config(config.model.path), config.model.dtype)
+        hf = rope.scaled(read_hf_config(config.model.path), config.model.rope_scaling)
+        spec = ModelSpec(config.model.path, hf, config.model.dtype)
         parts = adapter_parts(replace(config.adapter, path=""), seed=0)  # the checkpoint has their values
         policy = TrainingEngine(spec, Training(tp=args.tp, pp=args.pp), grid, device, parts)
         store.load_weights(saved, {"policy": policy})

@@ -14,6 +14,7 @@ from rl.checkpoint.contents import exported_checksums
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import broadcast_object
 from rl.training.engine import TrainingEngine
+from rl.training.weights import WeightMap
 
 
 class WronglyExported(RuntimeError):
@@ -71,7 +72,7 @@ def export_hf(
         raise WronglyExported(f"{partial}: {problem}; the model itself is unchanged.")
     if writes:
         _name_files(partial, files, index, total_bytes)
-        _copy_config(Path(source), partial, trainer.weight_map.dtype)
+        _copy_config(trainer.weight_map, Path(source), partial)
         fence()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -106,9 +107,9 @@ def _name_files(directory: Path, files: list[str], index: dict[str, str], total_
     (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
 
 
-def _copy_config(source: Path, target: Path, dtype: torch.dtype) -> None:
-    config = json.loads((source / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
+def _copy_config(model: WeightMap, source: Path, target: Path) -> None:
+    config = dict(model.hf)
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # weights are written in the dtype of training
     if config.get("num_nextn_predict_layers"):

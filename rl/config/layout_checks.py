@@ -12,6 +12,7 @@ from rl.config.adapter_checks import check_layers
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, algorithm_of, learns_from_data, needs_engine
+from rl.models.rope import positions
 from rl.models.sizes import expert_width, num_experts, num_kv_heads
 
 
@@ -69,12 +70,13 @@ def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
 def check_positions(hf: dict[str, Any], prompt: tuple[str, int], response: tuple[str, int]) -> None:
     """Raise ConfigError if the longest prompt and response, each a key and its value, exceed the model's
     positions."""
-    positions, total = model_size(hf, "max_position_embeddings"), prompt[1] + response[1]
-    if total > positions:
+    model_size(hf, "max_position_embeddings")
+    limit, total = positions(hf), prompt[1] + response[1]
+    if total > limit:
         raise ConfigError(
             f"{prompt[0]}={prompt[1]} and {response[0]}={response[1]} add up to {total} tokens, "
-            f"but the model has {positions} positions (max_position_embeddings); lower them to {positions} "
-            "together."
+            f"but the model has {limit} positions (max_position_embeddings); lower them to {limit} "
+            "together, or scale its rotary embedding (docs/models.md, Long contexts)."
         )
 
 

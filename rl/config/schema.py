@@ -73,6 +73,10 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights in training and generation. Master weights and gradient sums are float32 in any
     case."""
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Rotary scaling of this model in place of that of config.json, for sequences beyond its window
+    (docs/models.md); {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768} for Qwen3.
+    Empty: as in config.json."""
     numerics: Literal["fast", "bitwise"] = "fast"
     """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine
     compute bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""

@@ -12,7 +12,7 @@ from rl.config.options import ConfigError, listed
 from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
-from rl.models import SUPPORTED, architecture, read_hf_config, sizes, value_model, value_weights
+from rl.models import SUPPORTED, architecture, read_hf_config, rope, sizes, value_model, value_weights
 from rl.models.layout import VOCAB, Weight
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -119,6 +119,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         use_shape = model.path == config.model.path and model.on_training_grid
         key = model.key if model.own_path else "model.path"
         hf = _read(model.path, key, shape if use_shape else "", notes)
+        hf = hf if model.own_path else rope.scaled(hf, config.model.rope_scaling)
         values = bool(model.head)
         body = value_model(hf) if values else hf
         _check_known(body, model.path)

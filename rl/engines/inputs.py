@@ -15,7 +15,7 @@ from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
-from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
+from rl.models import SUPPORTED, architecture, read_hf_config, rope, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
 from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
@@ -93,7 +93,8 @@ class Inputs:
     def _read(self, model: RunModel, world_size: int) -> ModelFiles:
         """Return a model's files after checking architecture, layout, tensors and the policy's adapters."""
         path, own_path, key = model.path, model.own_path, model.key
-        hf = read_hf_config(path, key=key if own_path else "model.path")
+        scaling = {} if own_path else self.config.model.rope_scaling
+        hf = rope.scaled(read_hf_config(path, key=key if own_path else "model.path"), scaling)
         body = value_model(hf) if model.head else hf
         try:
             check_layout(self.config, world_size, body, SUPPORTED, path=path if own_path else None)

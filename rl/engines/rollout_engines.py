@@ -40,6 +40,7 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
         max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         seed=config.run.seed,
         device=device,
+        rope_scaling=config.model.rope_scaling,
         parts=parts_of(config, adapters),
     )
 

@@ -7,8 +7,10 @@ vocabulary, `q` = heads x channels, `kv` = KV heads x channels.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
-from rl.models.rope import LLAMA3, rope_parameters
+from rl.models.rope import KINDS, rope_parameters
 from rl.models.sizes import head_dim, num_kv_heads
 
 
@@ -32,16 +34,22 @@ def megatron_config(hf: dict) -> dict:
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
-def check_decoder(hf: dict, family: str, *, rope_kinds: tuple[str, ...] = ("default",)) -> None:
+def check_decoder(hf: dict, family: str, *, rope_kinds: Collection[str] = tuple(KINDS)) -> None:
     """Raise ValueError, naming the family, for an unsupported activation or rotary embedding."""
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
     if kind not in rope_kinds:
-        known = f"only {' and '.join(rope_kinds)} {'are' if len(rope_kinds) > 1 else 'is'}"
-        raise ValueError(f"{family} with rotary embeddings of type {kind} is not supported; {known}.")
-    if kind == "llama3" and (absent := [name for name in LLAMA3 if name not in rope]):
         raise ValueError(
-            f"{family} with rotary embeddings of type llama3 lacks {', '.join(absent)} in its rope_scaling."
+            f"{family} with rotary embeddings of type {kind} is not supported; only "
+            f"{', '.join(rope_kinds)} are."
+        )
+    if absent := [name for name in KINDS[kind] if rope.get(name) is None]:
+        raise ValueError(
+            f"{family} with rotary embeddings of type {kind} lacks {', '.join(absent)} in its rope_scaling."
+        )
+    if not (isinstance(factor := rope.get("factor", 1), int | float) and factor >= 1):
+        raise ValueError(
+            f"{family} with factor {factor!r} in its rope_scaling is not supported; use 1 or more."
         )
     if (part := rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))) != 1.0:
         raise ValueError(f"{family} with partial_rotary_factor {part} is not supported; only 1.0 is.")

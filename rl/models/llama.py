@@ -13,5 +13,5 @@ megatron_config, weights = dense.megatron_config, dense.weights
 
 def check(hf: dict) -> None:
     """Raise ValueError for a config with an unsupported option."""
-    dense.check_decoder(hf, "Llama", rope_kinds=("default", "llama3"))
+    dense.check_decoder(hf, "Llama")
     dense.refuse_biases(hf, "Llama", "attention_bias", "mlp_bias")

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Parameters of rope_type llama3."""
+KINDS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": LLAMA3, "yarn": ("factor",)}
+"""Supported rope_type -> parameters that its config must have."""
+YARN_OPTIONS = (
+    *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    *("mscale", "mscale_all_dim"),
+)
 
 
 def rope_parameters(hf: dict) -> dict:
@@ -28,6 +33,31 @@ def rope_parameters(hf: dict) -> dict:
     return {"rope_theta": hf.get("rope_theta", 10000.0)} | given | {"rope_type": kind}
 
 
+def scaled(hf: dict, scaling: dict) -> dict:
+    """Return the config with the rotary scaling `scaling` (model.rope_scaling); {} leaves it as it is.
+
+    The base stays, and `max_position_embeddings` becomes that of the longer window. Raises ValueError for an
+    unknown type or parameter.
+    """
+    if not scaling:
+        return hf
+    kind = scaling.get("rope_type")
+    if kind not in KINDS:
+        raise ValueError(f"model.rope_scaling={scaling} needs a rope_type, one of {', '.join(KINDS)}.")
+    known = {"rope_type", "rope_theta", *KINDS[kind], *(YARN_OPTIONS if kind == "yarn" else ())}
+    if unknown := sorted(scaling.keys() - known):
+        raise ValueError(
+            f"model.rope_scaling has {unknown[0]}={scaling[unknown[0]]!r}, which rope_type={kind} does not "
+            f"read; its parameters are {', '.join(sorted(known - {'rope_type'}))}."
+        )
+    out = {name: value for name, value in hf.items() if name != "rope_parameters"}
+    out |= {"rope_theta": rope_theta(hf), "rope_scaling": scaling}
+    if kind == "yarn":
+        out["rope_scaling"] = {"original_max_position_embeddings": _original_context(hf)} | scaling
+        out["max_position_embeddings"] = positions(out)
+    return out
+
+
 def rope_theta(hf: dict) -> float:
     """Return the base of the rotary embedding."""
     return float(rope_parameters(hf)["rope_theta"])
@@ -36,6 +66,24 @@ def rope_theta(hf: dict) -> float:
 def rotated_channels(hf: dict) -> int:
     """Return the number of channels of a head that are rotated; all but latent attention rotate the head."""
     return hf.get("qk_rope_head_dim") or head_dim(hf)
+
+
+def positions(hf: dict) -> int:
+    """Return the number of positions of the model, which no sequence may exceed.
+
+    YaRN multiplies the original context, whichever of the two `max_position_embeddings` is; vLLM's table of
+    rotations has this size. Linear scaling multiplies `max_position_embeddings`, as in vLLM. Dynamic scaling
+    adds none: its frequencies depend on the final length of a sequence, so the probabilities with which its
+    tokens are generated one after another are not those that the trainer computes for the whole.
+    """
+    rope, given = rope_parameters(hf), hf["max_position_embeddings"]
+    if rope["rope_type"] == "yarn":
+        given = _original_context(hf)
+    return int(given * float(rope.get("factor") or 1.0)) if rope["rope_type"] in ("yarn", "linear") else given
+
+
+def _original_context(hf: dict) -> float:
+    return rope_parameters(hf).get("original_max_position_embeddings") or hf["max_position_embeddings"]
 
 
 def frequencies(hf: dict) -> Tensor:
@@ -47,20 +95,45 @@ def frequencies(hf: dict) -> Tensor:
     powers = rope_theta(hf) ** exponents
     if rope["rope_type"] == "llama3":
         return _llama3(1.0 / powers, rope)
-    return _yarn(powers, rope) if rope["rope_type"] == "yarn" else 1.0 / powers
+    if rope["rope_type"] == "yarn":
+        return _yarn(powers, rope, _original_context(hf))
+    return 1.0 / powers / (float(rope["factor"]) if rope["rope_type"] == "linear" else 1.0)
 
 
 def magnitude(hf: dict) -> float:
-    """Return the factor of cosines and sines.
+    """Return the factor of cosines and sines, `attention_factor` in transformers; 1 except with YaRN.
 
-    With YaRN, mscale and mscale_all_dim each give a factor 0.1 mscale ln(factor) + 1, and this is their ratio
-    (DeepSeek-V2's modeling file). The square of the second factor scales the softmax.
+    mscale and mscale_all_dim each give a factor 0.1 mscale ln(factor) + 1, and this is their ratio
+    (DeepSeek-V2's modeling file). For latent attention, the square of the second factor scales the softmax.
+    Without the two it is 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4).
     """
     rope = rope_parameters(hf)
     if rope["rope_type"] != "yarn":
         return 1.0
-    growth = 0.1 * math.log(float(rope["factor"]))
-    return (growth * float(rope["mscale"]) + 1.0) / (growth * float(rope["mscale_all_dim"]) + 1.0)
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    growth = 0.1 * math.log(max(float(rope["factor"]), 1.0))
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not (mscale and of_all):
+        return growth + 1.0
+    return (growth * float(mscale) + 1.0) / (growth * float(of_all) + 1.0)
+
+
+def engine_fields(hf: dict) -> dict:
+    """Return the keys of config.json with which vLLM rotates by `frequencies` and `magnitude`.
+
+    vLLM reads `max_position_embeddings` as the limit of a sequence, with YaRN too. Its linear scaling
+    requires a float.
+    """
+    rope = {name: value for name, value in rope_parameters(hf).items() if name != "type"}
+    if rope["rope_type"] == "yarn":
+        rope["original_max_position_embeddings"] = _original_context(hf)
+        return {"rope_parameters": rope, "max_position_embeddings": positions(hf)}
+    if rope["rope_type"] == "dynamic":  # up to `positions`
+        rope = {"rope_theta": rope_theta(hf), "rope_type": "default"}
+    elif rope["rope_type"] == "linear":
+        rope["factor"] = float(rope["factor"])
+    return {"rope_parameters": rope}
 
 
 def _llama3(plain: Tensor, rope: dict) -> Tensor:
@@ -78,22 +151,25 @@ def _llama3(plain: Tensor, rope: dict) -> Tensor:
     return plain * (kept + (1.0 - kept) / factor)
 
 
-def _yarn(powers: Tensor, rope: dict) -> Tensor:
+def _yarn(powers: Tensor, rope: dict, context: float) -> Tensor:
     """Return the frequencies of YaRN (arXiv:2309.00071, section 3.2).
 
-    powers: inverse frequencies without scaling. Pairs that turn more than `beta_fast` times within the
-    original context are unchanged, those that turn less than `beta_slow` times are divided by `factor`. The
-    pairs between are interpolated by their number; both borders are rounded to whole pairs, outwards.
+    powers: inverse frequencies without scaling. context: the original one. Pairs that turn more than
+    `beta_fast` times within it are unchanged, those that turn less than `beta_slow` times are divided by
+    `factor`. The pairs between are interpolated by their number; unless `truncate` is false, both borders are
+    rounded to whole pairs, outwards.
     """
     import torch
 
-    context, base = float(rope["original_max_position_embeddings"]), float(rope["rope_theta"])
+    base = float(rope["rope_theta"])
 
     def pair_with(turns: float) -> float:
         return len(powers) * math.log(context / (turns * 2 * math.pi)) / math.log(base)
 
-    first = max(math.floor(pair_with(float(rope.get("beta_fast", 32)))), 0)
-    last = min(math.ceil(pair_with(float(rope.get("beta_slow", 1)))), 2 * len(powers) - 1)
+    first, last = pair_with(float(rope.get("beta_fast") or 32)), pair_with(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(powers) - 1)
     numbers = torch.arange(len(powers), dtype=torch.float32, device="cpu")
     kept = 1.0 - ((numbers - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
     return 1.0 / (float(rope["factor"]) * powers) * (1.0 - kept) + 1.0 / powers * kept

@@ -86,7 +86,7 @@ class BitwiseRotary(nn.Module):
 
     def __init__(self, original: RotaryEmbeddingBase, hf: dict):
         super().__init__()
-        positions = hf["max_position_embeddings"]
+        positions = rope.positions(hf)
         self.table = layers.rotary_table(rope.frequencies(hf), positions, rope.magnitude(hf))
         self.width, self.adjacent = original.head_size, not original.is_neox_style
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rl.config.rollout import Rollout
 from rl.data.prompts import Prompt
-from rl.models import read_hf_config
+from rl.models import read_hf_config, rope
 from rl.rollout import cpu_support
 from rl.rollout.calls import Calls
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
@@ -47,6 +47,7 @@ class RolloutEngine:
         frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
             memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
             not frozen are undefined until the first refit.
+        rope_scaling: model.rope_scaling.
         parts: what the features of the run add to it; `rl.engines.rollout_engines` chooses them.
     """
 
@@ -61,6 +62,7 @@ class RolloutEngine:
         device: Device,
         name: str = "rollout",
         frozen: bool = False,
+        rope_scaling: dict | None = None,
         parts: Sequence[Part] = (),
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
@@ -70,7 +72,7 @@ class RolloutEngine:
         self.replica, self.rank_in_replica = divmod(rank, self.tp)
         self.leads = self.rank_in_replica == 0
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
-        self.hf = read_hf_config(path)
+        self.hf = rope.scaled(read_hf_config(path), rope_scaling or {})
         self.adapters: AdapterSlots | None = None
         """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen

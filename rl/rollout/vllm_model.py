@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rl.config.rollout import Rollout
-from rl.models import SUPPORTED
+from rl.models import SUPPORTED, rope
 from rl.rollout import router
 from rl.runtime.device import Device
 
@@ -41,9 +41,10 @@ def build_llm(
     for name in set(hf["architectures"]) & set(SUPPORTED):
         # Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    if not frozen and hf.get("quantization_config"):
-        # Refits write the trainer's unquantised weights.
-        options = options | {"hf_overrides": {"quantization_config": None}}
+    if not frozen:
+        # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
+        unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}
+        options = options | {"hf_overrides": rope.engine_fields(hf) | unquantised}
     with _process_state_kept(device):
         llm = LLM(
             path,

@@ -23,7 +23,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from rl.models import architecture
+from rl.models import architecture, rope
 from rl.numerics import layers
 from rl.training.adapter import AdaptedWeight
 from rl.training.attention import CoreAttention, PackedRow
@@ -295,7 +295,7 @@ def make_bitwise(model: Policy, hf: dict) -> None:
         if isinstance(module, BitwiseMoE):
             module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
     rotary = model.rotary
-    table = layers.rotary_table(rotary.frequencies, hf["max_position_embeddings"], rotary.scale)
+    table = layers.rotary_table(rotary.frequencies, rope.positions(hf), rotary.scale)
     rotary.table = table.double()  # a float64 rotation makes `rl.training.rotary` call `rotate`
 
 

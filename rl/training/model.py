@@ -18,9 +18,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from rl.config.schema import Training
-from rl.models import architecture
+from rl.models import architecture, rope
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
-from rl.models.rope import rope_theta
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
 from rl.training.layer_spec import block_spec, megatrons_names, use_te
@@ -191,7 +190,8 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
     on_cuda = torch.cuda.is_available()
     of_model = architecture(hf).megatron_config(hf)
     has_experts = "num_moe_experts" in of_model  # other models of the run may have them
-    kind = MLATransformerConfig if of_model.get("multi_latent_attention") else TransformerConfig
+    latent = of_model.get("multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
     layout = _pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None
     return kind(
         **of_model,
@@ -231,8 +231,8 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # Megatron has no fused kernel for MLA without YaRN.
-        apply_rope_fusion=te and of_model.get("rope_type") != "rope",
+        # Megatron has no fused kernel for MLA without YaRN, and TE's for whole heads applies no factor.
+        apply_rope_fusion=te and (of_model["rope_type"] == "yarn" if latent else rope.magnitude(hf) == 1.0),
         moe_permute_fusion=has_experts and te,
         # The fused kernel does not ask for replayed experts.
         moe_router_fusion=has_experts and te and training.router_replay == "none",
@@ -272,11 +272,11 @@ def build_model(
     layers = block_spec(config, fuses_norms=fuses_norms)
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
-        max_sequence_length=hf["max_position_embeddings"],
+        max_sequence_length=rope.positions(hf),
         pre_process=grid.is_first_stage,
         post_process=grid.is_last_stage,
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf),
+        rotary_base=rope.rope_theta(hf),
         pg_collection=grid.groups,
     )
     with megatrons_names(config):

@@ -21,13 +21,15 @@ class RowRotary(nn.Module):
 
     def __init__(self, hf: dict, *, fused: bool):
         super().__init__()
-        self.is_yarn, self.fused = rope.rope_parameters(hf)["rope_type"] == "yarn", fused
+        # Megatron's MLA with YaRN calls another class, which returns a scale too.
+        self.has_scale = rope.rope_parameters(hf)["rope_type"] == "yarn" and "kv_lora_rank" in hf
+        self.fused = fused
         self.frequencies, self.scale = rope.frequencies(hf), rope.magnitude(hf)
 
     def of(self, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the rotation of each token: cosines and sines side by side, float32 [T, 1, d].
 
-        For fused kernels: the angles, or with YaRN cosines and sines, each float32 [T, 1, 1, d].
+        For fused kernels: the angles, or for MLA's cosines and sines, each float32 [T, 1, 1, d].
         """
         if self.frequencies.device != position_ids.device:
             self.frequencies = self.frequencies.to(position_ids.device)
@@ -35,15 +37,15 @@ class RowRotary(nn.Module):
         if not self.fused:
             return torch.cat([angles.cos() * self.scale, angles.sin() * self.scale], -1)[:, None]
         whole = torch.cat([angles, angles], -1)[:, None, None]
-        return (whole.cos() * self.scale, whole.sin() * self.scale) if self.is_yarn else whole
+        return (whole.cos() * self.scale, whole.sin() * self.scale) if self.has_scale else whole
 
     def get_rotary_seq_len(self, context, transformer, x, config, packed_seq_params: PackedRow):
         """Return the row, from which `forward` takes the rotation."""
         return packed_seq_params
 
     def forward(self, row: PackedRow, **_):
-        """Return the rotation and, for YaRN, a scale of 1, because the rotation is already scaled."""
-        return (row.rotation, 1.0) if self.is_yarn else row.rotation
+        """Return the rotation and, if the caller expects it, a scale of 1: the rotation is already scaled."""
+        return (row.rotation, 1.0) if self.has_scale else row.rotation
 
     def get_cached_cos_sin(self, row: PackedRow, dtype: torch.dtype, **_):
         """Return cosines and sines for MLA's fused kernels."""

@@ -32,9 +32,17 @@ CASES = {
     "deepseek-v2": ("DeepseekV2ForCausalLM", False, EXPERTS),
     "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2", "1x1x2x0x2", "1x2x2x0x2"]),
     "deepseek-v3-all": ("DeepseekV3ForCausalLM", False, EXPERTS),
+    "qwen3-yarn": ("Qwen3ForCausalLM", False, ["1x2x1", "2x1x1x0x2"]),
+    "qwen3-moe-yarn": ("Qwen3MoeForCausalLM", False, ["2x1x2", "1x1x2x0x2"]),
+    "mistral-linear": ("MistralForCausalLM", False, ["2x2x1", "2x1x1x0x2"]),
 }
 """Name -> (architecture, whether the embedding is the head, training layouts)."""
-ALWAYS = ("llama3-tied", "deepseek-v3")
+ROPE = {
+    "yarn": dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16, rope_theta=1e4),
+    "linear": dict(rope_type="linear", factor=4, rope_theta=1e4),
+}
+"""Scalings of the cases so named; the sequences are up to four times as long as YaRN's original window."""
+ALWAYS = ("llama3-tied", "deepseek-v3", "qwen3-yarn")
 """The others are for `--slow`: what sets them apart is also seen below (qwen2 on two ranks), in
 tests/unit/models and in tests/ranks/refit."""
 LAYERS = 3  # the most that one of the models has
@@ -46,8 +54,11 @@ def run_parity(
     directory, world_size: int, rollout_tp: int, layouts: list[str], case: str, worker: Path = WORKER
 ) -> dict:
     architecture, tie, _ = CASES[case]
+    scaling = case.rpartition("-")[2]
+    options = {"rope_parameters": ROPE[scaling]} if scaling in ROPE else {}
     checkpoints = [
-        save_tiny(architecture, directory / name, seed=seed, tie=tie) for seed, name in enumerate("ab")
+        save_tiny(architecture, directory / name, seed=seed, tie=tie, **options)
+        for seed, name in enumerate("ab")
     ]
     run_ranks(world_size, worker, *checkpoints, directory, rollout_tp, *layouts, timeout=600)
     results = json.loads((directory / "out.json").read_text())

@@ -463,7 +463,8 @@ def test_a_run_without_an_engine_is_not_held_to_a_rollout_layout():
 def test_more_tokens_than_the_model_has_positions_are_an_error():
     assert layout_error(1, "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4000") == (
         "data.max_prompt_tokens=1024 and rollout.max_response_tokens=4000 add up to 5024 tokens, but the "
-        "model has 4096 positions (max_position_embeddings); lower them to 4096 together."
+        "model has 4096 positions (max_position_embeddings); lower them to 4096 together, or scale its "
+        "rotary embedding (docs/models.md, Long contexts)."
     )
 
 

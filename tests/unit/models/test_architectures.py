@@ -217,22 +217,41 @@ def test_shipped_configs_have_published_sizes():
 # Rotary embeddings ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "hf, module",
-    [
-        (config(LLAMA), "llama.modeling_llama.Llama"),
-        (published("llama-3.1-8b"), "llama.modeling_llama.Llama"),
-        (published("qwen3-8b"), "qwen3.modeling_qwen3.Qwen3"),
-        (config(V3), "deepseek_v3.modeling_deepseek_v3.DeepseekV3"),
-        (published("deepseek-v3"), "deepseek_v3.modeling_deepseek_v3.DeepseekV3"),
-    ],
-    ids=["llama3", "llama-3.1-8b", "qwen3-8b", "yarn", "deepseek-v3"],
-)
-def test_rotations_are_those_of_transformers(hf, module):
-    module, _, name = module.rpartition(".")
-    modeling = importlib.import_module(f"transformers.models.{module}")
-    rotary = getattr(modeling, f"{name}RotaryEmbedding")
-    expected = rotary(getattr(transformers, f"{name}Config").from_dict(hf))
+def scaled(name: str, **scaling) -> dict:
+    """A tiny config with this scaling in the form of published configs."""
+    hf = config(name, max_position_embeddings=4096)
+    return {k: v for k, v in hf.items() if k != "rope_parameters"} | dict(
+        rope_theta=1e6, rope_scaling=scaling
+    )
+
+
+WINDOW = {"factor": 4.0, "original_max_position_embeddings": 1024}
+ROTATIONS = {
+    "llama3": config(LLAMA),
+    "llama-3.1-8b": published("llama-3.1-8b"),
+    "qwen3-8b": published("qwen3-8b"),
+    "deepseek-yarn": config(V3),
+    "deepseek-v3": published("deepseek-v3"),
+    "qwen3-8b-yarn": rope.scaled(published("qwen3-8b"), {"rope_type": "yarn", "factor": 4.0}),
+    "qwen2.5-7b-yarn": rope.scaled(published("qwen2.5-7b"), {"rope_type": "yarn"} | WINDOW),
+    "yarn-default-window": scaled(QWEN2, type="yarn", factor=2),
+    "yarn-factor": scaled(QWEN3, rope_type="yarn", attention_factor=1.5, **WINDOW),
+    "yarn-betas": scaled(MISTRAL, rope_type="yarn", beta_fast=4.0, beta_slow=2.0, truncate=False, **WINDOW),
+    "yarn-mscale": scaled(QWEN2, rope_type="yarn", mscale=1.0, mscale_all_dim=0.5, **WINDOW),
+    "linear": scaled("Qwen3MoeForCausalLM", type="linear", factor=4),
+    "dynamic": scaled(LLAMA, rope_type="dynamic", factor=4.0),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotations_are_those_of_transformers(name):
+    hf = ROTATIONS[name]
+    architecture(hf).check(hf)
+    kind = hf["architectures"][0].removesuffix("ForCausalLM")
+    module = "mixtral" if kind == "Mixtral" else hf["model_type"]
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    read = getattr(transformers, f"{kind}Config").from_dict(hf)
+    expected = getattr(modeling, f"{kind}RotaryEmbedding")(read)
     torch.testing.assert_close(rope.frequencies(hf), expected.inv_freq, rtol=1e-6, atol=0)
     assert rope.magnitude(hf) == pytest.approx(expected.attention_scaling)
 
@@ -252,32 +271,74 @@ def test_rope_base_is_read_from_old_and_new_configs():
         architecture(config(name)).check(config(name) | {"rope_parameters": default | {"rope_theta": 5e5}})
 
 
+def test_window_of_every_scaling():
+    windows = {name: rope.positions(hf) for name, hf in ROTATIONS.items() if not name.startswith("llama")}
+    assert windows == {
+        "qwen3-8b": 40960,
+        "deepseek-yarn": 256,
+        "deepseek-v3": 163840,
+        "qwen3-8b-yarn": 4 * 40960,
+        "qwen2.5-7b-yarn": 4096,
+        "yarn-default-window": 8192,
+        "linear": 4 * 4096,
+        "dynamic": 4096,
+    } | dict.fromkeys(("yarn-factor", "yarn-betas", "yarn-mscale"), 4096)
+
+
+def test_a_scaling_given_in_the_run_replaces_that_of_the_config():
+    hf = config(QWEN3, max_position_embeddings=1024) | {"rope_theta": 5e5}
+    for given in (
+        hf,
+        hf | {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        hf | {"rope_parameters": YARN},
+    ):
+        found = rope.scaled(given, {"rope_type": "yarn", "factor": 4.0})
+        assert rope.rope_parameters(found) == {
+            "rope_theta": 5e5 if given.get("rope_parameters") is None else rope.rope_theta(given),
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        }
+        assert found["max_position_embeddings"] == rope.positions(found) == 4096
+    assert rope.scaled(hf, {}) is hf
+    for scaling, text in (
+        ({"factor": 4.0}, "needs a rope_type, one of default, linear"),
+        ({"rope_type": "yarn", "factors": 4.0}, "factors=4.0, which rope_type=yarn does not read"),
+        ({"rope_type": "linear", "factor": 4.0, "beta_fast": 1}, "beta_fast=1, which rope_type=linear"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            rope.scaled(hf, scaling)
+
+
 # Refusals ---------------------------------------------------------------------------------------------------
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
 YARN = {"type": "yarn", "factor": 4.0}
-LINEAR = {"rope_type": "linear", "factor": 2.0}
 EVERY_DENSE = (
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "embeddings of type yarn is not supported"),
-    ({"rope_scaling": YARN}, "embeddings of type yarn is not supported"),
-    ({"rope_parameters": LINEAR}, "embeddings of type linear is not supported"),
     (
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
-        "embeddings of type yarn is not supported",
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "embeddings of type longrope is not supported; only default",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
+        "embeddings of type yarn lacks factor in its rope_scaling",
+    ),
+    (
+        {"rope_scaling": YARN | {"factor": 0.5}},
+        "factor 0.5 in its rope_scaling is not supported; use 1 or more",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
+        "lacks low_freq_factor, original_max_position_embeddings in its rope_scaling",
     ),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
 )
 REFUSED = [
     *((name, changes, text) for name in DENSE for changes, text in EVERY_DENSE),
-    *(
-        (name, {"rope_scaling": LLAMA3}, "type llama3 is not supported; only default is")
-        for name in (QWEN2, QWEN3, MISTRAL)
-    ),
     (
-        LLAMA,
-        {"rope_scaling": LLAMA3},
-        "lacks low_freq_factor, original_max_position_embeddings in its rope_scaling",
+        V3,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "type linear is not supported; only default, yarn",
     ),
     (QWEN2, {"use_sliding_window": True}, "use_sliding_window is not supported"),
     (QWEN3, {"use_sliding_window": True}, "use_sliding_window is not supported"),

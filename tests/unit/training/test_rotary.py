@@ -20,9 +20,10 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 2, 3, 90]])
 PLAIN = RotaryEmbedding(DIM, 1.0, rotary_base=10000, use_cpu_initialization=True)
 HF = dict(head_dim=DIM, rope_theta=10000.0)
 YARN_HF = HF | dict(
+    kv_lora_rank=16,
     rope_scaling=dict(
         type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5
-    )
+    ),
 )
 YARN = YarnRotaryEmbedding(
     DIM,
