@@ -276,7 +276,7 @@ class _Sum:
         return self._joined(self._a, self._b)
 
     def _joined(self, a: Sequence[Tensor], b: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Return A [..., n r, in] and B [..., out, n r] of n parts. a: [..., r, in]; b: [..., out, r] each."""
+        """Return A [..., n r, in] and B [..., out, n r] of n parts. a: [..., r, in] and b: [..., out, r]."""
         if self._rows is None:
             assert b[0] is not None
             return a[0], b[0]
