@@ -43,13 +43,13 @@ def validation_without_the_template(bug: Bug, prompts, self, files, **options):
     return found if files == self.config.data.train else [replace(p, messages=None) for p in found]
 
 
-@exhibit("verl-project/verl#1659", overrides=VALIDATES, ranks=2)
+@exhibit("PrimeIntellect-ai/prime-rl#600", overrides=VALIDATES, ranks=2)
 @caught_by(
     VALIDATION, r"CheckFailed: sample check: sample \d+ .* no longer has the score that was made for it"
 )
 @replaces("rl.phases.scoring.Scoring.fill_scores")
 def validation_repeats_in_another_order(bug: Bug, fill_scores, self, batch, *, timing, predictions=False):
-    """Scores were ordered by sample and prompt, and read by prompt and sample."""
+    """[a, b, a, b] was read as [a, a, b, b]; here scores of a validation, by which pass@k is computed."""
     import torch
 
     answers = fill_scores(self, batch, timing=timing, predictions=predictions)
@@ -60,7 +60,7 @@ def validation_repeats_in_another_order(bug: Bug, fill_scores, self, batch, *, t
     return answers
 
 
-@exhibit("verl-project/verl#1659", overrides=VALIDATES)
+@exhibit("PrimeIntellect-ai/prime-rl#600", overrides=VALIDATES)
 @caught_by(VALIDATION, r"CheckFailed: order check: the samples of a validation .* from sample 1 on")
 @replaces("rl.phases.generation.Generation.sample")
 def validation_samples_in_another_order(bug: Bug, sample, self, prompts, sampling, *, purpose, **options):
