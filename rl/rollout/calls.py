@@ -123,10 +123,12 @@ class Calls:
     def abort(self, name: str) -> Completion:
         """Abort a request and return its tokens so far."""
         live, engine = self._live.pop(name), self._engine
-        token_ids = np.array(engine.scheduler.requests[live.internal_id].output_token_ids, np.int32)
+        request = engine.scheduler.requests[live.internal_id]
+        token_ids = np.array(request.output_token_ids, np.int32)
         logprobs = np.array(engine.platform.logprobs_so_far(engine, live.internal_id), np.float32)
         self._vllm.abort_request([name])
-        return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
+        versions, context = live.versions(len(token_ids)), context_digest(request.prompt_token_ids)
+        return Completion(token_ids, logprobs, "abort", versions, context_digest=context)
 
     def abort_all(self) -> None:
         """Abort all requests and discard their tokens."""
