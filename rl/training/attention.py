@@ -33,8 +33,8 @@ class PackedRow(PackedSeqParams):
     """`MicroBatch.routes`."""
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return the keys or values of the whole row. x: those of this rank's tokens."""
-        return x if self.part is None else self.part.row(x)
+        """Return the keys or values of the whole row. x: those of this rank's tokens, or already whole."""
+        return x if self.part is None or len(x) == len(self.part.order) else self.part.row(x)
 
 
 class CoreAttention(MegatronModule):

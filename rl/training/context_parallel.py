@@ -118,7 +118,6 @@ class Split:
             cu_seqlens_kv=np.cumsum([0, *(prompt_length + before)]),
             kv_index=ranges(starts, lengths),
             order=self._order,
-            places=self.places,
             restore=restore,
         )
         return place[self._own], arrays
@@ -144,7 +143,7 @@ class Split:
             max_seqlen_kv=max(p.prompt_length + p.start + p.length - p.segment for p in self._pieces),
             kv_index=arrays["kv_index"],
         )
-        indices = {name: arrays[name] for name in ("order", "places", "restore")}
+        indices = {name: arrays[name] for name in ("order", "restore")}
         return Part(self._context, self, torch.from_numpy(self._own), self._most, **indices), attention
 
 
@@ -165,8 +164,6 @@ class Part:
     """Maximum of r over the ranks."""
     order: Tensor
     """int64 [W]: place in the gathered parts of each token of the row."""
-    places: Tensor
-    """int64 [W]: place in the row of each token of the gathered parts."""
     restore: Tensor
     """int64 [R]: place in the gathered outputs of each response token."""
 
@@ -180,7 +177,23 @@ class Part:
 
         Its gradient is the sum over the ranks of the group. Both passes are collective over the group.
         """
-        return _GatherRow.apply(x, self)
+        return reorder(self.gathered(x), self.order)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the x of all ranks, one after the other, [cp n, ...]. x: [n, ...]; otherwise as `row`."""
+        return _Gather.apply(x, self.context.group)
+
+    def order_of(self, shards: int) -> Tensor:
+        """Return the place of each token of the row, int64 [W], in what tensor parallel ranks gather.
+
+        shards: number of tensor parallel ranks, each of which has an equal piece of every part, and gathers
+            first the pieces of the context parallel group (`gathered`).
+        """
+        if shards == 1:
+            return self.order
+        rank, place = _divmod(self.order, len(self.order) // self.context.size)
+        shard, within = _divmod(place, size := len(self.order) // (self.context.size * shards))
+        return (shard * self.context.size + rank) * size + within
 
     def outputs(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return outputs at all response tokens, [R, ...] each. found: those at `own`, [r, ...] each.
@@ -191,20 +204,45 @@ class Part:
         return tuple(_GatherOutputs.apply(x, self) for x in found)
 
 
-class _GatherRow(torch.autograd.Function):
+def _divmod(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    return x // by, x % by
+
+
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """Return x[order]. order: a permutation, int64 [len(x)]."""
+    return _Reorder.apply(x, order)
+
+
+class _Reorder(torch.autograd.Function):
+    """`SelectRows` for a permutation: its backward pass sums nothing."""
+
     @staticmethod
-    def forward(ctx, x, part):
-        ctx.part = part
-        whole = x.new_empty(len(part.order), *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=part.context.group)
-        return whole.index_select(0, part.order)
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad):
-        part = ctx.part
-        grad = grad.index_select(0, part.places)
-        own = grad.new_empty(len(grad) // part.context.size, *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad, group=part.context.group)
+        (order,) = ctx.saved_tensors
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return grad.index_select(0, inverse), None
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers along the first dimension; the backward pass sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        whole = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
 
 

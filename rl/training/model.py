@@ -14,6 +14,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
 from rl.models.rope import rope_theta
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
-from rl.training.layer_spec import block_spec, megatrons_names, use_te
+from rl.training.layer_spec import block_spec, megatrons_names, replace_classes, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
@@ -191,7 +192,8 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
     on_cuda = torch.cuda.is_available()
     of_model = architecture(hf).megatron_config(hf)
     has_experts = "num_moe_experts" in of_model  # other models of the run may have them
-    kind = MLATransformerConfig if of_model.get("multi_latent_attention") else TransformerConfig
+    latent = of_model.get("multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
     layout = _pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None
     return kind(
         **of_model,
@@ -231,8 +233,8 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # Megatron has no fused kernel for MLA without YaRN.
-        apply_rope_fusion=te and of_model.get("rope_type") != "rope",
+        # Megatron has no fused kernel for MLA without YaRN, nor for gathered latents.
+        apply_rope_fusion=te and of_model.get("rope_type") != "rope" and not (latent and training.cp > 1),
         moe_permute_fusion=has_experts and te,
         # The fused kernel does not ask for replayed experts.
         moe_router_fusion=has_experts and te and training.router_replay == "none",
@@ -270,6 +272,10 @@ def build_model(
     """
     config = transformer_config(hf, training, dtype, te=uses_te and use_te(dtype))
     layers = block_spec(config, fuses_norms=fuses_norms)
+    if config.multi_latent_attention and training.cp > 1:
+        from rl.training.gathered_latents import GatheredLatents
+
+        layers = replace_classes(layers, {MLASelfAttention: GatheredLatents})
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=hf["max_position_embeddings"],

@@ -73,7 +73,7 @@ def test_kills_of_either_role_change_nothing(agent_config, tmp_path, form):
 
 @pytest.mark.covers("agents", "roles", "replay of the engine's experts")
 def test_the_gradient_of_replayed_turns_is_that_of_fixed_routers(agent_config, tmp_path):
-    """Trajectories of several turns come from one generator with their experts, some of older weights."""
+    """The algorithm compares them; one generator sends trajectories with experts, some of older weights."""
     model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
     algorithm = Path(__file__).with_name("replayed_gradients.py")
     ranks = (
@@ -85,6 +85,4 @@ def test_the_gradient_of_replayed_turns_is_that_of_fixed_routers(agent_config, t
     )
     overrides = (WAVES, *ranks, *IN_FLIGHT, f"model.path={model}", f"algorithm={algorithm}")
     steps = train(3, agent_config, *overrides, run=tmp_path / "run")
-    assert steps[-1]["agents/turns"] == 3 and steps[-1]["staleness/max"] == 1
-    for step in steps:
-        assert step["own/replayed"] <= 1e-6 and step["own/without"] > 1e-2
+    assert len(steps) == 4 and steps[-1]["agents/turns"] == 3 and steps[-1]["staleness/max"] == 1
