@@ -334,7 +334,7 @@ class Link:
     def _move(
         self, number: int, version: int, parts: list[Part]
     ) -> tuple[BytesMoved, list[tuple[Weight, str]]]:
-        """Carry out the plans; return the bytes, and (weight, from what) it differs in a checked version.
+        """Carry out the plans; return the bytes, and for each wrong weight what it differs from.
 
         number: of the refit. After the first, the base of adapters does not travel, but is compared.
         Collective over the job.
