@@ -424,7 +424,7 @@ class Link:
         ]
 
     def _received(self, source: int, num_bytes: int, tag: int) -> bytes | None:
-        """Return a message, None if its sender has died and the run goes on without it."""
+        """Return a message; None if its sender has died and the run continues without it."""
         content = torch.empty(num_bytes, dtype=torch.uint8)
         try:
             self._control.recv([content], source, tag).wait()
