@@ -23,7 +23,7 @@ from rl.data.batch import COLUMNS, Batch
 NUM_VALUES = 500
 """Samples and counted tokens of the groups that a step computes again, at least one group."""
 ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Largest relative error of a result of some float32 operations."""
+"""Maximum relative error of the result of a few float32 operations."""
 WHITEN_EPS = 1e-8
 """Added to the variance in whitening."""
 EPS = 1e-6
@@ -60,7 +60,7 @@ Values = list[float] | list[list[float]]
 def check_advantages(batch: Batch, config: Config) -> None:
     """Check rewards and advantages of some groups, and the whitening of all.
 
-    The groups depend on the batch, so over a run every one has its turn. Raises CheckFailed.
+    Groups are drawn at random, with a seed that depends on the batch. Raises CheckFailed.
     """
     estimator, _ = config.objective.chosen
     if (
@@ -101,10 +101,10 @@ def check_advantages(batch: Batch, config: Config) -> None:
 
 
 def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
-    """Return the size of the numbers whose rounding the advantages of a group have; infinity if all of it is.
+    """Return the scale of the rounding errors of a group's advantages; infinity if they are nothing else.
 
-    Rewards are rounded in proportion to their size. What divides their small differences, such as a standard
-    deviation, multiplies that.
+    Rewards are rounded in proportion to their size. A division by their small spread, such as a standard
+    deviation, magnifies these errors.
     """
     size, spread = max(map(abs, rewards)), max(rewards) - min(rewards)
     largest = max((float(np.abs(own).max()) for own in advantages if own.size), default=0.0)
@@ -129,7 +129,7 @@ def _compare(
 ) -> None:
     """Raise CheckFailed unless a token column has these values at the counted tokens of a sample.
 
-    size: of the numbers whose rounding may differ, if those of the sample are smaller.
+    size: minimum of the scale to which the rounding errors are relative.
     """
     found = np.asarray(sample.tokens(name))
     wrong = np.abs(found - own) > ROUNDING * max(size, *np.abs(found), *np.abs(own), size)

@@ -368,7 +368,7 @@ def _activations(
     if model.hf.get("kv_lora_rank"):
         working += keys  # with the rotary part, and values of the width of keys
     if layout.cp > 1:
-        # Keys and values of the whole row, which the backward pass needs, and a copy in another order.
+        # Keys and values of the whole row for the backward pass, and a copy in another order.
         saved += keys * (1 if config.training.recompute else len(layers))
         working += keys
     head = _head(config, layout, model, tokens, itemsize) if stage == layout.pp - 1 else 0.0
@@ -408,15 +408,15 @@ def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imba
 
 
 def _key_elements(model: Model) -> float:
-    """Return the number of elements of keys and values per token and layer, of all heads."""
+    """Return the elements of keys and values per token and layer, over all heads (MLA: after projection)."""
     heads = num_kv_heads(model.hf) / model.hf["num_attention_heads"]
     return sum(model.heads_width) * (1 if model.hf.get("kv_lora_rank") else heads)
 
 
 def gathered_elements(model: Model, layout: Layout) -> float:
-    """Return the number of elements per token and layer that context parallel ranks gather.
+    """Return the elements per token and layer that context parallel ranks gather.
 
-    They are keys and values, or for MLA the latent and the rotary key (`rl.training.gathered_latents`).
+    These are keys and values, for MLA the latent and the rotary key (`rl.training.gathered_latents`).
     """
     hf, tp = model.hf, layout.tp
     if not hf.get("kv_lora_rank"):

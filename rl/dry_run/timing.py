@@ -140,7 +140,7 @@ def _training_pass(
 
 
 def _gathers(config: Config, per_parameter: int) -> int:
-    """Return how often a pass gathers, or scatters, keys and values between context parallel ranks."""
+    """Return the number of gathers and scatters of keys and values per layer in a pass."""
     return 1 if per_parameter == 2 else 2 + config.training.recompute
 
 

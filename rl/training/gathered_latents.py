@@ -20,7 +20,7 @@ class GatheredLatents(multi_latent_attention.MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states, position_ids, packed_seq_params: PackedRow, **_
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return queries of this rank's tokens, keys and values of the whole row, and both latents.
+        """Return the queries of this rank's tokens, keys and values of the whole row, and the two latents.
 
         hidden_states: [W/cp, 1, H], or [W/cp/tp, 1, H] under sequence parallelism. Result: queries [W/cp,
         heads/tp, d + rope], keys [W, heads/tp, d + rope], values [W, heads/tp, v]. Collective over the tensor

@@ -53,9 +53,9 @@ class HeadRequest:
     teacher: "MicroTargets | None" = None
 
     def of(self, index: Tensor) -> "HeadRequest":
-        """Return the request with the targets, masks and teachers' distributions at `index`, int64 [r].
+        """Return the request with the targets, masks and teachers' distributions of the tokens `index`.
 
-        index: ascending, on the CPU; `predict_at` has its r positions already.
+        index: int64 [r], ascending, on the CPU, of R response tokens. `predict_at` already has r elements.
         """
         return replace(
             self,
