@@ -364,8 +364,8 @@ class Link:
     def _move(
         self, number: int, version: int, parts: list[Part]
     ) -> tuple[BytesMoved, list[tuple[Weight, str]], list[Sums]]:
-        """Carry out the plans; return the bytes, for each wrong weight what it differs from, and the checksums
-        for `check_weights`, of the parts that travelled.
+        """Carry out the plans; return the bytes, for each wrong weight what it differs from, and checksums for
+        `check_weights`.
 
         number: of the refit. After the first, the base of adapters does not travel, but is compared.
         Collective over the job.
