@@ -364,7 +364,7 @@ class Link:
     def _move(
         self, number: int, version: int, parts: list[Part]
     ) -> tuple[BytesMoved, list[tuple[Weight, str]], list[Sums]]:
-        """Carry out the plans; return the bytes, for each wrong weight what it differs from, and checksums for
+        """Carry out the plans; return bytes, wrong weights with what they differ from, and sums for
         `check_weights`.
 
         number: of the refit. After the first, the base of adapters does not travel, but is compared.
