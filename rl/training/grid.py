@@ -1,4 +1,7 @@
-"""The training grid: Megatron's process groups and this rank's position in them."""
+"""The training grid: Megatron's process groups and this rank's position in them.
+
+`rl.models.placement` defines the order of the ranks.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
