@@ -1,6 +1,7 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from rl.checks.batches import (
     check_groups,
     check_informative,
     check_likelihoods,
+    check_order,
 )
 from rl.checks.logprobs import (
     check_engine,
@@ -28,6 +30,7 @@ from rl.checks.updates import Counts, LearningRates, LossGradient, Outputs, chec
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
+from rl.data.prompts import Prompt
 from rl.faults.agreement import check_master_weights, check_replicas
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine, UpdateResult
@@ -70,15 +73,28 @@ class Checks:
         whether samples may have been generated with another length limit.
         """
         rollout = self._config.rollout
-        check_groups(batch, samples_per_prompt=rollout.samples_per_prompt)
+        self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)
+        if rollout.temperature:
+            check_duplicates(batch)
+
+    def validated(self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
+        """Check the scored samples of a validation, which reads results by their place.
+
+        prompts: those of the validation, in its order.
+        """
+        self._samples(batch, samples_per_prompt)
+        check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
+        check_digests(batch)
+
+    def _samples(self, batch: Batch, samples_per_prompt: int, *, limits_vary: bool = False) -> None:
+        rollout = self._config.rollout
+        check_groups(batch, samples_per_prompt=samples_per_prompt)
         check_endings(
             batch,
             max_tokens=None if limits_vary else rollout.max_response_tokens,
             stop_ids=self._end_ids | set(rollout.stop_token_ids),
             ends_at_text=bool(rollout.stop),
         )
-        if rollout.temperature:
-            check_duplicates(batch)
 
     def log_probs(
         self, batch: Batch, plans: list[MicroBatchPlan], *, reference: bool, entropy: Tensor | None = None

@@ -83,7 +83,7 @@ class Batch:
     scores: Tensor | None = per_sample(stored="float32", stored_as="score")
     """Result of the reward function."""
     score_digests: Tensor | None = per_sample(torch.int64)
-    """Hash of each score and of the digest of its sample, computed when the sample was scored
+    """Hash of each score, outcome and digest of its sample, computed when the sample was scored
     (`hash_scores`)."""
     rewards: Tensor | None = per_sample(stored="float32", stored_as="reward")
     """Scores after penalties and the KL term. Advantages are computed from them."""
@@ -211,10 +211,11 @@ class Batch:
         return torch.tensor(found, dtype=torch.int64)
 
     def hash_scores(self, digests: Tensor) -> Tensor:
-        """Return a hash of each score and the digest of its sample, int64 [N]."""
+        """Return a hash of each score and outcome and the digest of its sample, int64 [N]."""
         assert self.scores is not None, "the batch has not been scored"
-        pairs = zip(self.scores.numpy(), digests.tolist(), strict=True)
-        return torch.tensor([zlib.crc32(score.tobytes(), digest) for score, digest in pairs])
+        columns = torch.stack((self.scores, self.outcomes), dim=1).numpy()
+        pairs = zip(columns, digests.tolist(), strict=True)
+        return torch.tensor([zlib.crc32(own.tobytes(), digest) for own, digest in pairs])
 
     def delivered(self) -> "Batch":
         """Return the batch with its `digests`, once its samples are complete."""
