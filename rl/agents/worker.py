@@ -56,7 +56,7 @@ THREADS = 8
 STACK_BYTES = 2 << 20
 """Stack of a session's thread, which counts as address space."""
 MAX_LINE_BYTES = 16 << 20
-"""Longest message; a prompt of a million tokens has about 4 MB."""
+"""Maximum length of a message; a prompt of a million tokens has about 4 MB."""
 TOOL_ERRORS = (ValueError, ArithmeticError, LookupError)
 """Exceptions of a tool that are an answer to the policy."""
 

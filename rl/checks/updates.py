@@ -20,7 +20,7 @@ from rl.training.model import DTYPES
 from rl.training.packing import MicroBatch
 
 TOLERANCE = 1e-9
-"""Largest distance of the counted share from 1; its terms are float64."""
+"""Maximum distance of the counted share from 1; its terms are float64."""
 SMALL_LR = 0.01
 """Share of the peak learning rate from which an update must change weights. Far below it, at the ends of a
 schedule, float32 may round every change away."""
@@ -47,7 +47,7 @@ class WrongTokens(RuntimeError):
 
 
 class Counts:
-    """Counts the tokens of an update's micro-batches, so that a lost, repeated or wrong one is found.
+    """Counts the tokens of an update's micro-batches to detect lost, repeated and wrong ones.
 
     totals: denominators of the loss.
     """

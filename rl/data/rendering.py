@@ -1,7 +1,7 @@
-"""Whether prompts have the tokens that their template or tokenizer gives, decided without the code that made
-them: transformers renders and tokenizes some of them again, in one call.
+"""Comparison of prompts' tokens with a second source: transformers renders and tokenizes some prompts again,
+in one call, without this project's code.
 
-Prompts that begin or end otherwise than most of their set are among these.
+The compared prompts include those whose first token or ending differs from that of most prompts of the set.
 """
 
 from collections import Counter
@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.prompts import Prompt
 
 NUM_COMPARED = 32
-"""Number of prompts of a set that are compared at least."""
+"""Minimum number of prompts of a set that are compared."""
 MAX_COMPARED = 256
-"""Number of prompts of a set that are compared at most."""
+"""Maximum number of prompts of a set that are compared."""
 
 
 def check_rendering(

@@ -1,4 +1,4 @@
-"""Whether the engine's weights equal the trainer's, decided without the plan of the refit.
+"""Comparison of the engine's weights with the trainer's, independent of the plan of the refit.
 
 Both sides are read by the model's list of weights: every element of the engine's parameters, and the same
 element of the trainer's. A part that the plan omits, or sends to another place, is compared like any other.
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Equality:
-    """What one rank compares."""
+    """Plan of what one rank compares."""
 
     own: tuple[Copy, ...]
     """Pairs of boxes that this rank both trains and generates with."""

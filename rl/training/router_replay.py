@@ -47,7 +47,7 @@ class Routes:
     """
 
     experts: Tensor
-    """Smallest integer type, [L, T, k]."""
+    """In the smallest sufficient integer type, [L, T, k]."""
     given: Tensor
     """bool [T, 1] or []: tokens whose experts are given. Others, such as padding, have the router's own."""
     chosen: set[int] = field(default_factory=set)
