@@ -27,7 +27,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import configs, control, generation, host, sweep  # noqa: E402
+from tools.bench_tables import checks, configs, control, generation, host, sweep  # noqa: E402
 from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -80,6 +80,12 @@ TABLES = {
         "one job / alone, core-seconds",
         sweep.add_arguments,
         sweep.measure,
+    ),
+    "checks": Table(
+        "The always-on checks, timed inside a run of one rank with one thread",
+        "percent of a step, median",
+        checks.add_arguments,
+        checks.measure,
     ),
     "control": Table(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",

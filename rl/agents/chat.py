@@ -14,7 +14,7 @@ three sources:
 If none of them keeps the earlier tokens, `Chat.extend` returns None.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,6 +165,47 @@ class Chat:
         except CannotExtend:
             return None
 
+    def find_strange(
+        self, given: Sequence[np.ndarray], messages: Messages, tools: Sequence[dict]
+    ) -> int | None:
+        """Return the index of the first tokens that a rendering of the whole conversation does not contain.
+
+        The rendering is a second source: it has stand-ins for the sampled turns, and must contain the text of
+        all tokens between turns, in their order. Whitespace is left out, as tokenizers may change it.
+
+        Args:
+            given: what `extend` returned in a row, int32 [S] each.
+            messages: the conversation up to and with the messages of the last one.
+        """
+        texts = [_squeezed(self._decode(ids)).removeprefix("</think>") for ids in given]
+        first: int | None = None
+        for rendered in self._renderings(messages, tools) if texts else ():
+            position, first = 0, None
+            for number, text in enumerate(texts):
+                found = rendered.find(text, position)
+                if found < 0:
+                    first = number
+                    break
+                position = found + len(text)
+            if first is None:
+                return None
+        return first
+
+    def _renderings(self, messages: Messages, tools: Sequence[dict]) -> Iterator[str]:
+        """Yield the text of a conversation in the forms that tokens between turns may have."""
+        stand_ins = [_stand_in(m) if m["role"] == "assistant" else m for m in messages]
+        if self._is_plain(messages):
+            text = "".join(message["content"] for message in stand_ins)
+        else:
+            try:
+                text = self._template.render(stand_ins, tools)
+            except ValueError:  # the renderer takes messages that the template rejects
+                return
+        yield _squeezed(text)
+        yield _squeezed(self._decode(self._encode(text)))  # some tokenizers normalise texts
+        if self._renderer is not None and not self._is_plain(messages):
+            yield _squeezed(self._decode(self._renderer.render(stand_ins, tools)))
+
     def grammar(self, tools: Sequence[dict]) -> str:
         """Return the structural tag of turns whose tool calls fit the tools' schemas, for `Request.grammar`.
 
@@ -207,7 +248,8 @@ class Chat:
 
         Four turns are tried, because some templates keep the last turns only: with tools, turns of one call
         and, if the model's form allows it, of two; without, turns that a user answers. The first and the
-        third turn think, unless the template has no thinking or its generation prompt closes it.
+        third turn think, unless the template has no thinking or its generation prompt closes it; the second
+        and third have calls and no content.
 
         Args:
             opening: messages with which an environment begins; some templates fail only with a system
@@ -221,7 +263,7 @@ class Chat:
         for number, num_calls in enumerate([1, several, several, 1] if tools else [0] * 4, 1):
             calls = [{**CALL, "id": f"call{number:03d}{i:02d}"} for i in range(num_calls)]
             thinking = "reason" if self._thinks and number % 2 else ""
-            content = "" if number == 4 and calls else "answer"
+            content = "" if number in (2, 3) and calls else "answer"
             turn = self._encode(self._thinking_tags(thinking) + content + self.tokenizer.eos_token)
             messages.append(self._message(thinking, content, calls))
             reply = [{**REPLY, "tool_call_id": call["id"]} for call in calls] or [QUESTION]
@@ -338,6 +380,11 @@ class Chat:
         if CONTENT in content and not calls:
             parts.append(("content", CONTENT))
         return parts + [("tool calls", call["function"]["name"]) for call in calls]
+
+
+def _squeezed(text: str) -> str:
+    """Return a text without whitespace."""
+    return "".join(text.split())
 
 
 def _stand_in(message: dict) -> dict:

@@ -278,6 +278,7 @@ class Trajectories(Dialogue):
     def _call(self, session: Session, action) -> None:
         self._unanswered.add(session.address)
         session.asked = time.monotonic()
+        session.num_requests += 1
         self._pool.call(session.address, action)
 
     def _score(self, session: Session) -> None:
@@ -314,6 +315,7 @@ class Trajectories(Dialogue):
         self._unanswered.discard(session.address)
         self._resetting.discard(session.address)
         self.counts["environments"] += time.monotonic() - session.asked
+        session.check_answer(reply)
         if reply.kind == "run" and session.is_spent:  # what it raised follows from that
             self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
         elif reply.failure:
@@ -367,6 +369,7 @@ class Trajectories(Dialogue):
         try:
             limit = self._limits.context_tokens
             session.trajectory.begin_row(self._chat.open(session.messages, session.tools, limit))
+            session.context = list(session.messages)
         except ValueError as error:
             self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
             return False
@@ -389,6 +392,7 @@ class Trajectories(Dialogue):
             elif self._begin_row(session, reply):
                 self._ask(session)
         elif trajectory.give(given, "tool" if reply.kind == "tools" else "user"):
+            session.context = list(session.messages)
             self._ask(session)
         else:
             self._score(session)
@@ -442,6 +446,7 @@ class Trajectories(Dialogue):
     def _end(self, session: Session, values: dict[str, float]) -> None:
         """Add the samples of a trajectory that is closed."""
         trajectory = session.trajectory
+        session.check_context(self._chat)
         samples = trajectory.samples(values or None, session.start.prompt.token_ids)
         rows = [replace(sample, conversation=session.messages) for sample in samples]
         self._note_ended(session.start, rows)
@@ -546,13 +551,15 @@ class Trajectories(Dialogue):
         unread = [] if asked.token_ids is None else self._chat.as_messages(asked.token_ids)
         session.messages = list(asked.messages or unread)
         if given is not None:
-            trajectory.give(given, source)
+            if trajectory.give(given, source):
+                session.context = list(session.messages)
             return True
         if trajectory.rows:
             self.counts["rewrites"] += not trajectory.is_logged
             if self._config.on_rewrite == "refuse":
                 return False
         trajectory.begin_row(self._context_of(asked))
+        session.context = list(session.messages)
         return True
 
     def _context_of(self, asked: "EndpointRequest") -> np.ndarray:

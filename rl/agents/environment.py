@@ -10,8 +10,10 @@ a failure of the trajectory (`Failure`).
 
 import functools
 import inspect
+import json
 import re
 import types
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -128,9 +130,18 @@ class Reply:
     """Description of a failure; the first line is the reason."""
     cause: Failure = Failure.ERROR
     """Cause of the failure, if there is one."""
+    digest: int = -1
+    """`answer_digest` by the worker that gave the answer; -1 if unknown."""
     reopen: str = ""
     """How to repeat the session if another one of its process may have caused the failure. alone: in its own
     process, because its request was in progress. shared: with others. Empty: the session has failed."""
+
+
+def answer_digest(request: str, answer: Mapping[str, Any]) -> int:
+    """Return a 32-bit hash of a request's name and its answer, the same before and after its way as JSON."""
+    content = [request, *(answer.get(name) or None for name in ("messages", "reward", "values"))]
+    text = json.dumps(content, ensure_ascii=False, default=str)
+    return zlib.crc32(text.encode("utf-8", "replace"))
 
 
 # ---- tools ----

@@ -86,6 +86,7 @@ class _Session:
     worker: "EnvironmentWorker | None" = None
     """None before it has one (the session is then in `_waiting`), and after the worker was lost."""
     kind: str = "reset"
+    num_requests: int = 1
     started: float | None = None
     """Monotonic time of the request in progress."""
     is_closed: bool = False
@@ -108,6 +109,7 @@ REPLY_FIELDS = {
     "values": lambda v: isinstance(v, dict) and all(map(_is_number, v.values())),
     "failure": lambda v: isinstance(v, str),
     "cause": lambda v: v in tuple(Failure),
+    "digest": lambda v: type(v) is int,
 }
 """Fields of a message that answers a request -> whether a value is valid."""
 
@@ -142,7 +144,8 @@ class EnvironmentWorker(WorkerProcess):
 
     def request(self, session: _Session, request: str, argument: Any) -> None:
         """Send a request. During a sweep it is held back, which would kill a daemon that it starts."""
-        self._held.append(pickle.dumps((session.number, request, argument)))
+        name = f"{session.name} {session.num_requests}"
+        self._held.append(pickle.dumps((session.number, request, name, argument)))
         self.send_held()
 
     def send_held(self) -> None:
@@ -219,6 +222,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         assert called.started is None, f"{session} has not answered {called.kind}"
         kinds = {ToolCalls: "tools", Step: "step", Run: "run"}
         called.kind = kinds.get(type(action), "score")
+        called.num_requests += 1
         self._request(called, "act", action)
 
     def close(self, session: str) -> None:

@@ -19,6 +19,11 @@ class Renderer:
         self.name = type(renderer).__name__
         self.end_token_ids: list[int] = renderer.get_stop_token_ids()
 
+    def render(self, messages: Messages, tools: Sequence[dict]) -> np.ndarray:
+        """Return the ids of a conversation with the generation prompt, int32."""
+        ids = self._renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=True)
+        return np.asarray(ids, np.int32)
+
     def bridge(
         self, context: np.ndarray, turn: np.ndarray, new_messages: Messages, tools: Sequence[dict]
     ) -> np.ndarray | None:
@@ -89,19 +94,18 @@ def find_renderer(
     except ValueError:
         return None
 
-    def rendered(renderer, messages: Messages, tools: list[dict]) -> list[int]:
-        return renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
-
     base._populate_registry()
     for name in sorted(set(base.RENDERER_REGISTRY) - {"default"}):
         config = config_from_name(name)
         try:
-            plain = create_renderer(tokenizer, config)
-            found = [rendered(plain, *conversation) for conversation in conversations]
-            renderer = create_renderer(tokenizer, config, chat_template_kwargs=template_kwargs)
-            found.append(rendered(renderer, [QUESTION], []))
+            plain = Renderer(create_renderer(tokenizer, config), prompt)
+            found = [plain.render(*conversation) for conversation in conversations]
+            renderer = Renderer(
+                create_renderer(tokenizer, config, chat_template_kwargs=template_kwargs), prompt
+            )
+            found.append(renderer.render([QUESTION], []))
         except Exception:  # the tokenizer lacks the renderer's special tokens
             continue
         if all(map(np.array_equal, found, [*expected, prompt])):
-            return Renderer(renderer, prompt)
+            return renderer
     return None

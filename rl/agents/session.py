@@ -4,12 +4,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rl.agents.environment import Messages, Reply
+from rl.agents.chat import Chat
+from rl.agents.environment import Messages, Reply, answer_digest
 from rl.agents.trajectory import Trajectory
 from rl.rollout.source import Start
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.agents.endpoint import EndpointRequest
+
+
+class WrongAnswer(RuntimeError):
+    """Raised on a replica's leader if a trajectory has tokens that its environment did not give it."""
 
 
 @dataclass
@@ -24,6 +29,10 @@ class Session:
     drives: str = "tools"
     grammar: str | None = None
     """Grammar of the turns (`Request.grammar`)."""
+    context: Messages = field(default_factory=list)
+    """The part of the conversation that is in the context of its last turn."""
+    num_requests: int = 1
+    """Number of requests to its environment, with the reset."""
     asked: float = 0.0
     """Monotonic time of the last request to the environment, or of the last answer to an agent."""
     is_asked: bool = False
@@ -42,6 +51,31 @@ class Session:
     """Whether an agent was refused a turn because the trajectory's limits are used up."""
     is_repeated: bool = False
     """Whether it repeats a trajectory whose environment was lost with its process."""
+
+    def check_answer(self, reply: Reply) -> None:
+        """Raise WrongAnswer if a reply is not what a worker answered to the last request of this session."""
+        name = f"{self.address} {self.num_requests}"
+        if reply.digest != -1 and reply.digest != answer_digest(name, vars(reply)):
+            raise WrongAnswer(
+                f"the answer of an environment to request {self.num_requests} of trajectory {self.name} "
+                f"({reply.kind}) is not the one that its worker gave to this request: answers were exchanged "
+                "or changed between the worker and the trajectory."
+            )
+
+    def check_context(self, chat: Chat) -> None:
+        """Raise WrongAnswer if the last row has tokens between turns that are not in its conversation."""
+        rows = self.trajectory.rows
+        given = [segment for segment in (rows[-1].segments if rows else []) if not segment.is_sampled]
+        if not self.context or any(segment.source == "environment" for segment in given):
+            return  # an agent sent token ids, of which any cut is possible
+        if (
+            turn := chat.find_strange([segment.token_ids for segment in given], self.context, self.tools)
+        ) is not None:
+            raise WrongAnswer(
+                f"the tokens before turn {given[turn].turn + 1} of trajectory {self.name} are not in the "
+                "conversation as the chat template renders it, with the other turns before them: a turn or "
+                "an answer appears twice, in another place or as that of another trajectory."
+            )
 
     @property
     def name(self) -> str:

@@ -1,8 +1,8 @@
 """One worker of the environment pool: holds the environments of many trajectories and calls them.
 
 rl.workers.supervisor has its processes. The pool sends pickles: first (plan, sys.path or None), then
-(number of the session, request, argument), where the request is "open" with the row, "act" with an action, or
-"close". It receives JSON lines:
+(number of the session, request, name of the request, argument), where the request is "open" with the row,
+"act" with an action, or "close". It receives JSON lines:
 
     {"ready": [[schema, ...], ...]} or {"unloadable": sentence, "traceback": text}   once, after the imports
     {"n": number, ...}                                                               the fields of a Reply
@@ -40,6 +40,7 @@ from rl.agents.environment import (
     Tool,
     ToolCall,
     ToolCalls,
+    answer_digest,
     load_environment,
 )
 from rl.config.agent_plan import AgentPlan
@@ -55,7 +56,7 @@ THREADS = 8
 STACK_BYTES = 2 << 20
 """Stack of a session's thread, which counts as address space."""
 MAX_LINE_BYTES = 16 << 20
-"""Longest message; a prompt of a million tokens has about 4 MB."""
+"""Maximum length of a message; a prompt of a million tokens has about 4 MB."""
 TOOL_ERRORS = (ValueError, ArithmeticError, LookupError)
 """Exceptions of a tool that are an answer to the policy."""
 
@@ -107,8 +108,8 @@ class EnvironmentHost(Host):
             if can_send and any(session.is_busy for session in self._sessions.values()):
                 self.send({"alive": True})
 
-    def _dispatch(self, message: tuple[int, str, Any]) -> None:
-        number, request, argument = message
+    def _dispatch(self, message: tuple[int, str, str, Any]) -> None:
+        number, request, name, argument = message
         try:
             if request == "open":
                 environment = self._environments[self._plan.name_for(argument)]
@@ -118,13 +119,16 @@ class EnvironmentHost(Host):
                 session.closing = asyncio.create_task(self._close(number, session))
             else:
                 call = session.open() if request == "open" else session.act(argument)
-                session.task = asyncio.create_task(self._answer(number, session, call))
+                session.task = asyncio.create_task(self._answer(number, name, session, call))
         except BaseException:
             os._exit(1)  # out of memory: the pool would wait for the answer
 
-    async def _answer(self, number: int, session: "Session", call: Coroutine[Any, Any, dict]) -> None:
+    async def _answer(
+        self, number: int, name: str, session: "Session", call: Coroutine[Any, Any, dict]
+    ) -> None:
         try:
             fields = await call
+            fields["digest"] = answer_digest(name, fields)
         except BaseException as error:
             if session.closing is not None:
                 raise

@@ -76,7 +76,7 @@ def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
 
 
 def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
-    """Return the checksums of weights that are no parameters, such as a router's bias: nothing learns them.
+    """Return the checksums of weights that are buffers and never learn, such as a router's bias.
 
     Collective over the world.
     """
@@ -90,9 +90,9 @@ def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
 
 
 def exported_checksums(engine: TrainingEngine) -> dict[str, int]:
-    """Return the checksum of every Hugging Face tensor of the model, as its passes use it.
+    """Return the checksum of every Hugging Face tensor of the model, with adapters merged.
 
-    Nothing is gathered but the sums, so they show an error of the gathering too. Collective over the world.
+    Tensors are not gathered, so the comparison also finds errors of gathering. Collective over the world.
     """
     value, mine = engine.parts.merging(), dict[str, int]()
     for weight, parameter, writes in _written_weights(engine, engine.weight_map):

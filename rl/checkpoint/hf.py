@@ -80,7 +80,7 @@ def export_hf(
 
 
 def _problem(directory: Path, files: list[str], expected: dict[str, int]) -> str | None:
-    """Return which tensor of the files is not the model's; None if all are."""
+    """Return a message that names tensors of the files that differ from the model's, or None."""
     found: dict[str, int] = {}
     for name in files:
         with safe_open(directory / name, "pt") as file:

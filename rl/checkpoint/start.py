@@ -1,7 +1,7 @@
-"""What a run started from, compared with the models at their first update.
+"""Comparison of the models at their first update with what the run started from.
 
-Between the load and the first update much touches the models: the first refit, memory sharing, adapters, the
-reference. What one of them changes by mistake would be learned from without an error.
+Between the load and the first update the first refit, memory sharing, adapters and the reference access the
+models. A change by one of them would go unnoticed, and the run would learn from it.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from rl.training.engine import TrainingEngine
 
 
 class ChangedSinceStart(RuntimeError):
-    """Raised on every rank if a model is not what the run started from, before it learned anything."""
+    """Raised on every rank if a model or a state differs from what the run started from."""
 
 
 class Start:
-    """The models after everything was loaded. Collective over the world.
+    """Checksums of the models after all loads. Collective over the world.
 
-    source: where they are from, for the message.
+    source: path of the checkpoint or model, for the message.
     """
 
     def __init__(self, source: str, models: Mapping[str, TrainingEngine]):
@@ -26,8 +26,10 @@ class Start:
         self._steps = {name: describe(model)["optimizer_step"] for name, model in models.items()}
 
     def check(self, name: str, model: TrainingEngine) -> None:
-        """Compare weights, optimizer and reference of a model that this process has not updated yet, and of
-        one that it has only what no update changes.
+        """Compare a model with its state at the start.
+
+        Before the first update of this process: weights, optimizer and reference. Later: buffers, which no
+        update changes.
 
         Raises ChangedSinceStart on every rank. Collective over the world.
         """
@@ -58,9 +60,9 @@ class Start:
 
 
 def check_restored(source: str, saved: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
-    """Raise ChangedSinceStart if a state that was restored is not the one that was saved.
+    """Raise ChangedSinceStart if a restored state differs from the saved one. Not collective.
 
-    restored: what the next checkpoint would hold, plain data; keys that `saved` lacks are not compared.
+    restored: plain data, as the next checkpoint would store it; keys that `saved` lacks are not compared.
     """
     for key, value in restored.items():
         if key in saved and saved[key] != value:

@@ -11,7 +11,7 @@ algorithm or estimator computes.
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from rl.data.batch import COLUMNS, Batch
 NUM_VALUES = 500
 """Samples and counted tokens of the groups that a step computes again, at least one group."""
 ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Largest relative error of a result of some float32 operations."""
+"""Maximum relative error of the result of a few float32 operations."""
 WHITEN_EPS = 1e-8
 """Added to the variance in whitening."""
 EPS = 1e-6
@@ -52,7 +52,27 @@ class _Sample:
         return self._columns[name][self.span][self.counted].tolist()
 
 
+class _Groups(Sequence[list[_Sample]]):
+    """The groups of a batch, each made when it is read."""
+
+    def __init__(self, samples: Batch):
+        columns = samples.score_details | samples.columns()
+        self._columns = {name: column.numpy() for name, column in columns.items()}
+        self._starts = samples.offsets.tolist()
+        numbers = samples.groups.numpy()
+        order = np.argsort(numbers, kind="stable")
+        self._members = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, index):
+        starts = self._starts
+        return [_Sample(self._columns, i, starts[i], starts[i + 1]) for i in self._members[index].tolist()]
+
+
 Group = list[_Sample]
+Groups = Sequence[Group]
 Values = list[float] | list[list[float]]
 """For each sample of a group one number, or one for each of its counted tokens."""
 
@@ -60,7 +80,7 @@ Values = list[float] | list[list[float]]
 def check_advantages(batch: Batch, config: Config) -> None:
     """Check rewards and advantages of some groups, and the whitening of all.
 
-    The groups depend on the batch, so over a run every one has its turn. Raises CheckFailed.
+    Groups are drawn at random, with a seed that depends on the batch. Raises CheckFailed.
     """
     estimator, _ = config.objective.chosen
     if (
@@ -72,17 +92,13 @@ def check_advantages(batch: Batch, config: Config) -> None:
     ):
         return
     samples, goal = batch.merge_rows(), config.objective
-    columns = {name: column.numpy() for name, column in (samples.score_details | samples.columns()).items()}
-    starts = samples.offsets.tolist()
-    groups: dict[int, Group] = {}
-    for i, group in enumerate(samples.groups.tolist()):
-        groups.setdefault(group, []).append(_Sample(columns, i, starts[i], starts[i + 1]))
-    chosen = _some(list(groups.values()), batch.fingerprint)
+    groups = _Groups(samples)
+    chosen = _some(groups, batch.fingerprint)
     if batch.scores is not None and goal.reward_kl.controller != "adaptive":
         for sample in (sample for group in chosen for sample in group):
             _check_reward(samples, sample, config)
     formula = FORMULAS.get(estimator.function)
-    raw = [formula(group, goal, list(groups.values())) if formula else [] for group in chosen]
+    raw = [formula(group, goal, groups) if formula else [] for group in chosen]
     pairs, sizes = [], []
     for group, values in zip(chosen, raw):
         own = [np.asarray(value, np.float64) for value in values]
@@ -90,7 +106,7 @@ def check_advantages(batch: Batch, config: Config) -> None:
         for sample, value in zip(group, own) if math.isfinite(size) else ():
             pairs.append((sample, np.broadcast_to(value, int(sample.counted.sum()))))
             sizes.append(size)
-    if "returns" in columns:
+    if samples.returns is not None:
         for sample, own in pairs:
             _compare(samples, sample, "returns", own + sample.tokens("old_values"), config)
     if estimator.function in WHITENED and (estimator.function != "gae" or goal.whiten):
@@ -101,10 +117,10 @@ def check_advantages(batch: Batch, config: Config) -> None:
 
 
 def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
-    """Return the size of the numbers whose rounding the advantages of a group have; infinity if all of it is.
+    """Return the scale of the rounding errors of a group's advantages; infinity if they are nothing else.
 
-    Rewards are rounded in proportion to their size. What divides their small differences, such as a standard
-    deviation, multiplies that.
+    Rewards are rounded in proportion to their size. A division by their small spread, such as a standard
+    deviation, magnifies these errors.
     """
     size, spread = max(map(abs, rewards)), max(rewards) - min(rewards)
     largest = max((float(np.abs(own).max()) for own in advantages if own.size), default=0.0)
@@ -113,10 +129,11 @@ def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
     return max(1e-3, size, size * largest / spread)
 
 
-def _some(groups: list[Group], seed: int) -> list[Group]:
+def _some(groups: Groups, seed: int) -> list[Group]:
     """Return randomly chosen groups with about NUM_VALUES samples and tokens."""
     chosen, size = [], 0
-    for group in random.Random(seed).sample(groups, len(groups)):
+    for index in random.Random(seed).sample(range(len(groups)), len(groups)):
+        group = groups[index]
         size += sum(1 + int(sample.counted.sum()) for sample in group)
         if chosen and size > NUM_VALUES:
             break
@@ -129,7 +146,7 @@ def _compare(
 ) -> None:
     """Raise CheckFailed unless a token column has these values at the counted tokens of a sample.
 
-    size: of the numbers whose rounding may differ, if those of the sample are smaller.
+    size: minimum of the scale to which the rounding errors are relative.
     """
     found = np.asarray(sample.tokens(name))
     wrong = np.abs(found - own) > ROUNDING * max(size, *np.abs(found), *np.abs(own), size)
@@ -231,34 +248,34 @@ def _to_go(x: Iterable[float], gamma: float) -> list[float]:
     return found[::-1]
 
 
-def _rloo(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _rloo(group: Group, goal: Objective, groups: Groups) -> Values:
     x = _rewards(group)
     others = [x[:k] + x[k + 1 :] for k in range(len(x))]
     return [v - _mean(rest) if rest else 0.0 for v, rest in zip(x, others)]
 
 
-def _opo(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _opo(group: Group, goal: Objective, groups: Groups) -> Values:
     x, lengths = _rewards(group), [int(sample.counted.sum()) for sample in group]
     weights = lengths if any(lengths) else [1] * len(x)
     baseline = math.fsum(v * w for v, w in zip(x, weights)) / sum(weights)
     return [v - baseline for v in x]
 
 
-def _gpg(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _gpg(group: Group, goal: Objective, groups: Groups) -> Values:
     everyone = [_rewards(other) for other in groups]
     differing = sum(len(x) for x in everyone if max(x) > min(x))
     factor = sum(map(len, everyone)) / max(differing, 1)
     return [factor * v for v in _centred(group)]
 
 
-def _grpo_passk(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _grpo_passk(group: Group, goal: Objective, groups: Groups) -> Values:
     x = _rewards(group)
     gain = max(x) - sorted(x)[-2] if len(x) > 1 else 0.0
     scale = _std(x) + EPS if goal.normalize_by_std else 1.0
     return [gain / scale if v == max(x) else 0.0 for v in x]
 
 
-def _gdpo(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _gdpo(group: Group, goal: Objective, groups: Groups) -> Values:
     details = group[0]._columns
     given = sorted(name for name in details if name not in COLUMNS and name not in NOT_REWARDS)
     names = goal.reward_columns or given
@@ -276,7 +293,7 @@ def _gdpo(group: Group, goal: Objective, groups: list[Group]) -> Values:
     return [v / scale for v in totals(group)]
 
 
-def _gae(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _gae(group: Group, goal: Objective, groups: Groups) -> Values:
     found = []
     for sample in group:
         rewards, values = sample.tokens("token_rewards"), sample.tokens("old_values")
@@ -285,7 +302,7 @@ def _gae(group: Group, goal: Objective, groups: list[Group]) -> Values:
     return found
 
 
-def _optimal_token_baseline(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _optimal_token_baseline(group: Group, goal: Objective, groups: Groups) -> Values:
     to_go = [_to_go(sample.tokens("token_rewards"), 1.0) for sample in group]
     energies = []
     for sample in group:
@@ -315,7 +332,7 @@ def _of_turns(sample: _Sample, values: dict[int, float]) -> list[float]:
     return [values.get(n, 0.0) for n, counts in zip(_turns(sample), sample.counted) if counts]
 
 
-def _turn_return(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _turn_return(group: Group, goal: Objective, groups: Groups) -> Values:
     found = []
     for sample in group:
         numbers = sorted({n for n in _turns(sample) if n > 0})
@@ -331,7 +348,7 @@ def _turn_return(group: Group, goal: Objective, groups: list[Group]) -> Values:
     return [_of_turns(sample, {n: next(relative) for n in own}) for sample, own in zip(group, found)]
 
 
-def _turn_spread(group: Group, goal: Objective, groups: list[Group]) -> Values:
+def _turn_spread(group: Group, goal: Objective, groups: Groups) -> Values:
     found = []
     for sample, whole in zip(group, _relative(_rewards(group), by_std=goal.normalize_by_std)):
         numbers = sorted({n for n in _turns(sample) if n > 0}, reverse=True)
@@ -339,7 +356,7 @@ def _turn_spread(group: Group, goal: Objective, groups: list[Group]) -> Values:
     return found
 
 
-FORMULAS: dict[str, Callable[[Group, Objective, list[Group]], Values]] = {
+FORMULAS: dict[str, Callable[[Group, Objective, Groups], Values]] = {
     "grpo": lambda group, goal, _: _relative(_rewards(group), by_std=goal.normalize_by_std),
     "rloo": _rloo,
     "maxrl": lambda group, goal, _: [v / (_mean(_rewards(group)) + EPS) for v in _centred(group)],

@@ -9,13 +9,14 @@ Every function is pure, and every rank has the same batch, so CheckFailed is rai
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl.data.batch import Batch, segment_counts
+from rl.data.prompts import Prompt
 from rl.objectives.segments import segment_sum
 
 RISK = 1e-12
@@ -83,6 +84,19 @@ def check_digests(batch: Batch) -> None:
                 f"{int(wrong.sum()) - 1} further samples of {len(batch)}: a filter or a reordering between "
                 "generation and update moved columns apart, or changed them."
             )
+
+
+def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
+    """Check that a batch holds the samples of the prompts one after another, in the prompts' order."""
+    indices = [prompt.index for prompt in prompts for _ in range(samples_per_prompt)]
+    found = [batch.prompts[group].index for group in batch.groups.tolist()]
+    if found != indices:
+        sample = next((i for i, pair in enumerate(zip(found, indices)) if pair[0] != pair[1]), len(found))
+        raise CheckFailed(
+            f"order check: the samples of a validation are {len(found)} instead of {len(indices)}, or not in "
+            f"the order of its prompts, from sample {sample} on: their results would be read as those of "
+            "other prompts."
+        )
 
 
 def check_endings(

@@ -1,6 +1,7 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from rl.checks.batches import (
     check_groups,
     check_informative,
     check_likelihoods,
+    check_order,
 )
 from rl.checks.logprobs import (
     check_engine,
@@ -28,6 +30,7 @@ from rl.checks.updates import Counts, LearningRates, LossGradient, Outputs, chec
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
+from rl.data.prompts import Prompt
 from rl.faults.agreement import check_master_weights, check_replicas
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine, UpdateResult
@@ -53,11 +56,11 @@ class Checks:
         self._config, self._policy, self._end_ids = config, policy, end_ids
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
-        """Largest mean difference of log-probs that rounding explains; 0: they are not compared."""
+        """Maximum mean difference of log-probs, relative to their mean size; 0: they are not compared."""
         self.start: Start | None = None
         """What the run started from; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
-        # Whether samples enter a batch by their results or lengths.
+        # Whether the batch is a subset selected by results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
         self._checked_losses: set[str] = set()
@@ -70,15 +73,28 @@ class Checks:
         whether samples may have been generated with another length limit.
         """
         rollout = self._config.rollout
-        check_groups(batch, samples_per_prompt=rollout.samples_per_prompt)
+        self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)
+        if rollout.temperature:
+            check_duplicates(batch)
+
+    def validated(self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
+        """Check the scored samples of a validation, which reads results by their place.
+
+        prompts: those of the validation, in its order.
+        """
+        self._samples(batch, samples_per_prompt)
+        check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
+        check_digests(batch)
+
+    def _samples(self, batch: Batch, samples_per_prompt: int, *, limits_vary: bool = False) -> None:
+        rollout = self._config.rollout
+        check_groups(batch, samples_per_prompt=samples_per_prompt)
         check_endings(
             batch,
             max_tokens=None if limits_vary else rollout.max_response_tokens,
             stop_ids=self._end_ids | set(rollout.stop_token_ids),
             ends_at_text=bool(rollout.stop),
         )
-        if rollout.temperature:
-            check_duplicates(batch)
 
     def log_probs(
         self, batch: Batch, plans: list[MicroBatchPlan], *, reference: bool, entropy: Tensor | None = None
@@ -91,7 +107,7 @@ class Checks:
         config, found, selects = self._config, {}, self._selects
         is_replay = config.run.mode == "train_only"  # whose policy may have learned from these tokens
         if reference:
-            # Else the tokens that are missing may have smaller ratios.
+            # In a selected subset the ratios of the missing tokens may be smaller.
             is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
             if is_whole and not is_replay:
                 check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
@@ -133,8 +149,8 @@ class Checks:
     def weights(self, name: str, model: TrainingEngine) -> None:
         """Compare weights that several ranks hold, and what parts of the model check, before an update.
 
-        An update overwrites every weight on all ranks with the value of the rank that owns it, so after it
-        they would be equal.
+        An update overwrites every weight on all ranks with the value of the rank that owns it, which would
+        hide a difference.
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
@@ -156,7 +172,10 @@ class Checks:
         lr: float,
         schedule: RateSchedule,
     ) -> None:
-        """Check an optimizer step: the tokens that it learned from, its outputs, and that weights moved."""
+        """Check an optimizer step: its tokens, its outputs, its gradient, and that weights moved.
+
+        Collective over the world.
+        """
         gradient.check(model.grid, model.device.torch)
         counts.check(result, batch, plan, model.grid)
         outputs.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
@@ -174,7 +193,7 @@ class Checks:
         is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
         if not self._limit or is_biased or batch.rollout_logprobs is None:
             return {}
-        # Keys and values of older weights; experts that older weights chose for the first turns.
+        # Older weights computed a part of the cache, or chose the experts of the first turns.
         keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
         whole = keeps_cache or config.training.router_replay == "engine"
         counted = present_tokens(batch, self._policy.version, whole=whole)
@@ -203,7 +222,7 @@ class Checks:
     def _objective(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once per start the gradient of the loss.
 
-        A user's algorithm may select samples and shape advantages as it likes.
+        Advantages of a user's algorithm are not compared, because it may define them in any way.
         """
         config = self._config
         estimator, _ = config.objective.chosen

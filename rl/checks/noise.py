@@ -1,8 +1,8 @@
-"""Comparisons of log-probs with what their own noise allows, for errors of the size of rounding.
+"""Statistical comparisons of log-probs, which detect systematic errors of the size of rounding.
 
 The bound of `rl.checks.logprobs` holds for every model, so in bfloat16 it is far above the noise of most.
-Here the noise is that of other tokens of the run: of the other ranks, of earlier steps, and of the draw
-itself. Sums fade by FADE per step, so that an error which begins late is not diluted.
+Here the noise is estimated from other tokens of the run: those of the other ranks, of earlier steps, and from
+the variance of sampling itself. Sums decay by the factor FADE per step, so that a late error is not diluted.
 """
 
 import math
@@ -17,13 +17,13 @@ from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
 
 FADE = 0.95
-"""Weight of a step's sums one step later."""
+"""Factor by which sums decay per step."""
 FLOOR = 1e-3
-"""Differences below this share of the bound of rounding count as equal to it."""
+"""Share of the bound of rounding that is added to a gap before its logarithm is taken."""
 MIN_SAMPLES = 32
 """Minimum number of samples of a rank, and of all others, that are compared."""
 ENTROPY_SLACK = 8
-"""Rounding may shift the mean of -log q from the entropy by the bound of log-probs divided by this."""
+"""The mean of -log q may differ from the entropy by the bound of log-probs divided by this number."""
 DEVIATIONS = 9.0
 """Standard errors by which a rank differs; the log of a sample's mean gap has lighter tails than a normal
 distribution, whose tail is 1e-19 there."""
@@ -46,8 +46,8 @@ class DrawnEntropy:
     exp(-a^2 / (2 (V + a b / 3))), with V the sum of b H. Samples from another temperature or from a
     truncated distribution exceed it.
 
-    vocab_size: number of tokens of the vocabulary, of which b follows: what lies beyond it has a probability
-        of at most 1 / vocab_size.
+    vocab_size: number of tokens of the vocabulary, which determines b: tokens with -log q > b have a total
+        probability of at most 1 / vocab_size.
     """
 
     def __init__(self, vocab_size: int):

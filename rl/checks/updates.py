@@ -20,26 +20,26 @@ from rl.training.model import DTYPES
 from rl.training.packing import MicroBatch
 
 TOLERANCE = 1e-9
-"""Largest distance of the counted share from 1; its terms are float64."""
+"""Maximum distance of the counted share from 1; its terms are float64."""
 SMALL_LR = 0.01
 """Share of the peak learning rate from which an update must change weights. Far below it, at the ends of a
 schedule, float32 may round every change away."""
 SMALL_NORM = 1e-6
 """Gradient norm from which an update must change weights. Below it Adam's epsilon may dominate."""
 NUM_CODES, NUM_CONTENTS = 1021, 262139
-"""Codes of positions are 1 to NUM_CODES, those of the contents of tokens below NUM_CONTENTS; both are prime.
-The product is below 2**28, so that float64 sums 2**25 tokens exactly."""
+"""Both are prime. Codes of positions are 1 to NUM_CODES, those of tokens' contents 0 to NUM_CONTENTS - 1.
+Their product is below 2**28, so float64 sums it exactly over 2**25 tokens."""
 GRADIENT_TOLERANCE = 1e-5
-"""Largest difference of the gradient that arrives at the outputs from the loss's, relative to its size."""
+"""Maximum relative difference of the gradient that arrives at the outputs from the gradient of the loss."""
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared", "divergence", "values")
 """Outputs of a model that a loss may read (`rl.training.packing.MicroBatch`)."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
-"""Output of a model -> column with what it was before the updates of a step."""
+"""Output of a model -> column with its values before the updates of a step."""
 NUM_EQUAL = 32
-"""Tokens whose outputs may all be exactly as before an update, although it moved weights."""
+"""Maximum number of tokens whose outputs may all be unchanged, bit for bit, although weights moved."""
 SMALL_STEP = 1e-4
-"""Learning rate in units of the dtype's eps from which an update must change outputs: Adam changes a weight
-by about the rate, and of weights of size 0.02 then one in some hundreds is rounded to another value."""
+"""Learning rate, in units of the dtype's eps, from which an update must change outputs. Adam changes a weight
+by about the rate, so one in a few hundred weights of size 0.02 is then rounded to another value."""
 
 
 class WrongTokens(RuntimeError):
@@ -47,7 +47,7 @@ class WrongTokens(RuntimeError):
 
 
 class Counts:
-    """Counts the tokens of an update's micro-batches, so that a lost, repeated or wrong one is found.
+    """Counts the tokens of an update's micro-batches to detect lost, repeated and wrong ones.
 
     totals: denominators of the loss.
     """
@@ -59,9 +59,10 @@ class Counts:
     def __call__(self, micro: MicroBatch) -> Tensor:
         """Return what a micro-batch adds to `UpdateResult.observed`, float64 [5].
 
-        These are counted tokens / the loss's denominator, 1 over all, and times it; the sum of codes of the
-        counted tokens, by position, token id and columns; and for the output of OLD that the model has, the
-        sum of |output - old output| / the loss's denominator, and the number of tokens compared.
+        The elements are: counted tokens / denominator of the loss, whose sum over the update is 1; counted
+        tokens * denominator; the sum of the codes of the counted tokens (position, token id and columns); and
+        for the output of OLD that the model has, the sum of |output - old output| / denominator, and the
+        number of tokens compared.
         """
         counted = micro.mask > 0
         count = micro.mask.sum(dtype=torch.float64)
@@ -80,12 +81,12 @@ class Counts:
     def check(self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid) -> None:
         """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
 
-        Collective over the world if it was not, to find the ranks.
+        If one was not, collective over the world, to name the ranks.
         """
         share, product, found, *_ = result.observed
         planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
-        # If ranks divide by other numbers, the shares may add up to 1, but the products are larger then.
+        # With unequal denominators the shares may still add up to 1, but the products are larger.
         is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
         if not total or (is_whole and found == code):
             return
@@ -113,10 +114,10 @@ class WrongGradient(RuntimeError):
 
 
 class LossGradient:
-    """The gradient of an update's loss, compared with what arrives at the model's outputs.
+    """Compares the gradient of an update's loss with the gradient that arrives at the model's outputs.
 
-    What the schedule or the engine multiplies the loss with would be a factor of every gradient. One
-    micro-batch of the update is watched; its gradient is that of the loss alone.
+    A factor that the schedule or the engine applies to the loss would scale every gradient. One micro-batch
+    of each update is compared.
     """
 
     def __init__(self, loss: MicroBatchLoss):
@@ -142,7 +143,7 @@ class LossGradient:
         self._arrived.append(torch.stack(terms).double())
 
     def check(self, grid: Grid, device: torch.device) -> None:
-        """Raise WrongGradient on every rank if they differ. Collective over the world."""
+        """Raise WrongGradient on every rank if the two gradients differ. Collective over the world."""
         own = torch.zeros(2, dtype=torch.float64)
         if self._arrived and grid.reports_results:
             own = torch.stack(self._arrived).sum(0).cpu()
@@ -206,8 +207,8 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
 class Outputs:
     """Compares outputs of a model in the updates of a step with those before the first one.
 
-    is_first: whether the weights are still those of the old outputs. size: mean size of
-    values; 1 for log-probs.
+    is_first: whether the present weights computed the old outputs. size: mean absolute value of the old
+        outputs of a critic; 1 for log-probs.
     """
 
     def __init__(self, *, is_first: bool, size: float = 1.0):
@@ -216,10 +217,11 @@ class Outputs:
         self._num_equal = 0
 
     def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
-        """Check what an update found and did.
+        """Check the outputs of an update's forward pass, and that the update moved weights. Not collective.
 
-        Raises CheckFailed if the first update of a step found other outputs than the old ones, if a later
-        one found no other although weights had moved, or if no weight changed although there was a gradient.
+        Raises CheckFailed if outputs of the first update of a step differ from the old ones, if outputs of a
+        later update are all equal to the old ones although weights have moved, or if no weight changed
+        although there was a gradient.
         """
         *_, gap, compared = result.observed
         eps = torch.finfo(DTYPES[dtype]).eps

@@ -28,7 +28,7 @@ class Agents:
     `rollout.max_response_tokens`, which limits all turns together, including the tokens of tools and
     environments."""
     max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
-    """Longest output of a tool or step, in characters. The rest is replaced by a note."""
+    """Maximum characters of an output of a tool or step. The rest is replaced by a note."""
     timeout_s: Annotated[float, POSITIVE] = 30.0
     """Time limit of one call of an environment or tool, in seconds. A trajectory that exceeds it has failed
     (`on_failure`)."""

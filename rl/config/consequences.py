@@ -71,7 +71,7 @@ def consequences(config: "Config") -> Iterator[Consequence]:
 
 
 def _published(config: "Config") -> Iterator[Consequence]:
-    """Yield the recipe of a loss that the config has chosen in place of the algorithm's."""
+    """Yield the published keys of a loss that replaces the default loss of the algorithm."""
     name, (_, loss) = config.objective.loss, config.objective.chosen
     if loss is None or name == describe(config.algorithm).defaults.get("objective.loss"):
         return

@@ -111,7 +111,7 @@ EXCLUSIONS = {
         "rollout.deterministic": "it assigns groups to replicas by a fixed rule; set one of the two",
     },
     "sampling masks": {
-        "rollout.carry_over, run.mode=train_only": (
+        "run.mode=train_only": (
             "its samples come without the sets of tokens that were kept, over which the trainer "
             f"renormalises; {WHOLE_DISTRIBUTION}"
         ),
@@ -130,7 +130,7 @@ EXCLUSIONS = {
         )
     },
     "training.router_replay=engine": {
-        "rollout.carry_over, run.mode=train_only": (
+        "run.mode=train_only": (
             "its samples come without the experts of their tokens; use training.router_replay=old_policy"
         )
     },
@@ -294,8 +294,8 @@ _NOT_BUILT = {
         "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls"
     ),
     "a sweep": "roles, rollout.carry_over, agents, trace.steps",
-    "sampling masks": "rollout.carry_over, run.mode=train_only",
-    "training.router_replay=engine": "rollout.carry_over, run.mode=train_only",
+    "sampling masks": "run.mode=train_only",
+    "training.router_replay=engine": "run.mode=train_only",
     "rollout.carry_over": "rollout.stop",
     "lag": "samples beside responses",
 }

@@ -17,7 +17,7 @@ class Roles:
     rollout: str = ""
     """Ranks that generate, as `first-last`: all ranks after those of `roles.train`."""
     lag: Annotated[int, NOT_NEGATIVE] = 1
-    """Largest number of versions by which the weights that sampled a token may be older than those that learn
+    """Maximum number of versions by which the weights that sampled a token may be older than those that learn
     from it. 0: generators wait for the weights of every step, as in a run without roles. 1: they generate
     the next batch while the trainers learn from this one. Above 0, sets
     rollout_correction.truncate_tokens to 2 if the section has no other key."""

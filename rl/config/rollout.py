@@ -25,7 +25,7 @@ class Rollout:
     although tokens were sampled from a part of it. Ratios and KL are then biased. false: the engine returns
     which tokens it kept, and the trainer's distributions are renormalised over them (docs/fidelity.md)."""
     max_response_tokens: Annotated[int, AT_LEAST_ONE] = 1024
-    """Longest response in tokens, the end-of-sequence token included."""
+    """Maximum tokens of a response, including the end-of-sequence token."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response; they stay in its tokens."""
     stop_token_ids: list[int] = field(default_factory=list)

@@ -58,7 +58,7 @@ class Run:
     seed: Annotated[int, NOT_NEGATIVE] = 1
     """Seed of everything random: prompt order and sampling."""
     max_time: str = ""
-    """Longest run time of the process, as hours:minutes:seconds or another form of sbatch's --time. After it
+    """Maximum run time of the process, as hours:minutes:seconds or another form of sbatch's --time. After it
     the run stops between two steps, saves, and exits with code 75. Empty: no limit but the end of the Slurm
     job."""
     on_stop_in_generation: Literal["redo", "finish"] = "redo"
@@ -114,7 +114,7 @@ class Data:
     rejected_key: str = "rejected"
     """dpo, orpo and simpo: column with the rejected response."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
-    """Longest prompt in tokens, after the chat template; with `messages_key` the longest conversation."""
+    """Maximum tokens of a prompt after the chat template; with `messages_key` of a conversation."""
     overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
     """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
     dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
@@ -146,7 +146,7 @@ class Optimizer:
     """Decoupled weight decay; not applied to norms and biases. RL keeps it at 0: the reference policy is the
     regulariser."""
     clip_grad: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Largest L2 norm of the whole gradient. 0: no clipping."""
+    """Maximum L2 norm of the whole gradient. 0: no clipping."""
 
 
 @dataclass
@@ -287,9 +287,9 @@ class Judge:
     coef: Annotated[float, FINITE] = 1.0
     """Weight of its number in the score."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 4096
-    """Longest message to the judge, in tokens; a sample with a longer one counts as failed."""
+    """Maximum tokens of a message to the judge; a sample with a longer one counts as failed."""
     max_response_tokens: Annotated[int, AT_LEAST_ONE] = 512
-    """Longest answer of the judge, in tokens."""
+    """Maximum tokens of an answer of the judge."""
     temperature: Annotated[float, NOT_NEGATIVE] = 0.0
     """Temperature of the judge's answer; 0 is greedy."""
 
@@ -311,7 +311,7 @@ class Reward:
     workers: Annotated[int, NOT_NEGATIVE] = 0
     """Number of processes per rank that call the reward function. 0: one per core of the rank."""
     timeout_s: Annotated[float, POSITIVE] = 30.0
-    """Longest time to score one sample, in seconds; then the process is killed and the sample counts as
+    """Maximum time to score one sample, in seconds; then the process is killed and the sample counts as
     failed."""
     memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
     """Address space of a scoring process, in MiB; a reward function that imports torch needs more. 0: no
@@ -441,11 +441,11 @@ class Checkpoint:
     every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between checkpoints; one more at the end. 0: none but when the run is stopped before its end."""
     keep_last: Annotated[int, NOT_NEGATIVE] = 2
-    """Newest checkpoints kept. 0: all."""
+    """Number of newest checkpoints to keep. 0: all."""
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints of steps that are multiples of this are never deleted. 0: none."""
     keep_best: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of checkpoints kept for their `best_metric`, among those of steps that logged it. 0: none."""
+    """Number of checkpoints to keep for their `best_metric`, among those of steps that logged it. 0: none."""
     best_metric: str = ""
     """Name of a metric of the step, such as val-core/openai/gsm8k/acc/mean@1."""
     best_is: Literal["highest", "lowest"] = "highest"

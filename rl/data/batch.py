@@ -79,11 +79,11 @@ class Batch:
     generated_by: Tensor | None = per_sample(torch.int64)
     """Rank that generated each sample; negative for samples from a file."""
     digests: Tensor | None = per_sample(torch.int64)
-    """Hash of prompt, response and ending of each sample, made when it was delivered (`hash_samples`)."""
+    """Hash of prompt, response and ending of each sample, computed at its delivery (`hash_samples`)."""
     scores: Tensor | None = per_sample(stored="float32", stored_as="score")
     """Result of the reward function."""
     score_digests: Tensor | None = per_sample(torch.int64)
-    """Hash of each score and the digest of the sample that it belongs to, made with the score
+    """Hash of each score, outcome and digest of its sample, computed when the sample was scored
     (`hash_scores`)."""
     rewards: Tensor | None = per_sample(stored="float32", stored_as="reward")
     """Scores after penalties and the KL term. Advantages are computed from them."""
@@ -109,9 +109,9 @@ class Batch:
         return fingerprint(self.prompt_ids + self.response_ids)
 
     def hashes(self) -> dict[str, int]:
-        """Return the hash of the token ids (`ids`), and those of the filled columns and details of scores.
+        """Return a hash of the token ids (`ids`) and of each filled column and detail of the scores, by name.
 
-        They must be equal on all ranks. Held columns, whose rows only some ranks have, are not included.
+        They must be identical on all ranks. Held columns are excluded, because only some ranks have the rows.
         """
         return {"ids": self.fingerprint} | {
             name: zlib.crc32(column.contiguous().numpy())
@@ -211,10 +211,11 @@ class Batch:
         return torch.tensor(found, dtype=torch.int64)
 
     def hash_scores(self, digests: Tensor) -> Tensor:
-        """Return a hash of each score and the digest of its sample, int64 [N]."""
+        """Return a hash of each score and outcome and the digest of its sample, int64 [N]."""
         assert self.scores is not None, "the batch has not been scored"
-        pairs = zip(self.scores.numpy(), digests.tolist(), strict=True)
-        return torch.tensor([zlib.crc32(score.tobytes(), digest) for score, digest in pairs])
+        columns = torch.stack((self.scores, self.outcomes), dim=1).numpy()
+        pairs = zip(columns, digests.tolist(), strict=True)
+        return torch.tensor([zlib.crc32(own.tobytes(), digest) for own, digest in pairs])
 
     def delivered(self) -> "Batch":
         """Return the batch with its `digests`, once its samples are complete."""
@@ -343,7 +344,7 @@ def _renumber(indices: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
     """Return a batch of pairs: the chosen response k at 2k, the rejected response k at 2k + 1.
 
-    A pair has the group of its rejected response. Only token ids, truncation, masks and digests are kept.
+    A pair has the group of its rejected response. Only token ids, truncation, masks and digests are copied.
     """
     assert len(chosen) == len(rejected), f"{len(chosen)} and {len(rejected)} responses"
     sides = (chosen, rejected)

@@ -364,9 +364,11 @@ def _activations(
         saved, working = sum(layers) * itemsize, 0.0
     # The gathered input of a tensor parallel region and the gradient of the widest activation.
     working += (hidden + max(_widest(model, layout), hidden / layout.tp)) * tokens * itemsize
+    keys = _key_elements(model) / layout.tp * row * itemsize
+    if model.hf.get("kv_lora_rank"):
+        working += keys  # with the rotary part, and values of the width of keys
     if layout.cp > 1:
-        # Keys and values of the whole row, which the backward pass needs, and a copy in another order.
-        keys = _key_elements(model) / layout.tp * row * itemsize
+        # Keys and values of the whole row for the backward pass, and a copy in another order.
         saved += keys * (1 if config.training.recompute else len(layers))
         working += keys
     head = _head(config, layout, model, tokens, itemsize) if stage == layout.pp - 1 else 0.0
@@ -406,9 +408,25 @@ def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imba
 
 
 def _key_elements(model: Model) -> float:
-    """Return the number of elements of keys and values per token and layer, of all heads."""
+    """Return the elements of keys and values per token and layer, over all heads (MLA: after projection)."""
     heads = num_kv_heads(model.hf) / model.hf["num_attention_heads"]
     return sum(model.heads_width) * (1 if model.hf.get("kv_lora_rank") else heads)
+
+
+def gathered_elements(model: Model, layout: Layout) -> float:
+    """Return the elements per token and layer that context parallel ranks gather.
+
+    These are keys and values, for MLA the latent and the rotary key (`rl.training.gathered_latents`).
+    """
+    hf, tp = model.hf, layout.tp
+    if not hf.get("kv_lora_rank"):
+        return _key_elements(model) / tp
+    return hf["kv_lora_rank"] / (tp if layout.sequence_parallel else 1) + hf["qk_rope_head_dim"]
+
+
+def gathered_bytes(model: Model, layout: Layout, tokens: float, itemsize: int) -> float:
+    """Return the bytes that a rank receives in the attention of one layer in one pass of a row of tokens."""
+    return tokens * (layout.cp - 1) / layout.cp * gathered_elements(model, layout) * itemsize
 
 
 def _widest(model: Model, layout: Layout) -> float:

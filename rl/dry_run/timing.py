@@ -2,7 +2,8 @@
 
 The estimate is for comparing layouts and choosing the size of an allocation; the shares of the peak speeds
 (`Hardware`) are rules of thumb. It includes 2 operations per parameter and token for a forward pass, 4 for a
-backward pass and 2 for recomputation; causal attention; and the pipeline's bubble. For decoding it includes
+backward pass and 2 for recomputation; causal attention; what context parallel ranks gather;
+and the pipeline's bubble. For decoding it includes
 the weights and caches read from memory, the experts that a batch uses, and two all-reduces per layer. It
 excludes reward functions, packing, start-up, the optimizer's step and slow replicas.
 """
@@ -13,7 +14,14 @@ from dataclasses import dataclass, replace
 
 from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, num_micro_batches, sequences_per_prompt
+from rl.dry_run.memory import (
+    ITEMSIZE,
+    EngineMemory,
+    Layout,
+    gathered_bytes,
+    num_micro_batches,
+    sequences_per_prompt,
+)
 from rl.dry_run.parameters import count_parameters
 from rl.dry_run.shape import Model
 
@@ -121,8 +129,19 @@ def _training_pass(
     operations = per_parameter * (model.multiplied + attention) * sequences * lengths.total
     busiest = hardware.expert_imbalance if model.num_experts else 1.0
     ideal = busiest * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
+    if layout.cp > 1:
+        tokens = sequences * lengths.total / layout.dp
+        message = gathered_bytes(model, layout, tokens, ITEMSIZE[config.model.dtype])
+        message *= model.num_layers / layout.pp * _gathers(config, per_parameter)
+        is_near = layout.tp * layout.cp <= hardware.ranks_per_node
+        ideal += hardware.link_seconds(message, 0) if is_near else hardware.link_seconds(0, message)
     bubble = (layout.pp - 1) / num_micro_batches(config, layout, lengths.total)
     return ideal * (1 + bubble)
+
+
+def _gathers(config: Config, per_parameter: int) -> int:
+    """Return the number of gathers and scatters of keys and values per layer in a pass."""
+    return 1 if per_parameter == 2 else 2 + config.training.recompute
 
 
 def seconds_between_nodes(

@@ -15,6 +15,7 @@ from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
+from rl.data.rendering import check_rendering
 from rl.models import SUPPORTED, architecture, read_hf_config, rope, value_model, value_weights
 from rl.models.files import refuse_extra, tensor_files
 from rl.models.peft import check_peft
@@ -74,6 +75,11 @@ class Inputs:
             self.held_out = self._prompts(
                 config.data.val, responses=config.validation.loss, max_prompts=config.validation.max_prompts
             )
+        for key, rows in {"data.train": self.prompts, "data.val": self.held_out}.items():
+            prompts = [
+                row for row in rows if isinstance(row, Prompt)
+            ]  # not pairs, which have rules of their own
+            check_rendering(prompts, self.tokenizer, key=key, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rewards: RewardPlan | None = None
         if needs_reward(config):
             self.rewards = make_plan(config.reward.function, config.reward.kwargs, config.reward.sources)

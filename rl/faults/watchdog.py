@@ -39,7 +39,7 @@ POLL_S = 0.5
 """Interval of the thread's checks, in seconds."""
 
 ACK_S = 7.5
-"""Longest wait for the other ranks' stacks after an overrun, in seconds.
+"""Maximum wait for the other ranks' stacks after an overrun, in seconds.
 
 It exceeds `phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank whose interpreter lock is held.
 """
@@ -48,13 +48,13 @@ DIAGNOSIS_S = 2.0
 """Time in which the rank that found an overrun reads heartbeats and reports the rank at fault, in seconds."""
 
 CAUSE_S = 4.0
-"""Longest wait of a rank with a closed connection for another rank to report the cause, in seconds."""
+"""Maximum wait of a rank with a closed connection for another rank to report the cause, in seconds."""
 
 LINGER_S = 1.0
 """Delay of the other ranks' exit, in seconds: launchers report the first to exit, the one at fault."""
 
 EXIT_S = 30.0
-"""Longest time for the main thread to exit after an error, in seconds; then the watchdog ends the process."""
+"""Maximum time for the main thread to exit after an error, in seconds; then the watchdog ends the process."""
 
 REFUSED_EXIT = 2
 """Exit code of a run whose input is invalid."""
@@ -359,7 +359,7 @@ class Watchdog:
             own = Fault("error", self.rank, message)
             if may_be_secondary(error) and (lost := self._wait_for_lost_ranks()):
                 if self.excluded is not None and self.excluded.are_one_replica(self.rank, lost):
-                    return 1  # rank 0 decides whether the run goes on without this replica
+                    return 1  # rank 0 decides whether the run continues without this replica
                 own = Fault(
                     "lost", self.rank, f"{_lost_message(lost, self._heartbeats())} Found by {message}"
                 )

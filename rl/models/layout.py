@@ -34,7 +34,7 @@ class Piece:
     local_box: Box
 
     def local(self, box: Box) -> Box:
-        """Return where a part of `hf_box` lies in the parameter."""
+        """Return the box of the parameter that holds `box`, a part of `hf_box`."""
         extra = len(self.local_box) - len(box)  # a parameter of all experts has one dimension more
         return (*self.local_box[:extra], *moved(box, self.hf_box, self.local_box[extra:]))
 

@@ -19,12 +19,14 @@ from rl.checks.staleness import check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch
+from rl.data.held import BytesMoved
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.dialogues import Dialogues
 from rl.phases.generation import Generation
 from rl.phases.step_record import StepRecord
+from rl.rollout import held_parts
 from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, samples_of, work_of
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
@@ -57,6 +59,7 @@ class CarryOver(Generation):
         self.frontier = Frontier()
         """The carried groups; a checkpoint stores it."""
         self._num_wanted = 0
+        self._moved = BytesMoved()
         self._consumed: list[Group] = []
         self._dropped: list[Group] = []
 
@@ -97,8 +100,16 @@ class CarryOver(Generation):
         self._log_metrics()
         held = (group for group in kept if group.holder == dist.get_rank())
         self._dialogues.keep_only({(group.prompt.draw, n) for group in held for n in group.unfinished})
+        samples = self._collected(samples_of(taken))
         owners = [group.prompt for group in taken]
-        return self._noted(self._dialogues.batch(samples_of(taken), owners, self._sampling, timing="gen"))
+        return self._noted(self._dialogues.batch(samples, owners, self._sampling, timing="gen"))
+
+    def _collected(self, samples: list[Sample]) -> list[Sample]:
+        """Return samples with all held values of each on the rank that generated its last tokens."""
+        holders = [sample.holder for sample in samples]
+        samples, moved = held_parts.collect(samples, holders, self._step.device.torch)
+        self._moved += moved
+        return samples
 
     def _continue(self, groups: list[Group], due: set[int], num_missing: int, round: int) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
@@ -142,9 +153,11 @@ class CarryOver(Generation):
         }
 
     def check(self, batch: Batch) -> None:
-        """Log the staleness of the batch too."""
+        """Log the staleness of the batch, and the bytes of its held columns, too."""
         limit = self._config.rollout.max_staleness
         self._step.metrics |= check_staleness(batch, self._policy.version, limit)
+        self._log_held(batch, self._moved)
+        self._moved = BytesMoved()
 
     def learned(self) -> None:
         """Note in `consumed.jsonl` the prompts that this step consumed. Rank 0 writes."""
@@ -163,7 +176,10 @@ class CarryOver(Generation):
         return super().cursor() | {"carry_over": self.frontier}
 
     def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(cursor) | {"carry_over": cursor["carry_over"].state_dict()}
+        frontier: Frontier = cursor["carry_over"]
+        samples = samples_of(frontier.groups)
+        samples, _ = held_parts.collect(samples, [0] * len(samples), self._step.device.torch)
+        return dict(cursor) | {"carry_over": frontier.state_dict(samples, held=dist.get_rank() == 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. Raises ConfigError if the data or the groups have changed.
@@ -195,4 +211,5 @@ class CarryOver(Generation):
             )
         limit = self._sampling.max_tokens
         groups = (self._dialogues.within(group, limit) for group in frontier.groups)
+        groups = (replace(group, samples=tuple(self._loaded([*group.samples]))) for group in groups)
         self.frontier = replace(frontier, groups=tuple(groups))

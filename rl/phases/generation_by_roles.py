@@ -25,7 +25,7 @@ from rl.phases.step_record import StepRecord
 from rl.refit.link import Delivery, Link
 from rl.rollout import held_parts
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
-from rl.rollout.samples import Sample, pack
+from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import Sampling, train_sampling
 from rl.rollout.stream_schedule import Batches
 from rl.run_directory.consumed import FILE_NAME, append_consumed
@@ -177,7 +177,7 @@ class GenerationByRoles(Sampler):
                 f"{state['batch_size']}; resume with the value of the saved run."
             )
         self._next_batch = self._num_learned = self._num_asked = state["batch"]
-        samples = iter(self._loaded(state["samples"]))
+        samples = iter(self._loaded(unpack(state["samples"])))
         n = self._sampling.samples_per_prompt
         if state["groups"] and state["samples_per_prompt"] != n:
             raise ConfigError(

@@ -118,7 +118,7 @@ class Inference:
     def has_old_outputs(self, name: str, batch: Batch) -> bool:
         """Return whether the batch has a model's outputs under its present weights.
 
-        Not if the first update fills them; what then stands in the batch is the engine's.
+        False if the first update fills them; until then the batch has the engine's.
         """
         is_deferred = name == "policy" and batch.deferred_at is not None
         return not is_deferred and self._engines.training[name].num_updates == self._filled_at.get(name)

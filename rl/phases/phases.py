@@ -211,7 +211,7 @@ class Phases:
     # Between steps ----------------------------------------------------------------------------------------
 
     def cursor(self) -> dict[str, Any]:
-        """Return where the draw of prompts stands. Later phases do not change what it holds."""
+        """Return the state of the draw of prompts. Later phases do not modify the returned object."""
         return self.draw.state_dict() | self.sampler.cursor()
 
     @contextmanager

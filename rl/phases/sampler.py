@@ -26,7 +26,7 @@ from rl.data.prompts import Prompt
 from rl.phases.step_record import StepRecord
 from rl.rollout import held_parts
 from rl.rollout.queue import PastLengths
-from rl.rollout.samples import Sample, unpack
+from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling, seed_of, train_sampling
 from rl.runtime.collectives import sum_over_world
 from rl.stopping.requests import StopRequests
@@ -136,16 +136,16 @@ class Sampler:
             means = state.get("past_lengths", {}).items()
             self._past_lengths.means = {int(index): mean for index, mean in means}
 
-    def _loaded(self, packed: dict[str, Any]) -> list[Sample]:
+    def _loaded(self, samples: list[Sample]) -> list[Sample]:
         """Return the samples of a checkpoint. Rank 0 keeps the values of their held columns.
 
         Raises ConfigError if they lack one that this run learns with.
         """
-        samples, config = unpack(packed), self._config
+        config = self._config
         columns = {"routes"} if config.training.router_replay == "engine" else set()
         columns |= set(SAMPLING_MASKS) if needs_sampling_masks(config) else set()
         segments = (segment for sample in samples for segment in sample.segments if segment.is_sampled)
-        missing = next((columns - segment.held.keys() for segment in segments), set())
+        missing = next((columns - own.held.keys() for own in segments if len(own.token_ids)), set())
         if missing:
             raise ConfigError(
                 f"the checkpoint holds samples without {', '.join(sorted(missing))}; resume with the values "

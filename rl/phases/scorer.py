@@ -183,7 +183,7 @@ class Scorer:
 
 
 def check_answers(samples: list[dict], scores: list[Score]) -> None:
-    """Raise CheckFailed unless each score is what a function gave its own sample, or marked as failed."""
+    """Raise CheckFailed unless a function computed each score for its sample, or the call failed."""
     for k, (sample, score) in enumerate(zip(samples, scores, strict=True)):
         if not score.values["failed"] and score.seal != sealed(score, digest(sample)).seal:
             what = "of another sample" if score.seal >= 0 else "that no worker computed"

@@ -43,9 +43,9 @@ class Scoring:
             columns, answers = self._scorer.score(batch, predictions=predictions)
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
+        batch.score_details = columns
         if batch.digests is not None:
             batch.score_digests = batch.hash_scores(batch.digests)
-        batch.score_details = columns
         return answers
 
     def score_samples(self, batch: Batch) -> None:

@@ -77,7 +77,7 @@ class Teaching:
                         teachers[sample] = number
 
     def _keep(self, targets: Targets, model: TrainingEngine, micro: MicroBatch) -> None:
-        """Keep what a teacher found at the tokens of a micro-batch."""
+        """Store a teacher's results for the tokens of a micro-batch."""
         k, policy = self._config.teacher.top_k, self._engines.policy
         rows: tuple[torch.Tensor, ...] = (micro.hidden,)
         if k:

@@ -198,7 +198,8 @@ class Updates:
     ) -> dict[str, float]:
         """Update one model; return the loss's metrics, averaged over the updates, and the learning rate.
 
-        update_of: context manager around the update on a mini-batch, yields its loss; None: always `loss`.
+        update_of: returns a context manager around the update on a mini-batch, which yields the loss; None:
+            `loss` is used for all.
         """
         model = self._engines.training[name]
         step, epochs, plans = self._step, self._config.training.epochs, self._planner.plans(batch)

@@ -1,12 +1,13 @@
-"""Whether the engine's weights equal the trainer's, decided without the plan of the refit.
+"""Comparison of the engine's weights with the trainer's, independent of the plan of the refit.
 
 Both sides are read by the model's list of weights: every element of the engine's parameters, and the same
 element of the trainer's. A part that the plan omits, or sends to another place, is compared like any other.
 
 If all ranks that generate with a weight also train these elements of it, each rank compares its own bitwise.
-Of the other weights each rank adds checksums, which depend on the place in the whole Hugging Face tensor:
-those of its engine's parts, less those of the parts whose first holder in training it is, times the number of
-copies of the tensor in all engines. The sum over the ranks is then 0.
+For each other weight every rank adds the checksums of its engine's parts, and subtracts those of the parts
+of which it is the first holder in training, times the number of copies of the tensor in all engines. The
+checksums depend on the position in the whole Hugging Face tensor, so the sum over the ranks is 0 if all
+elements are equal.
 """
 
 import math
@@ -35,25 +36,25 @@ class Part:
     """Index of the Hugging Face tensor among those of all weights."""
     piece: Piece
     factor: int
-    """Its checksum is multiplied by this."""
+    """Factor of its checksum in the sum over ranks."""
 
 
 @dataclass(frozen=True)
 class Equality:
-    """What one rank compares."""
+    """Plan of what one rank compares."""
 
     own: tuple[Copy, ...]
-    """Pairs of boxes that this rank trains and generates with."""
+    """Pairs of boxes that this rank both trains and generates with."""
     trained: tuple[Part, ...]
     held: tuple[Part, ...]
     weight_of: tuple[int, ...]
     """Index of the weight of each Hugging Face tensor."""
     across: bool
-    """Whether any weight is compared between ranks, the same on all ranks."""
+    """Whether any weight is compared between ranks, identical on all ranks."""
 
 
 class Kind(NamedTuple):
-    """Where weights that differ only in the numbers of layer and expert are, on one rank."""
+    """Placement of weights that differ only in the numbers of layer and expert, as one rank sees it."""
 
     source: int | None
     """This rank's tensor parallel rank in training; None if it does not train them."""

@@ -39,7 +39,7 @@ from rl.models.placement import RolloutPlacement, TrainingPlacement, count_exper
 from rl.refit.equality import differing
 from rl.refit.gather import RefitMismatch
 from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights, training_parameters
-from rl.refit.transfer import BytesMoved, compare, transfer
+from rl.refit.transfer import BytesMoved, Sums, changed, compare, sent_checksums, transfer
 from rl.refit.values import Values, values_of
 from rl.rollout import held_parts
 from rl.rollout.engine import RolloutEngine
@@ -59,6 +59,10 @@ UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
 heartbeats end a run whose other side is gone."""
 UNLIMITED_S = UNLIMITED.total_seconds()
+
+SAMPLED = 13
+"""One in so many weights is compared when samples are sent, with each version other ones. The number is a
+prime, because the weights of all layers have the same order."""
 
 Part = tuple[WeightPlan, Mapping[int, Tensor], Mapping[int, Tensor]]
 """Weights that travel together, with the trainer's and the engine's tensors by the plan's indices."""
@@ -123,6 +127,8 @@ class Link:
         self._sending: Future[BytesMoved | None] | None = None
         self._connect_and_move: Callable[[], BytesMoved]
         self._num_refits = 0
+        self._sums: list[Sums] = []
+        """Checksums of some weights of the engine, by the trainers, until they are compared."""
         self._outgoing: queue.SimpleQueue[tuple[bytes, int, bytes]] = queue.SimpleQueue()
         self._num_sent = 0
         """Number of calls of `send_samples`."""
@@ -210,7 +216,7 @@ class Link:
 
         def move() -> BytesMoved:
             parts = zip(self._planned, values, strict=True)
-            moved, _ = self._move(
+            moved, *_ = self._move(
                 number, version, [(planned, training_parameters(own, planned), {}) for planned, own in parts]
             )
             if self.excluded is not None:
@@ -251,9 +257,11 @@ class Link:
         part in the transfer, which begins when the last has called. Sets the engine's `weights_version`.
 
         After the first refit and every `refit.check_every` versions both ends compare checksums; raises
-        RefitMismatch on a rank whose weights differ, naming weights and ranks.
+        RefitMismatch on a rank whose weights differ, naming weights and ranks. For `check_weights` the
+        trainers send checksums of some weights with every version.
         """
         assert self._planned and self._engine is not None, "plan_weights(engine=...) comes first"
+        self.check_weights()
         engine, number = self._engine, self._num_refits
         self._num_refits += 1
         key = f"weights {number}"
@@ -268,7 +276,7 @@ class Link:
             (planned, {}, engine_parameters(held, planned))
             for planned, held in zip(self._planned, _held(engine), strict=True)
         ]
-        done, wrong = self._move(number, version, parts)
+        done, wrong, sums = self._move(number, version, parts)
         for planned, _, destinations in parts:
             clear_padding(engine, planned.in_place, destinations)
         engine.weights_changed()
@@ -281,7 +289,29 @@ class Link:
                 f"after the refit of version {version} {len(wrong)} weights of rank {self.rank} differ: "
                 + "; ".join(list(texts)[:8])
             )
+        self._sums = sums
         return done
+
+    def check_weights(self) -> None:
+        """Raise RefitMismatch if the engine's weights are not those of the last refit. Not collective.
+
+        A replica may acknowledge a version and hold another one. Compares the trainers' checksums of each
+        SAMPLED-th weight, once: on a leader when it sends the first samples of a version, on the other ranks
+        before the next version.
+        """
+        sums, self._sums = self._sums, []
+        if not sums:
+            return
+        assert self._engine is not None
+        engine, number = self._engine, len(sums)
+        for planned, own, sent in zip(self._planned[-number:], _held(engine)[-number:], sums, strict=True):
+            if wrong := changed(sent, engine_parameters(own, planned)):
+                (weight, source), total = wrong[0], len(sent.regions)
+                raise RefitMismatch(
+                    f"rank {self.rank} acknowledged version {engine.weights_version}, but {len(wrong)} of "
+                    f"{total} compared parts of its engine's weights are not what was sent, first that of "
+                    f"{planned.in_place[weight].hf[0]} by rank {source}: the update was not applied."
+                )
 
     def _await_receivers(self, number: int) -> None:
         """Wait until all replicas that live are between two engine steps, and announce which they are.
@@ -333,15 +363,18 @@ class Link:
 
     def _move(
         self, number: int, version: int, parts: list[Part]
-    ) -> tuple[BytesMoved, list[tuple[Weight, str]]]:
-        """Carry out the plans; return the bytes, and (weight, from what) it differs in a checked version.
+    ) -> tuple[BytesMoved, list[tuple[Weight, str]], list[Sums]]:
+        """Carry out the plans; return bytes, wrong weights with what they differ from, and sums for
+        `check_weights`.
 
         number: of the refit. After the first, the base of adapters does not travel, but is compared.
         Collective over the job.
         """
-        where, done, wrong = self.device.torch, BytesMoved(), []
+        where, done, wrong, sums = self.device.torch, BytesMoved(), [], []
         for planned, sources, destinations in parts if number == 0 else parts[-1:]:
             done += transfer(planned.plan, sources, destinations, where, self._weights)
+            some = dict(every=SAMPLED, first=version % SAMPLED)
+            sums.append(sent_checksums(planned.plan, sources, where, self._weights, **some))
         if number == 0 or (self._check_every and version % self._check_every == 0):
             for planned, sources, destinations in parts:
                 found = compare(planned.plan, sources, destinations, where, self._weights)
@@ -351,7 +384,7 @@ class Link:
                 numbers = differing(planned.equality, sources, destinations, where, self._weights)
                 wrong += [(planned.in_place[i], f"that of rank {source}") for i, source in found]
                 wrong += [(planned.in_place[i], "the trainer's") for i in numbers if not named[i]]
-        return done, wrong
+        return done, wrong, sums
 
     @contextlib.contextmanager
     def _own_stream(self):
@@ -378,6 +411,7 @@ class Link:
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
         self.check_threads()
+        self.check_weights()
         home = (self.rank + self._num_sent) % len(self.train)
         self._num_sent += 1
         values = b"".join(held_parts.content_of(segment) for s in samples for segment in s.segments)
@@ -424,7 +458,7 @@ class Link:
         ]
 
     def _received(self, source: int, num_bytes: int, tag: int) -> bytes | None:
-        """Return a message, None if its sender has died and the run goes on without it."""
+        """Return a message; None if its sender has died and the run continues without it."""
         content = torch.empty(num_bytes, dtype=torch.uint8)
         try:
             self._control.recv([content], source, tag).wait()

@@ -562,7 +562,7 @@ def _tp_rank(holders: Holders, rank: int) -> int:
 
 
 def _local_box(pieces: list[Piece], hf: str, box: Box) -> Box:
-    """Return where a box of a Hugging Face tensor lies in the parameter that the pieces describe."""
+    """Return the box of the parameter, described by its pieces, that holds a box of a Hugging Face tensor."""
     for piece in pieces:
         if piece.hf == hf and overlap(piece.hf_box, box) == box:
             return piece.local(box)

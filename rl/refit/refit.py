@@ -51,7 +51,7 @@ class WeightPlan:
 
     plan: RefitPlan
     equality: Equality
-    """What is compared of these weights; it does not depend on the plan."""
+    """Plan of the comparison, which is independent of the plan of the transfer."""
     in_place: list[Weight]
     """The weights of the plan, by index."""
     fallback: list[Weight]

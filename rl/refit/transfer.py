@@ -7,6 +7,7 @@ for CUDA tensors. A plan's ranks are those of the given group, by default the wo
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import add
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,15 +116,44 @@ def compare(
     """
     copies = [_ends(copy, sources, destinations) for copy in plan.copies]
     wrong = [(plan.copies[number].weight, plan.rank) for number in different(copies)]
+    return sorted({*wrong, *changed(sent_checksums(plan, sources, device, group), destinations)})
+
+
+class Sums(NamedTuple):
+    """Checksums of regions of the engine's parameters on this rank, by the ranks that sent them."""
+
+    regions: list[tuple[int, Region]]
+    """Source rank and region."""
+    sums: Tensor
+    """int64 [n, 2]."""
+
+
+@torch.no_grad()
+def sent_checksums(
+    plan: RefitPlan,
+    sources: Mapping[int, Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    every: int = 1,
+    first: int = 0,
+) -> Sums:
+    """Return the checksums of what this rank receives in the plan, of each `every`-th weight from `first` on.
+
+    Collective over the group; each source sends 16 bytes per region.
+    """
     sent: dict[tuple, int] = {}
     outgoing: dict[int, list[int]] = {}
     for peer, region in _regions(plan, "sends"):
+        if region.weight % every != first:
+            continue
         # Engine replicas receive the same regions.
         number = sent.setdefault((region.weight, region.local), len(sent))
         outgoing.setdefault(peer, []).append(number)
     expected: dict[int, list[Region]] = {}
     for peer, region in _regions(plan, "receives"):
-        expected.setdefault(peer, []).append(region)
+        if region.weight % every == first:
+            expected.setdefault(peer, []).append(region)
     sums = _checksums([sources[weight][index(local)] for weight, local in sent], device)
     incoming = {
         peer: torch.empty((len(regions), sums.shape[1]), dtype=torch.int64, device=device)
@@ -134,12 +164,16 @@ def compare(
         {peer: [sums] for peer, sums in incoming.items()},
         group,
     )
-    received = [region for regions in expected.values() for region in regions]
-    found = _checksums([destinations[region.weight][index(region.local)] for region in received], device)
-    differ = (found != torch.cat([*incoming.values(), found[:0]])).any(1).cpu()
-    peers = [peer for peer, regions in expected.items() for _ in regions]
-    wrong += [(region.weight, peer) for region, peer, bad in zip(received, peers, differ) if bad]
-    return sorted(set(wrong))
+    regions = [(peer, region) for peer, regions in expected.items() for region in regions]
+    return Sums(regions, torch.cat([*incoming.values(), sums[:0]]))
+
+
+@torch.no_grad()
+def changed(sent: Sums, destinations: Mapping[int, Tensor]) -> list[tuple[int, int]]:
+    """Return (weight's index, source rank) of every region that has another checksum on this rank."""
+    parts = [destinations[region.weight][index(region.local)] for _, region in sent.regions]
+    differ = (_checksums(parts, sent.sums.device) != sent.sums).any(1).tolist()
+    return [(region.weight, peer) for (peer, region), bad in zip(sent.regions, differ) if bad]
 
 
 def _checksums(parts: list[Tensor], device: torch.device) -> Tensor:

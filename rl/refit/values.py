@@ -46,7 +46,7 @@ class Values:
 
 
 class _Computed(Mapping[int, Tensor]):
-    """Tensors that are computed when they are read. The last one is kept, so that one at a time exists."""
+    """Tensors that are computed on access. Only the last one is cached, so that one at a time exists."""
 
     def __init__(self, compute: Mapping[int, Callable[[], Tensor]]):
         self._compute = compute

@@ -13,7 +13,7 @@ from typing import Any
 from rl.rewards.format import last_answer, last_line
 
 MAX_CHARS = 500
-"""Longest answer that is parsed, in characters; six three-digit numbers with brackets take about 60."""
+"""Maximum characters of an answer that is parsed; six three-digit numbers with brackets take about 60."""
 
 _SIGNS = "\u00d7 * \u22c5 * \u00f7 / \u2212 - \\times * \\cdot * \\div /".split()
 """Signs, each followed by its ASCII form."""

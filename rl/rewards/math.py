@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_CHARS = 1000
 """Maximum length of a box that counts as an answer, in characters; the longest in MATH-500 has 159."""
 MAX_EXPRESSION_CHARS = 300
-"""Longest expression that is compared symbolically, in characters."""
+"""Maximum characters of an expression that is compared symbolically."""
 MAX_DIGITS = 20_000
 """Decimal digits that an expression's value may have; signals cannot interrupt arithmetic in C."""
 COMPARE_CPU_S = 2.0

@@ -33,8 +33,8 @@ class Mixture:
         score = sum over i of weight_i * score_i. The other values of a single function keep their names. With
         several functions, the values of function i, its unweighted score included, are named `<short
         name>/<key>`, and `acc` and the prediction are those of the first function that returns one. Raises
-        any exception of a function, and RejectedResult. The score has the seal of the sample as it was before
-        a function could change it.
+        any exception of a function, and RejectedResult. The seal of the score is that of the sample before a
+        function could change it.
         """
         key = digest(sample)
         scorers = self._sources.get(sample.get("data_source"), self._default)
@@ -90,7 +90,7 @@ async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) 
 
 
 def _combine(scorers: Sequence[_Scorer], scores: Sequence[Score], key: int) -> Score:
-    """Return the weighted sum of the scores, sealed with the digest of their sample."""
+    """Return the weighted sum of the scores, sealed with `key`, the digest of their sample."""
     total = sum(scorer.weight * score.values["score"] for scorer, score in zip(scorers, scores))
     if not math.isfinite(total):
         raise RejectedResult(f"the weighted sum of the scores is {total}")

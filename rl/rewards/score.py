@@ -34,8 +34,8 @@ class Score:
     feedback: str | None = None
     """Text about the response (`feedback`), for a teacher's prompt (`teacher.template`)."""
     seal: int = field(default=-1, compare=False)
-    """Hash of the scored sample and of the value that the reward function gave it (`sealed`), made where the
-    function's result was; -1 if no function was called."""
+    """Hash of the scored sample and of its score (`sealed`), computed in the process that called the reward
+    function; -1 if no function was called."""
 
 
 def digest(sample: Mapping[str, Any]) -> int:
@@ -45,7 +45,7 @@ def digest(sample: Mapping[str, Any]) -> int:
 
 
 def sealed(score: Score, digest: int) -> Score:
-    """Return the score with the seal of the sample with this digest."""
+    """Return the score with its `seal`. digest: that of the scored sample (`digest`)."""
     return replace(score, seal=zlib.crc32(repr(score.values["score"]).encode(), digest))
 
 

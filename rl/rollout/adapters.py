@@ -107,7 +107,7 @@ class AdapterSlots(Part):
         for module in self._manager.modules.values():
             for index in range(len(self.versions)):
                 module.reset_lora(index)
-        # vLLM computes the adapters' numbers of a step's tokens again only if they differ from these.
+        # vLLM maps tokens to adapters again only if the mapping differs from the last one.
         self._manager._last_mapping = None
 
     def weights(self, weights):

@@ -114,15 +114,16 @@ def _check_digests(batch: Batch, samples: Sequence[Sample]) -> None:
     assert batch.mask is not None
     flags = (batch.mask > 0).numpy()
     for i, (sample, first) in enumerate(zip(samples, batch.offsets.tolist())):
-        what, start = "", 0
+        what, start, context = "", 0, context_digest(batch.prompt_ids[i])
         for segment in sample.segments:
             stop = start + len(segment.token_ids)
-            found = segment_digest(batch.response_ids[i][start:stop], flags[first + start : first + stop])
-            if segment.digest not in (-1, found):
-                what = "other tokens or another mask"
-            start = stop
-        if sample.context_digest not in (-1, context_digest(batch.prompt_ids[i])):
-            what = what or "another prompt"
+            tokens = batch.response_ids[i][start:stop]
+            if segment.digest not in (-1, segment_digest(tokens, flags[first + start : first + stop])):
+                what = what or "other tokens or another mask"
+            if segment.context_digest not in (-1, context):
+                turn = f"other tokens before turn {segment.turn + 1}"
+                what = what or (turn if start else "another prompt")
+            context, start = context_digest(tokens, context), stop
         if sample.is_unfinished:
             what = what or "another end"
         if what:

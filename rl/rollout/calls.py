@@ -104,29 +104,41 @@ class Calls:
         """Run one engine step; return the requests that it finished."""
         with tracing.span("engine step", requests=len(self)):
             outputs = self._vllm.step()
-        return [(output.request_id, self._completion(output)) for output in outputs if output.finished]
+        return [
+            (finished.request_id, self._completion(finished, finished.outputs[0].logprobs.logprobs))
+            for finished in outputs
+            if finished.finished
+        ]
 
-    def _completion(self, finished) -> Completion:
-        """Return the tokens of a finished request, with the held columns. finished: vLLM's RequestOutput."""
+    def _completion(self, finished, logprobs: list[float]) -> Completion:
+        """Return the tokens of a request that has ended, with the held columns.
+
+        finished: vLLM's RequestOutput. logprobs: of its tokens.
+        """
         live, output, held = self._live.pop(finished.request_id), finished.outputs[0], {}
-        for part in self._engine.parts:
+        for part in self._engine.parts if len(output.token_ids) else ():
             held |= part.completion(self._engine, live.internal_id, output)
         return Completion(
             token_ids=np.asarray(output.token_ids, np.int32),
-            logprobs=np.asarray(output.logprobs.logprobs, np.float32),
-            end="length" if output.finish_reason == "length" else "stop",
+            logprobs=np.asarray(logprobs, np.float32),
+            end=output.finish_reason if output.finish_reason in ("length", "abort") else "stop",
             weight_versions=live.versions(len(output.token_ids)),
             held=held,
             context_digest=context_digest(finished.prompt_token_ids),
         )
 
     def abort(self, name: str) -> Completion:
-        """Abort a request and return its tokens so far."""
-        live, engine = self._live.pop(name), self._engine
-        token_ids = np.array(engine.scheduler.requests[live.internal_id].output_token_ids, np.int32)
-        logprobs = np.array(engine.platform.logprobs_so_far(engine, live.internal_id), np.float32)
+        """Abort a request and return its tokens so far, with the held columns."""
+        from vllm.v1.engine import FinishReason
+
+        engine, internal_id = self._engine, self._live[name].internal_id
+        state = self._vllm.output_processor.request_states[internal_id]
+        finished = state.make_request_output([], None, FinishReason.ABORT, None)
+        # The CPU's scheduler reports tokens only at the end of a request.
+        finished.outputs[0].token_ids = list(engine.scheduler.requests[internal_id].output_token_ids)
+        logprobs = engine.platform.logprobs_so_far(engine, internal_id)
         self._vllm.abort_request([name])
-        return Completion(token_ids, logprobs, "abort", live.versions(len(token_ids)))
+        return self._completion(finished, logprobs)
 
     def abort_all(self) -> None:
         """Abort all requests and discard their tokens."""

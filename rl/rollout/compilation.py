@@ -1,4 +1,4 @@
-"""What vLLM compiles for a GPU: the batch sizes of its CUDA graphs, and the cache of compiled code.
+"""Batch sizes of vLLM's CUDA graphs, and the cache of its compiled code.
 
 The cache is in a directory that several jobs may use at once (`rl.runtime.compile_caches`).
 """
@@ -24,9 +24,9 @@ def graph_sizes(largest: int) -> list[int]:
 
 @functools.cache
 def replace_cache_files() -> None:
-    """Make vLLM replace the index of a cache at once; a job that starts then would read half of it.
+    """Make vLLM replace the index of its cache atomically, because another job may read it meanwhile.
 
-    vLLM, Inductor and Triton write all other files in this way.
+    vLLM, Inductor and Triton already replace all other files atomically.
     """
     from vllm.compilation.backends import CompilerManager
 

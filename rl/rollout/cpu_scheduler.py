@@ -29,7 +29,8 @@ class DecodeScheduler(Scheduler):
         self.logprobs: dict[str, list[float]] = {}
         """Log-probs of the tokens of running requests, by vLLM's internal id."""
         self.before_free: Callable | None = None
-        """Called with each finished or aborted request before its blocks of the KV cache are freed."""
+        """Called with each request before its blocks of the KV cache are freed: when it has finished, is
+        aborted or preempted."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         return self._schedule_decoding() or super().schedule(throttle_prefills)
@@ -122,10 +123,10 @@ class DecodeScheduler(Scheduler):
             stop_reason=request.stop_reason,
         )
 
-    def _free_request(self, request, delay_free_blocks=False):
+    def _free_request_blocks(self, request):
         if self.before_free is not None:
             self.before_free(request)
-        return super()._free_request(request, delay_free_blocks)
+        super()._free_request_blocks(request)
 
     def finish_requests(self, request_ids, finished_status):
         """Finish the requests as Scheduler does, and discard their stored log-probs."""

@@ -33,7 +33,10 @@ class Part:
         """Change the arguments with which vLLM takes a request."""
 
     def completion(self, engine: "RolloutEngine", internal_id: str, output) -> dict[str, np.ndarray]:
-        """Return the held columns of a finished request. output: vLLM's CompletionOutput."""
+        """Return the held columns of a request that has finished, or was aborted after some tokens.
+
+        output: vLLM's CompletionOutput.
+        """
         return {}
 
     def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -217,14 +217,18 @@ class Frontier:
     num_drawn: int = 0
     """Number of prompts that the run has drawn."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the frontier as plain data."""
+    def state_dict(self, samples: list[Sample], *, held: bool) -> dict[str, Any]:
+        """Return the frontier as plain data.
+
+        samples: `samples_of` its groups. held: whether this rank has the values of their held columns, which
+        the data then include.
+        """
         return {
             "num_drawn": self.num_drawn,
             "prompts": [[group.prompt.index, group.prompt.draw] for group in self.groups],
             "fingerprints": [fingerprint([group.prompt.token_ids]) for group in self.groups],
             "holders": [group.holder for group in self.groups],
-            "samples": pack(samples_of(self.groups)),
+            "samples": pack(samples, held=held),
         }
 
     @classmethod

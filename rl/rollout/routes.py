@@ -31,6 +31,10 @@ class Routes(Part):
         elif not engine.llm.llm_engine.vllm_config.aux_output_config.enabled:
             self._on_cpu = CpuRoutes(self._layers, engine)
 
+    def begin(self, engine):
+        if self._on_cpu is not None:
+            self._on_cpu.clear()
+
     def completion(self, engine, internal_id, output):
         if not engine.leads:
             return {}
@@ -52,8 +56,9 @@ def read_no_routes(scheduler) -> None:
 class CpuRoutes:
     """Stores the choices of every router, at the slots of the KV cache in which the tokens' keys are.
 
-    Requests that share a cached prefix thereby share its routes, a chunk of a prompt needs no special case,
-    and a request that was preempted computes its keys and its routes again. Takes L * k bytes per slot.
+    Requests that share a cached prefix thereby share its routes, and a chunk of a prompt needs no special
+    case. A request that was preempted computes its keys again, but keeps the routes from which its tokens
+    were sampled. Takes L * k bytes per slot.
 
     layers: the model's layers that are mixtures of experts.
     """
@@ -68,7 +73,8 @@ class CpuRoutes:
         slots = manager.block_pool.num_gpu_blocks * self._block_size
         dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
         self._slots = np.zeros((slots, len(layers), config.get_num_experts_per_tok()), dtype)
-        self._finished: dict[str, np.ndarray] = {}
+        self._freed: dict[str, np.ndarray] = {}
+        """Routes of requests whose blocks were freed, by vLLM's internal id."""
         bind_routed_experts_capturer(engine.model, self)
         scheduler.before_free = self._keep
 
@@ -82,12 +88,18 @@ class CpuRoutes:
 
     def _keep(self, request) -> None:
         """Copy the routes of a request whose blocks of the cache will be freed."""
-        positions = np.arange(request.num_tokens - 1)
+        known = self._freed.get(request.request_id, self._slots[:0])
+        positions = np.arange(len(known), request.num_tokens - 1)
+        if not request.num_output_tokens or request.num_computed_tokens < request.num_tokens - 1:
+            return  # it has no tokens, or was preempted and has not computed its context again
         blocks = np.array(self._blocks_of(request.request_id)[0], np.int64)
-        if len(blocks) * self._block_size >= len(positions):  # else it was aborted before it began
-            slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
-            self._finished[request.request_id] = self._slots[slots]
+        slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        self._freed[request.request_id] = np.concatenate([known, self._slots[slots]])
 
     def take(self, request_id: str) -> np.ndarray:
-        """Return the routes of a finished request, and forget them."""
-        return self._finished.pop(request_id)
+        """Return the routes of a request that has ended, and forget them."""
+        return self._freed.pop(request_id)
+
+    def clear(self) -> None:
+        """Forget the routes of requests that no completion was made of."""
+        self._freed.clear()

@@ -61,9 +61,9 @@ class Completion:
     """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
 
 
-def context_digest(token_ids: Sequence[int] | np.ndarray) -> int:
-    """Return a 32-bit hash of the tokens of a context."""
-    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32))
+def context_digest(token_ids: Sequence[int] | np.ndarray, before: int = 0) -> int:
+    """Return a 32-bit hash of the tokens of a context. before: the hash of those before them."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32), before)
 
 
 def segment_digest(token_ids: np.ndarray, is_sampled: np.ndarray) -> int:
@@ -91,9 +91,9 @@ class Segment:
     ranks that have received the sample without these values."""
     digest: int = -1
     """`segment_digest` where the segment was made; -1 if unknown."""
-    row_key: int = -1
-    """With held values, `rl.data.held.row_key` of all tokens up to the last one of this segment, by the
-    account of the engine that sampled it; -1 if unknown."""
+    context_digest: int = -1
+    """`context_digest` of all tokens before the segment, by the account of the engine that sampled it; -1 if
+    unknown."""
     holder: int = -1
     """Rank that has the values of held columns, after an exchange; -1: every rank that has the segment."""
     end: str = "stop"
@@ -108,12 +108,10 @@ class Segment:
         which the first ones count: those of the pass from which a token was sampled.
         """
         columns = completion.token_ids, completion.logprobs, completion.weight_versions
-        held, key = dict(completion.held), -1
+        held, context = dict(completion.held), completion.context_digest
         for name in held.keys() & OF_SEQUENCE:
             held[name] = held[name][sum(len(s.held[name]) for s in before if name in s.held) :]
-        if held and completion.context_digest != -1:
-            key = zlib.crc32(completion.token_ids.tobytes(), completion.context_digest)
-        return cls(*columns, turn=turn, held=held, row_key=key, end=completion.end)._with_digest()
+        return cls(*columns, turn, held=held, context_digest=context, end=completion.end)._with_digest()
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -126,6 +124,12 @@ class Segment:
     def is_sampled(self) -> bool:
         """Whether the policy sampled the tokens; else they were given to it, such as the output of a tool."""
         return self.source == "policy"
+
+    @property
+    def row_key(self) -> int:
+        """`rl.data.held.row_key` of all tokens up to the last one of this segment; -1 if unknown."""
+        known = self.context_digest != -1
+        return context_digest(self.token_ids, self.context_digest) if known else -1
 
     def _with_digest(self) -> "Segment":
         flags = np.full(len(self.token_ids), self.is_sampled)
@@ -140,7 +144,7 @@ class Segment:
         if "kept_counts" in held:
             counts = np.asarray(held["kept_counts"])[:num_tokens]
             held |= {"kept_counts": counts, "kept_ids": held["kept_ids"][: int(counts.sum(dtype=np.int64))]}
-        return replace(self, **columns, held=held, row_key=-1)._with_digest()
+        return replace(self, **columns, held=held)._with_digest()
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,6 @@ class Sample:
     """Index of the row among those of the response."""
     prompt_ids: np.ndarray | None = None
     """int32 [P]: context before the first segment, if it is not that of the prompt."""
-    context_digest: int = -1
-    """Hash of the context by the engine's account, which `batch_of` compares; -1 if unknown."""
     outcome: dict[str, float] | None = None
     """Numbers that an environment reports, such as `score`; None if the reward function gives them."""
     conversation: list[dict] | None = None
@@ -178,8 +180,7 @@ class Sample:
 
     def continued(self, part: "Sample") -> "Sample":
         """Return this unfinished sample with the tokens of `part` after its own."""
-        digest = self.context_digest if self.segments else part.context_digest
-        return replace(part, segments=self.segments + part.segments, context_digest=digest)
+        return replace(part, segments=self.segments + part.segments)
 
     def within(self, max_tokens: int) -> "Sample":
         """Return the sample as a generation with this limit of tokens would have ended it."""
@@ -249,7 +250,7 @@ class Sample:
             if segment.is_sampled:
                 key = segment.row_key
             elif key != -1:
-                key = zlib.crc32(segment.token_ids.tobytes(), key)
+                key = context_digest(segment.token_ids, key)
         return key
 
     @property
@@ -284,14 +285,13 @@ def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = 
         "end": [ENDS.index(sample.end) for sample in samples],
         "num_segments": [len(sample.segments) for sample in samples],
         "context_length": [-1 if s.prompt_ids is None else len(s.prompt_ids) for s in samples],
-        "context_digest": [sample.context_digest for sample in samples],
     }
     per_segment = {
         "length": [len(segment.token_ids) for segment in segments],
         "turn": [segment.turn for segment in segments],
         "source": [-1 if segment.is_sampled else SOURCES.index(segment.source) for segment in segments],
         "digest": [segment.digest for segment in segments],
-        "row_key": [segment.row_key for segment in segments],
+        "segment_context": [segment.context_digest for segment in segments],
         "holder": [segment.holder for segment in segments],
         "segment_end": [ENDS.index(segment.end) for segment in segments],
     }
@@ -328,10 +328,10 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
     rank: rank that generated the samples, and has the held values of which `pack` says no other holder.
     """
     segments = iter(_segments(packed, rank))
-    per_sample = ("prompt", "number", "row", "end", "num_segments", "context_length", "context_digest")
+    per_sample = ("prompt", "number", "row", "end", "num_segments", "context_length")
     rows = zip(*(packed[name].tolist() for name in per_sample), packed["outcomes"], packed["conversations"])
     samples, start = [], 0
-    for prompt, number, row, end, count, length, digest, outcome, conversation in rows:
+    for prompt, number, row, end, count, length, outcome, conversation in rows:
         samples.append(
             Sample(
                 prompt,
@@ -340,7 +340,6 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
                 ENDS[end],
                 row=row,
                 prompt_ids=packed["contexts"][start : start + length] if length >= 0 else None,
-                context_digest=digest,
                 outcome=outcome,
                 conversation=conversation,
                 rank=rank,
@@ -352,8 +351,9 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
 
 def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
-    names = ("turn", "source", "reward", "digest", "row_key", "holder", "segment_end")
-    per_segment = zip(*(packed[name].tolist() for name in names))
+    unknown = np.full(len(packed["length"]), -1)  # in a checkpoint of an older version
+    names = ("turn", "source", "reward", "digest", "segment_context", "holder", "segment_end")
+    per_segment = zip(*(packed.get(name, unknown).tolist() for name in names))
     segments = [
         Segment(
             *tokens,
@@ -361,11 +361,11 @@ def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
             "policy" if of < 0 else SOURCES[of],
             reward,
             digest=digest,
-            row_key=row_key,
+            context_digest=context,
             holder=rank if holder < 0 else holder,
             end=ENDS[end],
         )
-        for tokens, (turn, of, reward, digest, row_key, holder, end) in zip(columns, per_segment)
+        for tokens, (turn, of, reward, digest, context, holder, end) in zip(columns, per_segment)
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])

@@ -22,7 +22,7 @@ class Sampling:
     top_k: int
     min_p: float
     max_tokens: int
-    """Longest response in tokens."""
+    """Maximum tokens of a response."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
 

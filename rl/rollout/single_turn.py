@@ -42,6 +42,6 @@ class SingleTurn(Dialogue):
     def receive(self, name: str, completion: Completion) -> None:
         start = self._open.pop(name)
         before = start.so_far[0].segments if start.so_far else ()
-        segments, digest = (Segment.of(completion, before=before),), completion.context_digest
-        sample = Sample(start.group, start.number, segments, completion.end, context_digest=digest)
+        segments = (Segment.of(completion, before=before),)
+        sample = Sample(start.group, start.number, segments, completion.end)
         self.ended.append((start, [start.so_far[0].continued(sample) if start.so_far else sample]))

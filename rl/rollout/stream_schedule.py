@@ -46,7 +46,7 @@ class Batches:
         return cls(rounds or config.data.prompts_per_step, config.teacher.student_share)
 
     def first(self, batch: int) -> int:
-        """Return the number of a batch's first group; `rl.algorithms.distill.counts` divides alike."""
+        """Return the number of a batch's first group, rounded as in `rl.algorithms.distill.counts`."""
         return int(batch * self.size * self.share + 1e-6)
 
     def groups(self, batch: int) -> range:

@@ -47,7 +47,7 @@ class EarlyStop:
 
     @property
     def live(self) -> frozenset[int]:
-        """The points that go on."""
+        """The points that continue."""
         return frozenset(self._live)
 
     def leave(self, point: int) -> None:

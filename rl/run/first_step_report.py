@@ -12,7 +12,7 @@ from rl.run.verdicts import Facts, Verdict, special_ids
 NUM_SAMPLES = 2
 """Samples that are printed, of different groups."""
 SHOWN_TOKENS = 400
-"""Longest part of a sample that is printed as a whole; of a longer one, both ends."""
+"""Maximum tokens of a part of a sample that is printed whole; of a longer part both ends are printed."""
 STYLES = {"ok": "green", "look": "yellow", "wrong": "bold red"}
 KINDS = {
     "prompt": "blue",

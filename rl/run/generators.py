@@ -91,7 +91,7 @@ class Generators:
         self._step = 0
         self._next_look = 0.0
         self._waits_for = ""
-        """What the engine waits for without a step: "weights", or the text of a wait for environments."""
+        """Reason for which the engine takes no step: "weights", or the text of a wait for environments."""
         self._exit_code: int | None = None
         warm_up(device)
 

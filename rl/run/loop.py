@@ -161,7 +161,7 @@ class Training:
         self._inputs, self._held_out = inputs, inputs.held_out
         self._checkpoints, self._log, self._stop = checkpoints, log, stop
         self._cursor = phases.cursor()
-        """Where the draw of prompts stood after the last batch that was learned from."""
+        """State of the draw of prompts after the last batch that was learned from."""
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
         """Take the steps after `last_step`; `metrics` are those of `last_step`.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rl.config.schema import Config, learns_from_samples
 from rl.data.batch import Batch
 from rl.data.prompts import num_shared
+from rl.data.rendering import warn_of_unlike_prompts
 from rl.engines.inputs import Inputs
 from rl.phases.step_record import StepRecord
 from rl.rollout import stored_log
@@ -58,6 +59,8 @@ class RunLog:
                 f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
                 "data.train too, so validation does not measure what the policy generalises."
             )
+        if dist.get_rank() == 0 and (warning := warn_of_unlike_prompts(inputs.prompts, inputs.held_out)):
+            step.progress.line(warning)
 
     def store(self, collected: Batch, learned: Batch) -> None:
         """Store the step's samples. collected: a shallow copy of the batch from before `learn`."""

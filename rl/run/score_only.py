@@ -28,7 +28,7 @@ COLUMNS = (
     "score_details",
 )
 SHOWN = 5
-"""Largest number of changed samples that are printed for a step."""
+"""Maximum number of changed samples that are printed for a step."""
 SHOWN_CHARS = 100
 """Number of characters printed of a response, its last ones."""
 

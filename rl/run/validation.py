@@ -73,16 +73,17 @@ def validation_sampling(config: Config) -> Sampling:
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
     batch = phases.sampler.sample(prompts, sampling, purpose=purpose, timing="testing")
     if batch.turns is not None:
-        batch = batch.merge_rows()
+        batch = batch.merge_rows().delivered()
         turns = spread("num_turns", num_turns(batch))
         phases.step.metrics |= {f"val-aux/{name}": value for name, value in turns.items()}
     several = sampling.samples_per_prompt > 1
     predictions = phases.scoring.fill_scores(batch, timing="testing", predictions=several)
+    phases.checks.validated(batch, prompts, samples_per_prompt=sampling.samples_per_prompt)
     variables = {"acc": batch.outcomes, "score": batch.scores}
     variables |= {
         name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")
     }
-    prompts, shape = batch.prompts, (len(batch.prompts), sampling.samples_per_prompt)
+    shape = len(prompts), sampling.samples_per_prompt
     tables = {name: column.double().reshape(shape).numpy() for name, column in variables.items()}
     answers = np.array(predictions, dtype=object).reshape(shape) if several else None
     members: dict[str, list[int]] = defaultdict(list)

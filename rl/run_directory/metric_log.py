@@ -21,11 +21,11 @@ STEP = "training/global_step"
 FILE_NAME = "metrics.jsonl"
 
 CLOSE_S = 15.0
-"""Longest wait for the followers at the end of a run, in seconds. Shorter than the wait of the other ranks
+"""Maximum wait for the followers at the end of a run, in seconds. Shorter than the wait of the other ranks
 for rank 0 when a stopped run exits (`rl.runtime.session.EXIT_TIMEOUT`)."""
 
 MAX_COLUMNS = 165
-"""Largest width of a step's console line, in columns."""
+"""Maximum width of a step's console line, in columns."""
 
 TIMING_LABELS = {
     "gen": "gen",

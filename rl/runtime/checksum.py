@@ -30,7 +30,7 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
 
 @torch.no_grad()
 def placed_checksums(parts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -> Tensor:
-    """Return the `placed_checksum` of each tensor at its start, int64 [n]; all are on one device.
+    """Return the `placed_checksum` of each of n tensors, int64 [n]. All tensors are on one device.
 
     Small tensors of equal shapes, such as the experts of a layer, are computed together: one at a time, tens
     of thousands of them take seconds for a few bytes each.

@@ -42,7 +42,7 @@ def mark(part: str) -> None:
 
 
 def count(part: str, seconds: float) -> None:
-    """Add seconds since the previous mark to `part`, instead of to the part that the next mark ends."""
+    """Attribute `seconds` of the time since the previous mark to `part`, not to the part of the next mark."""
     global _last
     parts[part] = parts.get(part, 0.0) + seconds
     _last += seconds

@@ -276,7 +276,7 @@ class _Sum:
         return self._joined(self._a, self._b)
 
     def _joined(self, a: Sequence[Tensor], b: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Return A [..., n r, in] and B [..., out, n r] of the parts' A [..., r, in] and B [..., out, r]."""
+        """Return A [..., n r, in] and B [..., out, n r] of n parts. a: [..., r, in] and b: [..., out, r]."""
         if self._rows is None:
             assert b[0] is not None
             return a[0], b[0]
@@ -291,7 +291,7 @@ class _Sum:
         return whole, torch.cat(blocks, -2).index_select(-2, self._rows)
 
     def stacked(self, others: Sequence["_Sum"]) -> tuple[Tensor, Tensor]:
-        """Return `parts` without factors of the experts of one layer, [E, n r, in] and [E, out, n r]."""
+        """Return A [E, n r, in] and B [E, out, n r] of the E experts of one layer."""
         a = [torch.stack(parts) for parts in zip(*(other._a for other in others))]
         b = [None if None in parts else torch.stack(parts) for parts in zip(*(other._b for other in others))]
         return self._copies(*self._joined(a, b))
@@ -460,7 +460,8 @@ def _single(added: _Sum):
 def _grouped(added: Sequence[_Sum]):
     """Return a hook for Transformer Engine's layer of several experts, which gets their numbers of tokens.
 
-    The products of all experts are one, because ten launches for each would take longer than they compute.
+    One grouped product serves all experts, because about ten kernels for each would take longer to launch
+    than to run.
     """
 
     def hook(module, args, output):
@@ -479,25 +480,24 @@ def _grouped(added: Sequence[_Sum]):
 
 
 class Experts(NamedTuple):
-    """The rows of several experts in one tensor, one expert after the other."""
+    """Bounds of the rows of several experts in one tensor [T, ...], in the order of the experts."""
 
     ends: Tensor
-    """Where the rows of each expert end, int32 [E]."""
+    """End of the rows of each expert, int32 [E]."""
     has_rows: Tensor
-    """Whether an expert has any, bool [E, 1, 1]."""
+    """Whether the expert has rows, bool [E, 1, 1]."""
 
     @classmethod
     def of(cls, splits: Sequence[int], device: torch.device) -> "Experts":
-        """Return the experts with these numbers of rows."""
+        """Return the bounds for these numbers of rows per expert."""
         counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
         return cls(counts.cumsum(0, dtype=torch.int32), (counts > 0)[:, None, None])
 
     def product(self, x: Tensor, weights: Tensor) -> Tensor:
         """Return W x of each expert's rows, [T, out]. x: [T, in]; weights: [E, out, in].
 
-        Rows of matrices must have a multiple of 16 bytes; the rank of an adapter may be smaller. The gradient
-        of an expert without rows is set to 0, because on some GPUs torch leaves its memory as it was (torch
-        #172439).
+        Operands are padded, because `grouped_mm` requires rows of a multiple of 16 bytes. The gradient of an
+        expert without rows is set to 0, because on some GPUs torch leaves it uninitialised (torch #172439).
         """
         unit = 16 // x.element_size()
         rows, columns = (-size % unit for size in weights.shape[1:])

@@ -33,8 +33,11 @@ class PackedRow(PackedSeqParams):
     """`MicroBatch.routes`."""
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return the keys or values of the whole row. x: those of this rank's tokens."""
-        return x if self.part is None else self.part.row(x)
+        """Return keys or values of the whole row, [W, ...]. x: those of this rank's part, or of the row.
+
+        Collective over the context parallel group if the row is divided.
+        """
+        return x if self.part is None or len(x) == len(self.part.order) else self.part.row(x)
 
 
 class CoreAttention(MegatronModule):
@@ -200,7 +203,7 @@ class _AttendOnCpu(torch.autograd.Function):
 
 
 def _blocks(x: Tensor, run: Run, start: int | None = None) -> Tensor:
-    """Return a view [count, heads, length, ...] of a run's queries, or of as many tokens from `start` on."""
+    """Return a view [count, heads, length, ...] of x at a run. start: first token; None: `run.start`."""
     start = run.start if start is None else start
     part = x[start : start + run.count * run.length]
     return part.unflatten(0, (run.count, run.length)).transpose(1, 2)

@@ -4,12 +4,14 @@ Each rank holds a part of every segment of the row (`rl.training.rows`). A segme
 which rank r holds chunks r and 2 cp - 1 - r: a late chunk, whose tokens attend to many others, goes with an
 early one (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). In every layer the attention gathers the keys
 and values of the whole row and computes those of the rank's queries. The outputs of the head are gathered
-once per pass. Each rank of the group then computes the whole loss, and losses need not know of the parts.
+once per pass. Each rank of the group then computes the loss of the whole row, so no loss depends on context
+parallelism.
 
 To Megatron the ranks of a group are data parallel ranks: they hold equal weights, and the sum of their
 gradients is that of the row.
 
-T: tokens of the row. W: those and the padding of all parts. W/cp: tokens of a part. R: response tokens.
+T: tokens of the row. W: T and the padding of all parts. W/cp: tokens of a part. R: response tokens of the
+row, of which a part predicts r.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from rl.training.rows import Group, Prefix, RowAttention, Run, ranges
 
 
 class Piece(NamedTuple):
-    """Adjacent tokens of one segment, in places of the row."""
+    """Adjacent tokens of one segment; numbers are positions in the row."""
 
     start: int
     length: int
@@ -37,16 +39,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ContextGroup:
-    """The ranks that share rows with this one."""
+    """The context parallel group of this rank, whose ranks share rows."""
 
     size: int
     rank: int
     group: dist.ProcessGroup
 
     def split(self, groups: list[Group], *, multiple: int) -> "Split":
-        """Return the parts of a row of adjacent groups.
+        """Return the division of a row of adjacent groups into one part per rank. Not collective.
 
-        multiple: the number of tokens of a part is a multiple of it.
+        multiple: each part is padded to a multiple of this number of tokens; all parts have equal lengths.
         """
         pieces: list[list[Piece]] = [[] for _ in range(self.size)]
         loads = [0] * self.size
@@ -73,7 +75,7 @@ class ContextGroup:
 def _chunks(length: int, size: int, loads: list[int]) -> list[tuple[int, int]]:
     """Return (rank, number of tokens) of the 2 x size chunks of a segment, and add them to the loads.
 
-    What does not divide goes to the ranks with the fewest tokens so far.
+    The remainder goes, token by token, to the ranks with the fewest tokens so far.
     """
     order = [*range(size), *reversed(range(size))]
     counts = [length // (2 * size)] * (2 * size)
@@ -86,20 +88,20 @@ def _chunks(length: int, size: int, loads: list[int]) -> list[tuple[int, int]]:
 
 
 class Split:
-    """The parts of one row, on the host."""
+    """Division of one row among the ranks of a context parallel group, as arrays on the host."""
 
     def __init__(self, context: ContextGroup, pieces: list[list[Piece]]):
         self._context, self._pieces = context, pieces[context.rank]
         self.places = np.concatenate([_places(own) for own in pieces])
-        """int64 [W]: place in the row of each token of the parts, one part after the other."""
+        """int64 [W]: position in the row of each token of the parts, in the order of the ranks."""
         self._order = np.argsort(self.places)
         size = len(self.places) // context.size
         self.part = slice(context.rank * size, (context.rank + 1) * size)
 
     def cut(self, predict_at: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the places in this part that predict its response tokens, int64 [r], and arrays for `on`.
+        """Return the positions in this part that predict response tokens, int64 [r], and arrays for `on`.
 
-        predict_at: places in the row that predict the R response tokens.
+        predict_at: positions in the row that predict the R response tokens, int64 [R].
         """
         size = self.part.stop - self.part.start
         rank, place = np.divmod(self._order[predict_at], size)
@@ -118,13 +120,12 @@ class Split:
             cu_seqlens_kv=np.cumsum([0, *(prompt_length + before)]),
             kv_index=ranges(starts, lengths),
             order=self._order,
-            places=self.places,
             restore=restore,
         )
         return place[self._own], arrays
 
     def on(self, arrays: dict[str, Tensor]) -> tuple["Part", RowAttention]:
-        """Return this part and its attention. arrays: those of `cut` on the device."""
+        """Return this part and its attention. arrays: those that `cut` returned, on the device."""
         runs: list[Run] = []
         prefixes: list[Prefix] = []
         end = 0
@@ -144,7 +145,7 @@ class Split:
             max_seqlen_kv=max(p.prompt_length + p.start + p.length - p.segment for p in self._pieces),
             kv_index=arrays["kv_index"],
         )
-        indices = {name: arrays[name] for name in ("order", "places", "restore")}
+        indices = {name: arrays[name] for name in ("order", "restore")}
         return Part(self._context, self, torch.from_numpy(self._own), self._most, **indices), attention
 
 
@@ -160,51 +161,90 @@ class Part:
     context: ContextGroup
     split: Split
     own: Tensor
-    """int64 [r] on the CPU: the response tokens, of R, that this part's tokens predict."""
+    """int64 [r], ascending, on the CPU: indices of the response tokens, of R, that this part predicts."""
     most: int
     """Maximum of r over the ranks."""
     order: Tensor
-    """int64 [W]: place in the gathered parts of each token of the row."""
-    places: Tensor
-    """int64 [W]: place in the row of each token of the gathered parts."""
+    """int64 [W]: index of each token of the row in the concatenated parts."""
     restore: Tensor
-    """int64 [R]: place in the gathered outputs of each response token."""
+    """int64 [R]: index of each response token in the concatenated, padded outputs."""
 
     @property
     def positions(self) -> np.ndarray:
-        """Return the place in the row of each token of this part, int64 [W/cp]."""
+        """Return the position in the row of each token of this part, int64 [W/cp]."""
         return self.split.places[self.split.part]
 
     def row(self, x: Tensor) -> Tensor:
-        """Return x of the whole row, [W, ...]. x: that of this part, [W/cp, ...].
+        """Return x of the whole row, [W, ...]. x: values at the tokens of this part, [W/cp, ...].
 
-        Its gradient is the sum over the ranks of the group. Both passes are collective over the group.
+        The gradient of x is summed over the ranks of the group. Both passes are collective over the group.
         """
-        return _GatherRow.apply(x, self)
+        return reorder(self.gathered(x), self.order)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return x of all ranks, concatenated, [cp n, ...]. x: [n, ...]. Collective, as `row`."""
+        return _Gather.apply(x, self.context.group)
+
+    def order_of(self, shards: int) -> Tensor:
+        """Return the index of each token of the row, int64 [W], in what tensor parallel ranks gather.
+
+        shards: number of tensor parallel ranks. Each holds an equal piece of every part (sequence
+            parallelism) and first gathers the pieces of its context parallel group (`gathered`).
+        """
+        if shards == 1:
+            return self.order
+        rank, place = _divmod(self.order, len(self.order) // self.context.size)
+        shard, within = _divmod(place, size := len(self.order) // (self.context.size * shards))
+        return (shard * self.context.size + rank) * size + within
 
     def outputs(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return outputs at all response tokens, [R, ...] each. found: those at `own`, [r, ...] each.
+        """Return outputs at all response tokens, [R, ...] each. found: outputs at the tokens `own`, [r, ...].
 
-        Every rank of the group then computes the same loss, so the gradient of `found` is its part of that
-        of the result. Collective over the group; the backward pass is not.
+        Every rank of the group then computes the same loss, so the gradient of `found` consists of the rows
+        `own` of the result's gradient. Collective over the group; the backward pass is not.
         """
         return tuple(_GatherOutputs.apply(x, self) for x in found)
 
 
-class _GatherRow(torch.autograd.Function):
+def _divmod(x: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    return x // by, x % by
+
+
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """Return x[order]. order: a permutation, int64 [len(x)]."""
+    return _Reorder.apply(x, order)
+
+
+class _Reorder(torch.autograd.Function):
+    """`SelectRows` for a permutation: its backward pass sums nothing."""
+
     @staticmethod
-    def forward(ctx, x, part):
-        ctx.part = part
-        whole = x.new_empty(len(part.order), *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=part.context.group)
-        return whole.index_select(0, part.order)
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad):
-        part = ctx.part
-        grad = grad.index_select(0, part.places)
-        own = grad.new_empty(len(grad) // part.context.size, *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad, group=part.context.group)
+        (order,) = ctx.saved_tensors
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return grad.index_select(0, inverse), None
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers along the first dimension; the backward pass sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        whole = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
 
 

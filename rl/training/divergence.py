@@ -248,8 +248,8 @@ class MicroTargets:
     function: Callable[..., Tensor]
     """linear_divergence or top_k_divergence."""
     parts: list[tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]]
-    """For each teacher: its tokens int64 [n], ascending, and the function's arguments of the teacher: those
-    with one row per token, and its head, if the function reads it."""
+    """For each teacher: indices of its tokens, int64 [n], ascending; arguments of `function` with one row per
+    token; and the teacher's head, if `function` reads it."""
 
     def of(self, index: Tensor) -> "MicroTargets":
         """Return the targets of the tokens `index`, int64 [r] ascending on the CPU."""

@@ -92,11 +92,11 @@ class ReductionProbe:
     """Compares the reduced gradient of one weight with what the backward passes of all ranks gave for it.
 
     A reduction that is left out, repeated or divided leaves the replicas equal, so no comparison of weights
-    finds it. Each update watches the next of the weights that learn, in the order of their list, so that all
-    are watched in turn: biases, tied embeddings, routed experts, adapters.
+    finds it. Each update watches the next weight that learns, so that all are watched in turn: biases, tied
+    embeddings, routed experts, adapters.
 
-    Megatron may reduce during the backward pass, or let a product add to the gradient itself. A weight of
-    which both are true, as those of layers on CUDA, is not watched.
+    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter, and matrices
+    are not watched, because on CUDA the kernel of a product adds to their gradient directly.
     """
 
     def __init__(self, learned: WeightMap, wrapped: DistributedDataParallel):
@@ -118,7 +118,7 @@ class ReductionProbe:
             config.finalize_model_grads_func = read_and_reduce
 
     def begin(self, number: int) -> None:
-        """Watch the weight of update `number`."""
+        """Select the weight that update `number` watches. Not collective."""
         self._found.clear()
         if self._hook is not None:
             self._hook.remove()
@@ -137,9 +137,10 @@ class ReductionProbe:
             self._hook = parameter.register_hook(self._add)
 
     def _share_of(self, weight: Weight, parameter: torch.Tensor, counts: float) -> float:
-        """Return the factor of this tensor parallel rank's gradient in the sum.
+        """Return the weight of this tensor parallel rank's gradient in the sum over ranks.
 
-        counts: 1 if the rank holds a part of its own or is the first of equal ones, else 0.
+        counts: 1.0 if the weight is split over tensor parallel ranks or this rank is the first of them, else
+            0.0.
         """
         if getattr(parameter, "average_gradients_across_tp_domain", False):
             return 1 / self._learned.tensor_split(weight)[0]
@@ -179,9 +180,9 @@ class ReductionProbe:
 
 
 def _weighted(flat: torch.Tensor, part: slice | None = None) -> torch.Tensor:
-    """Return the sum of the elements in `part`, with weight 2 in the second half of all, float64 [].
+    """Return the sum of the elements in `part`, with a factor of 2 for the second half of `flat`, float64 [].
 
-    The plain sum of the head's gradient is 0, because probabilities add up to 1.
+    The unweighted sum of the head's gradient is 0, because probabilities add up to 1.
     """
     part, middle = part or slice(0, len(flat)), len(flat) // 2
     second = flat[max(part.start, middle) : part.stop]
@@ -194,9 +195,9 @@ def clipped_norms(
 ) -> torch.Tensor:
     """Return this rank's part of what `check_clipped` compares, float64 [1 + 2 world].
 
-    It is the squared norm of the clipped gradient, in which each element of each weight counts on one rank;
-    then, at the places of the rank, `norm`, by which it clipped, and `num_changed` (`StateSample`). Call it
-    after the optimizer's step.
+    Element 0 is the squared norm of this rank's clipped gradients, without copies that another rank counts.
+    Elements 1 + rank and 1 + world + rank are `norm`, by which the rank clipped, and `num_changed`
+    (`StateSample`). Call it after the optimizer's step. Not collective.
     """
     counted = {
         parameter
@@ -216,10 +217,12 @@ def clipped_norms(
 
 
 def check_clipped(found: Sequence[float], limit: float) -> None:
-    """Raise WrongReduction if the clipped gradient has another norm than the one that ranks clipped by gives.
+    """Check the norm of the clipped gradient, and that only updates changed the optimizer's state.
 
-    Raises StateChanged if the optimizer's state was not the one that the last update left. found:
-    `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer, 0: none.
+    Raises WrongReduction if the norm is not the one that follows from the norm by which a rank clipped, and
+    StateChanged if sampled elements of the state have changed since the last update. Not collective.
+
+    found: `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer; 0: no clipping.
     """
     square, world = found[0], len(found) // 2
     for rank, number in enumerate(found[1 + world :]):

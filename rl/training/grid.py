@@ -1,4 +1,7 @@
-"""The training grid: Megatron's process groups and this rank's position in them."""
+"""The training grid: Megatron's process groups and this rank's position in them.
+
+`rl.models.placement` defines the order of the ranks.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,7 +39,7 @@ class Grid:
     ep_rank: int = 0
     etp_rank: int = 0
     context: "ContextGroup | None" = None
-    """The ranks with which this one shares rows; None: it holds whole rows."""
+    """Context parallel group; None with cp=1, where a rank holds whole rows."""
 
     @property
     def cp(self) -> int:
@@ -44,12 +47,12 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold each part of a weight outside of routed experts."""
+        """Number of ranks that hold the same part of a weight outside of routed experts: dp x cp."""
         return self.dp * self.cp
 
     @property
     def replica(self) -> int:
-        """Which of the `replicas` this rank holds."""
+        """Number of this rank among the `replicas` that hold the same weights, 0 to replicas - 1."""
         return self.dp_rank if self.context is None else self.dp_rank * self.cp + self.context.rank
 
     @property

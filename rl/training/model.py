@@ -14,6 +14,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from rl.models import architecture, rope
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
-from rl.training.layer_spec import block_spec, megatrons_names, use_te
+from rl.training.layer_spec import block_spec, megatrons_names, replace_classes, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
@@ -51,9 +52,9 @@ class HeadRequest:
     teacher: "MicroTargets | None" = None
 
     def of(self, index: Tensor) -> "HeadRequest":
-        """Return the request with the targets, masks and teachers' distributions at `index`, int64 [r].
+        """Return the request with the targets, masks and teachers' distributions of the tokens `index`.
 
-        index: ascending, on the CPU; `predict_at` has its r positions already.
+        index: int64 [r], ascending, on the CPU, of R response tokens. `predict_at` already has r elements.
         """
         return replace(
             self,
@@ -191,6 +192,10 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
     of_model = architecture(hf).megatron_config(hf)
     has_experts = "num_moe_experts" in of_model  # other models of the run may have them
     latent = of_model.get("multi_latent_attention", False)
+    # TE's kernel for whole heads applies no factor; Megatron's for MLA requires YaRN, and all latents here.
+    fuses_rotation = rope.magnitude(hf) == 1.0
+    if latent:
+        fuses_rotation = of_model["rope_type"] == "yarn" and training.cp == 1
     kind = MLATransformerConfig if latent else TransformerConfig
     layout = _pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None
     return kind(
@@ -231,8 +236,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # Megatron has no fused kernel for MLA without YaRN, and TE's for whole heads applies no factor.
-        apply_rope_fusion=te and (of_model["rope_type"] == "yarn" if latent else rope.magnitude(hf) == 1.0),
+        apply_rope_fusion=te and fuses_rotation,
         moe_permute_fusion=has_experts and te,
         # The fused kernel does not ask for replayed experts.
         moe_router_fusion=has_experts and te and training.router_replay == "none",
@@ -270,6 +274,10 @@ def build_model(
     """
     config = transformer_config(hf, training, dtype, te=uses_te and use_te(dtype))
     layers = block_spec(config, fuses_norms=fuses_norms)
+    if config.multi_latent_attention and training.cp > 1:
+        from rl.training.gathered_latents import GatheredLatents
+
+        layers = replace_classes(layers, {MLASelfAttention: GatheredLatents})
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=rope.positions(hf),

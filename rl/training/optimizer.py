@@ -12,7 +12,7 @@ from torch import Tensor
 from rl.config.schema import Optimizer
 
 SAMPLED = 256
-"""About the number of elements of each tensor that `StateSample` keeps."""
+"""Approximate number of elements of each tensor that `StateSample` compares."""
 
 
 def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel) -> MegatronOptimizer:
@@ -95,29 +95,35 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 class StateSample:
-    """About SAMPLED elements of each of the optimizer's tensors, which only an update may change."""
+    """Compares about SAMPLED elements of each of the optimizer's tensors, which only updates may change."""
 
     def __init__(self):
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
         self._noted: Tensor | None = None
 
     def note(self, optimizer: MegatronOptimizer) -> None:
-        """Keep the present elements, those of the end of an update."""
-        self._noted = _some(optimizer)
+        """Store the elements at the end of an update."""
+        self._noted = self._elements(optimizer)
 
     def forget(self) -> None:
-        """Accept what another part of the program writes to the tensors."""
+        """Discard the stored elements, after a load of other weights."""
         self._noted = None
 
     def num_changed(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
-        """Return how many of the elements have changed since `note`, int64 [], without waiting for it."""
+        """Return the number of elements that changed since `note`, int64 [] on the device, without a sync."""
         if self._noted is None:
             return torch.zeros((), dtype=torch.int64, device=device)
-        return (_some(optimizer) != self._noted).sum()
+        return (self._elements(optimizer) != self._noted).sum()
 
-
-def _some(optimizer: MegatronOptimizer) -> Tensor:
-    flat = [tensor.detach().view(-1) for tensor in optimizer_tensors(optimizer)]
-    return torch.cat([x[:: max(1, len(x) // SAMPLED)] for x in flat])
+    def _elements(self, optimizer: MegatronOptimizer) -> Tensor:
+        tensors = list(optimizer_tensors(optimizer))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses:
+            flat = [tensor.detach().view(-1) for tensor in tensors]
+            self._views = [x[:: max(1, len(x) // SAMPLED)] for x in flat]
+            self._addresses = addresses
+        return torch.cat(self._views)
 
 
 @torch.no_grad()

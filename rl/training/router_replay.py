@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 MAX_MISMATCH = 0.5
-"""Largest share of tokens and layers for which the present router may choose other experts. Rounding changes
-the choice of some per cent, that of other tokens nearly always differs."""
+"""Maximum share of (token, layer) for which the present router may choose other experts than the routes.
+Rounding and updates change the choice for a few per cent; routes of other tokens nearly always differ."""
 
 
 class WrongRoutes(RuntimeError):
-    """Raised on every rank if the engine's routes are not those of the tokens that they are replayed for."""
+    """Raised on every rank if replayed routes do not belong to the tokens of the batch."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Routes:
     """
 
     experts: Tensor
-    """Smallest integer type, [L, T, k]."""
+    """In the smallest sufficient integer type, [L, T, k]."""
     given: Tensor
     """bool [T, 1] or []: tokens whose experts are given. Others, such as padding, have the router's own."""
     chosen: set[int] = field(default_factory=set)
@@ -145,9 +145,9 @@ class RouterReplay(Part):
     def _given(self, batch: Batch, row: MicroBatch) -> Routes:
         """Return the engine's routes of the row's tokens.
 
-        A prompt that several samples share has those of the first of them that began with the newest weights.
-        The engine may not have routed the tokens from the last sampled one on, from which nothing is
-        predicted.
+        A prompt that several samples share has the routes of the first sample among those that began with the
+        newest weights. The engine may not have routed tokens from the last sampled one on, which predict
+        nothing.
         """
         column, num_tokens, device = batch.held["routes"], row.tokens.numel(), row.tokens.device
         size = self._num_layers, self._config.moe_router_topk

@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` adjacent blocks of queries, of `length` tokens each, which attend within their block."""
+    """`count` adjacent blocks of `length` queries each. A query attends to the keys of its own block."""
 
     start: int
     count: int
@@ -56,7 +56,7 @@ class Run:
     mask: Tensor | None = None
     """Float [count, 1, length, length] to add to the scores; None: causal."""
     keys: int | None = None
-    """Place of the first key; None: `start`, because the queries are the whole row."""
+    """Position of the first key in the row; None: `start`, because the queries are the whole row."""
 
     @property
     def first_key(self) -> int:
@@ -77,14 +77,14 @@ class Prefix:
 class RowAttention:
     """Which tokens attend to which in one row. The CPU reads `runs` and `prefixes`, CUDA the other fields.
 
-    The queries are those of the row, or of one part of it (`rl.training.context_parallel`); the keys are
-    those of the row.
+    Queries are the tokens of the row, or of one part of it (`rl.training.context_parallel`); keys are always
+    those of the whole row.
     """
 
     runs: list[Run]
     """Blocks that cover the queries."""
     prefixes: list[Prefix]
-    """Answers that also attend to their prompt, and chunks of a segment that attend to its beginning."""
+    """Answers, which also attend to their prompt, and chunks of a segment, which attend to its beginning."""
     cu_seqlens_q: Tensor
     """int32 [segments + 1]: bounds of the segments among the queries."""
     cu_seqlens_kv: Tensor

@@ -34,7 +34,7 @@ class SamplingMasks:
     """int64 [R]: sizes of the sets. 0: the position has the whole vocabulary."""
 
     def of(self, index: np.ndarray) -> "SamplingMasks":
-        """Return the sets of the positions `index`, int64 [r]."""
+        """Return the sets of the tokens `index`, int64 [r]."""
         ends = self.counts.cumsum()
         counts = self.counts[index]
         return SamplingMasks(self.ids[ranges(ends[index] - counts, counts)], counts)

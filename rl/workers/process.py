@@ -42,7 +42,7 @@ class WorkerProcess(ABC):
     ready_type: type
     """Type of what the host sends when it is ready."""
     max_line_bytes = 1 << 20
-    """Longest message of the host."""
+    """Maximum length of a message of the host."""
 
     def __init__(
         self,

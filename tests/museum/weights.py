@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
-from tests.museum.tour import BESIDE, ROLES
+from tests.museum.tour import BESIDE, BF16, ROLES
 
 SYNCHRONOUS = "weights of engine and trainer"
 DIFFER = r"RefitMismatch: after the refit .* on rank \d"
@@ -224,3 +224,25 @@ def list_of_weights_lacks_experts(bug: Bug) -> None:
     def some(plan_weights, weights, *args, **options):
         left = [weight for weight in weights if ".experts." not in weight.hf[0]]
         return plan_weights(left, *args, **options)
+
+
+@exhibit("vllm-project/vllm#32718", ranks=2, overrides=(*ROLES, "training.optimizer.lr=1e-2", BF16))
+@caught_by(SYNCHRONOUS, r"RefitMismatch: rank 1 acknowledged version 1, but \d+ of \d+ compared parts")
+def update_is_acknowledged_only(bug: Bug):
+    """The engine reported the reload as done, but had read the old weights from a cache."""
+    from rl.refit.link import Link
+
+    receive = Link.receive_weights
+
+    def acknowledge(self, version):
+        bug.step = version + 1  # a generator has no steps of its own
+        held = {name: weight.detach().clone() for name, weight in self._engine.weights().items()}
+        moved = receive(self, version)
+        if version:
+            for name, weight in self._engine.weights().items():
+                weight.detach().copy_(held[name])
+            self._engine.weights_changed()
+            bug.acts()
+        return moved
+
+    Link.receive_weights = acknowledge  # type: ignore[method-assign]

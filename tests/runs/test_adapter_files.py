@@ -12,6 +12,7 @@ LORA = ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8", "adapter.targe
 SHARED = ("algorithm=ppo", "critic.share_base=true", "critic.optimizer.lr=1e-2")
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_adapters_of_another(config, tmp_path):
     export = ("checkpoint.export_hf=true", "checkpoint.every=3")
     steps = train(2, config, *LORA, *SHARED, *export, "run.max_steps=3", "training.tp=2")

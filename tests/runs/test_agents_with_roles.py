@@ -69,3 +69,20 @@ def test_kills_of_either_role_change_nothing(agent_config, tmp_path, form):
     train(4, agent_config, *overrides, run=killed)
     assert comparable(killed) == comparable(tmp_path / "whole")
     assert_each_prompt_once(killed, consumed=32)
+
+
+@pytest.mark.covers("agents", "roles", "replay of the engine's experts")
+def test_the_gradient_of_replayed_turns_is_that_of_fixed_routers(agent_config, tmp_path):
+    """The algorithm compares them; one generator sends trajectories with experts, some of older weights."""
+    model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
+    algorithm = Path(__file__).with_name("replayed_gradients.py")
+    ranks = (
+        "roles.train=0-1",
+        "roles.rollout=2-2",
+        CORRECT,
+        "training.ep=2",
+        "training.router_replay=engine",
+    )
+    overrides = (WAVES, *ranks, *IN_FLIGHT, f"model.path={model}", f"algorithm={algorithm}")
+    steps = train(3, agent_config, *overrides, run=tmp_path / "run")
+    assert len(steps) == 4 and steps[-1]["agents/turns"] == 3 and steps[-1]["staleness/max"] == 1

@@ -1,9 +1,12 @@
 """Runs of a mixture of experts that replay the choices of the engine or of the old policy."""
 
+import shutil
+
 import pytest
 
 from tests.checkpoints import save_tiny
 from tests.records import comparable
+from tests.runs.test_carried_agents import GAME
 from tests.toy import train
 
 
@@ -44,3 +47,34 @@ def test_held_columns_come_from_generators(config, tmp_path):
     for step in steps:
         received, planned = (step[f"perf/held_collected_bytes_{name}"] for name in ("received", "planned"))
         assert received == planned > 0 and step["training/rollout_probs_diff_max"] < 1e-3
+
+
+AGENTS = (f"agents.environment={GAME}:Varied", "agents.max_tokens_per_turn=6", "agents.workers=1")
+
+
+@pytest.mark.parametrize("form", [(), pytest.param((*AGENTS, "agents.order=waves"), marks=pytest.mark.slow)])
+@pytest.mark.covers("carry-over", "replay of the engine's experts", "sampling masks")
+def test_held_columns_of_carried_samples_are_joined(config, tmp_path, form):
+    """With a learning rate of 0 the experts of older weights are those of the present ones."""
+    model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
+    carried = ("rollout.carry_over=true", "rollout.oversample=1.5", "rollout.max_concurrent_samples=8")
+    lengths = ("rollout.max_response_tokens=40", f"rollout.stop_token_ids={list(range(10, 22))}")
+    saves = ("run.max_steps=4", "checkpoint.every=2", "checkpoint.keep_last=0")
+    still = ("training.optimizer.lr=0", "objective.loss=ppo")
+    options = (f"model.path={model}", *HELD, *carried, *lengths, *saves, *still, *form)
+    steps = train(2, config, *options, run=tmp_path / "straight")
+    received, planned = (
+        [step[f"perf/held_collected_bytes_{name}"] for step in steps] for name in ("received", "planned")
+    )
+    assert received == planned and sum(step["carry_over/tokens"] for step in steps) > 0
+    assert max(step["staleness/max"] for step in steps) >= 1
+    for step in steps:
+        assert step["training/router_mismatch"] < 0.01 and step["training/rollout_probs_diff_max"] < 1e-3
+    shutil.copytree(tmp_path / "straight", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "step_000004")
+    again = train(2, config, *options, run=tmp_path / "killed")[2:]  # from rank 0, which had them all
+    received, planned = (
+        sum(step[f"perf/held_collected_bytes_{name}"] for step in again) for name in ("received", "planned")
+    )
+    assert received == planned > 0
+    assert comparable(tmp_path / "killed") == comparable(tmp_path / "straight")

@@ -76,7 +76,7 @@ def test_spin_learns_from_the_samples_of_other_ranks(config):
         assert step["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
+@pytest.mark.parametrize("cache", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_in_flight_refits_keep_versions_and_log_probs_true(config, tmp_path, cache):
     run_ranks(2, WORKER, "gap", "--config", config, *IN_FLIGHT, "run.max_steps=4", f"roles.cache={cache}")
     gaps = [float(line) for line in (tmp_path / "run" / "gap.txt").read_text().split()]

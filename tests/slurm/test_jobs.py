@@ -48,6 +48,7 @@ def test_the_quickstart_trains_on_two_nodes_beside_another_job(cluster, toy, tmp
     assert "JobState=COMPLETED" in done
 
 
+@pytest.mark.slow
 def test_a_signalled_task_of_an_array_goes_on_exactly(cluster, config, undisturbed, tmp_path):
     """Ranks by (fake) GPUs."""
     (tmp_path / "points.txt").write_text("run.name=first\nrun.name=second\n")

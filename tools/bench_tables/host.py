@@ -1,4 +1,4 @@
-"""The time of the program itself in an engine step: a decoding step of a model that costs nothing."""
+"""Host time of an engine step: decoding steps of a model that computes nothing."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def run(spec: dict) -> list[tuple[float, float]]:
 
 
 def measure_engine(*, model: str, requests: int, rounds: int, ours: bool, profile: str) -> list:
-    """Generate in turns with an engine whose model costs nothing; the other arguments are those of `run`."""
+    """Return milliseconds per step and per request of each round. Arguments: the keys of `run`'s spec."""
     from rl.runtime.ranks import discover
     from train_rl import prepare_environment
 
@@ -122,7 +122,7 @@ def compute_nothing(executor) -> None:
 
 
 def use_scheduler_of_vllm(scheduler) -> None:
-    """Let a `DecodeScheduler` schedule as vLLM's own class does."""
+    """Replace the methods of a `DecodeScheduler` by those of vLLM's class."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     scheduler.schedule = Scheduler.schedule.__get__(scheduler)

@@ -52,8 +52,7 @@ A config that has both features of a pair is refused with the reason and the rem
 pair is accepted. A key stands for any value but its default.
 
 """
-CURVE = """`{config}`: two-digit addition on two CPU ranks, one seed, from {start}.
-The [table](../algorithms.md#learning-curves-on-the-toy-task) has the command."""
+CURVE = """`{config}`, from {start} ([task and command](../algorithms.md#learning-curves-on-the-toy-task))."""
 COMMON_KEYS = (
     "data.prompts_per_step",
     "training.prompts_per_minibatch",
@@ -118,7 +117,7 @@ def blocks(name: str) -> dict[str, str]:
     defaults = ", ".join(f"`{key}: {show(value)}`" for key, value in algorithm.defaults.items())
     facts = wrapped(f"- Needs: {needs}.", "  ") + "\n"
     facts += wrapped(f"- Sets these defaults: {defaults}.", "  ") + "\n" if defaults else ""
-    file = f"- Its file is `rl/algorithms/{name}.py`: `collect` and `learn`, in the phases of a step."
+    file = f"- Its file is `rl/algorithms/{name}.py`."
     made = {
         "title": f"# {name}\n\n**{title}**",
         "method": f"{text.strip(chr(10))}\n\n{facts}{file}",

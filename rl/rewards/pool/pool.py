@@ -30,7 +30,7 @@ from rl.workers.pool import START_ATTEMPTS, Pool
 log = logging.getLogger(__name__)
 
 CHUNK_SAMPLES = 64
-"""Largest number of samples in a chunk, and so of concurrent async calls in one worker."""
+"""Maximum number of samples in a chunk, and so of concurrent async calls in one worker."""
 SWEEP_EVERY_S = 1.0
 """Seconds between searches for orphaned processes of a busy worker; each search reads all of /proc."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl.agents import pool as pool_module
-from rl.agents.environment import Run, Score, Step, ToolCall, ToolCalls
+from rl.agents.environment import Run, Score, Step, ToolCall, ToolCalls, answer_digest
 from rl.agents.pool import EnvironmentPool
 from rl.config.agent_plan import make_agent_plan
 from rl.workers.supervisor import all_processes, descendants
@@ -94,10 +94,12 @@ def test_a_session_with_tools_from_reset_to_score():
         assert "must be a JSON object" in texts[1] and "what: Field required" in texts[2]
         assert texts[3] == "Error: there is no tool fly; the tools are: act"
         assert reply.values == {"calls": 5.0, "errors": 3.0} and not reply.done
+        assert reply.digest == answer_digest("a 2", vars(reply)) != answer_digest("b 2", vars(reply))
         assert text_of(reply_to(pool, "b", act("z"))) == "state 1"
         assert text_of(reply_to(pool, "b", act("wrong argument"))) == "Error: no such city"
         end = reply_to(pool, "a", Score([{"role": "user", "content": "Go."}]))
         assert end.kind == "score" and end.values == {"score": 2.0, "turns": 1.0}
+        assert end.digest == answer_digest("a 3", vars(end))
 
 
 AT_ONCE = {"raises": "RuntimeError: broken", "exits": "SystemExit: 3", "eats memory": "MemoryError"}

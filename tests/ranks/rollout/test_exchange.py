@@ -25,7 +25,7 @@ def test_every_sample_reaches_every_rank_as_it_was():
                 Sample(1, 0, (segment(1, 2, held=held), segment(7, source="tool", turn=1)), "length"),
                 Sample(0, 1, (), outcome={"score": 0.5}, conversation=[{"role": "user"}], **row),
             ],
-            [Sample(0, 0, (segment(5, held=held),), "abort", context_digest=9)],
+            [Sample(0, 0, (segment(5, held=held, context_digest=9),), "abort")],
         ]
         dist.init_process_group("gloo")
         rank, device = dist.get_rank(), choose_device(0)

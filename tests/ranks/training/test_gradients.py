@@ -40,7 +40,7 @@ TERM = bounds.of_logits(LAYERS, WIDTH)  # means of log-probs and their ratios, w
 READING = bounds.of_sum(1)  # relative to a weight, which is rounded after the step that shows its gradient
 
 
-@pytest.fixture(scope="module", params=["untied", "tied", "critic"])
+@pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied", "critic"])
 def results(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("gradients")
     if request.param == "critic":

@@ -30,7 +30,7 @@ CASES = {
     "mixtral": ("MixtralForCausalLM", False, EXPERTS),
     "qwen3-moe": ("Qwen3MoeForCausalLM", False, EXPERTS),
     "deepseek-v2": ("DeepseekV2ForCausalLM", False, EXPERTS),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2", "1x1x2x0x2", "1x2x2x0x2"]),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2", "2x1x2x0x2", "1x2x2x0x2"]),
     "deepseek-v3-all": ("DeepseekV3ForCausalLM", False, EXPERTS),
     "qwen3-yarn": ("Qwen3ForCausalLM", False, ["1x2x1", "2x1x1x0x2"]),
     "qwen3-moe-yarn": ("Qwen3MoeForCausalLM", False, ["2x1x2", "1x1x2x0x2"]),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from rl.agents.environment import load_environment, make_tool
+from rl.agents.environment import answer_digest, load_environment, make_tool
 from rl.agents.shipped.calculator import calculate
 from rl.agents.shipped.gsm8k import Gsm8k
 from rl.config.agent_plan import make_agent_plan
@@ -147,6 +147,15 @@ def test_an_unusable_environment_is_refused(named, message):
     entry = {key: json.loads(text) for key, _, text in [rest.partition("=")] if key}
     with pytest.raises(ValueError, match="^agents[^\n]*" + message.replace("(", "[(]")):
         load(environment, **entry)
+
+
+def test_an_answer_has_one_digest_before_and_after_its_way():
+    content = ["\ud800 \u00e9\n", ("a", 1e-300), {1: None, "n": float("nan")}, object]
+    answer = {"messages": [{"role": "tool", "content": content}], "reward": 0.1, "done": True}
+    line = json.dumps(answer, ensure_ascii=False, default=str).encode("utf-8", "replace")
+    received = {"values": {}, **json.loads(line)}
+    assert answer_digest("a 2", received) == answer_digest("a 2", answer) != answer_digest("a 3", answer)
+    assert answer_digest("a 2", answer | {"reward": 0.2}) != answer_digest("a 2", answer)
 
 
 def test_the_calculator_calculates_and_executes_nothing():

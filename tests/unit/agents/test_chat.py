@@ -120,7 +120,7 @@ def converse(chat: Chat, family: str, chance: random.Random, *, canonical: bool)
     if family != "mistral" and chance.random() < 0.5:
         messages.insert(0, {"role": "system", "content": random_text(chance)})
     thinks = with_tools and family in ("qwen3", "glm4.5")
-    context, spans = chat.open(messages, tools), []
+    context, spans, between = chat.open(messages, tools), [], []
     for number in range(chance.randint(1, 5)):
         calls = []
         if with_tools:
@@ -145,7 +145,11 @@ def converse(chat: Chat, family: str, chance: random.Random, *, canonical: bool)
         assert added is not None
         spans.append((len(context), turn))
         context = np.concatenate([context, turn, added])
+        between.append(added)
         messages += given
+    assert chat.find_strange(between, messages, tools) is None
+    doubled = [*between[:-1], np.concatenate([turn[:-1], between[-1]])]
+    assert chat.find_strange(doubled, messages, tools) == len(between) - 1
     return context, messages, tools, spans
 
 

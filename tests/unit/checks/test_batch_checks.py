@@ -17,6 +17,7 @@ from rl.checks.batches import (
     check_informative,
     check_likelihoods,
     check_loss_weights,
+    check_order,
     warn_of_constant_scores,
     warn_of_failures,
 )
@@ -131,7 +132,8 @@ def test_groups_of_equal_scores_are_found():
 def test_samples_that_lost_their_tokens_or_scores_are_found():
     batch, _ = sampled(4)
     batch.delivered()
-    batch.scores = torch.rand(128, generator=torch.Generator().manual_seed(0))
+    batch.scores, draws = torch.rand(2, 128, generator=torch.Generator().manual_seed(0))
+    batch.score_details = {"acc": draws.round(), "failed": torch.zeros(128)}
     batch.score_digests = batch.hash_scores(batch.digests)
     halves = [batch.keep_groups(list(range(k, 16, 2))) for k in (0, 1)]
     moved = concatenate(halves[::-1]).select(list(range(127, -1, -1)))
@@ -140,6 +142,9 @@ def test_samples_that_lost_their_tokens_or_scores_are_found():
     ids = list(moved.response_ids)
     wrong = {
         "the score that was made for it": dict(scores=moved.scores.roll(1)),
+        "made for it, and so have not": dict(
+            score_details={name: values.roll(1) for name, values in moved.score_details.items()}
+        ),
         "the tokens and the ending": dict(truncated=~moved.truncated),
         r"sample 5 \(prompt \d+\) no longer has the tokens": dict(
             response_ids=[*ids[:5], ids[5][:-1], *ids[6:]], mask=None, rollout_logprobs=None
@@ -148,6 +153,16 @@ def test_samples_that_lost_their_tokens_or_scores_are_found():
     for message, change in wrong.items():
         with pytest.raises(CheckFailed, match=message):
             check_digests(replace(moved, **change))
+
+
+def test_samples_in_another_order_than_their_prompts_are_found():
+    batch, _ = sampled(4)
+    check_order(batch, batch.prompts, samples_per_prompt=8)
+    turned = batch.select(torch.arange(128).view(16, 8).t().flatten().tolist())
+    wrong = {1: turned, 8: batch.keep_groups([0, *range(15, 0, -1)]), 120: batch.keep_groups(list(range(15)))}
+    for sample, other in wrong.items():
+        with pytest.raises(CheckFailed, match=f"from sample {sample} on"):
+            check_order(other, batch.prompts, samples_per_prompt=8)
 
 
 def test_selected_tokens_of_older_weights_are_not_compared():

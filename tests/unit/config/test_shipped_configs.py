@@ -21,6 +21,7 @@ PRODUCTION = {
     "qwen2.5-32b_dapo_aime_16x8": ("qwen2.5-32b", 128),
     "qwen2.5-7b_gsm8k_sft_8gpu": ("qwen2.5-7b", 8),
     "qwen3-30b-a3b_math_grpo_4x8": ("qwen3-30b-a3b", 32),
+    "qwen3-30b-a3b_math_grpo_64k_4x8": ("qwen3-30b-a3b-thinking-2507", 32),
     "ppo_deepseek671b": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_64x8": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_lora_8x8": ("deepseek-v3", 64),

@@ -113,7 +113,7 @@ def test_a_sample_that_was_begun_again_keeps_no_held_values():
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_frontier_is_exact_after_a_checkpoint(tmp_path, number):
     frontier = Frontier(tuple(groups()[:number]), num_drawn=5)
-    saved = {"carry_over": frontier.state_dict()}
+    saved = {"carry_over": frontier.state_dict(samples_of(frontier.groups), held=True)}
     written = write_shards(tmp_path / "file", in_file_order(array_shards(saved)))
     check_file(tmp_path / "file", written, contents=True)
     state = json.loads(json.dumps(without_arrays(saved)))

@@ -42,6 +42,13 @@ def plain(value):
     return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
+def of_context(sample, number, token_ids):
+    """Return the sample with a segment that the engine sampled after these tokens."""
+    segments = list(sample.segments)
+    segments[number] = replace(segments[number], context_digest=context_digest(token_ids))
+    return replace(sample, segments=tuple(segments))
+
+
 def samples_of_all_kinds():
     """Rows of a trajectory with rewards and a context of its own, and unfinished, empty and held samples."""
     turn = replace(Segment.of(completion(4, 5), 1), reward=0.1)
@@ -51,7 +58,7 @@ def samples_of_all_kinds():
         outcome={"score": 0.5, "failed": float("nan")}, conversation=[{"role": "user", "content": "a"}]
     )
     return [
-        Sample(1, 0, (turn, given, turn), "length", context_digest=context_digest([9]), **row),
+        Sample(1, 0, (replace(turn, context_digest=context_digest([9])), given, turn), "length", **row),
         Sample(1, 0, (turn,), row=1, prompt_ids=np.array([1, 2], np.int32), **row),
         Sample(0, 3, (Segment.of(replace(completion(6, end="abort"), held={"routes": routes})),), "abort"),
         Sample(0, 4, (), prompt_ids=np.zeros(0, np.int32), outcome={}),
@@ -96,7 +103,8 @@ def test_a_batch_has_the_columns_of_its_samples():
             lambda s: replace(s, segments=(replace(s.segments[0], source="tool"),)),
             "another mask in the batch",
         ),
-        (lambda s: replace(s, context_digest=context_digest([3])), "another prompt in the batch than rank 2"),
+        (lambda s: of_context(s, 0, [3]), "has another prompt in the batch than rank 2"),
+        (lambda s: of_context(s, 2, [8, 5, 7, 7]), "other tokens before turn 2 in the batch than rank 2"),
         (lambda s: replace(s, end="abort"), "another end"),
         (
             lambda s: replace(s, number=0),
@@ -106,10 +114,12 @@ def test_a_batch_has_the_columns_of_its_samples():
     ],
 )
 def test_a_sample_that_was_changed_is_refused(change, text):
+    given = Segment.given(np.array([7], np.int32), version=3, turn=1, source="tool")
     one, other = (
-        Sample(0, n, (Segment.of(completion(4 + n)),), rank=n + 1, context_digest=context_digest([8]))
+        Sample(0, n, (Segment.of(completion(4 + n)), given, Segment.of(completion(6), 1)), rank=n + 1)
         for n in (0, 1)
     )
+    one, other = (of_context(of_context(s, 0, [8]), 2, [8, 4 + s.number, 7]) for s in (one, other))
     contexts = [np.array([8], np.int32)]
     batch_of([one, other], contexts, samples_per_prompt=2)
     with pytest.raises(SamplesDiffer, match=text):

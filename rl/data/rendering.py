@@ -1,0 +1,108 @@
+"""Comparison of prompts' tokens with a second source: transformers renders and tokenizes some prompts again,
+in one call, without this project's code.
+
+The compared prompts include those whose first token or ending differs from that of most prompts of the set.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rl.data.prompts import Prompt
+
+NUM_COMPARED = 32
+"""Minimum number of prompts of a set that are compared."""
+MAX_COMPARED = 256
+"""Maximum number of prompts of a set that are compared."""
+
+
+def check_rendering(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, key: str, max_prompt_tokens: int
+) -> None:
+    """Raise ValueError if a prompt has other tokens than its template or tokenizer gives.
+
+    key: config key of the prompts. Whole conversations are compared when they are read (`rl.data.chats`).
+    """
+    prompts = [prompt for prompt in prompts if prompt.response_mask is None]
+    for rendered in (True, False):
+        alike = [prompt for prompt in prompts if (prompt.messages is not None) == rendered]
+        for prompt in _chosen(alike, tokenizer):
+            expected = _tokens(prompt, tokenizer)
+            if not np.array_equal(prompt.token_ids, expected[-max_prompt_tokens:]):
+                what = _difference(prompt.token_ids, expected, tokenizer)
+                raise ValueError(
+                    f"prompt check: prompt {prompt.index} of {key} {what}; "
+                    f"the {'chat template' if rendered else 'tokenizer'} of {tokenizer.name_or_path} gives "
+                    f"{expected[:4].tolist()} ... {expected[-4:].tolist()}, the prompt has "
+                    f"{prompt.token_ids[:4].tolist()} ... {prompt.token_ids[-4:].tolist()}."
+                )
+
+
+def warn_of_unlike_prompts(prompts: Sequence[Any], held_out: Sequence[Prompt]) -> str:
+    """Return a warning if only one of two sets of prompts is rendered by the chat template; "" otherwise.
+
+    prompts: those of data.train, which may be pairs.
+    """
+    train, val = (
+        {row.messages is not None for row in rows if isinstance(row, Prompt) and row.response_mask is None}
+        for rows in (prompts, held_out)
+    )
+    if not train or not val or train & val:
+        return ""
+    names = ("data.train", "data.val") if train == {True} else ("data.val", "data.train")
+    return (
+        f"warning: data check: the chat template renders the prompts of {names[0]}, but those of {names[1]} "
+        "are strings without it, so validation does not measure what is trained."
+    )
+
+
+def _chosen(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the prompts to compare: some from all parts of the set, and those that begin or end unlike most.
+
+    prompts: all with messages, or none.
+    """
+    if not prompts:
+        return []
+    step = -(-len(prompts) // NUM_COMPARED)
+    spread = prompts[::step]
+    first = spread[0]
+    ending = "" if first.messages is None else _generation_prompt(first, tokenizer)
+    begins = Counter(int(prompt.token_ids[0]) for prompt in prompts).most_common(1)[0][0]
+    others = [p for p in prompts if int(p.token_ids[0]) != begins or not p.text.endswith(ending)]
+    return [*spread, *others[: MAX_COMPARED - len(spread)]]
+
+
+def _generation_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the template appends to the messages for a response; "" if it appends nothing."""
+    bare, whole = (
+        tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=appends)
+        for appends in (False, True)
+    )
+    return whole[len(bare) :] if whole.startswith(bare) else ""
+
+
+def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the tokens by transformers alone, int32 [P], before truncation."""
+    if prompt.messages is not None:
+        found = tokenizer.apply_chat_template(
+            prompt.messages, tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+    else:
+        has_bos = bool(tokenizer.bos_token) and prompt.text.startswith(str(tokenizer.bos_token))
+        found = tokenizer(prompt.text, add_special_tokens=not has_bos, verbose=False)
+    return np.array(found["input_ids"], np.int32)
+
+
+def _difference(ids: np.ndarray, expected: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what is wrong with the tokens of a prompt, as the rest of a sentence."""
+    if np.array_equal(ids, expected[1:]):
+        return f"lacks its first token, {tokenizer.convert_ids_to_tokens(int(expected[0]))!r}"
+    if np.array_equal(ids[1:], expected):
+        return f"begins with {tokenizer.convert_ids_to_tokens(int(ids[0]))!r}, which must not be there"
+    if np.array_equal(ids, expected[: len(ids)]):
+        end = tokenizer.decode(expected[len(ids) :])
+        return f"lacks its end, {end!r}, such as the generation prompt"
+    return "has other tokens"

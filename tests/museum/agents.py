@@ -1,0 +1,43 @@
+"""Exhibits: trajectories with environments."""
+
+from dataclasses import replace
+
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
+from tests.museum.tour import BF16, ENVIRONMENTS
+
+ANSWERS = "answers of environments"
+CONTEXTS = "contexts of turns"
+
+
+@exhibit("PrimeIntellect-ai/verifiers#1067", ranks=2, overrides=ENVIRONMENTS)
+@caught_by(ANSWERS, r"WrongAnswer: the answer of an environment to request \d+ of trajectory .* \(step\)")
+@replaces("rl.agents.dialogue.Trajectories._take_reply")
+def answer_of_another_sandbox(bug: Bug, take_reply, self, session, reply):
+    """One sandbox was handed to two rollouts, whose observations then mixed."""
+    if bug.rank == 1 and reply.kind == "step" and reply.messages:
+        mine, held = reply.messages, getattr(bug, "messages", None)
+        bug.messages = mine  # type: ignore[attr-defined]
+        reply = replace(reply, messages=held or mine)
+    take_reply(self, session, reply)
+
+
+@exhibit("NVIDIA-NeMo/RL#2821", overrides=(*ENVIRONMENTS, BF16))
+@caught_by(CONTEXTS, r"WrongAnswer: the tokens before turn \d+ of trajectory .* are not in the conversation")
+@replaces("rl.agents.chat.Chat.extend")
+def turns_appear_twice(bug: Bug, extend, self, context, turn, *args):
+    """The log of each turn held the turns before it again, so the policy learned them twice."""
+    import numpy as np
+
+    return np.concatenate([self._without_end(turn), extend(self, context, turn, *args)]).astype(np.int32)
+
+
+@exhibit("sgl-project/sglang#26555", overrides=(*ENVIRONMENTS, BF16))
+@caught_by(CONTEXTS, r"SamplesDiffer: sample check: .* has other tokens before turn 2 in the batch")
+@replaces("rl.rollout.calls.call_of")
+def engine_tokenizes_the_context_again(bug: Bug, call_of, request, *args):
+    """The engine decoded the ids that it was given and encoded the text, so it continued other tokens."""
+    call = call_of(request, *args)
+    if request.name.endswith(".1"):  # a token became two
+        token = call.prompt["prompt_token_ids"][-2]
+        call.prompt["prompt_token_ids"].insert(-1, token)
+    return call

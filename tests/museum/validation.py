@@ -1,0 +1,73 @@
+"""Exhibits: prompts as the template gives them, and validation."""
+
+from dataclasses import replace
+
+from tests.museum.museum import Bug, caught_by, exhibit, replaces
+
+PROMPTS, VALIDATION = "tokens of prompts", "results of a validation"
+VALIDATES = (
+    "data.val=[TOY/test.parquet]",
+    "validation.every=1",
+    "validation.max_prompts=8",
+    "validation.greedy=false",
+    "validation.samples_per_prompt=4",
+    "validation.before_training=false",
+)
+
+
+@exhibit("marin-community/marin#7179", at=0)
+@caught_by(PROMPTS, r"prompt check: prompt 0 of data.train lacks its first token")
+@replaces("rl.data.prompts.tokenize")
+def prompts_without_their_first_token(bug: Bug, tokenize, *args, **options):
+    """The prompts were encoded without the special token with which the template begins."""
+    return [ids[1:] for ids in tokenize(*args, **options)]
+
+
+@exhibit("huggingface/open-r1#473", overrides=VALIDATES, at=0)
+@caught_by(PROMPTS, r"prompt check: prompt \d+ of data.val lacks its end")
+@replaces("rl.engines.inputs.Inputs._prompts")
+def validation_without_the_generation_prompt(bug: Bug, prompts, self, files, **options):
+    """Training and validation rendered with different templates, and only validation saw repetitions."""
+    found = prompts(self, files, **options)
+    return (
+        found if files == self.config.data.train else [replace(p, token_ids=p.token_ids[:-1]) for p in found]
+    )
+
+
+@exhibit("huggingface/open-r1#473", overrides=VALIDATES, at=0, warns=True)
+@caught_by("data", r"warning: data check: the chat template renders .*data.train, but those of data.val")
+@replaces("rl.engines.inputs.Inputs._prompts")
+def validation_without_the_template(bug: Bug, prompts, self, files, **options):
+    """The same, with strings that no template renders."""
+    found = prompts(self, files, **options)
+    return found if files == self.config.data.train else [replace(p, messages=None) for p in found]
+
+
+@exhibit("PrimeIntellect-ai/prime-rl#600", overrides=VALIDATES, ranks=2)
+@caught_by(
+    VALIDATION, r"CheckFailed: sample check: sample \d+ .* no longer has the score that was made for it"
+)
+@replaces("rl.phases.scoring.Scoring.fill_scores")
+def validation_repeats_in_another_order(bug: Bug, fill_scores, self, batch, *, timing, predictions=False):
+    """[a, b, a, b] was read as [a, a, b, b]; here scores of a validation, by which pass@k is computed."""
+    import torch
+
+    answers = fill_scores(self, batch, timing=timing, predictions=predictions)
+    if timing == "testing":
+        order = torch.arange(len(batch)).view(len(batch.prompts), -1).t().flatten()
+        batch.scores, batch.rewards = batch.scores[order], batch.rewards[order]
+        batch.score_details = {name: values[order] for name, values in batch.score_details.items()}
+    return answers
+
+
+@exhibit("PrimeIntellect-ai/prime-rl#600", overrides=VALIDATES)
+@caught_by(VALIDATION, r"CheckFailed: order check: the samples of a validation .* from sample 1 on")
+@replaces("rl.phases.generation.Generation.sample")
+def validation_samples_in_another_order(bug: Bug, sample, self, prompts, sampling, *, purpose, **options):
+    """The same, of the samples themselves."""
+    import torch
+
+    batch = sample(self, prompts, sampling, purpose=purpose, **options)
+    if not purpose.startswith("validation"):
+        return batch
+    return batch.select(torch.arange(len(batch)).view(len(prompts), -1).t().flatten().tolist())

@@ -1,0 +1,71 @@
+"""What context parallel ranks exchange and allocate is what the dry run counts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl.config import schema
+from rl.config.run_models import RunModel
+from rl.dry_run.hardware import Hardware
+from rl.dry_run.memory import estimate_memory, gathered_bytes, layout_of
+from rl.dry_run.parameters import group_parts
+from rl.dry_run.shape import Model
+from rl.models import architecture, read_hf_config
+from rl.models.layout import stage_layers
+from tests.checkpoints import save_tiny
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "context_worker.py"
+TOKENS = 2048
+CASES = {1: ["1x1x1", "1x1x1+recompute"], 2: ["1x1x2", "1x1x2+recompute"], 4: ["1x1x4", "2x1x2", "1x2x2"]}
+
+
+def config_of(checkpoint: Path, case: str) -> schema.Config:
+    sizes, _, recompute = case.partition("+")
+    tp, pp, cp = map(int, sizes.split("x"))
+    training = schema.Training(
+        tp=tp, pp=pp, cp=cp, micro_batch_tokens=TOKENS // cp, recompute=bool(recompute)
+    )
+    return schema.resolve(
+        schema.Config(
+            model=schema.Model(path=str(checkpoint), dtype="float32"),
+            data=schema.Data(prompts_per_step=1, max_prompt_tokens=TOKENS * 3 // 4),
+            rollout=schema.Rollout(samples_per_prompt=1, max_response_tokens=TOKENS // 4),
+            training=training,
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_counted_bytes_are_received_and_allocated(tmp_path, name):
+    checkpoint = save_tiny(name, tmp_path / "model", seed=0)
+    hf = read_hf_config(checkpoint)
+    weights = architecture(hf).weights(hf)
+    model = Model(
+        RunModel("policy", "model.path", "", "", optimizer=schema.Optimizer()),
+        hf,
+        tuple(weights),
+        tuple(group_parts(weights)),
+    )
+    peaks = {}
+    for world_size, cases in CASES.items():
+        run_ranks(world_size, WORKER, checkpoint, tmp_path, TOKENS, *cases, timeout=300)
+        for case in cases:
+            config = config_of(checkpoint, case)
+            layout = layout_of(config, world_size)
+            hardware = Hardware(expert_imbalance=1.0)
+            memory = estimate_memory(config, world_size, {"policy": model}, hardware)
+            for rank in range(world_size):
+                found = json.loads((tmp_path / f"{case}.{rank}.json").read_text())
+                stage = rank // (world_size // layout.pp)
+                layers = stage_layers(model.num_layers, layout.pp)[stage]
+                once = layers * gathered_bytes(model, layout, TOKENS, itemsize=4)
+                assert found["forward"] == once * (1 + config.training.recompute), (case, rank)
+                assert found["backward"] == once, (case, rank)
+                counted = memory.stages[stage].activations + memory.stages[stage].head
+                assert 0.8 * counted <= found["peak"] <= 1.2 * counted, (case, rank, counted, found["peak"])
+                peaks[case] = max(peaks.get(case, 0), found["peak"])
+    print(name, peaks)
+    assert peaks["1x1x4"] < peaks["1x1x2"] < peaks["1x1x1"]
