@@ -201,6 +201,7 @@ PARAMETERS = {
     "qwen2.5-1.5b": pytest.approx(1.544e9, rel=1e-3),
     "qwen2.5-32b": pytest.approx(32.76e9, rel=1e-3),
     "qwen3-30b-a3b": pytest.approx(30.53e9, rel=1e-3),
+    "qwen3-30b-a3b-thinking-2507": pytest.approx(30.53e9, rel=1e-3),
 }
 """Elements as the model cards' safetensors metadata counts them, or as their text rounds them; DeepSeek-V3
 without multi-token prediction."""
