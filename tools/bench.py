@@ -1,6 +1,5 @@
 """Measure Lockstep: one command per table.
 
-    python tools/bench.py generation --sizes 0.7M          tokens per second, against bare vLLM
     python tools/bench.py control --ranks 2                share of a step outside of its work
     python tools/bench.py TABLE --help
 
@@ -27,7 +26,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import checks, configs, control, generation, host, sweep  # noqa: E402
+from tools.bench_tables import checks, configs, control, sweep  # noqa: E402
 from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -45,18 +44,6 @@ class Table:
 
 
 TABLES = {
-    "generation": Table(
-        "Tokens per second of the generation phase against bare vLLM, one rank with one thread",
-        "Lockstep / vLLM",
-        generation.add_arguments,
-        generation.measure,
-    ),
-    "host": Table(
-        "An engine step of a model that costs nothing: scheduling, outputs and bookkeeping",
-        "Lockstep / vLLM's scheduler, milliseconds per step",
-        host.add_arguments,
-        host.measure,
-    ),
     "carry_over": Table(
         "Carry-over against synchronous steps on the same ranks, log-normal lengths (sigma 1)",
         "carry-over / synchronous, tokens per second of whole steps",

@@ -102,34 +102,48 @@ def _prompts(task: Task) -> list:
 
 
 def bare_vllm(task: Task, *, serial: bool = False) -> None:
-    """Generate the same number of samples with LLM.generate.
+    """Generate the same number of samples with LLM.generate, as vLLM's documentation shows.
 
     serial: as a rank calls vLLM: in this process, without asynchronous scheduling, with a seed per sample.
-    Otherwise with vLLM's defaults.
+    Otherwise with vLLM's defaults. On a CPU vLLM runs in this process and without compilation, as in ranks.
     """
     import os
 
-    from tools.bare_vllm import generations
+    import torch
 
     prompts, (_, _, response) = [ids.tolist() for ids in _prompts(task)], _sizes(task)
-    options = task.size(
+    options: dict = task.size(
         dict(gpu_memory_utilization=0.5, max_num_seqs=256), dict(kv_cache_memory_bytes=64 << 20)
     )
-    if serial:
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    if serial or not torch.cuda.is_available():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        options |= dict(async_scheduling=False, seeded=True)
-    model = str(checkpoint(task))
-    taken = generations(
-        model=model,
-        prompts=prompts,
-        samples=SAMPLES,
-        max_tokens=response,
-        dtype="bfloat16",
-        seed=1,
-        **options,
+    if serial:
+        options |= dict(async_scheduling=False)
+    if not torch.cuda.is_available():
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        options |= dict(enforce_eager=True)
+    from vllm import LLM, SamplingParams
+
+    from rl.rollout.sampling import seed_of
+
+    llm = LLM(
+        str(checkpoint(task)), max_model_len=len(prompts[0]) + response, dtype="bfloat16", seed=1, **options
     )
-    next(taken)  # compiles and allocates
-    tokens, seconds = next(taken)
+    common = dict(temperature=1.0, max_tokens=response, logprobs=0, detokenize=False)
+    for call in (1, 2):  # the first one compiles and allocates
+        requests = [{"prompt_token_ids": ids} for ids in prompts for _ in range(SAMPLES if serial else 1)]
+        params = [
+            SamplingParams(seed=seed_of(call, place, place % SAMPLES), **common)
+            if serial
+            else SamplingParams(n=SAMPLES, **common)
+            for place in range(len(requests))
+        ]
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+    tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     task.findings.note("tokens per second", tokens / seconds, text=f"{tokens} tokens, second call")
 
 

@@ -16,24 +16,12 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def start_lockstep(
-    name: str,
-    directory: Path,
-    ranks: int,
-    overrides: Sequence[str],
-    *,
-    steps_per_turn: int = 1,
-    threads: int = 0,
+    name: str, directory: Path, ranks: int, overrides: Sequence[str], *, steps_per_turn: int
 ) -> Side:
-    """Start train_rl.py like a user on `ranks` ranks, with GRPO that waits for its turns.
-
-    threads: of each rank; 0 divides the cores among the ranks.
-    """
+    """Start train_rl.py like a user on `ranks` ranks, with GRPO that waits for its turns."""
     run_dir = directory / "run"
     command = [*torchrun(ranks), "train_rl.py", "--config", str(CONFIG), ALGORITHM, f"run.dir={run_dir}"]
-    environment = {
-        "OMP_NUM_THREADS": str(threads or max(1, CORES // ranks)),
-        STEPS_PER_TURN: str(steps_per_turn),
-    }
+    environment = {"OMP_NUM_THREADS": str(max(1, CORES // ranks)), STEPS_PER_TURN: str(steps_per_turn)}
     return Side(
         name,
         [*command, *overrides],

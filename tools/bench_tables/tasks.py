@@ -122,16 +122,3 @@ def make_log_normal(model, tokenizer, median: float) -> None:
             logits[token + stage, token + stage] = math.log(1 - leave)
             logits[token + stage, tokenizer.eos_token_id if last else token + stage + 1] = math.log(leave)
     head[:, :size] = logits.T / math.sqrt(body.embed_tokens.weight.shape[1])
-
-
-def prompt_ids(task: Path, count: int) -> list[list[int]]:
-    """Return the token ids of the first prompts of the training data, with the chat template."""
-    import pyarrow.parquet as pq
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(task / "model")
-    rows = pq.read_table(task / "train.parquet").column("prompt").to_pylist()[:count]
-    return [
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        for messages in rows
-    ]
