@@ -376,6 +376,7 @@ def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
         granularity = get(f"{megatron}.override_transformer_config.recompute_granularity")
         ours |= {
             "training.tp": get(f"{megatron}.tensor_model_parallel_size", 1),
+            "training.cp": get(f"{megatron}.context_parallel_size", 1),
             "training.pp": get(f"{megatron}.pipeline_model_parallel_size", 1),
             "training.ep": get(f"{megatron}.expert_model_parallel_size", 1),
             "training.etp": get(f"{megatron}.expert_tensor_parallel_size", 0),
@@ -394,7 +395,18 @@ def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     get("actor_rollout_ref.rollout.enable_rollout_routing_replay")
     if mode != "none":
         ours["training.router_replay"] = mode
-    return ours
+    return ours | adapter(settings)
+
+
+def adapter(settings: Settings) -> dict[str, Any]:
+    """Translate low-rank adapters. Those of `model.lora` have Megatron's names, which have no counterpart."""
+    get, model = settings.get, "actor_rollout_ref.model"
+    rank, alpha = get(f"{model}.lora_rank", 0), get(f"{model}.lora_alpha", 16)
+    targets = get(f"{model}.target_modules", "all-linear")
+    if not rank:
+        return {}
+    ours = {"adapter.kind": "lora", "adapter.rank": rank, "adapter.alpha": alpha}
+    return ours | ({} if targets == "all-linear" else {"adapter.targets": listed(targets)})
 
 
 def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def replay(ranks, args: argparse.Namespace) -> int:
     from rl.checkpoint.directory import complete
     from rl.checkpoint.store import CheckpointStore
     from rl.config.options import load as load_config
-    from rl.config.schema import Config, Reward
+    from rl.config.reward import Reward
+    from rl.config.schema import Config
     from rl.engines.engines import build_engines, finish_imports
     from rl.engines.inputs import Inputs
     from rl.engines.memory import MemorySharing

@@ -116,9 +116,8 @@ NOT_NEEDED = {
 """Pattern of a setting -> why this project does without it."""
 
 MISSING = {
-    r"context_parallel_size": "context parallelism is not supported; training.tp shards long sequences",
     r"virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not supported",
-    r"lora": "adapters are not supported",
+    r"lora": "see the section adapter (docs/adapters.md)",
     r"(multi_turn|tool_config_path|interaction_config|agent)": "see agents.* (docs/agents.md)",
     r"val_kwargs": "validation samples with the rollout's top_p and top_k",
     r"override_config": "edit the model's config.json",

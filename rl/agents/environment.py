@@ -133,8 +133,8 @@ class Reply:
     digest: int = -1
     """`answer_digest` by the worker that gave the answer; -1 if unknown."""
     reopen: str = ""
-    """How to repeat the session if another one of its process may have caused the failure. alone: in its own
-    process, because its request was in progress. shared: with others. Empty: the session has failed."""
+    """Form in which the session is repeated if another one of its process may have caused the failure. alone:
+    in its own process, because its request was in progress. shared: with others. Empty: it has failed."""
 
 
 def answer_digest(request: str, answer: Mapping[str, Any]) -> int:

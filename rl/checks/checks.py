@@ -40,7 +40,7 @@ from rl.training.micro_batch_plans import MicroBatchPlan
 
 
 class Start(Protocol):
-    """What a run started from (`rl.checkpoint.start`)."""
+    """Weights and state from which a run started (`rl.checkpoint.start`)."""
 
     def check(self, name: str, model: TrainingEngine) -> None: ...
 
@@ -58,7 +58,7 @@ class Checks:
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Maximum mean difference of log-probs, relative to their mean size; 0: they are not compared."""
         self.start: Start | None = None
-        """What the run started from; None for a run that keeps no checkpoints."""
+        """Start of the run; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
         # Whether the batch is a subset selected by results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over

@@ -306,8 +306,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     names = {name for batch in batches for name in batch.score_details}
     missing = torch.tensor(float("nan"))
-    alike = [name for name in first.columns() if name not in ("groups", "trajectories")]
-    columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in alike}
+    shared = [name for name in first.columns() if name not in ("groups", "trajectories")]
+    columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in shared}
     if any(batch.trajectories is not None for batch in batches):
         rows = [torch.arange(len(b)) if b.trajectories is None else b.trajectories for b in batches]
         columns["trajectories"] = _renumber(rows)

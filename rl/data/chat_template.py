@@ -47,9 +47,7 @@ class ChatTemplate:
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
         """Whether the template marks what the assistant generates."""
         self.call_form: tuple[str | None, bool] | None = None
-        """How the template takes a message with calls: the empty content, and arguments as text.
-
-        None: it has no tool calls."""
+        """Empty content of a message with calls, and whether arguments are text; None: without tool calls."""
         if self.text:
             self.call_form = self._find_call_form()
 

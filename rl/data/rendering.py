@@ -28,8 +28,8 @@ def check_rendering(
     """
     prompts = [prompt for prompt in prompts if prompt.response_mask is None]
     for rendered in (True, False):
-        alike = [prompt for prompt in prompts if (prompt.messages is not None) == rendered]
-        for prompt in _chosen(alike, tokenizer):
+        chosen = [prompt for prompt in prompts if (prompt.messages is not None) == rendered]
+        for prompt in _chosen(chosen, tokenizer):
             expected = _tokens(prompt, tokenizer)
             if not np.array_equal(prompt.token_ids, expected[-max_prompt_tokens:]):
                 what = _difference(prompt.token_ids, expected, tokenizer)

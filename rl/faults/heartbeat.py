@@ -44,7 +44,7 @@ class Heartbeat:
     device_memory_gib: float
     """Memory that this process had allocated through torch when it entered the phase, in GiB; 0 on CPU."""
     detail: str = ""
-    """As in `PhaseEntry`."""
+    """Detail of the phase (`PhaseEntry`)."""
     role: str = ""
     """Role and replica of the rank; `number` is comparable among ranks with the same one."""
     silent_s: float = 0.0

@@ -196,7 +196,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router chooses experts: fields of Megatron's config of the same names without `moe_router_`."""
+    """Choice of experts by a router: fields of Megatron's config of these names after `moe_router_`."""
 
     topk: int
     pre_softmax: bool = False

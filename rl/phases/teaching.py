@@ -22,7 +22,7 @@ from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
-from rl.training.divergence import TARGETS, Targets, head_rows, top_k
+from rl.training.divergence import Targets, TeacherTargets, head_rows, top_k
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
@@ -60,11 +60,14 @@ class Teaching:
         self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.mask)
 
     def distributions(self, batch: Batch) -> None:
-        """Fill `TARGETS`: the distribution of each response token by the teacher of the sample's source."""
+        """Give the policy the distribution of each response token by the teacher of the sample's source."""
         self._memory.to_training()
         goal, policy = self._config.teacher, self._engines.policy
         teachers = [0] * len(batch)
-        TARGETS[batch] = targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
+        targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
+        part = policy.parts.get(TeacherTargets)
+        assert part is not None
+        part.given = batch, targets
         with self._step.phase("log_probs", timing="teacher", batch=batch.hashes()):
             for number, model, read, plan, context in self._lessons(batch):
                 with context:

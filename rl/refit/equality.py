@@ -60,7 +60,7 @@ class Kind(NamedTuple):
     """This rank's tensor parallel rank in training; None if it does not train them."""
     needed: int | None
     """The same in generation."""
-    alike: list[int]
+    equal_ranks: list[int]
     """Ranks that train the same elements as this one."""
     stays: bool
     """Whether every rank that generates with them trains the same elements."""
@@ -93,7 +93,7 @@ def plan_equality(
             if kind.needed is not None:
                 for piece in weight.vllm_pieces(rollout.tp, kind.needed):
                     held.append(Part(number, tensors[piece.hf], piece, 1))
-            if kind.source is not None and kind.alike[number % len(kind.alike)] == rank:
+            if kind.source is not None and kind.equal_ranks[number % len(kind.equal_ranks)] == rank:
                 for piece in weight.megatron_pieces(cut, kind.source):
                     copies = kind.copies[weight.hf.index(piece.hf)]
                     trained.append(Part(number, tensors[piece.hf], piece, -copies))

@@ -83,12 +83,12 @@ class Segment:
     """int32 [S], as in `Completion`; for other tokens the version at which they were given."""
     turn: int = 0
     source: str = "policy"
-    """Who gave the tokens: "policy", or one of SOURCES."""
+    """Origin of the tokens: "policy", or one of SOURCES."""
     reward: float = 0.0
     """Reward of the turn, by an environment that rewards single turns."""
     held: dict[str, np.ndarray | Absent] = field(default_factory=dict)
-    """As in `Completion`, without values of tokens before the segment that earlier segments have; `Absent` on
-    ranks that have received the sample without these values."""
+    """Held columns (`Completion`), without values of tokens before the segment that earlier segments have;
+    `Absent` on ranks that have received the sample without these values."""
     digest: int = -1
     """`segment_digest` where the segment was made; -1 if unknown."""
     context_digest: int = -1

@@ -9,8 +9,9 @@ import json
 from typing import Any
 
 from rl.config.options import ConfigError
+from rl.config.reward import Reward
 from rl.config.reward_sources import make_plan
-from rl.config.schema import Config, Reward
+from rl.config.schema import Config
 from rl.rewards.pool.pool import ScoringPool, default_workers
 from rl.rewards.score import Score
 from rl.run_directory.rollout_files import ground_truth, read, stored_steps

@@ -46,10 +46,10 @@ def placed_checksums(parts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -
 
 def buckets(parts: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield every index once; those of one bucket have one shape and dtype, and at most BUCKET bytes."""
-    alike = defaultdict[tuple, list[int]](list)
+    by_shape = defaultdict[tuple, list[int]](list)
     for number, part in enumerate(parts):
-        alike[part.shape, part.dtype].append(number)
-    for numbers in alike.values():
+        by_shape[part.shape, part.dtype].append(number)
+    for numbers in by_shape.values():
         size = max(1, BUCKET // max(1, parts[numbers[0]].nbytes))
         yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
 

@@ -61,7 +61,7 @@ def compare_clocks(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 class Tracing:
-    """Which steps of this rank are recorded, and where.
+    """The steps of this rank that are recorded, and the directory of their records.
 
     Clocks are compared at each traced step; with `roles` only once, when this object is made, because the
     roles are in different steps. The constructor is then collective over the job, and so is `begin`

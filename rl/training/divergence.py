@@ -15,7 +15,6 @@ policy reads it there. Nothing travels between ranks:
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -225,19 +224,23 @@ class Targets:
         return MicroTargets(self.divergence, linear_divergence if self.heads else top_k_divergence, parts)
 
 
-TARGETS: WeakKeyDictionary[Batch, Targets] = WeakKeyDictionary()
-"""The targets of each batch, as long as it lives."""
-
-
 class TeacherTargets(Part):
-    """Gives the head the teachers' distributions (`TARGETS`) in passes that compute the divergence."""
+    """Gives the head the teachers' distributions in passes that compute the divergence."""
+
+    given: tuple[Batch, Targets] | None = None
+    """Targets of the step and their batch, until the step's metrics are read."""
 
     def attach(self, engine: "TrainingEngine") -> None:
         self._model = engine.model
 
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         if "divergence" in self._model.outputs:
-            micro.teacher = TARGETS[batch].of(micro.samples, micro.tokens.device)
+            assert self.given is not None and self.given[0] is batch, "the batch has no distributions"
+            micro.teacher = self.given[1].of(micro.samples, micro.tokens.device)
+
+    def metrics(self) -> dict[str, float]:
+        self.given = None
+        return {}
 
 
 @dataclass

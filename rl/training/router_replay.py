@@ -192,7 +192,7 @@ class RouterReplay(Part):
         if mismatch > MAX_MISMATCH:
             raise WrongRoutes(
                 f"the present router chooses other experts for {mismatch:.0%} of the tokens and layers than "
-                "those that the engine is said to have chosen, more than rounding and updates explain: the "
+                "those recorded for the engine, more than rounding and updates explain: the "
                 "routes are those of other tokens, layers or samples."
             )
         return {"training/router_mismatch": mismatch}

@@ -75,7 +75,7 @@ class Prefix:
 
 @dataclass
 class RowAttention:
-    """Which tokens attend to which in one row. The CPU reads `runs` and `prefixes`, CUDA the other fields.
+    """Tokens to which each token of a row attends. The CPU reads `runs`, `prefixes`, CUDA the other fields.
 
     Queries are the tokens of the row, or of one part of it (`rl.training.context_parallel`); keys are always
     those of the whole row.

@@ -118,7 +118,7 @@ def test_real_gsm8k_prompts_flow_through_two_steps(toy, tmp_path):
     ids=["help", "print_config", "dry_run"],
 )
 def test_a_reader_that_leaves_ends_it_silently(arguments):
-    """As in `train_rl.py --help | head`; here the reader has left before the first line."""
+    """`train_rl.py --help | head`; here the reader has left before the first line."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:

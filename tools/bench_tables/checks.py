@@ -43,7 +43,7 @@ CHECKS = {
     ],
     "weights": ["rl.checks.checks:Checks.weights", "rl.engines.memory:check_weights"],
 }
-"""What a check is of -> its functions, as `rl`'s own modules call them."""
+"""Kind of check -> its functions, as `rl`'s own modules call them."""
 
 
 def add_arguments(add) -> None:

@@ -1,4 +1,4 @@
-"""What context parallel ranks exchange and allocate is what the dry run counts."""
+"""The dry run counts what context parallel ranks exchange and allocate."""
 
 import json
 from pathlib import Path

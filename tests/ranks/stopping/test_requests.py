@@ -1,4 +1,4 @@
-"""Who may ask for a stop, and how ranks agree on it. Two real ranks; signals are sent for real."""
+"""Requests to stop, and the agreement of the ranks on them. Two real ranks; signals are sent for real."""
 
 import json
 

@@ -219,7 +219,7 @@ def test_adapters_on_layers_of_transformer_engine(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_of_all_experts_are_computed_together(tmp_path, kind):
-    """As close to float64 as one expert after the other, the same in each pass, with fewer operations."""
+    """Grouped experts: as close to float64 as one after the other, equal in each pass, fewer operations."""
     model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "model", seed=1)
     worker = WORKER.with_name("te_experts_worker.py")
     (out,) = run_ranks(1, worker, model, kind, fresh=True, timeout=200)

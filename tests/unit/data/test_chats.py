@@ -1,4 +1,4 @@
-"""Which tokens of a chat have a loss, over the templates of model families."""
+"""Tokens of a chat that have a loss, over the templates of model families."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Which linear layers get an adapter, and how its parts are split over tensor parallel ranks. In vLLM the
+"""Linear layers that get an adapter, and how its parts are split over tensor parallel ranks. In vLLM the
 rows of B are those of the layer, the columns of A its columns."""
 
 import json

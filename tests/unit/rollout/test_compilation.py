@@ -1,4 +1,4 @@
-"""What vLLM compiles: sizes of CUDA graphs, and a cache that jobs use at the same time."""
+"""Compilation by vLLM: sizes of CUDA graphs, and a cache that jobs use at the same time."""
 
 import ast
 import os

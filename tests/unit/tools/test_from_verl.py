@@ -29,6 +29,7 @@ SCRIPTS = {
         python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} \\
             data.train_batch_size=1024 data.max_response_length=1024 \\
             actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.actor.use_kl_loss=True \\
+            actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32 \\
             actor_rollout_ref.actor.kl_loss_type=low_var_kl+ actor_rollout_ref.rollout.n=5 \\
             actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.total_epochs=15 $@
         """,
@@ -76,7 +77,11 @@ SCRIPTS = {
 }
 RUNS = {
     "ppo": ("llama-3.1-8b", 8, dict(algorithm="ppo", run__max_steps=105, rollout__tp=4)),
-    "grpo": ("qwen3-8b", 8, dict(objective__kl_estimator="k3+", rollout__samples_per_prompt=5)),
+    "grpo": (
+        "qwen3-8b",
+        8,
+        dict(objective__kl_estimator="k3+", rollout__samples_per_prompt=5, adapter__rank=64),
+    ),
     "dapo": (
         "qwen2.5-32b",
         128,
@@ -151,7 +156,8 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
     given.write_text(
         "algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: sequence, "
         "rollout_is_threshold: 0.5_5.0}}\n"
-        "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}}}\n"
+        "actor_rollout_ref: {actor: {policy_loss: {loss_mode: gspo}, "
+        "megatron: {context_parallel_size: 2}}}\n"
     )
     assert from_verl.main([str(given), "--out", str(out)]) == 0
     config = load_config(str(out))
@@ -162,7 +168,7 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
         "sample",
         True,
     )
-    assert config.objective.aggregation == "token-mean"
+    assert config.objective.aggregation == "token-mean" and config.training.cp == 2
     assert "verl up to 0.9.0 averaged gspo as seq-mean-token-mean" in capsys.readouterr().err
 
 

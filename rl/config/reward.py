@@ -1,0 +1,74 @@
+"""The section `reward`: reward functions, a reward model and a judge."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from rl.config.ranges import AT_LEAST_ONE, FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY
+
+
+@dataclass
+class RewardModel:
+    path: str = ""
+    """Hugging Face checkpoint of a sequence classifier with one label, whose number is added to the score.
+    Empty: none."""
+    coef: Annotated[float, FINITE] = 1.0
+    """Weight of that number."""
+
+
+@dataclass
+class Judge:
+    path: str = ""
+    """Hugging Face checkpoint of a language model that grades responses, generated with vLLM. Empty: none."""
+    gpu_memory_utilization: Annotated[float, PROBABILITY] = 0.2
+    """Fraction of a GPU's memory for the judge, which stays there; its layout is `rollout.tp`. No effect on
+    CPU."""
+    template: str = (
+        "Question:\n{prompt}\n\nAnswer:\n{response}\n\nReference answer:\n{ground_truth}\n\n"
+        "Grade the answer from 0 (wrong) to 10 (right). End with 'Grade: <number>'."
+    )
+    """User message to the judge; {prompt}, {response} and {ground_truth} are filled in. The {response} of a
+    trajectory with environments is the conversation from its first turn on."""
+    parser: str = "rl.rewards.judge:grade"
+    """Function `parse(text) -> float` of the judge's answer, as `package.module:name` or
+    `path/to/file.py:name`."""
+    coef: Annotated[float, FINITE] = 1.0
+    """Weight of its number in the score."""
+    max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 4096
+    """Maximum tokens of a message to the judge; a sample with a longer one counts as failed."""
+    max_response_tokens: Annotated[int, AT_LEAST_ONE] = 512
+    """Maximum tokens of an answer of the judge."""
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Temperature of the judge's answer; 0 is greedy."""
+
+
+@dataclass
+class Reward:
+    function: str = "rl.rewards.exact:score"
+    """Reward function `score(prompt, response, ground_truth, **extra) -> float | dict`, as
+    `package.module:name` or `path/to/file.py:name`. A dict needs the key `score`; its other numbers are
+    logged, `acc` as accuracy."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments passed to every call of the reward function."""
+    failure_score: Annotated[float, FINITE] = 0.0
+    """Score of a sample whose reward function raised, hung or died; counted in `reward/failures`. Also of a
+    failed trajectory with `agents.on_failure` zero."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Other reward functions by `data_source`: a list of {function, weight, kwargs}; the score is their
+    weighted sum."""
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of processes per rank that call the reward function. 0: one per core of the rank."""
+    timeout_s: Annotated[float, POSITIVE] = 30.0
+    """Maximum time to score one sample, in seconds; then the process is killed and the sample counts as
+    failed."""
+    memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
+    """Address space of a scoring process, in MiB; a reward function that imports torch needs more. 0: no
+    limit."""
+    variables: list[str] = field(default_factory=list)
+    """Names of environment variables that the scoring processes inherit, as `agents.variables`."""
+    overlong_buffer_tokens: Annotated[int, NOT_NEGATIVE] = 0
+    """Soft overlong punishment (DAPO): number of tokens before `rollout.max_response_tokens` over which the
+    reward falls linearly. 0: none."""
+    overlong_penalty: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Amount by which the reward has fallen at the limit."""
+    model: RewardModel = field(default_factory=RewardModel)
+    judge: Judge = field(default_factory=Judge)
