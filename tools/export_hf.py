@@ -60,7 +60,7 @@ def export(ranks, args: argparse.Namespace) -> None:
         from rl.checkpoint.hf import export_hf
         from rl.checkpoint.peft import export_peft
         from rl.checkpoint.store import CheckpointStore
-        from rl.engines.parts import adapter_parts
+        from rl.engines.training_parts import adapter_parts
         from rl.training.engine import TrainingEngine
         from rl.training.grid import build_grid
         from rl.training.spec import ModelSpec

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from rl.config.adapter import Adapter
 from rl.config.run_models import RunModel, run_models
-from rl.config.schema import Config, needs_engine, needs_reward
+from rl.config.schema import Config, needs_engine
 from rl.engines.inputs import Inputs
-from rl.engines.parts import training_parts
-from rl.engines.rollout_engines import build_frozen, build_rollout, check_device
+from rl.engines.rollout_engines import build_frozen, build_rollout, check_device, frozen_engines
+from rl.engines.training_parts import training_parts
 from rl.rollout import cpu_support
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import start_up
@@ -60,19 +60,6 @@ class Engines:
         """Destroy vLLM's groups. Collective over the world."""
         for engine in list(self.generating.values())[:1]:
             engine.close()  # all use the same groups
-
-
-def frozen_engines(config: Config) -> dict[str, tuple[str, float, int]]:
-    """Return (checkpoint, fraction of a GPU's memory, longest sequence) of each model that generates and does
-    not learn. The ranks that train have their engines, also with roles."""
-    frozen = {}
-    if needs_reward(config) and (judge := config.reward.judge).path:
-        longest = judge.max_prompt_tokens + judge.max_response_tokens
-        frozen["judge"] = (judge.path, judge.gpu_memory_utilization, longest)
-    if config.teacher.teacher_share and config.run.mode != "train_only":
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        frozen["teacher"] = (config.teacher.paths[0], config.teacher.gpu_memory_utilization, longest)
-    return frozen
 
 
 def finish_imports(config: Config, *, generate: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_sampling_masks
+from rl.config.schema import Config, needs_reward, needs_sampling_masks
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.parts import Part
 from rl.runtime.device import Device
@@ -65,6 +65,19 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
 
         parts.append(BitwiseNumerics())
     return parts
+
+
+def frozen_engines(config: Config) -> dict[str, tuple[str, float, int]]:
+    """Return (checkpoint, fraction of a GPU's memory, longest sequence) of each model that generates and does
+    not learn. The ranks that train have their engines, also with roles."""
+    frozen = {}
+    if needs_reward(config) and (judge := config.reward.judge).path:
+        longest = judge.max_prompt_tokens + judge.max_response_tokens
+        frozen["judge"] = (judge.path, judge.gpu_memory_utilization, longest)
+    if config.teacher.teacher_share and config.run.mode != "train_only":
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        frozen["teacher"] = (config.teacher.paths[0], config.teacher.gpu_memory_utilization, longest)
+    return frozen
 
 
 def build_frozen(

@@ -6,9 +6,10 @@ from functools import partial
 
 from rl.config.schema import Config, needs_reward
 from rl.data.prompts import end_token_ids
-from rl.engines.engines import Engines, build_engines, finish_imports, frozen_engines
+from rl.engines.engines import Engines, build_engines, finish_imports
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
+from rl.engines.rollout_engines import frozen_engines
 from rl.faults.agreement import PhaseAgreement, fail_together
 from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog

@@ -1,7 +1,7 @@
 """Parts of a training engine: the hooks through which a feature takes part in a model's passes.
 
 Each feature is a subclass of `Part` in its own file. The engine calls the hooks of its parts in their order
-and does not know which features they are; `rl.engines.parts` chooses them from the config.
+and does not know which features they are; `rl.engines.training_parts` chooses them from the config.
 """
 
 from collections.abc import Callable

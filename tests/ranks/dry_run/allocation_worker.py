@@ -12,7 +12,7 @@ import torch
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
-from rl.engines.parts import adapter_parts
+from rl.engines.training_parts import adapter_parts
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
