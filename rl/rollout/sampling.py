@@ -27,6 +27,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
 
 
+def plain_sampling(samples_per_prompt: int, max_tokens: int, *, temperature: float = 1.0) -> Sampling:
+    """Return the parameters that sample from the whole vocabulary, up to an end token or max_tokens."""
+    return Sampling(samples_per_prompt, temperature, 1.0, 0, 0.0, max_tokens, (), ())
+
+
 def train_sampling(config: Config) -> Sampling:
     """Return the sampling parameters of training batches."""
     rollout = config.rollout

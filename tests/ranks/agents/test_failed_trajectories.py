@@ -13,23 +13,14 @@ from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
 from rl.rollout.queue import StaticQueue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.sampling import plain_sampling, seed_of
 from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, prompts_of
 
 FILE = Path(__file__).parent / "hostile_environments.py"
 FAMILY = "qwen2.5"
-SAMPLING = Sampling(
-    samples_per_prompt=4,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    max_tokens=200,
-    stop=(),
-    stop_token_ids=(),
-)
+SAMPLING = plain_sampling(4, 200)
 
 
 class CountedPool(EnvironmentPool):

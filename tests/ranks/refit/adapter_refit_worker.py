@@ -28,7 +28,7 @@ from rl.models.boxes import index  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, check_weights, refit, traffic_metrics  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.sampling import Sampling  # noqa: E402
+from rl.rollout.sampling import plain_sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
@@ -41,16 +41,7 @@ OPTIONS = (
     "data.max_prompt_tokens=64",
     "adapter={kind: lora, rank: 4, alpha: 6.0}",
 )
-SAMPLING = Sampling(
-    samples_per_prompt=1,
-    temperature=0.7,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    max_tokens=24,
-    stop=(),
-    stop_token_ids=(),
-)
+SAMPLING = plain_sampling(1, 24, temperature=0.7)
 
 
 @torch.no_grad()

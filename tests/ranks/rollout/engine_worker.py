@@ -34,7 +34,7 @@ from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.quota_schedule import Group, QuotaSchedule, extend  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
-from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
+from rl.rollout.sampling import Sampling, plain_sampling, seed_of  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.single_turn import SingleTurn  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
@@ -44,16 +44,7 @@ from rl.training.grid import build_grid  # noqa: E402
 from tests import bounds  # noqa: E402
 from tests.checkpoints import SIZES  # noqa: E402
 
-PLAIN = Sampling(
-    samples_per_prompt=3,
-    temperature=0.9,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    max_tokens=10,
-    stop=(),
-    stop_token_ids=(),
-)
+PLAIN = plain_sampling(3, 10, temperature=0.9)
 PROMPTS = [np.arange(10, 10 + n, dtype=np.int32) for n in (3, 20, 7, 1)]
 LONG_PROMPTS = [np.roll(np.arange(6, 102, dtype=np.int32).repeat(2), 7 * i)[: 130 + 5 * i] for i in range(8)]
 """Each fills a block of 128 tokens of the KV cache, which the prefix cache keeps until it is evicted."""

@@ -23,7 +23,7 @@ from rl.models import read_hf_config
 from rl.refit.refit import refit
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
-from rl.rollout.sampling import Sampling
+from rl.rollout.sampling import plain_sampling
 from rl.runtime.session import session
 from rl.training.micro_batch_plans import plan_minibatch
 
@@ -99,16 +99,7 @@ def main(checkpoint: str, out: str, dtype: str, samples: str, rollout_tp: str, *
             trainer = build_policy(config, hf, grid, device)
             if batch is None:
                 refit(trainer, engine)
-                sampling = Sampling(
-                    samples_per_prompt=SAMPLES_PER_PROMPT,
-                    temperature=TEMPERATURE,
-                    top_p=1.0,
-                    top_k=0,
-                    min_p=0.0,
-                    max_tokens=MAX_TOKENS,
-                    stop=(),
-                    stop_token_ids=(),
-                )
+                sampling = plain_sampling(SAMPLES_PER_PROMPT, MAX_TOKENS, temperature=TEMPERATURE)
                 asked = prompts(hf["vocab_size"], int(samples) // SAMPLES_PER_PROMPT)
                 drawn = engine.generate(asked, sampling, list(range(len(asked))))
                 mine = drawn if engine.rank_in_replica == 0 else []

@@ -26,7 +26,7 @@ from rl.refit.refit import check_refit, refit
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
-from rl.rollout.sampling import Sampling
+from rl.rollout.sampling import plain_sampling
 from rl.runtime.session import session
 from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.weights import load_hf
@@ -35,16 +35,7 @@ from tools.hf_reference import hf_gradient, hf_logprobs, random_batch
 TEMPERATURE = 0.7
 EPS = 1e7
 """Epsilon of Adam and learning rate: an epsilon so far above the gradients makes its step the gradient."""
-SAMPLING = Sampling(
-    samples_per_prompt=1,
-    temperature=TEMPERATURE,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    max_tokens=12,
-    stop=(),
-    stop_token_ids=(),
-)
+SAMPLING = plain_sampling(1, 12, temperature=TEMPERATURE)
 
 
 def config_of(

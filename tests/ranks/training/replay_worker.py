@@ -24,7 +24,7 @@ from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.routes import Routes
-from rl.rollout.sampling import Sampling
+from rl.rollout.sampling import plain_sampling
 from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
 from rl.training.held_transfer import KEY
@@ -39,16 +39,7 @@ from tests.ranks.training.fixed_routers import (
     worst,
 )
 
-SAMPLING = Sampling(
-    samples_per_prompt=3,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    max_tokens=9,
-    stop=(),
-    stop_token_ids=(),
-)
+SAMPLING = plain_sampling(3, 9)
 IDS = np.arange(6, 102, dtype=np.int32).repeat(2)
 PROMPTS = [np.roll(IDS, 7 * i)[:length] for i, length in enumerate((150, 4, 20, 180, 11, 7))]
 """The long ones fill a block of 128 tokens of the KV cache, which their samples share."""

@@ -15,16 +15,14 @@ from rl.rollout.queue import StaticQueue, own_counter
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule
 from rl.rollout.samples import Completion
-from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.sampling import plain_sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.rollout.stream_schedule import StreamSchedule
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 
-SAMPLING = Sampling(
-    samples_per_prompt=2, temperature=1, top_p=1, top_k=0, min_p=0, max_tokens=50, stop=(), stop_token_ids=()
-)
+SAMPLING = plain_sampling(2, 50)
 SEEDS = [10, 11, 12]
 QWEN = "qwen2.5"
 

@@ -18,21 +18,12 @@ from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
 from rl.rollout.queue import StaticQueue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.sampling import plain_sampling, seed_of
 from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 
-SAMPLING = Sampling(
-    samples_per_prompt=2,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    max_tokens=200,
-    stop=(),
-    stop_token_ids=(),
-)
+SAMPLING = plain_sampling(2, 200)
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call><|im_end|>'
 TWO_CALLS = CALL.replace("<|im_end|>", "\n") + CALL
 

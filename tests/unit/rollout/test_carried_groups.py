@@ -14,14 +14,12 @@ from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, StaticQueue, own_counter
 from rl.rollout.quota_schedule import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.samples import Completion, Sample, Segment, pack
-from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.sampling import plain_sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.runtime.plain_data import encode
 
-SAMPLING = Sampling(
-    samples_per_prompt=2, temperature=1, top_p=1, top_k=0, min_p=0, max_tokens=6, stop=(), stop_token_ids=()
-)
+SAMPLING = plain_sampling(2, 6)
 
 
 def prompt(draw, *ids):

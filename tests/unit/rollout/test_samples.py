@@ -8,12 +8,10 @@ import pytest
 from rl.data.held import Absent
 from rl.rollout.batches import SamplesDiffer, batch_of
 from rl.rollout.samples import Completion, Sample, Segment, context_digest, pack, unpack
-from rl.rollout.sampling import Sampling
+from rl.rollout.sampling import plain_sampling
 from rl.runtime.plain_data import decode, encode
 
-SAMPLING = Sampling(
-    samples_per_prompt=2, temperature=1, top_p=1, top_k=0, min_p=0, max_tokens=5, stop=(), stop_token_ids=()
-)
+SAMPLING = plain_sampling(2, 5)
 
 
 def completion(*tokens, end="stop", version=9):
