@@ -25,7 +25,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepseek_v2", "deepseek_v3")
+MODELS = (
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+)
 """Architectures of tests/checkpoints.py, in transformers and, but for the last, in vLLM."""
 
 

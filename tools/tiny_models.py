@@ -91,9 +91,31 @@ PARTICULAR: dict[str, dict] = {
         norm_topk_prob=False,
         routed_scaling_factor=1.0,
     ),
+    "Glm4MoeLiteForCausalLM": LATENTS
+    | dict(
+        q_lora_rank=48,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        routed_scaling_factor=1.8,
+        rms_norm_eps=1e-6,  # docs/models.md, note 4
+    ),
+    "Glm4MoeForCausalLM": dict(
+        head_dim=64,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+    ),
 }
 """Architecture -> keys of its tiny config in addition to SIZES."""
-PUBLISHED = {"DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid")}
+PUBLISHED = {
+    "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    "Glm4MoeLiteForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1),
+}
 """Keys of published configs that transformers 5 omits and vLLM reads."""
 
 

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from rl.models import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from rl.models import deepseek, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from rl.models.layout import REPLICATED, Weight
 
-_FILES = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek)
+_FILES = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
 SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
 """Architectures by their name in config.json."""
 

@@ -1,5 +1,8 @@
 """DeepSeek-V2-Lite, V3 and R1: latent attention (MLA), dense first layers, shared and routed experts.
 
+Kimi-K2 and Moonlight are DeepSeek-V3 without groups of experts, Moonlight also without a latent of the query.
+GLM-4.7-Flash is the same under its own name.
+
 MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1) projects keys and values through a latent of kv_lora_rank
 channels; all heads share one rotary key. V3 (arXiv:2412.19437, section 2.1.2) scores experts by a sigmoid and
 restricts the selection to the best groups of experts. Only for the selection, it adds a bias per expert to
@@ -11,11 +14,12 @@ trained nor served nor exported.
 """
 
 from rl.models import dense, experts
-from rl.models.dense import in_layer, swiglu
+from rl.models.dense import in_layer
 from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Weight, rows_from
 from rl.models.rope import rope_parameters, rope_theta
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")
+_FAMILIES = dict(zip(ARCHITECTURES, ("DeepSeek-V3", "DeepSeek-V2", "GLM-4.7-Flash")))
 
 
 def megatron_config(hf: dict) -> dict:
@@ -32,23 +36,15 @@ def megatron_config(hf: dict) -> dict:
         num_query_groups=hf["num_attention_heads"],
         qk_layernorm=True,  # the norms of the two latents
     )
+    if _is_v3(hf):
+        return fields | experts.sigmoid_fields(hf, first_dense=_first_dense(hf))
     fields |= experts.megatron_fields(hf, renormalise=False, moe_layers=moe_layers(hf))
     fields["moe_router_topk_scaling_factor"] = float(hf.get("routed_scaling_factor", 1.0))
-    if hf.get("n_shared_experts"):
-        fields["moe_shared_expert_intermediate_size"] = hf["n_shared_experts"] * hf["moe_intermediate_size"]
-    if _is_v3(hf):
-        fields |= dict(
-            moe_router_score_function="sigmoid",  # Megatron divides a token's weights by their sum
-            moe_router_enable_expert_bias=True,
-            moe_router_bias_update_rate=0.0,
-        )
-        if (hf.get("n_group") or 1) > 1:
-            fields |= dict(moe_router_num_groups=hf["n_group"], moe_router_group_topk=hf["topk_group"])
-    return fields
+    return fields | experts.shared_fields(hf)
 
 
 def _is_v3(hf: dict) -> bool:
-    return hf["architectures"][0] == "DeepseekV3ForCausalLM"
+    return hf["architectures"][0] != "DeepseekV2ForCausalLM"
 
 
 def _rope_fields(hf: dict) -> dict:
@@ -76,12 +72,16 @@ def _rope_fields(hf: dict) -> dict:
 
 def moe_layers(hf: dict) -> list[bool]:
     """Return for each layer whether it is a mixture: all but the first `first_k_dense_replace`."""
-    return [layer >= hf.get("first_k_dense_replace", 0) for layer in range(hf["num_hidden_layers"])]
+    return experts.after_dense(hf, _first_dense(hf))
+
+
+def _first_dense(hf: dict) -> int:
+    return hf.get("first_k_dense_replace", 0)
 
 
 def check(hf: dict) -> None:
     """Raise ValueError for a config with an unsupported option."""
-    family = "DeepSeek-V3" if _is_v3(hf) else "DeepSeek-V2"
+    family = _FAMILIES[hf["architectures"][0]]
     dense.check_decoder(hf, family, rope_kinds=("default", "yarn"))
     dense.refuse_biases(hf, family, "attention_bias", "mlp_bias")
     rope = rope_parameters(hf)
@@ -99,28 +99,18 @@ def check(hf: dict) -> None:
         raise ValueError(f"{family} with {given[0]} in its rope_scaling is not supported; remove it.")
     if hf.get("moe_layer_freq", 1) != 1:
         raise ValueError(f"{family} with moe_layer_freq {hf['moe_layer_freq']} is not supported; only 1 is.")
+    kinds = ["sparse" if is_moe else "dense" for is_moe in moe_layers(hf)]
+    if hf.get("mlp_layer_types", kinds) != kinds:
+        raise ValueError(
+            f"{family} with mlp_layer_types {hf['mlp_layer_types']} is not supported: the dense layers must "
+            f"be the first {_first_dense(hf)} (first_k_dense_replace)."
+        )
     if not any(moe_layers(hf)):
         raise ValueError(f"{family} without a layer of experts is not supported.")
-    (_check_v3 if _is_v3(hf) else _check_v2)(hf)
-
-
-def _check_v3(hf: dict) -> None:
-    per_token, groups = hf["num_experts_per_tok"], hf.get("topk_group") or 1
-    if not hf.get("norm_topk_prob", True):
-        raise ValueError(
-            "DeepSeek-V3 with norm_topk_prob false is not supported: Megatron always divides by the sum."
-        )
-    if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise ValueError(
-            "DeepSeek-V3 is supported with scoring_func sigmoid and topk_method noaux_tc; other values are "
-            "not supported."
-        )
-    if (hf.get("n_group") or 1) > 1 and per_token // groups != 2:
-        raise ValueError(
-            f"DeepSeek-V3 with num_experts_per_tok {per_token} and topk_group {groups} is not supported: "
-            "the model ranks a group by its two best experts, Megatron by its num_experts_per_tok // "
-            "topk_group best."
-        )
+    if _is_v3(hf):
+        experts.check_sigmoid(hf, family)
+    else:
+        _check_v2(hf)
 
 
 def _check_v2(hf: dict) -> None:
@@ -143,7 +133,7 @@ def weights(hf: dict) -> list[Weight]:
     for layer, is_moe in enumerate(moe_layers(hf)):
         norm, *mlp = dense.mlp(hf, layer)
         out += [*_attention(hf, layer), norm]
-        out += _mixture(hf, layer) if is_moe else mlp
+        out += experts.mixture(hf, layer, biased=_is_v3(hf)) if is_moe else mlp
     return [*out, *dense.head(hf)]
 
 
@@ -185,18 +175,3 @@ def _attention(hf: dict, layer: int) -> list[Weight]:
         weight("kv_b_proj", "linear_kv_up_proj", COLUMN, heads * (nope + v), latent),
         weight("o_proj", "linear_proj", ROW, hidden, heads * v),
     ]
-
-
-def _mixture(hf: dict, layer: int) -> list[Weight]:
-    """Return router, router bias [E], routed experts, and the shared experts as one MLP of total width."""
-    out = [experts.router(hf, layer, "mlp")]
-    if _is_v3(hf):
-        bias, shape = "mlp.gate.e_score_correction_bias", (hf["n_routed_experts"],)
-        out.append(
-            in_layer(layer, bias, "mlp.router.expert_bias", REPLICATED, shape, suffix="", float32=True)
-        )
-    out += experts.routed(hf, layer, "mlp")
-    if hf.get("n_shared_experts"):
-        width = hf["n_shared_experts"] * hf["moe_intermediate_size"]
-        out += swiglu(layer, "mlp.shared_experts", hf["hidden_size"], width)
-    return out

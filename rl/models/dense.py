@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
-from rl.models.rope import KINDS, rope_parameters
+from rl.models.rope import KINDS, PARTIAL, rope_parameters
 from rl.models.sizes import head_dim, num_kv_heads
 
 
@@ -34,8 +34,14 @@ def megatron_config(hf: dict) -> dict:
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
-def check_decoder(hf: dict, family: str, *, rope_kinds: Collection[str] = tuple(KINDS)) -> None:
-    """Raise ValueError, naming the family, for an unsupported activation or rotary embedding."""
+def check_decoder(
+    hf: dict, family: str, *, rope_kinds: Collection[str] = tuple(KINDS), partial: bool = False
+) -> None:
+    """Raise ValueError, naming the family, for an unsupported activation or rotary embedding.
+
+    partial: whether a part of a head's channels may be rotated; the config must then state it, because
+    readers have different defaults.
+    """
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
     if kind not in rope_kinds:
@@ -51,7 +57,9 @@ def check_decoder(hf: dict, family: str, *, rope_kinds: Collection[str] = tuple(
         raise ValueError(
             f"{family} with factor {factor!r} in its rope_scaling is not supported; use 1 or more."
         )
-    if (part := rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))) != 1.0:
+    if partial and PARTIAL not in rope:
+        raise ValueError(f"{family} requires {PARTIAL} in config.json; the published models have 0.5.")
+    if not partial and (part := rope.get(PARTIAL, 1.0)) != 1.0:
         raise ValueError(f"{family} with partial_rotary_factor {part} is not supported; only 1.0 is.")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{family} with hidden_act {hf['hidden_act']} is not supported; only silu is.")

@@ -14,6 +14,8 @@ from rl.models.sizes import head_dim
 if TYPE_CHECKING:
     from torch import Tensor
 
+PARTIAL = "partial_rotary_factor"
+"""Key of the rotated part of a head's channels, in config.json or its rotary parameters."""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": LLAMA3, "yarn": ("factor",)}
 """Supported rope_type -> parameters that its config must have."""
@@ -30,7 +32,8 @@ def rope_parameters(hf: dict) -> dict:
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
-    return {"rope_theta": hf.get("rope_theta", 10000.0)} | given | {"rope_type": kind}
+    part = {} if hf.get(PARTIAL) is None else {PARTIAL: hf[PARTIAL]}
+    return {"rope_theta": hf.get("rope_theta", 10000.0)} | part | given | {"rope_type": kind}
 
 
 def scaled(hf: dict, scaling: dict) -> dict:
@@ -51,7 +54,8 @@ def scaled(hf: dict, scaling: dict) -> dict:
             f"read; its parameters are {', '.join(sorted(known - {'rope_type'}))}."
         )
     out = {name: value for name, value in hf.items() if name != "rope_parameters"}
-    out |= {"rope_theta": rope_theta(hf), "rope_scaling": scaling}
+    out |= {name: value for name, value in rope_parameters(hf).items() if name in ("rope_theta", PARTIAL)}
+    out["rope_scaling"] = scaling
     if kind == "yarn":
         out["rope_scaling"] = {"original_max_position_embeddings": _original_context(hf)} | scaling
         out["max_position_embeddings"] = positions(out)
@@ -64,8 +68,8 @@ def rope_theta(hf: dict) -> float:
 
 
 def rotated_channels(hf: dict) -> int:
-    """Return the number of channels of a head that are rotated; all but latent attention rotate the head."""
-    return hf.get("qk_rope_head_dim") or head_dim(hf)
+    """Return the number of channels of a head that are rotated, its first ones."""
+    return hf.get("qk_rope_head_dim") or int(head_dim(hf) * rope_parameters(hf).get(PARTIAL, 1.0))
 
 
 def positions(hf: dict) -> int:
@@ -130,7 +134,8 @@ def engine_fields(hf: dict) -> dict:
         rope["original_max_position_embeddings"] = _original_context(hf)
         return {"rope_parameters": rope, "max_position_embeddings": positions(hf)}
     if rope["rope_type"] == "dynamic":  # up to `positions`
-        rope = {"rope_theta": rope_theta(hf), "rope_type": "default"}
+        del rope["factor"]
+        rope["rope_type"] = "default"
     elif rope["rope_type"] == "linear":
         rope["factor"] = float(rope["factor"])
     return {"rope_parameters": rope}

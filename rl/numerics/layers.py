@@ -113,15 +113,18 @@ def rotary_table(frequencies: Tensor, positions: int, scale: float = 1.0) -> Ten
 
 
 def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:
-    """Return x [T, heads, d] with its pairs of channels rotated; rotation: [T, 1, d] from `rotary_table`.
+    """Return x [T, heads, d] with the pairs of its first r channels rotated.
 
+    rotation: [T, 1, r], from `rotary_table`.
     adjacent: whether a pair is two adjacent channels or one of each half. In the output it is one of each
     half.
     """
     cos, sin = rotation.double().chunk(2, -1)
+    x, rest = x.tensor_split([rotation.shape[-1]], -1)
     first, second = (x[..., ::2], x[..., 1::2]) if adjacent else x.chunk(2, -1)
     first, second = first.double(), second.double()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -17,6 +17,8 @@ from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLine
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MoE
+from vllm.model_executor.models.glm4_moe import Glm4MoE
+from vllm.model_executor.models.glm4_moe_lite import Glm4MoeLite
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -190,6 +192,14 @@ class BitwiseDeepseekMoE(_BitwiseMoE, DeepseekV2MoE):
     pass
 
 
+class BitwiseGlm4MoE(_BitwiseMoE, Glm4MoE):
+    pass
+
+
+class BitwiseGlm4MoeLite(_BitwiseMoE, Glm4MoeLite):
+    pass
+
+
 class BitwiseMixtralMoE(_BitwiseMoE, MixtralMoE):
     pass
 
@@ -204,6 +214,8 @@ CLASSES = {
     SiluAndMul: BitwiseSiluAndMul,
     MLAAttention: BitwiseMLA,
     DeepseekV2MoE: BitwiseDeepseekMoE,
+    Glm4MoE: BitwiseGlm4MoE,
+    Glm4MoeLite: BitwiseGlm4MoeLite,
     MixtralMoE: BitwiseMixtralMoE,
     Qwen3MoeSparseMoeBlock: BitwiseQwen3MoE,
 }

@@ -21,7 +21,8 @@ def install() -> None:
     @PluggableLayer.register_oot(name="GateLinear")
     class Float32GateLinear(GateLinear):
         def __init__(self, *args, **options):
-            super().__init__(*args, **options)
+            # GLM and MiniMax hold the weight in float32. The trainer's dtype has the same values.
+            super().__init__(*args, **options | {"params_dtype": None})
             if self.out_dtype is None:
                 self.set_out_dtype(torch.float32)
 

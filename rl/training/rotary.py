@@ -54,9 +54,10 @@ class RowRotary(nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotate the pairs of channels of x [T, heads, d]; the backward pass rotates back.
+    """Rotate pairs of channels of x [T, heads, d]; the backward pass rotates back.
 
-    adjacent: whether a pair is two adjacent channels (DeepSeek's weights) or one channel of each half of d.
+    rotation: [T, 1, r], of the first r channels; the others stay.
+    adjacent: whether a pair is two adjacent channels (DeepSeek's weights) or one channel of each half of r.
     In the output, a pair is always one channel of each half.
     """
 
@@ -65,16 +66,25 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(rotation)
         ctx.adjacent = adjacent
         cos, sin = rotation.to(x.dtype).chunk(2, -1)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _rotate(_pairs(x, adjacent), cos, sin, out.chunk(2, -1), sign=1)
+        out, (x, rotated) = _output(x, rotation)
+        _rotate(_pairs(x, adjacent), cos, sin, rotated.chunk(2, -1), sign=1)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors[0].to(grad.dtype).chunk(2, -1)
-        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        _rotate(grad.chunk(2, -1), cos, sin, _pairs(out, ctx.adjacent), sign=-1)
+        (rotation,) = ctx.saved_tensors
+        cos, sin = rotation.to(grad.dtype).chunk(2, -1)
+        out, (grad, rotated) = _output(grad, rotation)
+        _rotate(grad.chunk(2, -1), cos, sin, _pairs(rotated, ctx.adjacent), sign=-1)
         return out, None, None
+
+
+def _output(x: Tensor, rotation: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return a copy of x with its rotated channels undefined, and those channels of x and of the copy."""
+    out, width = torch.empty_like(x, memory_format=torch.contiguous_format), rotation.shape[-1]
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+    return out, (x[..., :width], out[..., :width])
 
 
 def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, ...]:

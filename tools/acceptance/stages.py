@@ -14,6 +14,8 @@ ARCHITECTURES = {
     "qwen3-moe": "Qwen3MoeForCausalLM",
     "deepseek-v2": "DeepseekV2ForCausalLM",
     "deepseek-v3": "DeepseekV3ForCausalLM",
+    "glm4-moe": "Glm4MoeForCausalLM",
+    "glm4-moe-lite": "Glm4MoeLiteForCausalLM",
 }
 FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
 """Architectures that --quick and --rehearse cover."""

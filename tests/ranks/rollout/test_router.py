@@ -7,7 +7,7 @@ from tests.checkpoints import save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "router_worker.py"
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM")
 
 
 def test_trainer_and_engine_select_the_same_experts(tmp_path):

@@ -11,6 +11,7 @@ from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "bitwise_numerics_worker.py"
 FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+FURTHER = ("LlamaForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 GRADIENT = bounds.of_gradient(3, SIZES["hidden_size"])
 
 
@@ -41,7 +42,7 @@ def test_a_thousand_samples_agree_bitwise(tmp_path, family, rollout_tp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, "LlamaForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER])
 def test_bfloat16_and_further_layouts_agree_bitwise(tmp_path, family):
     # Recomputed (r), and without shared prompts (p).
     assert_no_bit_differs(tmp_path, family, 100, 2, ("1x1", "2x1r", "2x1p"), "bfloat16")

@@ -32,6 +32,11 @@ CASES = {
     "deepseek-v2": ("DeepseekV2ForCausalLM", False, EXPERTS),
     "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2", "2x1x2x0x2", "1x2x2x0x2"]),
     "deepseek-v3-all": ("DeepseekV3ForCausalLM", False, EXPERTS),
+    "moonlight": ("DeepseekV3ForCausalLM", False, EXPERTS),
+    "glm4-moe": ("Glm4MoeForCausalLM", False, EXPERTS),
+    "glm4-moe-air": ("Glm4MoeForCausalLM", False, ["2x2x2", "2x1x2x0x2"]),
+    "glm4-moe-yarn": ("Glm4MoeForCausalLM", False, ["2x1x2", "1x1x2x0x2"]),
+    "glm4-moe-lite": ("Glm4MoeLiteForCausalLM", False, ["1x1x1", "2x2x2", "2x1x2x0x2"]),
     "qwen3-yarn": ("Qwen3ForCausalLM", False, ["1x2x1", "2x1x1x0x2"]),
     "qwen3-moe-yarn": ("Qwen3MoeForCausalLM", False, ["2x1x2", "1x1x2x0x2"]),
     "mistral-linear": ("MistralForCausalLM", False, ["2x2x1", "2x1x1x0x2"]),
@@ -42,6 +47,18 @@ ROPE = {
     "linear": dict(rope_type="linear", factor=4, rope_theta=1e4),
 }
 """Scalings of the cases so named; the sequences are up to four times as long as YaRN's original window."""
+OPTIONS = {
+    "moonlight": dict(
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        rope_parameters=dict(rope_type="default", rope_theta=5e4),
+    ),
+    "glm4-moe-air": dict(use_qk_norm=False, first_k_dense_replace=0, routed_scaling_factor=1.0),
+}
+"""Options of further cases: what sets models of one architecture apart."""
 ALWAYS = ("llama3-tied", "deepseek-v3", "qwen3-yarn")
 """The others are for `--slow`: what sets them apart is also seen below (qwen2 on two ranks), in
 tests/unit/models and in tests/ranks/refit."""
@@ -55,7 +72,7 @@ def run_parity(
 ) -> dict:
     architecture, tie, _ = CASES[case]
     scaling = case.rpartition("-")[2]
-    options = {"rope_parameters": ROPE[scaling]} if scaling in ROPE else {}
+    options = {"rope_parameters": ROPE[scaling]} if scaling in ROPE else OPTIONS.get(case, {})
     checkpoints = [
         save_tiny(architecture, directory / name, seed=seed, tie=tie, **options)
         for seed, name in enumerate("ab")

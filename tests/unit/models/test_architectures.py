@@ -21,6 +21,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "models"
 DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 QWEN2, QWEN3, LLAMA, MISTRAL = DENSE
 V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
+GLM, GLM_LITE = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 EACH = pytest.mark.parametrize("name", PARTICULAR)
 
 
@@ -202,9 +203,15 @@ PARAMETERS = {
     "qwen2.5-32b": pytest.approx(32.76e9, rel=1e-3),
     "qwen3-30b-a3b": pytest.approx(30.53e9, rel=1e-3),
     "qwen3-30b-a3b-thinking-2507": pytest.approx(30.53e9, rel=1e-3),
+    "glm-4.5": pytest.approx(355e9, rel=1e-2),
+    "glm-4.5-air": pytest.approx(106e9, rel=1e-2),
+    "glm-4.7-flash": pytest.approx(30e9, rel=1e-2),
+    "kimi-k2": pytest.approx(1.03e12, rel=1e-2),
+    # The paper counts 15.29e9 without the token embedding and the head.
+    "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
 }
-"""Elements as the model cards' safetensors metadata counts them, or as their text rounds them; DeepSeek-V3
-without multi-token prediction."""
+"""Elements as the model cards' safetensors metadata counts them, or as their text rounds them; without
+multi-token prediction."""
 
 
 def test_shipped_configs_have_published_sizes():
@@ -239,6 +246,11 @@ ROTATIONS = {
     "yarn-factor": scaled(QWEN3, rope_type="yarn", attention_factor=1.5, **WINDOW),
     "yarn-betas": scaled(MISTRAL, rope_type="yarn", beta_fast=4.0, beta_slow=2.0, truncate=False, **WINDOW),
     "yarn-mscale": scaled(QWEN2, rope_type="yarn", mscale=1.0, mscale_all_dim=0.5, **WINDOW),
+    "glm": config(GLM),
+    "glm-4.5": published("glm-4.5"),
+    "glm-yarn": rope.scaled(published("glm-4.5-air"), {"rope_type": "yarn"} | WINDOW),
+    "glm-parameters-yarn": rope.scaled(config(GLM), {"rope_type": "yarn", "factor": 2.0}),
+    "kimi-k2": published("kimi-k2") | {"model_type": "deepseek_v3"},
     "linear": scaled("Qwen3MoeForCausalLM", type="linear", factor=4),
     "dynamic": scaled(LLAMA, rope_type="dynamic", factor=4.0),
 }
@@ -249,6 +261,7 @@ def test_rotations_are_those_of_transformers(name):
     hf = ROTATIONS[name]
     architecture(hf).check(hf)
     kind = hf["architectures"][0].removesuffix("ForCausalLM")
+    assert rope.rope_parameters(hf).get("partial_rotary_factor", 1.0) == (0.5 if kind == "Glm4Moe" else 1.0)
     module = "mixtral" if kind == "Mixtral" else hf["model_type"]
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     read = getattr(transformers, f"{kind}Config").from_dict(hf)
@@ -276,6 +289,11 @@ def test_window_of_every_scaling():
     windows = {name: rope.positions(hf) for name, hf in ROTATIONS.items() if not name.startswith("llama")}
     assert windows == {
         "qwen3-8b": 40960,
+        "glm": 256,
+        "glm-4.5": 131072,
+        "glm-yarn": 4096,
+        "glm-parameters-yarn": 512,
+        "kimi-k2": 131072,
         "deepseek-yarn": 256,
         "deepseek-v3": 163840,
         "qwen3-8b-yarn": 4 * 40960,
@@ -356,6 +374,13 @@ REFUSED = [
     (V3, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "lacks .*mscale"),
     (V3, {"rope_interleave": False}, "rope_interleave false is not supported"),
     (V3, {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+    (GLM, {"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
+    (GLM, {"n_group": 2, "topk_group": 2}, "two best experts"),
+    (GLM, {"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+    (GLM, {"first_k_dense_replace": 2}, "without a layer of experts is not supported"),
+    (GLM, {"partial_rotary_factor": None, "rope_parameters": None}, "requires partial_rotary_factor"),
+    (GLM_LITE, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types .*'dense'. is not supported"),
+    (GLM_LITE, {"attention_bias": True}, "attention_bias is not supported"),
     (V2, {"topk_method": "group_limited_greedy"}, "topk_method group_limited_greedy is not supported"),
     (V2, {"norm_topk_prob": True}, "norm_topk_prob false"),
     (V2, {"attention_bias": True}, "attention_bias is not supported"),
@@ -369,6 +394,7 @@ def test_unsupported_options_are_refused_by_name():
         with pytest.raises(ValueError, match=text) as caught:
             architecture(hf).check(hf)
         family = {V3: "DeepSeek-V3", V2: "DeepSeek-V2", "Qwen3MoeForCausalLM": "Qwen3-MoE"}
+        family |= {GLM: "GLM-4.5", GLM_LITE: "GLM-4.7-Flash"}
         assert str(caught.value).startswith(family.get(name, name.removesuffix("ForCausalLM")))
 
 
