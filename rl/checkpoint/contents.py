@@ -20,11 +20,11 @@ from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
-from rl.training.optimizer import optimizer_parts
+from rl.training.optimizer import MASTER, optimizer_parts
 from rl.training.weights import WeightMap
 
-WEIGHT, MASTER, REFERENCE, BASE = "weight", "master", "reference", "base"
-"""Parts of a tensor's name in the file, besides the optimizer's exp_avg and exp_avg_sq.
+WEIGHT, REFERENCE, BASE = "weight", "reference", "base"
+"""Parts of a tensor's name in the file, besides the optimizer's exp_avg, exp_avg_sq and MASTER.
 
 Master weights are written only if they differ from the weights in dtype. Of the reference weights, and of
 weights that do not learn because adapters do, a checkpoint has only the checksums.
@@ -32,12 +32,13 @@ weights that do not learn because adapters do, a checkpoint has only the checksu
 
 
 def describe(engine: TrainingEngine) -> dict:
-    """Return the model's dtype, adapters, number of optimizer steps and the shapes of tensors that learn.
+    """Return dtypes of weights and moments, adapters, number of optimizer steps, shapes of what learns.
 
     Identical on all ranks.
     """
     return {
         "dtype": dtype_of(engine),
+        "moments": moments_of(engine),
         "adapter": adapter_of(engine),
         "optimizer_step": _step(engine),
         "tensors": tensor_shapes(engine),
@@ -47,6 +48,11 @@ def describe(engine: TrainingEngine) -> dict:
 def dtype_of(engine: TrainingEngine) -> str:
     """Return the name of the model's dtype."""
     return str(engine.weight_map.dtype).removeprefix("torch.")
+
+
+def moments_of(engine: TrainingEngine) -> str:
+    """Return the dtype of Adam's moments; "" for a frozen model."""
+    return engine.spec.optimizer.moments if engine.spec.optimizer is not None else ""
 
 
 def adapter_of(engine: TrainingEngine) -> dict[str, str | int | float]:
@@ -245,7 +251,7 @@ def _optimizer_tensors(
             tensors.pop("step", None)
             main = tensors.pop("param")
             if main.dtype is not parameter.dtype:  # else it is a view of the parameter
-                tensors[MASTER] = main
+                tensors.setdefault(MASTER, main)
             return start, tensors
     return 0, {}
 

@@ -35,6 +35,7 @@ from rl.checkpoint.contents import (
     load_optimizer,
     load_weights,
     model_shards,
+    moments_of,
     tensor_shapes,
     total_checksums,
 )
@@ -489,6 +490,13 @@ def _check_models(
             raise ConfigError(
                 f"{path} was written with model.dtype={saved['dtype']}, not {dtype}; use that dtype, or "
                 f"load only its weights with checkpoint.resume={path} checkpoint.weights_only=true and "
+                "another run.dir."
+            )
+        then, now = saved.get("moments", "float32"), moments_of(model)
+        if then and now and then != now and not any_dtype:
+            raise ConfigError(
+                f"{path} was written with optimizer.moments={then} of the {name}, not {now}; use that dtype, "
+                f"or load only its weights with checkpoint.resume={path} checkpoint.weights_only=true and "
                 "another run.dir."
             )
 

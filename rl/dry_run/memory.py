@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rl.config.role_checks import role_ranks
-from rl.config.schema import Config, algorithm_of, needs_engine
+from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.shape import Model
@@ -88,9 +88,14 @@ class State:
     weights: int
     gradients: int = 0
     optimizer: int = 0
+    in_host: int = 0
+    """Optimizer state in host memory all the time."""
+    returned: int = 0
+    """Master weights of it that are on the GPU while the model is updated."""
 
     @property
     def total(self) -> int:
+        """Bytes on the GPU, without `returned`."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -160,6 +165,11 @@ class Memory:
         states = (stage.states.values() for stage in self.stages)
         return max(sum(state.optimizer + both * state.weights for state in stage) for stage in states)
 
+    @property
+    def optimizer_in_host(self) -> int:
+        """Host memory of a rank for the optimizer's share there, in bytes."""
+        return max(sum(state.in_host for state in stage.states.values()) for stage in self.stages)
+
     def stays(self, phase: str, state: State) -> State:
         """Return the part of a model's state that is on the GPU in a phase; weights always in a refit."""
         if self.is_split and phase == "generation":
@@ -181,7 +191,8 @@ class Memory:
         states = sum(self.stays(phase, state).total for state in stage.states.values())
         stays = states + self.judge + self.connections + self.hardware.reserve
         if phase == "training" or self.engine is None:
-            return stays + stage.activations + stage.head
+            returned = max(state.returned for state in stage.states.values())
+            return stays + max(stage.activations + stage.head, returned)
         if phase == "refit":
             return stays + (0 if self.is_split else self.engine.weights) + self.refit_buffers
         return stays + self.engine.budget
@@ -241,7 +252,7 @@ def estimate_memory(
                 counts[name][stage],
                 layout,
                 itemsize,
-                learns=on_grid[name].run.learns,
+                on_grid[name].run.optimizer,
                 adapters=adapters[name][stage] if name in adapters else None,
                 points=points,
                 shares_base=on_grid[name].run.shares_base,
@@ -282,8 +293,8 @@ def model_state(
     count: StageCount,
     layout: Layout,
     itemsize: int,
+    adam: Optimizer | None,
     *,
-    learns: bool,
     adapters: StageCount | None = None,
     points: int = 1,
     shares_base: bool = False,
@@ -292,30 +303,40 @@ def model_state(
     """Return the bytes of weights, gradients and optimizer state of one model on a rank.
 
     Gradient sums are float32. The optimizer state is Adam's two moments and a float32 copy of 16-bit weights;
-    the data parallel ranks shard it.
+    the data parallel ranks shard it, and `host_share` of it is in host memory.
 
-    adapters: the weights that learn, if the others are frozen. points: number of such sets on the same base.
-    shares_base: the frozen ones are those of another model. in_fp8: number of the frozen ones that are kept
-    in FP8, with a float32 factor per block.
+    adam: None for a frozen model. adapters: the weights that learn, if the others are frozen. points: number
+    of such sets on the same base. shares_base: the frozen ones are those of another model. in_fp8: number of
+    the frozen ones that are kept in FP8, with a float32 factor per block.
     """
     if adapters is not None:
-        own = model_state(adapters, layout, itemsize, learns=True)
+        own = model_state(adapters, layout, itemsize, adam)
         lengths = adapters.buffers  # DoRA's, which learn in float32
-        own = State(own.weights, own.gradients + 4 * lengths, own.optimizer + 8 * lengths // layout.dp)
-        base = 0 if shares_base else model_state(count, layout, itemsize, learns=False).weights
+        base = 0 if shares_base else model_state(count, layout, itemsize, None).weights
         base -= in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
-        return State(base + points * own.weights, points * own.gradients, points * own.optimizer)
-    if not learns:
+        return State(
+            base + points * own.weights,
+            points * (own.gradients + 4 * lengths),
+            points * (own.optimizer + 8 * lengths // layout.dp),
+            points * own.in_host,
+            own.returned,
+        )
+    if adam is None:
         return State(itemsize * count.parameters + 4 * count.buffers)
     shared = buffer_elements(count.shared, layout.sharded_over)
     if count.tied:
         shared += buffer_elements([count.tied], layout.sharded_over)
     experts = buffer_elements(count.experts, layout.expert_dp)
-    moments = 8 if itemsize == 4 else 12
+    master = 0 if itemsize == 4 else 4
+    sharded = shared // layout.sharded_over + experts // layout.expert_dp
+    optimizer = (master + 2 * ITEMSIZE[adam.moments]) * sharded
+    in_host = round(adam.host_share * optimizer)
     return State(
         itemsize * (shared + experts) + 4 * count.buffers,
         4 * (shared + experts),
-        moments * (shared // layout.sharded_over + experts // layout.expert_dp),
+        optimizer - in_host,
+        in_host,
+        round(adam.host_share * master * sharded),
     )
 
 

@@ -158,13 +158,16 @@ def _memory(estimate: Estimate) -> str:
             f"KV cache: {engine.cache_tokens:,} tokens, {at_once:,} sequences of the longest "
             f"{engine.max_tokens:,}"
         )
-    if memory.away or memory.reference:
-        per_rank = (memory.away + memory.reference) / GIB
+    used = {
+        f"offloaded during generation (training.offload={estimate.config.training.offload})": memory.away,
+        "for reference weights": memory.reference,
+        "for the optimizer's state (host_share)": memory.optimizer_in_host,
+    }
+    if any(used.values()):
+        per_rank = sum(used.values()) / GIB
         lines.append(
             f"host memory: {per_rank:.1f} GiB per rank, {per_rank * memory.hardware.ranks_per_node:.0f} GiB "
-            f"per node: {memory.away / GIB:.1f} offloaded during generation "
-            f"(training.offload={estimate.config.training.offload}), {memory.reference / GIB:.1f} for "
-            "reference weights"
+            f"per node: {', '.join(f'{size / GIB:.1f} {words}' for words, size in used.items() if size)}"
         )
     return "\n".join(lines)
 

@@ -37,6 +37,7 @@ from rl.training.optimizer import (
     build_optimizer,
     clip_and_step,
     optimizer_tensors,
+    reload_main_weights,
     stale_master_weights,
     weights_sum,
 )
@@ -250,7 +251,7 @@ class TrainingEngine:
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
         if self.optimizer is not None:
-            self.optimizer.reload_model_params()
+            reload_main_weights(self.optimizer)
             self._state.forget()
         if self.reference is not None:
             self.reference.take()
@@ -268,7 +269,8 @@ class TrainingEngine:
             self._learning_state_in_host.send(gradients, contents=False)  # `update` sets them to 0 first
             # A float32 model's main weights share the storage of its weights.
             kept = {weight.untyped_storage()._cdata for weight in own}
-            state = [t for t in optimizer_tensors(self.optimizer) if t.untyped_storage()._cdata not in kept]
+            moving = optimizer_tensors(self.optimizer, in_host=False)
+            state = [tensor for tensor in moving if tensor.untyped_storage()._cdata not in kept]
             self._learning_state_in_host.send(state, contents=True)
         if weights:
             self._weights_in_host.send(own, contents=True)

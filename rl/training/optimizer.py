@@ -11,12 +11,19 @@ from torch import Tensor
 
 from rl.config.schema import Optimizer
 
+MASTER = "master"
+"""Key of a main weight in its optimizer state, if it is there because its state is in host memory."""
+IN_HOST = "in_host"
+"""Key of an optimizer's defaults: the ids of the main weights whose state is in host memory."""
 SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
 
 
 def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel) -> MegatronOptimizer:
-    """Build Adam for the model. Collective over the world."""
+    """Build Adam for the model, with a part of its state in host memory if `host_share` says so.
+
+    Collective over the world.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=adam.lr,
@@ -30,7 +37,48 @@ def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataP
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [model], use_gloo_process_groups=torch.cuda.is_available())
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=torch.cuda.is_available())
+    if adam.moments != "float32" or adam.host_share:
+        _replace_adam(optimizer, adam)
+    return optimizer
+
+
+def _replace_adam(optimizer: MegatronOptimizer, adam: Optimizer) -> None:
+    """Replace Megatron's Adam by `CompactAdam` before the first step. Not collective."""
+    from rl.training.compact_adam import CompactAdam, chosen
+
+    for part in optimizer_parts(optimizer):
+        groups = part.optimizer.param_groups
+        held = chosen([weight for group in groups for weight in group["params"]], adam.host_share)
+        copies = {id(weight) for group in part.shard_fp32_from_float16_groups for weight in group}
+        masters = [weight for weight in held if id(weight) in copies]
+        dtype = getattr(torch, adam.moments)
+        part.optimizer = CompactAdam(groups, moments=dtype, in_host=held, masters=masters)
+    _release_masters(optimizer)
+
+
+def _release_masters(optimizer: MegatronOptimizer) -> None:
+    """Free the device memory of main weights that are in host memory."""
+    for part in optimizer_parts(optimizer):
+        for weight, state in part.optimizer.state.items():
+            if MASTER in state:
+                weight.untyped_storage().resize_(0)
+
+
+def reload_main_weights(optimizer: MegatronOptimizer) -> None:
+    """Copy the model's weights to the main weights, wherever they are. Not collective."""
+    held = [
+        (weight, state[MASTER])
+        for part in optimizer_parts(optimizer)
+        for weight, state in part.optimizer.state.items()
+        if MASTER in state
+    ]
+    for weight, master in held:
+        weight.untyped_storage().resize_(master.nbytes)
+    optimizer.reload_model_params()
+    for weight, master in held:
+        master.copy_(weight)
+    _release_masters(optimizer)
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -52,7 +100,10 @@ def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (parameter, this rank's part of its main weight) of the parameters that this rank updates."""
+    """Yield (parameter, this rank's part of its main weight) of the parameters that this rank updates.
+
+    The values of a main weight in host memory are in its state, as MASTER.
+    """
     for part in optimizer_parts(optimizer):
         for parameter, (group, place) in part.model_param_group_index_map.items():
             yield parameter, part.optimizer.param_groups[group]["params"][place]
@@ -69,6 +120,7 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
+    _release_masters(optimizer)
 
 
 def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor]) -> list[str]:
@@ -78,20 +130,31 @@ def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Ten
         for name, weight in weights.items():
             if weight in part.model_param_gbuf_map:
                 owned = part._get_model_param_range_map(weight)["param"]
-                main = part._get_main_param_and_optimizer_states(weight)["param"]
-                present = weight.detach().view(-1)[owned.start : owned.end]
+                tensors = part._get_main_param_and_optimizer_states(weight)
+                main = tensors.get(MASTER, tensors["param"])
+                present = weight.detach().view(-1)[owned.start : owned.end].to(main.device)
                 if main.dtype is not weight.dtype and not torch.equal(main.to(weight.dtype), present):
                     found.append(name)
     return found
 
 
-def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the main weights and the moments on this rank."""
+def optimizer_tensors(optimizer: MegatronOptimizer, *, in_host: bool = True) -> Iterator[Tensor]:
+    """Yield the main weights and the moments on this rank. in_host: also those that stay in host memory."""
     for part in optimizer_parts(optimizer):
+        held = part.optimizer.defaults.get(IN_HOST, ())
         for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            for weight in group["params"]:
+                state = dict(part.optimizer.state.get(weight, {}))
+                if in_host or id(weight) not in held:
+                    yield state.pop(MASTER, weight)
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _main_values(part: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield the values of the main weights of one of Megatron's optimizers."""
+    for group in part.optimizer.param_groups:
+        for weight in group["params"]:
+            yield part.optimizer.state.get(weight, {}).get(MASTER, weight)
 
 
 class StateSample:
@@ -100,7 +163,7 @@ class StateSample:
     def __init__(self):
         self._addresses: list[int] = []
         self._views: list[Tensor] = []
-        self._noted: Tensor | None = None
+        self._noted: list[Tensor] | None = None
 
     def note(self, optimizer: MegatronOptimizer) -> None:
         """Store the elements at the end of an update."""
@@ -114,22 +177,24 @@ class StateSample:
         """Return the number of elements that changed since `note`, int64 [] on the device, without a sync."""
         if self._noted is None:
             return torch.zeros((), dtype=torch.int64, device=device)
-        return (self._elements(optimizer) != self._noted).sum()
+        present = zip(self._elements(optimizer), self._noted)
+        return sum((new != old).sum().to(device) for new, old in present)
 
-    def _elements(self, optimizer: MegatronOptimizer) -> Tensor:
+    def _elements(self, optimizer: MegatronOptimizer) -> list[Tensor]:
+        """Return the elements, one tensor per device and dtype."""
         tensors = list(optimizer_tensors(optimizer))
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
             flat = [tensor.detach().view(-1) for tensor in tensors]
             self._views = [x[:: max(1, len(x) // SAMPLED)] for x in flat]
             self._addresses = addresses
-        return torch.cat(self._views)
+        kinds = dict.fromkeys((view.device, view.dtype) for view in self._views)
+        return [torch.cat([v for v in self._views if (v.device, v.dtype) == kind]) for kind in kinds]
 
 
 @torch.no_grad()
 def weights_sum(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
     """Return the sum of the bits of this rank's main weights, int64 []; a change of any weight changes it."""
-    groups = (group["params"] for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups)
-    weights = [weight for group in groups for weight in group]
-    sums = [weight.view(-1).view(torch.int32).sum(dtype=torch.int64) for weight in weights]
+    weights = [weight for part in optimizer_parts(optimizer) for weight in _main_values(part)]
+    sums = [weight.view(-1).view(torch.int32).sum(dtype=torch.int64).to(device) for weight in weights]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)

@@ -4,7 +4,8 @@ without a run.
     store_worker.py layouts MODEL OUT_DIR DTYPES LAYOUT [LAYOUT ...]
     store_worker.py faults MODEL OUT_DIR OTHER_MODEL SMALL_DISK
 
-DTYPES have commas between them, LAYOUT is TPxPPxEP; the first one saves.
+DTYPES have commas between them, LAYOUT is TPxPPxEP; the first one saves. With DTYPE/HOST_SHARE,
+moments are bfloat16.
 
 Rank 0 writes what it found to OUT_DIR/<first word>.json.
 """
@@ -50,7 +51,9 @@ rounding decides the steps of weights whose gradient is near 0."""
 
 def trainer_of(model: str, layout: str, device: Device, dtype: str):
     tp, pp, ep = map(int, layout.split("x"))
-    optimizer = Optimizer(weight_decay=0.1, **ADAM)
+    dtype, _, share = dtype.partition("/")
+    smaller = dict(moments="bfloat16", host_share=float(share)) if share else {}
+    optimizer = Optimizer(weight_decay=0.1, **ADAM, **smaller)
     training = Training(tp=tp, pp=pp, ep=ep, micro_batch_tokens=96, optimizer=optimizer)
     config = Config(model=Model(path=model, dtype=dtype), training=training)
     return build_policy(config, read_hf_config(model), new_grid(tp, pp, ep, training.expert_tp), device)

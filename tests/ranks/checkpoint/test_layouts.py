@@ -63,3 +63,19 @@ def test_a_mixture_with_its_routers_bias_continues_in_any_layout(tmp_path):
     for layout, differences in found.items():
         assert differences["weights"] == 0, layout
         assert differences["next weights"] <= step < differences["step"] / 50, (layout, differences)
+
+
+def test_bfloat16_moments_in_host_memory_continue_bitwise(tmp_path):
+    """Another layout shards the state, and the host's share of it, in another way."""
+    model = save_qwen2(tmp_path / "model", seed=7, tie=True)
+    run_ranks(
+        2, WORKER, "layouts", model, tmp_path, "bfloat16/0.5,float32/0.5", "1x1x1", "2x1x1", timeout=400
+    )
+    found = json.loads((tmp_path / "layouts.json").read_text())
+    del found["adam"]
+    assert all(differences["weights"] == 0 for differences in found.values())
+    for dtype in ("bfloat16/0.5", "float32/0.5"):
+        assert {
+            found[f"{dtype} 1x1x1"][name] for name in ("logprobs", "loss", "grad_norm", "next weights")
+        } == {0}
+    assert found["float32/0.5 1x1x1"]["step"] > 0

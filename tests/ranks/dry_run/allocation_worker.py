@@ -1,14 +1,13 @@
 """One rank of test_allocation.py: what a model really allocates in several layouts.
 
-    allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP[+lora]
+    allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP[+lora],
+                                                                   or TPxPPxEP+MOMENTS[+HOST_SHARE]
 
 Prints a JSON list with the bytes of this rank for each layout, after an optimizer step.
 """
 
 import json
 import sys
-
-import torch
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
@@ -17,43 +16,45 @@ from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
-from rl.training.optimizer import optimizer_parts
+from rl.training.optimizer import clip_and_step, optimizer_tensors
 from rl.training.spec import ModelSpec
 from tests.ranks.training.megatron_groups import new_grid
 
 
+def optimizer_of(moments: str = "float32", share: str = "0") -> Optimizer:
+    return Optimizer(lr=1e-3, moments=moments, host_share=float(share))
+
+
 def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
-    sizes, _, adapters = layout.partition("+")
+    sizes, *options = layout.split("+")
+    adapters, adam = ("lora", Optimizer(lr=1e-3)) if options == ["lora"] else ("none", optimizer_of(*options))
     tp, pp, ep = map(int, sizes.split("x"))
     training = Training(tp=tp, pp=pp, ep=ep)
     grid = new_grid(tp, pp, ep, training.expert_tp)
-    spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=Optimizer(lr=1e-3))
-    parts = adapter_parts(Adapter(kind=adapters or "none", rank=4), seed=0)
+    spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=adam)
+    parts = adapter_parts(Adapter(kind=adapters, rank=4), seed=0)
     engine = TrainingEngine(spec, training, grid, device, parts)
     engine.wrapped.zero_grad_buffer()
-    engine.optimizer.step()  # Adam's moments are made in the first step
+    engine.optimizer.prepare_grads()
+    clip_and_step(engine.optimizer, 1.0)  # Adam's moments are made in the first step
     buffers = [*engine.wrapped.buffers, *engine.wrapped.expert_parallel_buffers]
     parameters = list(engine.model.parameters())
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}
-    state = {
-        t.untyped_storage()._cdata: t.numel() * t.element_size() for t in optimizer_tensors(engine.optimizer)
-    }
+    stays = optimizer_bytes(engine.optimizer, weights, in_host=False)
     return dict(
         stage=grid.pp_rank,
         parameters=sum(p.numel() for p in parameters),
         weights=sum(weights.values()),
         gradients=sum(buffer.grad_data.nbytes for buffer in buffers),
-        optimizer=sum(size for key, size in state.items() if key not in weights),
+        optimizer=stays,
+        **{"in host": optimizer_bytes(engine.optimizer, weights) - stays},
     )
 
 
-def optimizer_tensors(optimizer):
-    """Main weights and moments, without the step counters."""
-    for part in optimizer_parts(optimizer):
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (tensor for tensor in state.values() if torch.is_tensor(tensor) and tensor.numel() > 1)
+def optimizer_bytes(optimizer, weights: dict, **which) -> int:
+    """Main weights and moments, without step counters, and without what is in the storage of the weights."""
+    tensors = [tensor for tensor in optimizer_tensors(optimizer, **which) if tensor.numel() > 1]
+    return sum(t.nbytes for t in tensors if t.untyped_storage()._cdata not in weights)
 
 
 def main() -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from rl.config.run_models import RunModel
+from rl.config.schema import Optimizer
 from rl.dry_run.memory import Layout, model_state
 from rl.dry_run.parameters import count_stages, group_parts
 from rl.dry_run.shape import Model
 from rl.models import architecture, read_hf_config
 from rl.models.adapters import adapters as adapters_of
 from tests.checkpoints import save_tiny
+from tests.ranks.dry_run.allocation_worker import optimizer_of
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "allocation_worker.py"
@@ -27,6 +29,11 @@ CASES = {
         "float32",
         ["2x2x1", "1x1x1"],
     ),
+    "smaller optimizers": (
+        lambda at: save_tiny("Qwen2ForCausalLM", at, seed=0),
+        "bfloat16",
+        ["2x1x1+bfloat16", "1x2x1+bfloat16+0.5", "2x1x1+float32+1.0"],
+    ),
     "experts": (
         lambda at: save_tiny("Qwen3MoeForCausalLM", at, seed=0),
         "bfloat16",
@@ -40,7 +47,7 @@ CASES = {
 }
 
 
-DEFAULT = ("dense, tied", "experts")
+DEFAULT = ("dense, tied", "experts", "smaller optimizers")
 
 
 @pytest.mark.parametrize(
@@ -56,9 +63,12 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
         json.loads(out.strip().splitlines()[-1])
         for out in run_ranks(WORLD, WORKER, checkpoint, dtype, *layouts, timeout=300)
     ]
-    itemsize, per_parameter = (2, 12) if dtype == "bfloat16" else (4, 8)
+    itemsize = 2 if dtype == "bfloat16" else 4
     for number, text in enumerate(layouts):
-        sizes, _, adapters = text.partition("+")
+        sizes, *options = text.split("+")
+        adapters = options == ["lora"]
+        adam = Optimizer() if adapters else optimizer_of(*options)
+        per_parameter = (4 if itemsize == 2 else 0) + (4 if adam.moments == "bfloat16" else 8)
         tp, pp, ep = map(int, sizes.split("x"))
         etp = 1 if ep > 1 else tp
         layout = Layout(WORLD, WORLD, WORLD, tp, pp, 1, ep, etp, rollout_tp=1, sequence_parallel=True)
@@ -68,7 +78,7 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
             pairs = [weight for pair in adapters_of(weights, rank=4) for weight in pair.weights]
             learned = count_stages(group_parts(pairs), layout.placement(model))
         states = [
-            model_state(count, layout, itemsize, learns=True, adapters=own if adapters else None)
+            model_state(count, layout, itemsize, adam, adapters=own if adapters else None)
             for count, own in zip(counts, learned)
         ]
         found = [rank[number] for rank in by_rank]
@@ -80,12 +90,22 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
             assert real["parameters"] == counts[stage].parameters + more, (text, rank)
             assert real["weights"] == state.weights - 4 * counts[stage].buffers, (text, rank)
             assert real["gradients"] == state.gradients, (text, rank)
-            assert real["optimizer"] <= state.optimizer, (text, rank)
+            largest = per_parameter * max(learned[stage].shared)
+            assert real["optimizer"] <= state.optimizer + (largest if 0 < adam.host_share < 1 else 0), (
+                text,
+                rank,
+            )
+            assert real["in host"] <= state.in_host <= real["in host"] + largest * (adam.host_share > 0), (
+                text,
+                rank,
+            )
+            assert real["in host"] + real["optimizer"] <= state.in_host + state.optimizer, (text, rank)
         # A rank's share of the optimizer ends within parameters; together the shares are all of them, and no
         # padding.
         for stage in range(pp):
             shared = sum(learned[stage].shared) + learned[stage].tied
             held = shared * layout.tp + sum(learned[stage].experts) * layout.etp * layout.ep
             assert (
-                sum(real["optimizer"] for real in found if real["stage"] == stage) == per_parameter * held
+                sum(real["optimizer"] + real["in host"] for real in found if real["stage"] == stage)
+                == per_parameter * held
             ), text
