@@ -7,14 +7,15 @@
     python -m tests.matrix agents roles                        this combination
 
 Two ranks, 3 steps of a tiny model. A combination is drawn only if no table refuses it. It fails if the
-program fails, if a metric is not finite or not documented, or if a deterministic run, repeated, has other
-metrics. Exit code 0 if none has failed.
+program fails, or if a metric is not finite or not documented. A part of the runs is resumed from the
+checkpoint of step 2; it fails if a deterministic one then has other metrics. Exit code 0 if none has failed.
 """
 
 import argparse
 import itertools
 import math
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -33,8 +34,9 @@ from tests.toy import train, write_config
 RANKS = 2
 DATA = ("model.path=m", "data.train=[d]")
 STEPS = 3
-REPEATED = 0.25
-"""Share of the deterministic runs that are repeated."""
+RESUMED = 0.5
+"""Share of the runs that are resumed."""
+SAVES = ("checkpoint.every=2", "checkpoint.keep_last=0")
 GAME = f"agents.environment={ROOT / 'tests' / 'runs' / 'agent_game.py'}:Echo"
 AGENTS = f"{GAME} agents.max_tokens_per_turn=6 agents.workers=1 rollout.max_response_tokens=40"
 CORRECT = "rollout_correction.truncate_tokens=2.0"
@@ -160,25 +162,32 @@ def save_inputs(directory: Path) -> None:
     (directory / "parse.py").write_text("def parse(text):\n    return float(len(text) % 3)\n")
 
 
-def run(names: Sequence[str], inputs: Path, directory: Path, *, repeats: bool) -> str:
+def run(names: Sequence[str], inputs: Path, directory: Path, *, resumes: bool) -> str:
     """Run a combination; return what is wrong with it, "" if nothing is."""
     keys = [key.replace("DIR", str(inputs)) for key in keys_of(names) or []]
-    config = write_config(directory, inputs, f"run.max_steps={STEPS}", *keys)
-    is_deterministic = load_config(str(config), []).rollout.deterministic
-    runs = [directory / "run"] + [directory / "again"] * (repeats and is_deterministic)
+    whole, resumed = directory / "run", directory / "resumed"
+    config = write_config(directory, inputs, f"run.max_steps={STEPS}", *SAVES * resumes, *keys)
     try:
-        for where in runs:
-            train(RANKS, config, run=where, timeout=240)
-        points = sorted(path.parent.relative_to(runs[0]) for path in runs[0].rglob("metrics.jsonl"))
-        for point in points:
-            found = records(runs[0] / point)
+        train(RANKS, config, run=whole, timeout=240)
+        if resumes:
+            shutil.copytree(whole, resumed)
+            for last in resumed.rglob(f"step_{STEPS:06d}"):
+                shutil.rmtree(last)
+            train(RANKS, config, run=resumed, timeout=240)
+        points = sorted(path.parent.relative_to(whole) for path in whole.rglob("metrics.jsonl"))
+        for run_dir in [start / point for start in (whole, resumed)[: 1 + resumes] for point in points]:
+            found = records(run_dir)
             if not found or found[-1]["training/global_step"] != STEPS:
                 return f"{len(found)} records"
             for step in found:
                 if wrong := [name for name, value in step.items() if not _is_finite(value)]:
                     return f"not finite: {', '.join(wrong)}"
-            if comparable(runs[0] / point) != comparable(runs[-1] / point):
-                return "the repeated run has other metrics"
+        if resumes and load_config(str(config), []).rollout.deterministic:
+            for point in points:
+                for own, again in zip(comparable(whole / point), comparable(resumed / point), strict=True):
+                    if wrong := sorted(k for k in own.keys() | again.keys() if own.get(k) != again.get(k)):
+                        step = own["training/global_step"]
+                        return f"step {step} of the resumed run has other values of {', '.join(wrong[:5])}"
     except RanksFailed as error:
         lines = [line for text in error.stderr for line in text.splitlines()]
         said = [line for line in lines if line.startswith("error")]
@@ -230,7 +239,7 @@ def main() -> int:
             directory = Path(name, str(number))
             directory.mkdir()
             started = time.monotonic()
-            problem = run(names, inputs, directory, repeats=bool(args.names) or rng.random() < REPEATED)
+            problem = run(names, inputs, directory, resumes=bool(args.names) or rng.random() < RESUMED)
             failed += [names] * bool(problem)
             verdict = f"FAILED: {problem}" if problem else "ok"
             print(f"{' + '.join(names)}: {verdict} ({time.monotonic() - started:.0f} s)", flush=True)

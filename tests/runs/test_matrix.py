@@ -19,12 +19,12 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.parametrize("names", draw(NUMBER, 2, random.Random(27)), ids=" + ".join)
 def test_drawn_pairs_run(names, inputs, tmp_path):
-    assert run(names, inputs, tmp_path, repeats=True) == ""
+    assert run(names, inputs, tmp_path, resumes=True) == ""
 
 
 def test_a_combination_that_fails_says_why(inputs, tmp_path, monkeypatch):
     monkeypatch.setitem(FEATURES, "nothing to learn from", "data.train=[DIR/none.parquet]")
-    assert "none.parquet" in run(["nothing to learn from"], inputs, tmp_path, repeats=False)
+    assert "none.parquet" in run(["nothing to learn from"], inputs, tmp_path, resumes=False)
 
 
 def test_the_page_has_every_refused_pair_and_every_test():
