@@ -4,7 +4,8 @@
 
 Reads `consumed.jsonl` of a run directory, which a run with carry-over or roles writes. A prompt is identified
 by its draw, the number of prompts that the run had drawn before it. Every draw must be consumed once, be
-dropped (`rollout.on_stale=drop`), or wait for a later step. Exit code 1 if a draw is lost or doubled.
+dropped (`rollout.on_stale=drop`), or wait for a later step. Exit code 1 if a draw is lost or doubled. Draws
+of synchronous steps, before or between, are not in the file and not counted.
 """
 
 import argparse
@@ -54,6 +55,12 @@ def count(run_dir: Path) -> Count:
     drawn, waiting = (records[-1]["drawn"], records[-1]["waiting"]) if records else (0, [])
     gone = [pair for record in records for name in ("consumed", "dropped") for pair in record[name]]
     seen = Counter(draw for draw, _ in gone + waiting)
+    step, before, unknown = 0, 0, set[int]()
+    for record in records:
+        if record["training/global_step"] != step + 1:
+            own = [d for name in ("consumed", "dropped", "waiting") for d, _ in record[name] if d >= before]
+            unknown |= set(range(before, min(own, default=record["drawn"])))
+        step, before = record["training/global_step"], record["drawn"]
     once_waiting = [pair for record in records for pair in record["waiting"]]
     names = Counter(draw for draw, _ in {tuple(pair) for pair in gone + once_waiting})
     return Count(
@@ -62,7 +69,7 @@ def count(run_dir: Path) -> Count:
         consumed=sum(len(record["consumed"]) for record in records),
         dropped=sum(len(record["dropped"]) for record in records),
         waiting=len(waiting),
-        lost=sorted(set(range(drawn)) - seen.keys()),
+        lost=sorted(set(range(drawn)) - seen.keys() - unknown),
         doubled=sorted(draw for draw, times in seen.items() if times > 1 or draw >= drawn),
         renamed=sorted(draw for draw, times in names.items() if times > 1),
     )

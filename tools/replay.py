@@ -5,7 +5,8 @@
 
 A run with environments and `agents.order=arrival` stores the log of each generation in RUN_DIR/events. The
 weights are those of the checkpoint of the step before, those of the model itself for step 1, or those of a
-Hugging Face checkpoint (--weights). Environments are not needed, because their answers are in the log. Use
+Hugging Face checkpoint (--weights). With `roles` a step has all that generators sampled with these weights,
+for its batch or for later ones. Environments are not needed, because their answers are in the log. Use
 the number of ranks of the run, or another one that its layout allows; the replicas share the logs. The exit
 code is 0 if every completion is identical, 1 if not, and 2 for wrong arguments.
 """
@@ -51,6 +52,7 @@ def replay(ranks, args: argparse.Namespace) -> int:
     from rl.checkpoint.store import CheckpointStore
     from rl.config.options import load as load_config
     from rl.config.reward import Reward
+    from rl.config.roles import Roles
     from rl.config.schema import Config
     from rl.engines.engines import build_engines, finish_imports
     from rl.engines.inputs import Inputs
@@ -64,7 +66,7 @@ def replay(ranks, args: argparse.Namespace) -> int:
         config = load_config(Config, Path(args.run_dir, "config.yaml"))
         run = replace(config.run, dir=args.run_dir)  # it may have moved
         model = replace(config.model, path=args.weights or config.model.path)
-        config = replace(config, run=run, model=model, reward=Reward())
+        config = replace(config, run=run, model=model, reward=Reward(), roles=Roles())
         files = sorted(Path(args.run_dir, DIRECTORY, f"step_{args.step}").glob("*.events"))
         if not files:
             raise ValueError(

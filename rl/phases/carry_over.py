@@ -188,6 +188,7 @@ class CarryOver(Generation):
         """
         self._load_lengths(state)
         if "carry_over" not in state:  # of a run without
+            self.frontier = Frontier(num_drawn=state.get("num_drawn", 0))
             return
         by_index = {prompt.index: prompt for prompt in self._prompts}
         try:

@@ -4,20 +4,26 @@
 
 `tools/replay.py` repeats the generation from it and compares. A file is compressed plain data
 (`rl.runtime.plain_data`): sampling, events and completions. A context that continues an earlier request of
-its trajectory is stored without that request's tokens.
+its trajectory is stored without that request's tokens. With roles one run of the engine may last as long as
+the job, and each version of the weights has logs of its own (`VersionRecorder`).
 """
 
 import gzip
 import shutil
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.rollout.events import EVENT_TYPES, Abort, Add, Done, Event, EventLog, Source
-from rl.rollout.samples import Completion, Request, Sample, Segment, pack, unpack
+from rl.rollout.events import EVENT_TYPES, Abort, Add, Done, Event, Source, Waiting, Weights
+from rl.rollout.samples import COLUMNS, Completion, Request, Sample, Segment, pack, unpack
 from rl.rollout.sampling import Sampling
 from rl.runtime.plain_data import decode, encode
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 DIRECTORY = "events"
 
@@ -44,6 +50,110 @@ class Recorder:
         self._source.receive(name, completion)
 
 
+@dataclass
+class _Part:
+    """What a replica generates with one version of the weights."""
+
+    version: int
+    first_step: int
+    path: Path
+    begun: dict[str, Request]
+    """Requests that began under older weights, by name; after their end with their tokens until then."""
+    records: list[tuple[int, list[Event]]] = field(default_factory=list)
+    completions: dict[str, Completion] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.open = set(self.begun)
+        """Names of its requests that have not ended."""
+
+    def note(self, step: int, events: list[Event]) -> None:
+        self.open |= {event.request.name for event in events if isinstance(event, Add)}
+        self.records += [(step - self.first_step, events)] * bool(events)
+
+    def end(self, request: Request, completion: Completion) -> None:
+        """Take the tokens of a request that this version sampled."""
+        name, versions = request.name, completion.weight_versions
+        self.open.remove(name)
+        if name in self.begun:
+            before = int((versions < self.version).sum())
+            ids = np.concatenate([request.token_ids, completion.token_ids[:before]])
+            left, num_begun = request.max_tokens - before, request.num_begun + before
+            self.begun[name] = replace(request, token_ids=ids, max_tokens=left, num_begun=num_begun)
+        own = versions == self.version
+        columns = {column: getattr(completion, column)[own] for column in COLUMNS}
+        self.completions[name] = replace(completion, **columns, held={})
+
+    def store(self, sampling: Sampling) -> None:
+        if self.completions:
+            events = list(map(Add, self.begun.values()))
+            if self.records and self.records[0][0] == 0:
+                events += self.records.pop(0)[1]
+            store(self.path, sampling, [(0, events), *self.records], self.completions)
+
+
+class VersionRecorder:
+    """Stores what a source receives under each version of the weights as a log of its own (a `Source`).
+
+    A request that continues under newer weights begins in their log with its tokens so far. In the log of the
+    older ones it is aborted. A log is written when all its requests have ended.
+
+    Args:
+        version: that of the engine's weights.
+        sampling: sampling parameters of all requests.
+        path_of: returns the file of the next log of a version.
+    """
+
+    def __init__(self, source: Source, version: int, sampling: Sampling, path_of: Callable[[int], Path]):
+        self._source, self._sampling, self._path_of = source, sampling, path_of
+        self._live: dict[str, Request] = {}
+        self._parts = [_Part(version, 0, path_of(version), {})]
+        """Those that are not written; the last one is that of the present weights."""
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        events = self._source.next_events(num_live, step)
+        kept: list[Event] = []
+        for event in events:
+            if isinstance(event, Weights) and event.version != self._parts[-1].version:
+                self._parts[-1].note(step, [*kept, *map(Abort, self._live), Done()])
+                self._parts.append(_Part(event.version, step, self._path_of(event.version), dict(self._live)))
+                kept = []
+            elif isinstance(event, Add):
+                self._live[event.request.name] = event.request
+            if not isinstance(event, Waiting | Weights):
+                kept.append(event)
+        self._parts[-1].note(step, kept)
+        self._write(len(self._parts) - 1)
+        return events
+
+    def receive(self, name: str, completion: Completion) -> None:
+        request = self._live.pop(name)
+        for part in self._parts:
+            if name in part.open:
+                part.end(request, completion)
+        self._source.receive(name, completion)
+
+    def finish(self) -> None:
+        """Write what is left, after a run of the engine in which all requests have ended."""
+        self._write(len(self._parts))
+
+    def _write(self, number: int) -> None:
+        for part in [part for part in self._parts[:number] if not part.open]:
+            part.store(self._sampling)
+            self._parts.remove(part)
+
+
+def recorder(
+    run_dir: str, numbers: Iterator[int], source: Source, engine: "RolloutEngine", sampling: Sampling
+) -> VersionRecorder:
+    """Return what stores the logs of a stream. numbers: distinguish the files of a version."""
+
+    def path_of(version: int) -> Path:
+        name = f"train.{version + 1}_replica_{engine.replica}.{next(numbers)}.events"
+        return Path(run_dir, DIRECTORY, f"step_{version + 1}", name)
+
+    return VersionRecorder(source, engine.weights_version, sampling, path_of)
+
+
 @dataclass(frozen=True)
 class StoredLog:
     """One run of the engine on one replica."""
@@ -54,12 +164,14 @@ class StoredLog:
     completions: dict[str, Completion]
 
 
-def store(path: Path, sampling: Sampling, events: EventLog, completions: dict[str, Completion]) -> None:
-    """Write the log of a run that has ended. A killed process leaves no file of that name."""
+def store(
+    path: Path, sampling: Sampling, logged: list[tuple[int, list[Event]]], completions: dict[str, Completion]
+) -> None:
+    """Write a log. A killed process leaves no file of that name. logged: as `StoredLog.records`."""
     last: dict[str, Request] = {}
     bases: dict[str, str] = {}
     records = []
-    for step, own in events.records:
+    for step, own in logged:
         entries: list[Event] = []
         for event in own:
             if isinstance(event, Add):

@@ -16,6 +16,7 @@ from rl.engines.rollout_engines import build_rollout
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
+from rl.rollout.engine import RolloutEngine
 from rl.rollout.messages import MESSAGE_TYPES, Begin, Generate, Messages
 from rl.rollout.queue import Queue
 from rl.rollout.queue_schedule import QueueSchedule
@@ -23,6 +24,7 @@ from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling, train_sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import Dialogue, SampleSource
+from rl.rollout.stored_log import VersionRecorder
 from rl.rollout.stream_schedule import WAIT_S, Batches, StreamSchedule
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
@@ -67,7 +69,10 @@ class Generators:
 
     The replica's leader reads the messages; `StreamSchedule` describes the order in which it generates.
 
-    dialogue_of: makes the dialogue of a call; arguments as `single_turns`.
+    Args:
+        dialogue_of: makes the dialogue of a call; arguments as `single_turns`.
+        recorder_of: takes the source of the stream, the engine and the sampling parameters, and returns what
+            stores the events; None: they are not stored.
     """
 
     def __init__(
@@ -79,9 +84,10 @@ class Generators:
         link: Link,
         stop: StopRequests,
         dialogue_of: Callable[..., Dialogue],
+        recorder_of: Callable[[SampleSource, RolloutEngine, Sampling], VersionRecorder] | None = None,
     ):
         self._config, self._inputs, self._link, self._stop = config, inputs, link, stop
-        self._dialogue_of = dialogue_of
+        self._dialogue_of, self._recorder_of = dialogue_of, recorder_of
         in_waves = config.agents.is_on and config.agents.order == "waves"
         self._has_fixed_share = in_waves and not config.roles.min_replicas
         """Whether each replica has a fixed share of the work; a dead one's share would never be done."""
@@ -121,8 +127,11 @@ class Generators:
             )
             source = SampleSource(stream, dialogue)
         while True:
+            recorder = None
+            if source is not None and self._recorder_of is not None:
+                recorder = self._recorder_of(source, engine, sampling)
             is_whole = engine.run(
-                source,
+                recorder or source,
                 sampling,
                 interrupt=self._look,
                 take_weights=self._take_weights,
@@ -135,6 +144,8 @@ class Generators:
                 code = self._messages.exit_code()
                 assert code is not None
                 return code
+            if recorder is not None:
+                recorder.finish()
             barrier = None if stream is None else stream.barrier
             taken = broadcast_object(barrier, group=engine.replica_group, types=MESSAGE_TYPES)
             assert taken is not None

@@ -3,6 +3,7 @@
 This is the only file that names all forms (`rl.phases.sampler.Sampler`); each is imported only by its runs.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -96,13 +97,17 @@ class SamplerSetUp:
         from rl.run import generators
 
         assert self._link is not None
+        config, recorder_of = self._config, None
         dialogue_of: Callable[..., Dialogue] = generators.single_turns
-        if self._config.agents.is_on:
+        if config.agents.is_on:
             from rl.agents.dialogue import trajectories
+            from rl.rollout.stored_log import recorder
 
-            dialogue_of = partial(trajectories, self._config, self._environments)
-        ranks = self._config, self._inputs, device, watchdog, self._link, stop
-        generating = generators.Generators(*ranks, dialogue_of)
+            dialogue_of = partial(trajectories, config, self._environments)
+            if config.agents.order == "arrival" and config.roles.cache != "keep":
+                recorder_of = partial(recorder, config.run.dir, itertools.count())
+        ranks = config, self._inputs, device, watchdog, self._link, stop
+        generating = generators.Generators(*ranks, dialogue_of, recorder_of)
         code = 0 if self._is_finished else generating.run()
         self.close()
         return code

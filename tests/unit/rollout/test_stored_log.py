@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.rollout.events import Abort, Add, Done
+from rl.rollout.events import Abort, Add, Done, Weights
 from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling
-from rl.rollout.stored_log import DIRECTORY, Replay, load, remove_after, store
+from rl.rollout.stored_log import DIRECTORY, Replay, VersionRecorder, load, remove_after, store
 
 SAMPLING = Sampling(
     samples_per_prompt=1,
@@ -20,13 +20,6 @@ SAMPLING = Sampling(
     stop=("x",),
     stop_token_ids=(),
 )
-
-
-class Events:
-    """The records of a run, as `EventLog` has them."""
-
-    def __init__(self, records):
-        self.records = records
 
 
 def request(turn: int, *ids: int) -> Request:
@@ -49,7 +42,7 @@ def log(tmp_path):
     ]
     completions = {"0.0.0": completion("stop", 3, 4), "0.0.1": completion("abort", 8, 9)}
     path = tmp_path / DIRECTORY / "step_1" / "train.events"
-    store(path, SAMPLING, Events(records), completions)
+    store(path, SAMPLING, records, completions)
     return load(path)
 
 
@@ -91,3 +84,36 @@ def test_logs_of_later_steps_are_removed_at_a_resume(tmp_path):
         (tmp_path / DIRECTORY / f"step_{step}").mkdir(parents=True)
     remove_after(str(tmp_path), 2)
     assert sorted(path.name for path in (tmp_path / DIRECTORY).iterdir()) == ["step_1", "step_2"]
+
+
+def test_each_version_of_a_stream_has_its_own_log(tmp_path):
+    """The first request has one token of version 0 and two of version 1; the second waits until version 1."""
+    events = {
+        0: [Add(request(0, 1, 2)), Add(request(1, 5))],
+        1: [Weights(1), Add(request(2, 6))],
+        9: [Weights(1)],  # the weights that it has
+    }
+
+    class Stream:
+        def next_events(self, num_live, step):
+            return events.get(step, [])
+
+        def receive(self, name, completion):
+            pass
+
+    recorder = VersionRecorder(Stream(), 0, SAMPLING, lambda version: tmp_path / f"{version}.events")
+    for step in (0, 1, 8):
+        recorder.next_events(0, step)
+    for turn, versions in ((0, (0, 1, 1)), (1, (1,)), (2, (1, 1))):
+        found = completion("stop", *range(7, 7 + len(versions)))
+        recorder.receive(f"0.0.{turn}", replace(found, weight_versions=np.array(versions, np.int32)))
+    recorder.next_events(0, 9)
+    recorder.finish()
+    old, new = (load(tmp_path / f"{version}.events") for version in (0, 1))
+    assert [step for step, _ in old.records] == [0, 1]
+    assert old.records[1][1] == [Abort("0.0.0"), Abort("0.0.1"), Done()]
+    assert [old.completions[f"0.0.{turn}"].token_ids.tolist() for turn in (0, 1)] == [[7], []]
+    [(step, added)] = new.records
+    assert step == 0 and [event.request.token_ids.tolist() for event in added] == [[1, 2, 7], [5], [6]]
+    assert (added[0].request.max_tokens, added[0].request.num_begun) == (8, 1)
+    assert [own.token_ids.tolist() for own in new.completions.values()] == [[8, 9], [7], [7, 8]]

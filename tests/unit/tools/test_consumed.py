@@ -1,0 +1,22 @@
+"""The count of consumed prompts of runs whose steps are not all in the file."""
+
+from rl.run_directory.consumed import FILE_NAME, append_consumed
+from tools.consumed import count
+
+
+def counted(directory, *steps):
+    for step, num_drawn, draws, waiting in steps:
+        own = {name: [(d, d) for d in ds] for name, ds in (("consumed", draws), ("waiting", waiting))}
+        append_consumed(directory / FILE_NAME, step, num_drawn=num_drawn, dropped=[], **own)
+    return count(directory)
+
+
+def test_draws_of_synchronous_steps_are_not_lost(tmp_path):
+    """Steps 1 and 3 took two prompts each; steps 2, 4 and 5 are in the file."""
+    found = counted(tmp_path, (2, 4, [2, 3], []), (4, 8, [6], [7]), (5, 8, [7], []))
+    assert found.is_exact and found.consumed == 4
+
+
+def test_a_lost_draw_is_found_after_synchronous_steps(tmp_path):
+    found = counted(tmp_path, (2, 6, [2, 5], [3]), (3, 6, [3], []))
+    assert found.lost == [4] and not found.doubled
