@@ -92,7 +92,7 @@ def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
             for region, view in _views(engine, weight, tensor, tensor, 0):
                 key, start = f"{name}/{WEIGHT}/{region.hf}", [first for first, _ in region.box]
                 mine[key] = mine.get(key, 0) + int(placed_checksum(view, start))
-    return _summed(mine)
+    return summed(mine)
 
 
 def exported_checksums(engine: TrainingEngine) -> dict[str, int]:
@@ -105,7 +105,7 @@ def exported_checksums(engine: TrainingEngine) -> dict[str, int]:
         for region, view in _views(engine, weight, parameter, value(weight, parameter), 0) if writes else ():
             start = [first for first, _ in region.box]
             mine[region.hf] = mine.get(region.hf, 0) + int(placed_checksum(view, start))
-    return _summed(mine)
+    return summed(mine)
 
 
 def total_checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
@@ -113,10 +113,11 @@ def total_checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
     mine: dict[str, int] = {}
     for name, model in models.items():
         mine |= checksums(name, model)
-    return _summed(mine)
+    return summed(mine)
 
 
-def _summed(mine: Mapping[str, int]) -> dict[str, int]:
+def summed(mine: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums over the ranks of checksums, modulo 2**64. Collective over the world."""
     total: dict[str, int] = {}
     for theirs in gather_objects(dict(mine)):
         for name, value in theirs.items():

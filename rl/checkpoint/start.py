@@ -4,10 +4,23 @@ Between the load and the first update the first refit, memory sharing, adapters 
 models. A change by one of them would go unnoticed, and the run would learn from it.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl.checkpoint.contents import buffer_checksums, describe, in_words, total_checksums
+import torch
+import torch.distributed as dist
+
+from rl.checkpoint.contents import (
+    buffer_checksums,
+    describe,
+    exported_checksums,
+    in_words,
+    summed,
+    total_checksums,
+)
+from rl.models.files import TensorReader, tensor_files
+from rl.runtime.checksum import placed_checksum
 from rl.training.engine import TrainingEngine
 
 
@@ -57,6 +70,36 @@ class Start:
                 f"before the first update of the {name}, its optimizer counts {steps} steps instead of "
                 f"{self._steps[name]} of {self._source}; Adam's bias correction would be wrong."
             )
+
+
+def check_loaded(name: str, model: TrainingEngine) -> None:
+    """Compare a model with the files that it was loaded from: one tensor of each kind.
+
+    Engine and trainer have the same weights even if both are wrong, so no later check finds a wrong load. A
+    kind is a name without the numbers of layer and expert. Quantised files and a frozen base are not
+    compared. Raises ChangedSinceStart on every rank. Collective over the world.
+    """
+    weights = model.weight_map
+    if model.has_frozen_weights or "quantization_config" in weights.hf:
+        return
+    files = tensor_files(model.spec.path, weights.weights)
+    expected, kinds = {}, dict[str, list[str]]()
+    for weight in weights.weights:
+        for tensor, shape in zip(weight.hf, weight.shapes):
+            expected[tensor] = shape, torch.float32 if weight.float32 else weights.dtype
+            if tensor in files:
+                kinds.setdefault(re.sub(r"\d+", "*", tensor), []).append(tensor)
+    chosen = [members[len(kinds) * 7 % len(members)] for members in kinds.values()]
+    reader, mine = TensorReader(files), dict[str, int]()
+    for tensor in chosen[dist.get_rank() :: dist.get_world_size()]:
+        shape, dtype = expected[tensor]
+        mine[tensor] = int(placed_checksum(reader.read(tensor, tuple((0, n) for n in shape)).to(dtype)))
+    own = exported_checksums(model)
+    if wrong := [tensor for tensor, value in summed(mine).items() if own.get(tensor) != value]:
+        raise ChangedSinceStart(
+            f"{', '.join(wrong[:4])} of the {name} are not those in the files of {model.spec.path}, "
+            f"{len(wrong)} of {len(chosen)} that were compared: the load or the layout in rl/models is wrong."
+        )
 
 
 def check_restored(source: str, saved: Mapping[str, Any], restored: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ Every function is pure, and every rank has the same batch, so CheckFailed is rai
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -84,6 +84,31 @@ def check_digests(batch: Batch) -> None:
                 f"{int(wrong.sum()) - 1} further samples of {len(batch)}: a filter or a reordering between "
                 "generation and update moved columns apart, or changed them."
             )
+
+
+def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[int]:
+    """Check that each sample has its own seed, also among those of earlier calls; return the seeds.
+
+    Samples with equal seeds are drawn from equal random numbers, which no comparison of their tokens shows
+    if their prompts differ.
+    """
+    if batch.seeds is None:
+        return frozenset()
+    whole = batch.merge_rows()
+    known = [(seed, sample) for sample, seed in enumerate(whole.seeds.tolist()) if seed != -1]
+    own = frozenset(seed for seed, _ in known)
+    repeated = frozenset().union(*(own.intersection(seeds) for seeds in earlier))
+    if len(own) < len(known):
+        counts = Counter(seed for seed, _ in known)
+        repeated |= {seed for seed in own if counts[seed] > 1}
+    if repeated:
+        wrong = [sample for seed, sample in known if seed in repeated]
+        raise CheckFailed(
+            f"seed check: {place(whole, wrong[0])} was sampled with a seed that another sample of this run "
+            f"had, and so were {len(wrong) - 1} further samples of {len(whole)}: seeds depend on the run, "
+            "the step, the group and the number of the sample."
+        )
+    return own
 
 
 def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:

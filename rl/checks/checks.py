@@ -1,6 +1,7 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from rl.checks.batches import (
     check_informative,
     check_likelihoods,
     check_order,
+    check_seeds,
 )
 from rl.checks.logprobs import (
     check_engine,
@@ -37,6 +39,9 @@ from rl.training.engine import TrainingEngine, UpdateResult
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
+
+SEEDS_OF_CALLS = 16
+"""Number of earlier calls of the engine in which a seed must not have been used."""
 
 
 class Start(Protocol):
@@ -61,6 +66,7 @@ class Checks:
         """Start of the run; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
         # Whether the batch is a subset selected by results or lengths.
+        self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
         self._checked_losses: set[str] = set()
@@ -76,6 +82,7 @@ class Checks:
         self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)
         if rollout.temperature:
             check_duplicates(batch)
+            self._seeds.append(check_seeds(batch, self._seeds))
 
     def validated(self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
         """Check the scored samples of a validation, which reads results by their place.
@@ -171,11 +178,13 @@ class Checks:
         *,
         lr: float,
         schedule: RateSchedule,
+        step: int,
     ) -> None:
-        """Check an optimizer step: its tokens, its outputs, its gradient, and that weights moved.
+        """Check an optimizer step: tokens, outputs, loss, gradient, learning rate, and that weights moved.
 
         Collective over the world.
         """
+        self.rates.check_used(lr, step)
         gradient.check(model.grid, model.device.torch)
         counts.check(result, batch, plan, model.grid)
         outputs.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)

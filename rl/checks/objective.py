@@ -5,6 +5,8 @@ start, before the first update:
 
     ratio 1       it increases the log-probs of tokens with positive advantage, and no others; masked tokens
                   have none
+    other ratios  at equal ratios within the clip range the gradient is the ratio times that at ratio 1, for
+                  losses of samples too (PROPORTIONAL); for the losses in OTHERWISE it is another one
     KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
     entropy       the bonus increases the entropy of the counted tokens only
 
@@ -24,6 +26,10 @@ from rl.training.packing import MicroBatch
 
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
+PROPORTIONAL = {"cispo", "clip-cov", "dppo-kl", "dppo-tv", "gmpo", "gspo", "kl-cov", "luspo", "ppo"}
+"""Losses whose gradient is proportional to the ratio of token or sample, within the clip range."""
+OTHERWISE = {"dro", "fipo", "sapo", "vespo"}
+"""Losses whose gradient depends on the ratio in another way."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
 """Columns that change a loss if a batch has them."""
 LENGTHS = (3, 2, 4)
@@ -43,6 +49,7 @@ def check_objective(loss: LossFunction, config: Config) -> None:
         raised = on_policy.slope < 0  # a loss may ignore negative advantages
         if not (raised == (advantages > 0))[counted].all():
             problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
+    problem = problem or _problem_of_ratio(loss, config, advantages)
     if not problem and goal.kl_coef:
         problem = _problem_of_kl(loss, config)
     if not problem and goal.entropy_coef:
@@ -128,6 +135,28 @@ def total_weight(config: Config) -> float:
         "seq-mean-token-mean": 1.0,
         "seq-mean-token-sum-norm": tokens / samples / config.rollout.max_response_tokens,
     }[config.objective.aggregation]
+
+
+def _problem_of_ratio(loss: LossFunction, config: Config, advantages: Tensor) -> str:
+    goal = config.objective
+    near = min(goal.clip_low, goal.clip_high) / 2
+    if goal.loss not in PROPORTIONAL | OTHERWISE or not near:
+        return ""
+    # Without advantages the gradient is that of the KL term, the entropy bonus and other penalties.
+    (at_one, penalties), (at_ratio, penalties_there) = (
+        [
+            Point(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope
+            for a in (advantages, torch.zeros_like(advantages))
+        ]
+        for ratio in (1.0, 1 + near)
+    )
+    if goal.loss in OTHERWISE:
+        return "" if (at_ratio != at_one).any() else f"at ratio {1 + near:g} its gradient is that at ratio 1"
+    at_one, at_ratio = at_one - penalties, at_ratio - penalties_there
+    change = (at_ratio - at_one) / near
+    if not torch.allclose(change, at_one, rtol=1e-3, atol=1e-9 * float(at_one.abs().max())):
+        return f"at ratio {1 + near:g} its gradient is not the ratio times that at ratio 1"
+    return ""
 
 
 def _problem_of_kl(loss: LossFunction, config: Config) -> str:

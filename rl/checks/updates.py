@@ -1,6 +1,7 @@
 """Checks of an update: its learning rate, the tokens that it learned from, and what it did."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,9 @@ NUM_CODES, NUM_CONTENTS = 1021, 262139
 Their product is below 2**28, so float64 sums it exactly over 2**25 tokens."""
 GRADIENT_TOLERANCE = 1e-5
 """Maximum relative difference of the gradient that arrives at the outputs from the gradient of the loss."""
+HALVES_TOLERANCE = 1e-4
+"""Maximum distance of a loss from the sum of the losses of its halves, in units of its terms. Float32 sums of
+a million terms of random sign have an error of 1000 * eps / 2 = 6e-5 of them."""
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared", "divergence", "values")
 """Outputs of a model that a loss may read (`rl.training.packing.MicroBatch`)."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
@@ -110,19 +114,26 @@ class Counts:
 
 
 class WrongGradient(RuntimeError):
-    """Raised on every rank if the backward pass began with another gradient than that of the loss."""
+    """Raised on every rank if the backward pass began with another gradient than that of the loss, or if the
+    loss is not a sum over samples."""
 
 
 class LossGradient:
-    """Compares the gradient of an update's loss with the gradient that arrives at the model's outputs.
+    """Compares the gradient of an update's loss with the gradient that arrives at the model's outputs, and
+    the loss of a micro-batch with the sum of those of its two halves.
 
-    A factor that the schedule or the engine applies to the loss would scale every gradient. One micro-batch
-    of each update is compared.
+    A factor that the schedule or the engine applies to the loss would scale every gradient. A loss that is
+    divided by numbers of its micro-batch would weigh tokens by the packing. One micro-batch of each update is
+    compared.
+
+    batch: the batch of the micro-batches.
     """
 
-    def __init__(self, loss: MicroBatchLoss):
-        self._loss = loss
+    def __init__(self, loss: MicroBatchLoss, batch: Batch):
+        self._loss, self._batch = loss, batch
         self._arrived: list[Tensor] = []
+        self._halves: Tensor | None = None
+        """Loss of the micro-batch less those of its halves, and its scale, float64 [2]."""
         self._is_watching = False
 
     def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -136,18 +147,46 @@ class LossGradient:
             for output, slope in zip(outputs, slopes):
                 if slope is not None:
                     output.register_hook(partial(self._arrive, slope))
+            self._split(micro, value, [slope for slope in slopes if slope is not None])
         return value, metrics
+
+    @torch.no_grad()
+    def _split(self, micro: MicroBatch, value: Tensor, slopes: list[Tensor]) -> None:
+        """Note the loss of a micro-batch and of its halves, if it has two units of samples."""
+        unit = self._batch.samples_per_unit
+        middle = len(micro.samples) // unit // 2 * unit
+        if not middle:
+            return
+        first = int(self._batch.lengths[micro.samples[:middle]].sum())
+        of_halves = [
+            self._loss(_part(micro, samples, tokens))[0].detach()
+            for samples, tokens in (
+                (slice(0, middle), slice(0, first)),
+                (slice(middle, None), slice(first, None)),
+            )
+        ]
+        # The terms of a loss may cancel; their size is that of its gradient.
+        size = sum(half.abs() for half in of_halves) + sum(slope.abs().sum() for slope in slopes)
+        self._halves = torch.stack((value.detach() - sum(of_halves), torch.as_tensor(size))).double()
 
     def _arrive(self, slope: Tensor, gradient: Tensor) -> None:
         terms = ((gradient - slope).abs().sum(), slope.abs().sum())
         self._arrived.append(torch.stack(terms).double())
 
     def check(self, grid: Grid, device: torch.device) -> None:
-        """Raise WrongGradient on every rank if the two gradients differ. Collective over the world."""
-        own = torch.zeros(2, dtype=torch.float64)
+        """Raise WrongGradient on every rank if a comparison fails. Collective over the world."""
+        own = torch.zeros(4, dtype=torch.float64)
         if self._arrived and grid.reports_results:
-            own = torch.stack(self._arrived).sum(0).cpu()
-        difference, size = sum_over_world(own, device).tolist()
+            own[:2] = torch.stack(self._arrived).sum(0).cpu()
+        if self._halves is not None and grid.reports_results:
+            own[2:] = self._halves.cpu().abs()
+        difference, size, excess, scale = sum_over_world(own, device).tolist()
+        if excess > HALVES_TOLERANCE * scale:
+            raise WrongGradient(
+                f"the loss of a micro-batch and the sum of the losses of its halves differ by "
+                f"{excess / scale:.3g} of the size of their terms: the loss is divided by a number of the "
+                "micro-batch instead of the mini-batch's totals, or compares samples of a micro-batch."
+            )
         if difference > GRADIENT_TOLERANCE * size:
             raise WrongGradient(
                 f"the gradient that arrived at the model's outputs differs from that of the loss by "
@@ -165,6 +204,16 @@ class LearningRates:
 
     def __init__(self):
         self.last: dict[str, dict[str, Any]] = {}
+        self._present = 0.0
+        """Rate of the model that is updated now."""
+
+    def check_used(self, lr: float, step: int) -> None:
+        """Raise WrongLearningRate if an update used another rate than that of the step's schedule."""
+        if lr != self._present:
+            raise WrongLearningRate(
+                f"an update of step {step} used the learning rate {lr:g}, but the schedule gives "
+                f"{self._present:g} for that step."
+            )
 
     def check(self, name: str, schedule: RateSchedule, step: int) -> None:
         """Note the rate of a step, and compare that of the step before a resume with the present schedule.
@@ -173,6 +222,7 @@ class LearningRates:
         the step before than the one used.
         """
         optimizer, rate = schedule.optimizer, schedule.rate(step)
+        self._present = rate
         if rate <= 0 < optimizer.lr:
             raise CheckFailed(
                 f"learning rate check: {rate} in step {step} of {schedule.last_step}, with "
@@ -246,6 +296,21 @@ class Outputs:
             )
         self._has_moved |= result.has_moved and should_move and lr > SMALL_STEP * eps
         self._is_first = False
+
+
+def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
+    """Return what a loss reads of some samples of a micro-batch."""
+    outputs = {name: found[tokens] for name in OUTPUTS if (found := getattr(micro, name)) is not None}
+    return replace(
+        micro,
+        samples=micro.samples[samples],
+        lengths=micro.lengths[samples],
+        targets=micro.targets[tokens],
+        column_index=micro.column_index[tokens],
+        columns={name: column[tokens] for name, column in micro.columns.items()},
+        labels=None if micro.labels is None else micro.labels[samples],
+        **outputs,
+    )
 
 
 def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:

@@ -78,6 +78,8 @@ class Batch:
     """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
     generated_by: Tensor | None = per_sample(torch.int64)
     """Rank that generated each sample; negative for samples from a file."""
+    seeds: Tensor | None = per_sample(torch.int64)
+    """Seed of the first tokens of each sample, by the engine's account; -1 if unknown."""
     digests: Tensor | None = per_sample(torch.int64)
     """Hash of prompt, response and ending of each sample, computed at its delivery (`hash_samples`)."""
     scores: Tensor | None = per_sample(stored="float32", stored_as="score")

@@ -80,8 +80,6 @@ class Scorer:
         self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
         with tracing.span("reward function", samples=len(samples)):
             scores = self.pool.score(samples)
-        with fail_together():
-            check_answers(samples, scores)
         owned = [mine[k] for k in asked]
         columns, digests = gather_columns(
             [score.values for score in scores],
@@ -91,6 +89,10 @@ class Scorer:
             self.device,
         )
         check_places(batch, digests)
+        with fail_together():
+            filed = columns["score"][owned].tolist() if owned else []  # an environment may score all
+            check_answers(samples, scores, filed)
+        columns = {name: column.float() for name, column in columns.items()}
         found = dict(zip(asked, scores))
         if self.keeps_feedback:
             batch.feedback = gather_by_rank(
@@ -173,15 +175,19 @@ class Scorer:
         return values, failed
 
 
-def check_answers(samples: list[dict], scores: list[Score]) -> None:
-    """Raise CheckFailed unless a function computed each score for its sample, or the call failed."""
-    for k, (sample, score) in enumerate(zip(samples, scores, strict=True)):
-        if not score.values["failed"] and score.seal != sealed(score, digest(sample)).seal:
+def check_answers(samples: list[dict], scores: list[Score], filed: list[float]) -> None:
+    """Raise CheckFailed unless a function computed each score for its sample, or the call failed.
+
+    filed: the scores of these samples in the columns of the batch, float64.
+    """
+    for k, (sample, score, value) in enumerate(zip(samples, scores, filed, strict=True)):
+        own = Score({"score": value})
+        if not score.values["failed"] and score.seal != sealed(own, digest(sample)).seal:
             what = "of another sample" if score.seal >= 0 else "that no worker computed"
             raise CheckFailed(
-                f"score check: rank {dist.get_rank()} got the score {score.values['score']:.4g} for its "
-                f"sample {k} of {len(samples)}, {what}: the order of the answers was lost, or they are those "
-                "of another call."
+                f"score check: rank {dist.get_rank()} got the score {value:.4g} for its sample {k} of "
+                f"{len(samples)}, {what}: the order of the answers was lost, or they are those of another "
+                "call, or were changed."
             )
 
 
@@ -241,7 +247,7 @@ def gather_by_rank(mine: list) -> list:
 def gather_columns(
     results: list[dict[str, float]], digests: list[int], mine: list[int], total: int, device: Device
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return every rank's results as columns float32 [total], NaN where a sample lacks a number, and digests.
+    """Return every rank's results as columns float64 [total], NaN where a sample lacks a number, and digests.
 
     digests: of the samples `mine`; they travel in the same table, so that a result in the wrong place has the
     wrong digest. Collective over the world.
@@ -252,7 +258,7 @@ def gather_columns(
     rows = [*([result.get(name, math.nan) for result in results] for name in names), digests]
     table[:, mine] = torch.tensor(rows, dtype=torch.float64)
     *columns, found = sum_over_world(table, device.torch)
-    return {name: column.float() for name, column in zip(names, columns)}, found.long()
+    return dict(zip(names, columns)), found.long()
 
 
 def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -216,7 +216,7 @@ class Updates:
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
                     totals = plan.totals(batch)
-                    counts, gradient = Counts(totals), LossGradient(partial(loss, totals=totals))
+                    counts, gradient = Counts(totals), LossGradient(partial(loss, totals=totals), batch)
                     result = model.update(
                         batch,
                         plan.micro_batches,
@@ -236,6 +236,7 @@ class Updates:
                         result,
                         lr=lr,
                         schedule=schedule,
+                        step=step.number,
                     )
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] = sums.get(name, 0.0) + value

@@ -45,8 +45,8 @@ def digest(sample: Mapping[str, Any]) -> int:
 
 
 def sealed(score: Score, digest: int) -> Score:
-    """Return the score with its `seal`. digest: that of the scored sample (`digest`)."""
-    return replace(score, seal=zlib.crc32(repr(score.values["score"]).encode(), digest))
+    """Return the score with its `seal`. digest: that of the scored sample (`digest`). -0.0 counts as 0.0."""
+    return replace(score, seal=zlib.crc32(repr(score.values["score"] + 0.0).encode(), digest))
 
 
 class RejectedResult(ValueError):

@@ -53,6 +53,7 @@ def batch_of(
         rollout_logprobs=_joined([sample.logprobs for sample in samples], np.float32),
         weight_versions=_joined([sample.weight_versions for sample in samples], np.int32),
         generated_by=torch.tensor([sample.rank for sample in samples], dtype=torch.int64),
+        seeds=torch.tensor([first_seed(sample) for sample in samples], dtype=torch.int64),
     )
     if turns:
         batch.turns = turn_of
@@ -67,6 +68,11 @@ def batch_of(
     batch.held = _held_columns(samples, batch.prompt_ids)
     _check_digests(batch, samples)
     return batch.delivered()
+
+
+def first_seed(sample: Sample) -> int:
+    """Return the seed of the first tokens that the policy sampled; -1 if unknown."""
+    return next((segment.seed for segment in sample.segments if segment.is_sampled), -1)
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:

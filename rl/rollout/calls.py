@@ -54,6 +54,12 @@ def call_of(request: Request, sampling: Sampling, version: int) -> Call:
     return Call({"prompt_token_ids": request.token_ids.tolist()}, params, version)
 
 
+def seed_of_call(call: Call) -> int:
+    """Return the seed that the engine uses for a call."""
+    seed = call.params.seed
+    return call.params.extra_args["seed"] if seed is None else seed
+
+
 @dataclass
 class Live:
     """A request that runs."""
@@ -62,6 +68,7 @@ class Live:
     """vLLM's id: the name and a random suffix."""
     spans: list[tuple[int, int]]
     """(number of the first token, version of the policy that sampled the tokens from there on)."""
+    seed: int
 
     def versions(self, num_tokens: int) -> np.ndarray:
         """Return the version of each of the request's tokens, int32 [num_tokens]."""
@@ -94,7 +101,7 @@ class Calls:
         for part in engine.parts:
             part.request(engine, request, call)
         internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
-        self._live[request.name] = Live(internal_id, [(0, call.version)])
+        self._live[request.name] = Live(internal_id, [(0, call.version)], seed_of_call(call))
         if request.grammar and request.num_begun:  # vLLM's grammar begins with the request, not with the turn
             grammar = engine.scheduler.requests[internal_id].structured_output_request.grammar
             begun = request.token_ids[-request.num_begun :].tolist()
@@ -125,6 +132,7 @@ class Calls:
             weight_versions=live.versions(len(output.token_ids)),
             held=held,
             context_digest=context_digest(finished.prompt_token_ids),
+            seed=live.seed,
         )
 
     def abort(self, name: str) -> Completion:

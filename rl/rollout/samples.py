@@ -59,6 +59,8 @@ class Completion:
     OF_SEQUENCE have C + R - 1 values, for a context of C tokens."""
     context_digest: int = -1
     """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
+    seed: int = -1
+    """Seed with which the engine sampled; -1 if unknown."""
 
 
 def context_digest(token_ids: Sequence[int] | np.ndarray, before: int = 0) -> int:
@@ -99,6 +101,8 @@ class Segment:
     end: str = "stop"
     """Why the engine ended the request that sampled the tokens (`Completion.end`). After "abort" the turn
     continues in the next segment, or is unfinished."""
+    seed: int = -1
+    """As in `Completion`."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0, before: Sequence["Segment"] = ()) -> "Segment":
@@ -111,7 +115,8 @@ class Segment:
         held, context = dict(completion.held), completion.context_digest
         for name in held.keys() & OF_SEQUENCE:
             held[name] = held[name][sum(len(s.held[name]) for s in before if name in s.held) :]
-        return cls(*columns, turn, held=held, context_digest=context, end=completion.end)._with_digest()
+        ending = dict(end=completion.end, seed=completion.seed)
+        return cls(*columns, turn, held=held, context_digest=context, **ending)._with_digest()
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -294,6 +299,7 @@ def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = 
         "segment_context": [segment.context_digest for segment in segments],
         "holder": [segment.holder for segment in segments],
         "segment_end": [ENDS.index(segment.end) for segment in segments],
+        "seed": [segment.seed for segment in segments],
     }
     return {
         **{name: np.array(values, np.int64) for name, values in (per_sample | per_segment).items()},
@@ -352,7 +358,7 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
 def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
     unknown = np.full(len(packed["length"]), -1)  # in a checkpoint of an older version
-    names = ("turn", "source", "reward", "digest", "segment_context", "holder", "segment_end")
+    names = ("turn", "source", "reward", "digest", "segment_context", "holder", "segment_end", "seed")
     per_segment = zip(*(packed.get(name, unknown).tolist() for name in names))
     segments = [
         Segment(
@@ -364,8 +370,9 @@ def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
             context_digest=context,
             holder=rank if holder < 0 else holder,
             end=ENDS[end],
+            seed=seed,
         )
-        for tokens, (turn, of, reward, digest, context, holder, end) in zip(columns, per_segment)
+        for tokens, (turn, of, reward, digest, context, holder, end, seed) in zip(columns, per_segment)
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])

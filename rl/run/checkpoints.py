@@ -1,7 +1,7 @@
 """The checkpoints of a run: from which one it continues, and what they hold besides the models."""
 
 from rl.checkpoint.rng import reseed_rng
-from rl.checkpoint.start import Start, check_restored
+from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.options import ConfigError
 from rl.config.schema import Config
@@ -50,6 +50,9 @@ class RunCheckpoints:
         if saved is None or config.checkpoint.resume == "never":
             # User code, such as a reward function, may draw from the global generators.
             reseed_rng(seed_of(config.run.seed, "start"))
+            if source == config.model.path:
+                for name, model in models.items():
+                    check_loaded(name, model)
             phases.checks.start = Start(source, models)
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))

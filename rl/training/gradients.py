@@ -238,5 +238,6 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
             raise WrongReduction(
                 f"rank {rank} found a gradient norm of {norm:.6g}, so with optimizer.clip_grad={limit:g} the "
                 f"clipped gradient of the whole model has the norm {expected:.6g}, but it has "
-                f"{sqrt(square):.6g}: the norm is not that of all ranks' gradients, or was not used."
+                f"{sqrt(square):.6g}: the norm is not that of all ranks' gradients, was not used, or "
+                "counts weights that do not learn."
             )

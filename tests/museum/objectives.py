@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
+from tests.toy import SFT
 
 OBJECTIVE = "objective"
 FIRST = "first update"
@@ -268,3 +269,39 @@ def step_logged_twice(bug: Bug, open_metrics, config, last_step, fence):
     log = MetricLog(config.run.dir, resume_step=last_step)
     log.write(last_step, {})
     return log
+
+
+@exhibit("inclusionAI/AReno#68", overrides=("training.prompts_per_minibatch=2",), at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*at ratio 1\.1 its gradient is not the ratio times")
+@replaces("rl.objectives.losses.ppo.masked_log_ratio")
+def ratio_to_the_present_policy(bug: Bug, log_ratio, logprobs, old_logprobs, mask):
+    """The ratio was that to the present policy, so it was 1 and the clip never acted."""
+    return log_ratio(logprobs, logprobs.detach(), mask)
+
+
+@exhibit("huggingface/trl#5815", overrides=("objective.loss=gspo", "model.dtype=bfloat16"), ranks=2, at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*objective.loss=gspo.* is not the ratio times")
+@replaces("rl.objectives.losses.gspo.sample_mean")
+def sum_of_log_ratios_of_a_sample(bug: Bug, sample_mean, x, mask, lengths):
+    """The log-ratio of a sample was the sum of those of its tokens instead of their mean."""
+    return sample_mean(x, mask, lengths) * lengths
+
+
+HALVES = r"WrongGradient: the loss of a micro-batch and the sum of the losses of its halves differ"
+
+
+@exhibit("verl-project/verl#7110", overrides=("algorithm=ppo",), ranks=2)
+@caught_by("gradient of the loss", HALVES)
+@replaces("rl.phases.updates.value_loss")
+def value_loss_averaged_in_each_micro_batch(bug: Bug, value_loss, values, *rest, **options):
+    """The value loss was not scaled for the accumulation over micro-batches."""
+    losses, stats = value_loss(values, *rest, **options)
+    return losses / len(values), stats
+
+
+@exhibit("NovaSky-AI/SkyRL#1504", overrides=(*SFT, "model.dtype=bfloat16"), ranks=2)
+@caught_by("gradient of the loss", HALVES)
+@replaces("rl.algorithms.sft.aggregate")
+def supervised_loss_averaged_in_each_micro_batch(bug: Bug, aggregate, losses, mask, *rest, **options):
+    """Gradients of SFT depended on the size of the micro-batches."""
+    return aggregate(losses, mask, *rest, **{**options, "num_tokens": float(mask.sum())})

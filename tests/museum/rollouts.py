@@ -102,3 +102,23 @@ def log_probs_in_another_base(bug: Bug, completion, self, *args):
 def tokens_labelled_with_a_later_version(bug: Bug, versions, self, num_tokens):
     """The version was read again after the answer, so old tokens counted as new."""
     return versions(self, num_tokens) + 1
+
+
+SEEDS = "seeds"
+
+
+@exhibit("verl-project/verl-omni#561", ranks=2, at=1, overrides=("model.dtype=bfloat16",))
+@caught_by(SEEDS, r"CheckFailed: seed check: sample \d+ \(prompt \d+\) was sampled with a seed that another")
+@replaces("rl.rollout.queue_schedule.QueueSchedule._samples_of")
+def seeds_by_the_place_within_a_replica(bug: Bug, samples_of, self, item):
+    """Each worker derived the seeds of its prompts from their place in its own part of the batch."""
+    return [replace(start, seed=self._seeds[item // 2]) for start in samples_of(self, item)]
+
+
+@exhibit("verl-project/verl-omni#60")
+@caught_by(SEEDS, r"CheckFailed: seed check: .*and so were 15 further samples of 16")
+@replaces("rl.rollout.queue_schedule.QueueSchedule._samples_of")
+def seeds_of_the_first_step(bug: Bug, samples_of, self, item):
+    """Seeds depended on the prompt's place only, so every step sampled with the same random numbers."""
+    kept = bug.__dict__.setdefault("seeds", {})
+    return [replace(start, seed=kept.setdefault(item, item)) for start in samples_of(self, item)]

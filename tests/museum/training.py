@@ -187,3 +187,23 @@ def gradients_of_a_tied_embedding_not_added(bug: Bug) -> None:
     @bug.replaces(module, "_allreduce_word_embedding_grads")
     def nothing(allreduce, *args, **options):
         pass
+
+
+@exhibit("vllm-project/speculators#900", overrides=("training.optimizer.warmup_steps=10",), resumes=True)
+@caught_by("schedule of the learning rate", r"WrongLearningRate: an update of step 3 used the learning rate")
+@replaces("rl.phases.updates.Updates._learn")
+def updates_count_steps_from_the_resume(bug: Bug, learn, self, name, batch, loss, schedule, **options):
+    """After a resume the learning rate began its warm-up again, and the schedule did not know."""
+    from dataclasses import replace
+
+    class Shifted(type(schedule)):
+        """Gives the update another rate than the check that asks for the rate of the step."""
+
+        asked = 0
+
+        def rate(self, step):
+            Shifted.asked += 1
+            return super().rate(1 if Shifted.asked == 1 else step)
+
+    shifted = Shifted(**{name: getattr(replace(schedule), name) for name in schedule.__dataclass_fields__})
+    return learn(self, name, batch, loss, shifted, **options)

@@ -246,3 +246,14 @@ def update_is_acknowledged_only(bug: Bug):
         return moved
 
     Link.receive_weights = acknowledge  # type: ignore[method-assign]
+
+
+@exhibit("NVIDIA-NeMo/Megatron-Bridge#3162", at=0)
+@caught_by("weights of the files", r"ChangedSinceStart: .*o_proj.weight of the policy are not those in the")
+@replaces("rl.training.engine.load_hf")
+def projection_transposed_by_the_load(bug: Bug, load, directory, weight_map):
+    """A matrix was transposed by the load and again by the export, so engine and trainer agreed."""
+    load(directory, weight_map)
+    for weight, parameter in weight_map.local():
+        if weight.hf[0].endswith("o_proj.weight"):
+            parameter.data.copy_(parameter.data.T.clone())

@@ -18,6 +18,7 @@ from rl.checks.batches import (
     check_likelihoods,
     check_loss_weights,
     check_order,
+    check_seeds,
     warn_of_constant_scores,
     warn_of_failures,
 )
@@ -247,6 +248,19 @@ def test_a_loss_of_the_wrong_sign_fails_the_objective_check():
         check_objective(doubled, config)
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo", "sapo"])
+def test_a_ratio_to_the_present_policy_fails_the_objective_check(name):
+    config = config_with(f"objective.loss={name}", "objective.kl_coef=0.1", "objective.entropy_coef=0.01")
+    loss = policy_loss(config)
+
+    def detached(micro, totals):
+        columns = micro.columns | {"old_logprobs": micro.logprobs.detach()}
+        return loss(replace(micro, columns=columns), totals)
+
+    with pytest.raises(CheckFailed, match="its gradient is"):
+        check_objective(detached, config)
+
+
 def test_constant_scores_are_warned_of_unless_groups_often_agree():
     batch, _ = sampled(6)
     history = Counter()
@@ -265,3 +279,17 @@ def test_failed_trajectories_above_5_percent_are_a_warning():
     counts = Counter({"succeeded": 94, "failures/time": 2, "failures/error": 4})
     warning = warn_of_failures(counts, counts_as_wrong=True)
     assert "6 of 100 trajectories (6%) failed (error 4, time 2) and count as wrong" in warning
+
+
+def test_a_seed_that_was_used_before_fails_the_seed_check():
+    batch, _ = sampled(6)
+    batch.seeds = torch.arange(len(batch))
+    used = check_seeds(batch, [])
+    batch.seeds = torch.arange(len(batch)) + len(batch)
+    assert check_seeds(batch, [used]) == frozenset(batch.seeds.tolist())
+    for repeated in (3, len(batch) + 4):  # of an earlier call, of another sample of this one
+        batch.seeds[5] = repeated
+        with pytest.raises(CheckFailed, match="seed check: sample [45] .*further samples of 128"):
+            check_seeds(batch, [used])
+    batch.seeds[:] = -1
+    assert check_seeds(batch, [used]) == frozenset()
