@@ -95,6 +95,7 @@ FEATURES = {
     "pp 2": "training.pp=2",
     "cp 2": "training.cp=2",
     "engine of two ranks": "rollout.tp=2",
+    "whole experts in the engine": f"{EXPERTS} rollout.tp=2 rollout.ep=2",
     "longest first": "rollout.longest_first=true",
     "validation": "data.val=[DIR/test.parquet] validation.every=2 validation.max_prompts=4",
     "background checkpoints": "checkpoint.background=true checkpoint.every=1",

@@ -75,8 +75,9 @@ def traffic_of(args: argparse.Namespace) -> RefitTraffic:
         )
     weights, num_layers, world = architecture(hf).weights(hf), hf["num_hidden_layers"], args.world_size
     train = _layout("--train", args.train, {"tp", "pp", "ep", "etp"})
-    rollout = _layout("--rollout", args.rollout, {"tp", "pp"})
-    config = Config(training=Training(**train), rollout=Rollout(tp=rollout.get("tp", 1)))
+    rollout = _layout("--rollout", args.rollout, {"tp", "pp", "ep"})
+    sizes = {name: size for name, size in rollout.items() if name != "pp"}
+    config = Config(training=Training(**train), rollout=Rollout(**sizes))
     check_training_grid(config, world, hf)
     check_has_experts(config, [hf])
     check_rollout_grid(config, world, hf)
@@ -92,7 +93,14 @@ def traffic_of(args: argparse.Namespace) -> RefitTraffic:
             etp=training.expert_tp if experts else None,
             num_experts=experts,
         ),
-        RolloutPlacement(world, config.rollout.tp, num_layers, pp=rollout.get("pp", 1)),
+        RolloutPlacement(
+            world,
+            config.rollout.tp,
+            num_layers,
+            pp=rollout.get("pp", 1),
+            ep=config.rollout.ep,
+            num_experts=experts,
+        ),
         ranks_per_node=args.ranks_per_node,
         itemsize=ITEMSIZES[args.dtype],
         buffer_bytes=args.buffer_mib << 20,

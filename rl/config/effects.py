@@ -31,10 +31,12 @@ def readers() -> dict[str, tuple[str, list[str]]]:
 READ_WITH = [
     (
         "generation",
-        "rollout.tp rollout.stop rollout.stop_token_ids rollout.deterministic rollout.max_concurrent_samples "
-        "rollout.gpu_memory_utilization rollout.cpu_kv_cache_mib rollout.enforce_eager",
+        "rollout.tp rollout.ep rollout.stop rollout.stop_token_ids rollout.deterministic "
+        "rollout.max_concurrent_samples rollout.gpu_memory_utilization rollout.cpu_kv_cache_mib "
+        "rollout.enforce_eager",
         VALIDATE,
     ),
+    ("rollout.ep", "rollout.dp_attention", ""),
     (
         "sampling",
         "rollout.top_p rollout.top_k rollout.min_p",

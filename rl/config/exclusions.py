@@ -103,6 +103,16 @@ EXCLUSIONS = {
             "samples would continue under new weights; use roles.lag=1 or more, or roles.granularity=batch"
         )
     },
+    "rollout.dp_attention": {
+        "roles": "a replica that takes weights would stop those with its experts; leave out one of both",
+        "agents": (
+            "a replica that waits for environments would stop those with its experts; leave out one of both"
+        ),
+        "adapters in the engine": f"dummy steps have no adapter; {MERGED}",
+        "reward.judge.path, teacher.teacher_share": (
+            "a second engine would have other groups of ranks; use rollout.ep=1, or leave it out"
+        ),
+    },
     "roles.min_replicas": {
         "not roles": (
             "without generators every rank trains, and a run needs all that train; leave out "
@@ -211,6 +221,7 @@ EXCLUSIONS = {
         "rollout.carry_over": "older weights would sample a part of the tokens; leave it out",
         "lag": "older weights would sample; use roles.lag=0",
         "training.ep": "experts of several ranks are not summed in one order; use training.ep=1",
+        "rollout.ep": "experts of several ranks are not summed in one order; use rollout.ep=1",
         "training.cp": "keys of several ranks are not summed in one order; use training.cp=1",
         (
             "rollout_correction.truncate_tokens, rollout_correction.truncate_samples, "
@@ -290,10 +301,13 @@ _NOT_BUILT = {
     "adapter.base=fp8": "adapter.kind=dora, critic.share_base, a sweep",
     "adapters in the engine": "adapter.kind=dora",
     "model.numerics=bitwise": (
-        "training.router_replay, adapters in the engine, adapter.base=fp8, training.ep, training.cp, "
-        "rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls"
+        "training.router_replay, adapters in the engine, adapter.base=fp8, training.ep, rollout.ep, "
+        "training.cp, rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls"
     ),
     "a sweep": "roles, rollout.carry_over, agents, trace.steps",
+    "rollout.dp_attention": (
+        "roles, agents, adapters in the engine, reward.judge.path, teacher.teacher_share"
+    ),
     "sampling masks": "run.mode=train_only",
     "training.router_replay=engine": "run.mode=train_only",
     "rollout.carry_over": "rollout.stop",

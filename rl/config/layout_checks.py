@@ -11,6 +11,7 @@ from typing import Any
 from rl.config.adapter_checks import check_layers
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
+from rl.config.rollout import Rollout
 from rl.config.schema import Config, algorithm_of, learns_from_data, needs_engine
 from rl.models.rope import positions
 from rl.models.sizes import expert_width, num_experts, num_kv_heads
@@ -39,6 +40,11 @@ def check_layout(
         raise ConfigError(
             f"training.router_replay={config.training.router_replay} replays the choice of experts, but the "
             "model has none; leave it out."
+        )
+    if config.rollout.ep > 1 and path is None and not num_experts(hf):
+        raise ConfigError(
+            f"rollout.ep={config.rollout.ep} spreads experts over the ranks of a replica, but the model has "
+            "none; leave it out."
         )
     train, rollout = role_ranks(config, world_size)
     check_training_grid(config, len(train), hf)
@@ -159,7 +165,8 @@ def check_has_experts(config: Config, models: Iterable[dict[str, Any]]) -> None:
 
 def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:
     tp, sizes, kv_heads = config.rollout.tp, split_sizes(hf), num_kv_heads(hf)
-    if num_experts(hf):
+    experts = num_experts(hf)
+    if experts and config.rollout.ep == 1:
         sizes |= {"experts' intermediate size of {}": expert_width(hf)}
     if world_size % tp:
         raise ConfigError(
@@ -178,6 +185,29 @@ def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> N
         raise ConfigError(
             f"rollout.tp={tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads; "
             f"use {listed(fits, 'or')}."
+        )
+    if experts and config.rollout.ep > 1:
+        check_expert_ranks(config.rollout, world_size, experts, fits)
+
+
+def check_expert_ranks(rollout: Rollout, world_size: int, experts: int, fits: list[int]) -> None:
+    """Raise ConfigError if the engine's ranks cannot hold whole experts, each the same number.
+
+    experts: of a layer. fits: valid values of rollout.tp.
+    """
+    fits = [n for n in (divisors(world_size) if rollout.dp_attention else fits) if experts % n == 0]
+    if world_size % rollout.ep:
+        raise ConfigError(
+            f"rollout.ep={rollout.ep} does not divide the world of {world_size} ranks; use "
+            f"{listed(fits, 'or')}."
+        )
+    check_divides("rollout.ep", rollout.ep, {"{} experts": experts}, fits)
+    if rollout.dp_attention:
+        check_divides("rollout.tp", rollout.tp, {"rollout.ep={}": rollout.ep}, divisors(rollout.ep))
+    elif rollout.ep != rollout.tp:
+        raise ConfigError(
+            f"rollout.ep={rollout.ep} must be 1 or rollout.tp={rollout.tp}, the ranks of a replica, without "
+            f"rollout.dp_attention; use {listed([f'rollout.tp={n} rollout.ep={n}' for n in fits], 'or')}."
         )
 
 

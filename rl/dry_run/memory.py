@@ -44,6 +44,8 @@ class Layout:
     ep: int
     etp: int
     rollout_tp: int
+    rollout_ep: int
+    """Ranks over which the engine spreads whole experts; 1: each expert is split over `rollout_tp`."""
     sequence_parallel: bool
 
     @property
@@ -66,6 +68,11 @@ class Layout:
         return self.rollout_size // self.rollout_tp
 
     @property
+    def rollout_sharing(self) -> int:
+        """Number of replicas that share one copy of the experts."""
+        return max(1, self.rollout_ep // self.rollout_tp)
+
+    @property
     def is_split(self) -> bool:
         """Whether other ranks generate than train."""
         return self.world_size < self.num_ranks
@@ -78,7 +85,8 @@ class Layout:
     def rollout_placement(self, model: Model) -> RolloutPlacement:
         """Return the placement of the model's weights in generation."""
         ranks = tuple(range(self.world_size, self.num_ranks)) if self.is_split else None
-        return RolloutPlacement(self.rollout_size, self.rollout_tp, model.num_layers, ranks=ranks)
+        experts = dict(ep=self.rollout_ep if model.num_experts else 1, num_experts=model.num_experts)
+        return RolloutPlacement(self.rollout_size, self.rollout_tp, model.num_layers, ranks=ranks, **experts)
 
 
 @dataclass(frozen=True)
@@ -224,7 +232,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
     """Return the grids of the config on that number of ranks."""
     t = config.training
     train, rollout = map(len, role_ranks(config, world_size))
-    grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp
+    grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp, config.rollout.ep
     return Layout(world_size, train, rollout, *grids, t.sequence_parallel)
 
 
@@ -272,7 +280,9 @@ def estimate_memory(
     judge = models["judge"] if "judge" in models else None
     return Memory(
         stages,
-        engine_memory(config, models["policy"], hardware, points=points) if needs_engine(config) else None,
+        engine_memory(config, layout, models["policy"], hardware, points=points)
+        if needs_engine(config)
+        else None,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
         refit_buffers=config.refit.buffer_mib << 20,
         connections=0,
@@ -473,15 +483,20 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
 
-def engine_memory(config: Config, model: Model, hardware: Hardware, *, points: int = 1) -> EngineMemory:
+def engine_memory(
+    config: Config, layout: Layout, model: Model, hardware: Hardware, *, points: int = 1
+) -> EngineMemory:
     """Return the memory of the policy's engine, which holds `points` adapters if it holds them unmerged."""
     rollout, itemsize = config.rollout, ITEMSIZE[config.model.dtype]
-    elements, float32 = count_engine(model.parts, rollout.tp)
+    placement = layout.rollout_placement(model)
+    elements, float32 = count_engine(model.parts, placement)
     if config.adapter.in_engine == "adapter":
-        elements += points * count_engine(model.adapter_parts, rollout.tp)[0]
+        elements += points * count_engine(model.adapter_parts, placement)[0]
     hidden, vocab = model.hf["hidden_size"], model.hf["vocab_size"]
     query, _ = model.heads_width
     width = 3 * hidden + max(3 * model.hf["intermediate_size"], 3 * query) / rollout.tp
+    # A step of replicas that share experts has as many tokens as one of a replica that has its own.
+    width /= layout.rollout_sharing
     if model.num_experts:
         width += model.experts_per_token * 2 * hidden
     sampler = 3 * 4 * rollout.max_concurrent_samples * vocab

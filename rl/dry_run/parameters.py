@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rl.models.boxes import volume
 from rl.models.layout import VOCAB, Weight, padded_vocab, vocab_multiple
-from rl.models.placement import TrainingPlacement
+from rl.models.placement import RolloutPlacement, TrainingPlacement
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,18 @@ def _local_elements(cut, names, shapes, tp: int) -> int:
     return math.prod(Weight(names, shapes, "", "", cut).megatron_shape(tp))
 
 
-def count_engine(parts: Sequence[Part], tp: int) -> tuple[int, int]:
+def count_engine(parts: Sequence[Part], placement: RolloutPlacement) -> tuple[int, int]:
     """Return the numbers of elements on a rank of a vLLM replica: (in the model's dtype, in float32)."""
     elements = {False: 0, True: 0}
     for part in parts:
         weight = part.weight
         if weight.cut is VOCAB:
             rows, *rest = weight.shapes[0]
-            local = padded_vocab(rows, vocab_multiple(tp)) // tp * math.prod(rest)
+            local = padded_vocab(rows, vocab_multiple(placement.tp)) // placement.tp * math.prod(rest)
         else:
-            local = sum(volume(piece.local_box) for piece in weight.vllm_pieces(tp, 0))
-        elements[weight.float32] += local * part.count
+            local = sum(volume(piece.local_box) for piece in placement.pieces(weight, 0))
+        ranks = placement.ep if weight.expert is not None else 1
+        elements[weight.float32] += local * part.count // ranks
     return elements[False], elements[True]
 
 

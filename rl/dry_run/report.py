@@ -93,7 +93,10 @@ def _head(estimate: Estimate) -> str:
         )
     lines.append(f"{'training':<16}{grid}")
     if estimate.memory.engine:
-        lines.append(f"{'generation':<16}{_count(layout.replicas, 'replica')} of tp {layout.rollout_tp}")
+        words = f"{_count(layout.replicas, 'replica')} of tp {layout.rollout_tp}"
+        if layout.rollout_ep > 1:
+            words += f"; whole experts over ep {layout.rollout_ep}"
+        lines.append(f"{'generation':<16}{words}")
     return "\n".join(lines + [f"note: {note}" for note in estimate.notes])
 
 
@@ -183,13 +186,14 @@ def _work(estimate: Estimate) -> str:
         f"tokens per step: at most {estimate.max_tokens:,}; about {round(sequences * lengths.total):,} in "
         f"{sequences:,} sequences of {lengths.prompt:g} + {lengths.response:g} tokens"
     ]
-    nodes = -(-estimate.layout.rollout_tp // hardware.ranks_per_node)
+    ranks = max(estimate.layout.rollout_tp, estimate.layout.rollout_ep)
+    nodes = -(-ranks // hardware.ranks_per_node)
     if nodes > 1 and (engine := estimate.memory.engine):
         policy, layout = estimate.models["policy"], estimate.layout
         lost = seconds_between_nodes(estimate.config, layout, policy, engine, lengths, hardware)
         lines.append(
-            f"generation: a replica of tp {layout.rollout_tp} spans {nodes} nodes; every layer's all-reduces "
-            f"between them take about {lost:.0f} s of gen"
+            f"generation: {ranks} ranks on {nodes} nodes hold the weights; every layer's messages between "
+            f"them take about {lost:.0f} s of gen"
         )
     if refit := estimate.refit:
         lines.append(

@@ -147,8 +147,9 @@ def _gathers(config: Config, per_parameter: int) -> int:
 def seconds_between_nodes(
     config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
 ) -> float:
-    """Return the seconds of generation that replicas lose because their all-reduces cross nodes."""
-    one_node = replace(hardware, ranks_per_node=max(hardware.ranks_per_node, layout.rollout_tp))
+    """Return the seconds of generation that replicas lose because their messages cross nodes."""
+    ranks = max(layout.rollout_tp, layout.rollout_ep)
+    one_node = replace(hardware, ranks_per_node=max(hardware.ranks_per_node, ranks))
     arguments = config, layout, model, engine, lengths
     return _generation(*arguments, hardware) - _generation(*arguments, one_node)
 
@@ -181,7 +182,9 @@ def slots(config: Config, engine: EngineMemory, lengths: Lengths) -> float:
 
 def prefill_seconds(layout: Layout, model: Model, hardware: Hardware) -> float:
     """Return the seconds in which a replica computes a token of a context."""
-    return 2 * model.multiplied / (hardware.tflops * 1e12 * hardware.train_share * layout.rollout_tp)
+    busiest = hardware.expert_imbalance if layout.rollout_ep > 1 and model.num_experts else 1.0
+    speed = hardware.tflops * 1e12 * hardware.train_share * layout.rollout_tp
+    return 2 * busiest * model.multiplied / speed
 
 
 def decode_seconds(
@@ -193,27 +196,46 @@ def decode_seconds(
     hardware: Hardware,
     at_once: float,
 ) -> float:
-    """Return the seconds of a replica's decoding step with `at_once` samples of half their length."""
+    """Return the seconds of a replica's decoding step with `at_once` samples of half their length.
+
+    With data parallel attention the replicas that share experts have as many samples each; in a mixture each
+    of their ranks receives the tokens of all, and sends as many outputs.
+    """
     tp, itemsize = layout.rollout_tp, ITEMSIZE[config.model.dtype]
-    weights = _weights_read(model, at_once) * itemsize / tp
+    sharing = layout.rollout_sharing if model.num_experts else 1
+    dense, routed = _weights_read(model, at_once * sharing)
+    placement = layout.rollout_placement(model)
+    repeated = sum(part.elements for part in model.parts if placement.repeats(part.weight))
+    weights = itemsize * ((dense - repeated + routed / sharing) / tp + repeated)
     cache = at_once * (lengths.prompt + lengths.response / 2) * engine.bytes_per_token
-    near = tp <= hardware.ranks_per_node
     step = (weights + cache) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
-    if tp > 1:
-        message = 2 * at_once * model.hf["hidden_size"] * itemsize
-        transfer = hardware.link_seconds(message, 0) if near else hardware.link_seconds(0, message)
-        step += 2 * model.num_layers * ((NEAR_LATENCY if near else FAR_LATENCY) + transfer)
+    num_mixtures = len({part.weight.layer for part in model.parts if part.weight.expert is not None})
+    message = 2 * at_once * model.hf["hidden_size"] * itemsize
+    exchanges = num_mixtures if sharing > 1 else 0
+    step += (2 * model.num_layers - exchanges) * _all_reduce_seconds(tp, message, hardware)
+    step += exchanges * _all_reduce_seconds(tp * sharing, message * sharing, hardware)
     return max(step, at_once * prefill_seconds(layout, model, hardware))
 
 
-def _weights_read(model: Model, batch: float) -> float:
-    """Return the number of parameters that one decoding step of a batch reads.
+def _all_reduce_seconds(ranks: int, message: float, hardware: Hardware) -> float:
+    """Return the seconds of an all-reduce, or of an all-gather and a reduce-scatter, over adjacent ranks.
 
-    Only the routed experts that some token uses are read.
+    message: bytes that a rank receives.
+    """
+    if ranks == 1:
+        return 0.0
+    if ranks <= hardware.ranks_per_node:
+        return NEAR_LATENCY + hardware.link_seconds(message, 0)
+    return FAR_LATENCY + hardware.link_seconds(0, message)
+
+
+def _weights_read(model: Model, batch: float) -> tuple[float, float]:
+    """Return the numbers of parameters that one decoding step reads: (outside, in) routed experts.
+
+    batch: tokens of the step. Only the experts that some token uses are read.
     """
     routed = sum(part.elements for part in model.parts if part.weight.expert is not None)
     if not routed:
-        return model.multiplied
+        return model.multiplied, 0.0
     per_token = model.experts_per_token / model.num_experts
-    reached = 1 - (1 - per_token) ** batch
-    return model.multiplied + routed * (reached - per_token)
+    return model.multiplied - routed * per_token, routed * (1 - (1 - per_token) ** batch)

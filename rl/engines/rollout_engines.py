@@ -5,7 +5,10 @@ from dataclasses import replace
 
 from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
+from rl.config.rollout import Rollout
 from rl.config.schema import Config, needs_reward, needs_sampling_masks
+from rl.models import read_hf_config
+from rl.models.sizes import num_experts
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.parts import Part
 from rl.runtime.device import Device
@@ -47,7 +50,7 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
 
 def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
     """Return the parts of that engine. A run imports only those that it uses."""
-    parts: list[Part] = []
+    parts = expert_parts(config.rollout)
     if adapters:
         from rl.rollout.adapters import AdapterSlots
 
@@ -80,6 +83,19 @@ def frozen_engines(config: Config) -> dict[str, tuple[str, float, int]]:
     return frozen
 
 
+def expert_parts(rollout: Rollout) -> list[Part]:
+    """Return the part of an engine whose ranks hold whole experts, if there is one."""
+    if rollout.ep == 1:
+        return []
+    if rollout.dp_attention:
+        from rl.rollout.dp_attention import DataParallelAttention
+
+        return [DataParallelAttention()]
+    from rl.rollout.expert_parallel import ExpertParallel
+
+    return [ExpertParallel()]
+
+
 def build_frozen(
     config: Config, device: Device, name: str, path: str, memory_share: float, max_tokens: int
 ) -> RolloutEngine:
@@ -93,6 +109,7 @@ def build_frozen(
         device=device,
         name=name,
         frozen=True,
+        parts=expert_parts(config.rollout) if num_experts(read_hf_config(path)) else (),
     )
     engine.sleep()
     return engine

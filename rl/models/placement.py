@@ -8,12 +8,12 @@ their own grid over the same ranks.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from rl.models.layout import Weight, stage_layers
+from rl.models.layout import Piece, Weight, stage_layers
 
 Ranges = tuple[tuple[int, int], ...]
 """(first, one past the last) layer of each pipeline stage."""
@@ -112,8 +112,6 @@ class TrainingPlacement:
 class RolloutPlacement:
     """vLLM's grid: replica r begins at its rank r * tp * pp, and each stage is tp consecutive ranks.
 
-    Experts are split over tp.
-
     Raises ValueError if sizes do not divide.
     """
 
@@ -123,21 +121,73 @@ class RolloutPlacement:
     pp: int = 1
     ranks: JobRanks | None = None
     """None: the grid is the whole job."""
+    ep: int = 1
+    """Number of consecutive ranks over which the experts of a layer are spread whole, a multiple of tp; 1:
+    each expert is split over tp."""
+    num_experts: int = 0
+    """Number of routed experts of a layer; needed if ep is above 1."""
 
     def __post_init__(self):
         _check_sizes("rollout", self.world_size, self.tp, self.pp, self.num_layers)
+        if self.ep > 1 and (self.pp > 1 or self.ep % self.tp or self.world_size % self.ep):
+            raise ValueError(
+                f"rollout: ep={self.ep} must be a multiple of tp={self.tp} that divides {self.world_size} "
+                f"ranks, with pp=1 instead of {self.pp}."
+            )
+        if self.ep > 1 and (not self.num_experts or self.num_experts % self.ep):
+            raise ValueError(
+                f"rollout: ep={self.ep} does not divide {self.num_experts} routed experts; choose one that "
+                "does."
+            )
 
     def place(self, weight: Weight) -> Place:
         """Return the place of the weight in each replica."""
-        return Place(_stages(weight, vllm_ranges(self.num_layers, self.pp)))
+        return Place(_stages(weight, vllm_ranges(self.num_layers, self.pp)), self._owner(weight))
 
     def cut_size(self, weight: Weight) -> int:
         """Return the number of ranks over which the weight is split."""
-        return self.tp
+        return self.tp if self._owner(weight) is None else 1
+
+    def pieces(self, weight: Weight, tp_rank: int) -> list[Piece]:
+        """Return the pieces of the vLLM parameter on a rank that holds part `tp_rank` of the weight."""
+        if self.repeats(weight):
+            return weight.vllm_pieces(1, 0)
+        pieces = weight.vllm_pieces(self.cut_size(weight), tp_rank)
+        if weight.expert is None or self.ep == 1:
+            return pieces
+        first = self.local_expert(weight.expert)
+        return [replace(p, local_box=((first, first + 1), *p.local_box[1:])) for p in pieces]
+
+    def pieces_on(self, weight: Weight, rank: int) -> list[Piece]:
+        """Return the pieces of the vLLM parameter on a rank of the grid; none if it holds none."""
+        owner = self._owner(weight)
+        if owner is None:
+            return self.pieces(weight, rank % self.tp)
+        return self.pieces(weight, 0) if rank % self.ep == owner else []
+
+    def local_expert(self, expert: int) -> int:
+        """Return the index of a routed expert in the parameter of all experts of its rank."""
+        return expert % (self.num_experts // self.ep) if self.ep > 1 else expert
+
+    def repeats(self, weight: Weight) -> bool:
+        """Return whether vLLM holds the weight whole on every rank, although others of its kind are split.
+
+        With ep > tp > 1 each rank computes the shared experts for a part of the tokens.
+        """
+        return self.ep > self.tp > 1 and ".shared_experts." in weight.vllm
+
+    def _owner(self, weight: Weight) -> int | None:
+        """Return the expert parallel rank that holds the weight whole; None if no rank does alone."""
+        if weight.expert is None or self.ep == 1:
+            return None
+        return weight.expert // (self.num_experts // self.ep)
 
     def holders(self, place: Place) -> Holders:
         """Return every rank of the place, over all replicas."""
         ranks = np.arange(self.world_size)
+        if place.ep_rank is not None:
+            ranks = ranks[ranks % self.ep == place.ep_rank]
+            return Holders(1, _in_job(ranks, self.ranks), np.zeros_like(ranks))
         ranks = ranks[np.isin(ranks // self.tp % self.pp, place.stages)]
         return Holders(self.tp, _in_job(ranks, self.ranks), ranks % self.tp)
 

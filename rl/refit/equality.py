@@ -87,11 +87,11 @@ def plan_equality(
         if kind.stays and kind.needed is not None:
             own += [
                 Copy(number, trains.hf, trains.local_box, holds.local_box)
-                for trains, holds in _common(weight, cut, kind.source, rollout.tp, kind.needed)
+                for trains, holds in _common(weight, cut, kind.source, rollout, kind.needed)
             ]
         elif not kind.stays:
             if kind.needed is not None:
-                for piece in weight.vllm_pieces(rollout.tp, kind.needed):
+                for piece in rollout.pieces(weight, kind.needed):
                     held.append(Part(number, tensors[piece.hf], piece, 1))
             if kind.source is not None and kind.equal_ranks[number % len(kind.equal_ranks)] == rank:
                 for piece in weight.megatron_pieces(cut, kind.source):
@@ -108,11 +108,11 @@ def _kind(weight: Weight, training: TrainingPlacement, rollout: RolloutPlacement
     needed = dict(zip(needers.ranks.tolist(), needers.tp_ranks.tolist()))
     volumes: dict[int, Counter] = {tp_rank: Counter() for tp_rank in set(needed.values())}
     for tp_rank, of_names in volumes.items():
-        for piece in weight.vllm_pieces(rollout.tp, tp_rank):
+        for piece in rollout.pieces(weight, tp_rank):
             of_names[piece.hf] += volume(piece.hf_box)
 
     def trains_too(source: int | None, tp_rank: int) -> bool:
-        found = _common(weight, training.cut_size(weight), source, rollout.tp, tp_rank)
+        found = _common(weight, training.cut_size(weight), source, rollout, tp_rank)
         return sum(volume(piece.hf_box) for piece, _ in found) == volumes[tp_rank].total()
 
     mine = sources.get(rank)
@@ -128,11 +128,13 @@ def _kind(weight: Weight, training: TrainingPlacement, rollout: RolloutPlacement
     )
 
 
-def _common(weight: Weight, cut: int, source: int | None, tp: int, needed: int) -> list[tuple[Piece, Piece]]:
+def _common(
+    weight: Weight, cut: int, source: int | None, rollout: RolloutPlacement, needed: int
+) -> list[tuple[Piece, Piece]]:
     """Return the elements that a training and a generating rank share, as pieces of both parameters."""
     found = []
     for mine in () if source is None else weight.megatron_pieces(cut, source):
-        for theirs in weight.vllm_pieces(tp, needed):
+        for theirs in rollout.pieces(weight, needed):
             box = overlap(mine.hf_box, theirs.hf_box) if mine.hf == theirs.hf else None
             if box is not None:
                 found.append((Piece(mine.hf, box, mine.local(box)), Piece(mine.hf, box, theirs.local(box))))

@@ -33,11 +33,7 @@ def differences(
 
     held: the engine's tensors by vLLM's name.
     """
-    pieces = {
-        piece.hf: (weight.vllm, piece)
-        for weight in weights
-        for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica)
-    }
+    pieces = {piece.hf: (weight.vllm, piece) for weight in weights for piece in engine.pieces(weight)}
     texts = []
     for name, full in values.gathered(weights):
         if name not in pieces:

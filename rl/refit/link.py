@@ -175,7 +175,14 @@ class Link:
             plan_weights(
                 weights,
                 training,
-                RolloutPlacement(len(rollout), config.rollout.tp, num_layers, ranks=rollout),
+                RolloutPlacement(
+                    len(rollout),
+                    config.rollout.tp,
+                    num_layers,
+                    ranks=rollout,
+                    ep=config.rollout.ep,
+                    num_experts=training.num_experts,
+                ),
                 dtype=getattr(torch, config.model.dtype),
                 weight_map=weight_map,
                 engine=self._engine,

@@ -251,9 +251,9 @@ class Routing:
         for weight, place in zip(self.weights, places):
             key = weight.megatron, weight.shapes, weight.cut.split, weight.float32
             if key not in kinds:
-                cuts = self.training.cut_size(weight), self.rollout.cut_size(weight)
                 element_bytes = weight.bytes_per_element(self.itemsize)
-                kinds[key] = Kind(len(kinds), element_bytes, _intersect(weight, *cuts))
+                fragments = _intersect(weight, self.training.cut_size(weight), self.rollout)
+                kinds[key] = Kind(len(kinds), element_bytes, fragments)
             kind = kinds[key]
             # Equal layers, and the weights of one layer, use different replicas as senders, to balance load.
             turn = (kind.number + seen[kind, place]) % min(turns, len(self.held(place[0]).ranks))
@@ -281,7 +281,7 @@ class Routing:
         some = np.isin(needed.tp_ranks, destinations)
         needers, tp_ranks = needed.ranks[some], needed.tp_ranks[some]
         givers = _choose(holders, needers, self.nodes, route.turn)
-        content = needers.tobytes(), givers.tobytes()
+        content = needers.tobytes(), tp_ranks.tobytes(), givers.tobytes()
         if content not in self._streams:
             crosses = givers != needers
             packed = np.unique(givers[crosses] * self.rollout.tp + tp_ranks[crosses])
@@ -325,7 +325,7 @@ class Routing:
         return out
 
 
-def _intersect(weight: Weight, source_tp: int, destination_tp: int) -> list[Fragment]:
+def _intersect(weight: Weight, source_tp: int, rollout: RolloutPlacement) -> list[Fragment]:
     """Return every fragment of the weight.
 
     Raises ValueError unless training holds every needed element exactly once.
@@ -335,8 +335,8 @@ def _intersect(weight: Weight, source_tp: int, destination_tp: int) -> list[Frag
         for piece in weight.megatron_pieces(source_tp, tp_rank):
             held[piece.hf, piece.hf_box].append(tp_rank)
     fragments = []
-    for tp_rank in range(destination_tp):
-        for piece in weight.vllm_pieces(destination_tp, tp_rank):
+    for tp_rank in range(rollout.cut_size(weight)):
+        for piece in rollout.pieces(weight, tp_rank):
             found = []
             for (hf, box), sources in held.items():
                 part = overlap(box, piece.hf_box) if hf == piece.hf else None
@@ -485,7 +485,8 @@ def _regions(routing: Routing, roles: dict[Stream, Role], boxes: dict, number: i
             known[id(fragment)] = _local_box(_pieces(routing, number, rank, in_training), hf, box)
         local = known[id(fragment)]
         if weight.expert is not None and len(local) > len(box):  # a parameter of all experts
-            local = ((weight.expert, weight.expert + 1), *local[1:])
+            place = routing.rollout.local_expert(weight.expert)
+            local = ((place, place + 1), *local[1:])
         return Region(number, hf, box, local)
 
     copies: list[Copy] = []
@@ -512,7 +513,7 @@ def _pieces(routing: Routing, number: int, rank: int, in_training: bool) -> list
     if in_training:
         tp_rank = _tp_rank(routing.held(route.training), rank)
         return weight.megatron_pieces(routing.training.cut_size(weight), tp_rank)
-    return weight.vllm_pieces(routing.rollout.tp, _tp_rank(routing.needed(route.rollout), rank))
+    return routing.rollout.pieces(weight, _tp_rank(routing.needed(route.rollout), rank))
 
 
 def _messages(

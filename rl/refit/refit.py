@@ -206,7 +206,7 @@ def _planned(
         by_buffer[buffer_mib] = plan_weights(
             weight_map.weights,
             training,
-            RolloutPlacement(training.world_size, engine.tp, training.num_layers),
+            engine.placement,
             dtype=weight_map.dtype,
             weight_map=weight_map,
             engine=engine,
@@ -303,7 +303,7 @@ def _extents(weights: list[Weight], engine: RolloutEngine) -> dict[str, tuple[in
     """Return the shape of the part that weights fill, for each engine parameter by name."""
     out: dict[str, tuple[int, ...]] = {}
     for weight in weights:
-        for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica):
+        for piece in engine.pieces(weight):
             stops = tuple(stop for _, stop in piece.local_box)
             out[weight.vllm] = tuple(map(max, stops, out.get(weight.vllm, stops)))
     return out
@@ -331,5 +331,5 @@ def clear_padding(engine: RolloutEngine, weights: list[Weight], destinations: Ma
     """Set padding rows of a vocabulary to 0, as vLLM's loader does."""
     for number, weight in enumerate(weights):
         if weight.cut is VOCAB:
-            pieces = weight.vllm_pieces(engine.tp, engine.rank_in_replica)
+            pieces = engine.pieces(weight)
             destinations[number][max((piece.local_box[0][1] for piece in pieces), default=0) :].zero_()

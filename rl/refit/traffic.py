@@ -106,7 +106,7 @@ def _bounds(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
             routing.needed(route.rollout),
         )
         if route.kind not in shards:
-            shards[route.kind] = _shards(weight, held.tp, needed.tp)
+            shards[route.kind] = _shards(weight, held.tp, routing.rollout)
         trained, served, both = shards[route.kind]
         bound[needed.ranks] += size * served[needed.tp_ranks]
         at = np.full(routing.world_size, -1)
@@ -118,13 +118,13 @@ def _bounds(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
     return bound, gather
 
 
-def _shards(weight: Weight, tp: int, rollout_tp: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _shards(weight: Weight, tp: int, rollout: RolloutPlacement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count the elements that each tensor parallel rank trains, serves, and both.
 
-    Returns int64 [tp], [rollout_tp] and [tp, rollout_tp].
+    Returns int64 [tp], [r] and [tp, r] for r tensor parallel ranks in generation.
     """
     trained = [weight.megatron_pieces(tp, rank) for rank in range(tp)]
-    served = [weight.vllm_pieces(rollout_tp, rank) for rank in range(rollout_tp)]
+    served = [rollout.pieces(weight, rank) for rank in range(rollout.cut_size(weight))]
     both = [[sum(_common(a, b) for a in ours for b in theirs) for theirs in served] for ours in trained]
     return _sizes(trained), _sizes(served), np.array(both)
 

@@ -112,16 +112,55 @@ def _live_experts(
     """Sum the outputs of each token's experts; replaces CPUUnquantizedExperts.apply.
 
     output, hidden_states: [T, H]. w1: [E, 2F/tp, H], the rows of gate, then those of up. w2: [E, H, F/tp].
-    topk_weights, topk_ids: [T, k].
+    topk_weights, topk_ids: [T, k]. expert_map: with expert parallelism the index in w1 and w2 of each expert
+    of the layer, -1 for those of other ranks, whose outputs vLLM adds.
     """
-    assert activation.value == "silu" and expert_map is None and not apply_router_weight_on_input
+    assert activation.value == "silu" and not apply_router_weight_on_input
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
-    for expert in topk_ids.unique().tolist():
-        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+    own = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    for expert in own[own >= 0].unique().tolist():
+        token, choice = (own == expert).nonzero(as_tuple=True)
         gate, up = torch.nn.functional.linear(hidden_states[token], w1[expert]).chunk(2, -1)
         out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
         total.index_add_(0, token, out * topk_weights[token, choice, None].float())
     output.copy_(total)
+
+
+@functools.cache
+def add_collectives_of_experts() -> None:
+    """Add the collectives with which vLLM exchanges tokens between replicas that share experts.
+
+    Its CPU communicator lacks them; those of its CUDA communicator have the same arguments. Does nothing on
+    CUDA.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self, input_, dim=0, sizes=None):
+        """Return the inputs [sizes[i], ...] of all ranks, concatenated; of a list of inputs, a list."""
+        assert dim == 0
+        if isinstance(input_, list):
+            return [self.all_gatherv(each, dim, sizes) for each in input_]
+        sizes = sizes or [len(input_)] * self.world_size
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(gathered, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes)])
+
+    def reduce_scatterv(self, input_, dim=0, sizes=None):
+        """Return this rank's part of the sum of the inputs [sum(sizes), ...] over the ranks."""
+        assert dim == 0
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        sizes = sizes or [len(total) // self.world_size] * self.world_size
+        return total.split(sizes)[self.rank_in_group].contiguous()
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
 @functools.cache

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from rl.config.rollout import Rollout
 from rl.data.prompts import Prompt
-from rl.models import read_hf_config, rope
+from rl.models import read_hf_config, rope, sizes
+from rl.models.layout import Piece, Weight
+from rl.models.placement import RolloutPlacement
 from rl.rollout import cpu_support
 from rl.rollout.calls import Calls
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
@@ -73,6 +75,9 @@ class RolloutEngine:
         self.leads = self.rank_in_replica == 0
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         self.hf = rope.scaled(read_hf_config(path), rope_scaling or {})
+        num_layers, num_experts = self.hf["num_hidden_layers"], sizes.num_experts(self.hf)
+        ep = rollout.ep if num_experts else 1
+        self.placement = RolloutPlacement(world, self.tp, num_layers, ep=ep, num_experts=num_experts)
         self.adapters: AdapterSlots | None = None
         """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
@@ -161,6 +166,10 @@ class RolloutEngine:
         for part in self.parts:
             weights = part.weights(weights)
         return weights
+
+    def pieces(self, weight: Weight) -> list[Piece]:
+        """Return the pieces of the parameter `weight.vllm` on this rank; none if it holds none."""
+        return self.placement.pieces_on(weight, dist.get_rank())
 
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -301,8 +310,13 @@ class RolloutEngine:
                             calls.note_version(version)
                         case Done(aborted):
                             calls.abort_all()
+                            for part in self.parts:
+                                part.end(self)
                             return not aborted
-            if len(calls) and not waits:
+            steps = len(calls) > 0 and not waits
+            if any([part.step_together(self, steps) for part in self.parts]):
+                step += 1
+            if steps:
                 for name, completion in calls.step():
                     has_finished = True
                     self._deliver(source, name, completion)

@@ -61,9 +61,17 @@ class Waiting:
     """Name of the awaited thing, for the report of a hang."""
 
 
-Event = Add | Abort | Weights | Done | Waiting
+@dataclass(frozen=True)
+class DummySteps:
+    """Engine steps without requests, which the replica took because others with its experts had some
+    (`rl.rollout.dp_attention`). The log notes them; no leader decides them."""
 
-EVENT_TYPES = (Add, Abort, Weights, Done, Waiting, Request)
+    num_steps: int
+
+
+Event = Add | Abort | Weights | Done | Waiting | DummySteps
+
+EVENT_TYPES = (Add, Abort, Weights, Done, Waiting, DummySteps, Request)
 """Types that a record may contain."""
 
 
@@ -106,6 +114,18 @@ class EventLog:
         if kept and self._keep_records:
             self.records.append((step, kept))
         return events
+
+    def note_dummy_step(self) -> None:
+        """Add a dummy step to the hash, and to the records after those of the last record's step."""
+        self._hash.update(b"dummy")
+        if not self._keep_records:
+            return
+        step, events = self.records[-1] if self.records else (0, [])
+        match events:
+            case [DummySteps(num_steps)]:
+                self.records[-1] = (step, [DummySteps(num_steps + 1)])
+            case _:
+                self.records.append((step, [DummySteps(1)]))
 
     def note(self, name: str, token_ids: np.ndarray) -> None:
         """Add a completion of this rank's engine to the hash."""

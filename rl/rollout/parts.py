@@ -29,6 +29,16 @@ class Part:
     def begin(self, engine: "RolloutEngine") -> None:
         """Prepare a call of `RolloutEngine.run`."""
 
+    def step_together(self, engine: "RolloutEngine", steps: bool) -> bool:
+        """Prepare an engine step that other replicas take too; return whether a dummy step was taken.
+
+        Called once per iteration of `RolloutEngine.run`. steps: whether this replica has requests to compute.
+        """
+        return False
+
+    def end(self, engine: "RolloutEngine") -> None:
+        """End a call of `RolloutEngine.run`."""
+
     def request(self, engine: "RolloutEngine", request: Request, call: Call) -> None:
         """Change the arguments with which vLLM takes a request."""
 

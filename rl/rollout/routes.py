@@ -84,7 +84,8 @@ class CpuRoutes:
 
         slots = next(iter(get_forward_context().slot_mapping.values()))
         assert len(slots) == len(topk_ids), "the engine pads its steps"
-        self._slots[slots.numpy(), self._place[layer_id]] = topk_ids.numpy()
+        real = slots >= 0  # a dummy step has no slots
+        self._slots[slots[real].numpy(), self._place[layer_id]] = topk_ids[real].numpy()
 
     def _keep(self, request) -> None:
         """Copy the routes of a request whose blocks of the cache will be freed."""

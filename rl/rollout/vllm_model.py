@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rl.config.rollout import Rollout
 from rl.models import SUPPORTED, rope
@@ -45,7 +46,7 @@ def build_llm(
         # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
         unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}
         options = options | {"hf_overrides": rope.engine_fields(hf) | unquantised}
-    with _process_state_kept(device):
+    with _process_state_kept(device, rollout):
         llm = LLM(
             path,
             distributed_executor_backend="external_launcher",
@@ -100,18 +101,22 @@ def _abort_in_order(client) -> None:
 
 
 @contextmanager
-def _process_state_kept(device: Device) -> Iterator[None]:
+def _process_state_kept(device: Device, rollout: Rollout) -> Iterator[None]:
     """Restore the process state that vLLM's constructor changes.
 
     The constructor seeds every generator, sets LOCAL_WORLD_SIZE and replaces torch.set_num_threads. It
     selects its GPU by LOCAL_RANK, which is the wrong index if each rank sees only one GPU (srun
-    --gpus-per-task). LOCAL_RANK is therefore set to the device's index inside the context.
+    --gpus-per-task). LOCAL_RANK is therefore set to the device's index inside the context. It computes the
+    data parallel rank of the attention as if the ranks of one copy of the experts were all ranks; RANK is
+    therefore the rank among these.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    environment = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    environment = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     set_num_threads = torch.set_num_threads
     if device.is_cuda:
         os.environ["LOCAL_RANK"] = str(device.torch.index)
+    if rollout.dp_attention:
+        os.environ["RANK"] = str(dist.get_rank() % rollout.ep)
     yield
     random.setstate(states[0])
     np.random.set_state(states[1])

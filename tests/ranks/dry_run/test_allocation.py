@@ -71,7 +71,9 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
         per_parameter = (4 if itemsize == 2 else 0) + (4 if adam.moments == "bfloat16" else 8)
         tp, pp, ep = map(int, sizes.split("x"))
         etp = 1 if ep > 1 else tp
-        layout = Layout(WORLD, WORLD, WORLD, tp, pp, 1, ep, etp, rollout_tp=1, sequence_parallel=True)
+        layout = Layout(
+            WORLD, WORLD, WORLD, tp, pp, 1, ep, etp, rollout_tp=1, rollout_ep=1, sequence_parallel=True
+        )
         counts = count_stages(model.parts, layout.placement(model))
         learned = counts
         if adapters:

@@ -62,7 +62,7 @@ def train(link, config, hf, store) -> dict:
 def generate(link, config, hf, store) -> dict:
     """Receive two versions, and compare them with the checkpoint's."""
     weights, rank = architecture(hf).weights(hf), dist.get_rank()
-    engine = PlainEngine(weights, config.rollout.tp, link.device, rank)
+    engine = PlainEngine(weights, config.rollout.tp, link.device, config.rollout.ep)
     files = tensor_files(config.model.path, weights)
     reader = TensorReader(files)
     whole_tensors = {
@@ -72,7 +72,7 @@ def generate(link, config, hf, store) -> dict:
     }
     link.plan_weights(config, hf, engine=engine)
     out: dict = dict(planned=link._planned[0].plan.bytes_received, received=[], differing=[], mismatch="")
-    pieces = (piece for w in weights for piece in w.vllm_pieces(engine.tp, engine.rank_in_replica))
+    pieces = (piece for w in weights for piece in engine.pieces(w))
     out["needed"] = 4 * sum(volume(piece.hf_box) for piece in pieces)
     for version in (0, 1):
         assert store.wait([f"computed {version}"], WAIT_S)
@@ -114,8 +114,9 @@ def damaging(engine):
     return transfer
 
 
-def main(checkpoint: str, out: str, *cases: str) -> None:
-    device, hf, results = choose_device(RANKS.local_rank), read_hf_config(checkpoint), []
+def enter_role(num_train: int, device):
+    """Make this rank's role its world; return (torch's store of the job, the job's store, whether it
+    trains)."""
     job = dist.TCPStore(
         RANKS.master_addr, RANKS.master_port, RANKS.world_size, RANKS.rank == 0, wait_for_workers=False
     )
@@ -124,12 +125,19 @@ def main(checkpoint: str, out: str, *cases: str) -> None:
         job.set("port", str(listener.getsockname()[1]))
         process = StoreProcess(listener, SECRET)  # ends with this one  # noqa: F841
     own = connect_to("127.0.0.1", int(job.get("port")), SECRET)
-    counts = [int(n) for n in cases[0].split(":")[0].split(",")]
-    trains = RANKS.rank < counts[0]
+    trains = RANKS.rank < num_train
     role = dist.PrefixStore("train" if trains else "rollout", job)
-    rank = RANKS.rank if trains else RANKS.rank - counts[0]
-    dist.init_process_group(device.backend, store=role, rank=rank, world_size=counts[0 if trains else 1])
+    rank = RANKS.rank if trains else RANKS.rank - num_train
+    size = num_train if trains else RANKS.world_size - num_train
+    dist.init_process_group(device.backend, store=role, rank=rank, world_size=size)
     session._gloo_group = dist.new_group(backend="gloo")
+    return job, own, trains
+
+
+def main(checkpoint: str, out: str, *cases: str) -> None:
+    device, hf, results = choose_device(RANKS.local_rank), read_hf_config(checkpoint), []
+    counts = [int(n) for n in cases[0].split(":")[0].split(",")]
+    job, own, trains = enter_role(counts[0], device)
     for number, case in enumerate(cases):
         _, training, tp = case.split(":")
         sizes = dict(zip(("tp", "pp", "ep"), map(int, training.split("x"))))

@@ -2,7 +2,7 @@
 
     refit_worker.py CHECKPOINT OUT ENGINE LAYOUT [LAYOUT ...]
 
-ENGINE is vllm:TP or plain:TP[,TP...], LAYOUT is TPxPP[xEPxETP].
+ENGINE is vllm:TP or plain:TP[xEP][,TP[xEP]...], LAYOUT is TPxPP[xEPxETP].
 
 For each training layout and rollout TP: what a refit moved, counted where tensors are handed to the
 transport, and whether the engine's parameters are then what its own loader makes of whole tensors. Each rank
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.layout import VOCAB, index, padded_vocab, vocab_multiple  # noqa: E402
+from rl.models.placement import RolloutPlacement, count_experts  # noqa: E402
 from rl.refit import gather, transfer  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.refit.values import values_of  # noqa: E402
@@ -41,34 +42,38 @@ class PlainEngine:
     """Parameters as vLLM's, without vLLM: a process can have several, of any tensor parallel size. Its loader
     takes pieces by the layout, which tests/unit/models/test_layout.py and the runs on vLLM check."""
 
-    def __init__(self, weights, tp, device, rank=RANKS.rank):
-        self.tp, self.rank_in_replica, self.device, self.changes = tp, rank % tp, device, 0
+    def __init__(self, weights, tp, device, ep=1, dtype=torch.float32):
+        self.tp, self.rank_in_replica, self.device, self.changes = tp, dist.get_rank() % tp, device, 0
         self.adapters = None
+        experts = count_experts(weights)
+        self.placement = RolloutPlacement(dist.get_world_size(), tp, 9, ep=ep, num_experts=experts)
         shapes = {}
+        dtypes = {weight.vllm: torch.float32 if weight.float32 else dtype for weight in weights}
         for weight in weights:
             if weight.cut is VOCAB:
                 rows, *rest = weight.shapes[0]
                 shapes[weight.vllm] = (padded_vocab(rows, vocab_multiple(tp)) // tp, *rest)
                 continue
-            for piece in weight.vllm_pieces(tp, self.rank_in_replica):
+            for piece in self.pieces(weight):
                 stops = tuple(stop for _, stop in piece.local_box)
                 shapes[weight.vllm] = tuple(map(max, stops, shapes.get(weight.vllm, stops)))
-        self.parameters = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-        self.pieces = {
-            piece.hf: (weight.vllm, piece)
-            for weight in weights
-            for piece in weight.vllm_pieces(tp, self.rank_in_replica)
+        self.parameters = {
+            name: torch.full(shape, torch.nan, dtype=dtypes[name]) for name, shape in shapes.items()
         }
+        self.targets = {piece.hf: (weight.vllm, piece) for weight in weights for piece in self.pieces(weight)}
         self.padded = {weight.vllm: weight.shapes[0][0] for weight in weights if weight.cut is VOCAB}
+
+    def pieces(self, weight):
+        return self.placement.pieces_on(weight, dist.get_rank())
 
     def weights(self):
         return self.parameters
 
     def load_weights(self, weights):
         for name, full in weights:
-            if name not in self.pieces:
+            if name not in self.targets:
                 continue
-            into, piece = self.pieces[name]
+            into, piece = self.targets[name]
             target = self.parameters[into][index(piece.local_box)]
             target.copy_(full[index(piece.hf_box)].reshape(target.shape))
         for name, rows in self.padded.items():
@@ -132,7 +137,7 @@ def lower_bound(trainer, engine, *, without: str = "") -> int:
         missing = {
             name: torch.zeros(shape, dtype=torch.bool) for name, shape in zip(weight.hf, weight.shapes)
         }
-        for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica):
+        for piece in engine.pieces(weight):
             missing[piece.hf][index(piece.hf_box)] = True
         if weight.hf in local:
             for piece in weight.megatron_pieces(*trainer.weight_map.tensor_split(weight)):
@@ -210,7 +215,7 @@ def corrupted(trainer, engine) -> dict:
 def pieces_of(trainer, engine, name):
     weights = [weight for weight in trainer.weight_map.weights if weight.vllm == name]
     for weight in weights:
-        for piece in weight.vllm_pieces(engine.tp, engine.rank_in_replica):
+        for piece in engine.pieces(weight):
             yield weight, piece
 
 
@@ -255,15 +260,16 @@ def main(checkpoint: str, out: str, engine_kind: str, *layouts: str) -> None:
             training = Training(tp=tp, pp=pp, **dict(zip(("ep", "etp"), expert)))
             grid = new_grid(tp, pp, *expert)
             trainer = TrainingEngine(ModelSpec(checkpoint, hf, "float32"), training, grid, device)
-            for rollout_tp in map(int, tps.split(",")):
+            for name in tps.split(","):
+                sizes = [int(size) for size in name.split("x")]
                 if kind == "plain":
-                    engine = PlainEngine(trainer.weight_map.weights, rollout_tp, device)
+                    engine = PlainEngine(trainer.weight_map.weights, sizes[0], device, *sizes[1:])
                 elif engine is None:
-                    rollout = rollout_config(checkpoint, rollout_tp)
+                    rollout = rollout_config(checkpoint, sizes[0])
                     engine = RolloutEngine(
                         checkpoint, rollout, dtype="float32", max_tokens=128, seed=1, device=device
                     )
-                results.append(dict(layout=layout, rollout_tp=rollout_tp) | examine(trainer, engine))
+                results.append(dict(layout=layout, rollout_tp=name) | examine(trainer, engine))
             if kind == "plain" and layout == "2x1":
                 results[-1]["replicas"] = examine_replicas(
                     trainer, PlainEngine(trainer.weight_map.weights, 4, device)

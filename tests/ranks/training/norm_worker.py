@@ -61,7 +61,7 @@ def main(directory: str, *checkpoints: str) -> None:
     with session(RANKS) as device:
         for path in checkpoints:
             hf = read_hf_config(path)
-            of_tp = {tp: config_of(path, tp, 1, 1, 1) for tp in (1, 2)}
+            of_tp = {tp: config_of(path, tp, 1, 1, (1, 1)) for tp in (1, 2)}
             found = {}
             found["tp2"], found["wrong"], found["weights"] = norm_of(of_tp[2], hf, 2, device)
             if hf["architectures"][0] == MLA:

@@ -1,9 +1,10 @@
 """One rank of the parity tests: the log-probs of Hugging Face, Megatron in several layouts and vLLM after a
 refit.
 
-    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP LAYOUT [LAYOUT ...]
+    parity_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT LAYOUT [LAYOUT ...]
 
-LAYOUT is TPxPPxEP[xETP[xCP]]; ETP 0 is its default.
+ROLLOUT is TP[xEP] of the engine, with data parallel attention if EP is larger than TP. LAYOUT is
+TPxPPxEP[xETP[xCP]]; ETP 0 is its default.
 
 Rank 0 writes the largest differences to OUT_DIR/out.json, and what the last layout exports after reading
 checkpoint b to OUT_DIR/export. The gradients are compared through an optimizer step.
@@ -11,6 +12,7 @@ checkpoint b to OUT_DIR/export. The gradients are compared through an optimizer 
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_groups import RANKS, new_grid  # isort: skip
@@ -20,13 +22,16 @@ from transformers import AutoModelForCausalLM
 
 from rl.checkpoint.hf import export_hf
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
+from rl.engines import rollout_engines
 from rl.engines.engines import build_policy
 from rl.models import architecture, read_hf_config
 from rl.refit.refit import check_refit, refit
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.events import DummySteps
 from rl.rollout.exchange import exchange
-from rl.rollout.sampling import plain_sampling
+from rl.rollout.sampling import Sampling, plain_sampling
+from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
 from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.weights import load_hf
@@ -39,7 +44,7 @@ SAMPLING = plain_sampling(1, 12, temperature=TEMPERATURE)
 
 
 def config_of(
-    checkpoint: str, tp: int, pp: int, ep: int, rollout_tp: int, etp: int = 0, cp: int = 1
+    checkpoint: str, tp: int, pp: int, ep: int, rollout: tuple[int, int], etp: int = 0, cp: int = 1
 ) -> Config:
     optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
     return resolve(
@@ -57,7 +62,9 @@ def config_of(
                 optimizer=optimizer,
             ),
             rollout=Rollout(
-                tp=max(1, rollout_tp),
+                tp=rollout[0],
+                ep=rollout[1],
+                dp_attention=rollout[1] > rollout[0],
                 temperature=TEMPERATURE,
                 max_response_tokens=64,
                 max_concurrent_samples=4,
@@ -90,9 +97,21 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
-def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *layouts: str) -> None:
+@torch.no_grad()
+def differs_from_greedy(model, batch) -> int:
+    """Return the number of tokens of the responses that are not the most probable ones by `model`."""
+    wrong = 0
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids, strict=True):
+        ids = torch.tensor([[*prompt.tolist(), *response.tolist()]])
+        best = model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        wrong += int((best != torch.tensor(response.tolist())).sum())
+    return wrong
+
+
+def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layouts: str) -> None:
     results: dict = {}
-    tp_of_rollout = int(rollout_tp)
+    rollout_tp, rollout_ep = map(int, f"{rollout}x1".split("x")[:2])
+    sizes = rollout_tp, rollout_ep
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint_a)
         architecture(hf).check(hf)
@@ -104,14 +123,22 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                 references[name] = model.eval()
                 columns[name] = hf_logprobs(model, batch, temperature=TEMPERATURE)
             gradient = hf_gradient(references["b"], columns["b"][0], Path(out_dir, "gradient"))
-        config = config_of(checkpoint_a, 1, 1, 1, tp_of_rollout)
+        config = config_of(checkpoint_a, 1, 1, 1, sizes)
+        options: dict = dict(dtype="float32", max_tokens=128, seed=1, device=device)
         engine = RolloutEngine(
-            checkpoint_a, config.rollout, dtype="float32", max_tokens=128, seed=1, device=device
+            checkpoint_a, config.rollout, **options, parts=rollout_engines.expert_parts(config.rollout)
         )
+
+        def samples_of(sampling: Sampling):
+            """The engine's samples of the batch's prompts, on every rank."""
+            drawn = engine.generate(batch.prompt_ids, sampling, list(range(len(batch))))
+            mine = drawn if engine.rank_in_replica == 0 else []
+            return batch_of(exchange(mine, device), batch.prompt_ids, samples_per_prompt=1)
+
         for layout in layouts:
             tp, pp, ep, *more = map(int, layout.split("x"))
             etp, cp = [*more, *(0, 1)[len(more) :]]
-            config = config_of(checkpoint_a, tp, pp, ep, tp_of_rollout, etp, cp)
+            config = config_of(checkpoint_a, tp, pp, ep, sizes, etp, cp)
             trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp, cp), device)
             for name, checkpoint in (("a", checkpoint_a), ("b", checkpoint_b)):
                 load_hf(checkpoint, trainer.weight_map)
@@ -120,11 +147,14 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                 found = trainer.forward(batch, plans, ("logprobs", "entropy", "sum_p_squared"))
                 traffic = refit(trainer, engine)
                 check_refit(trainer, engine)
-                drawn = engine.generate(batch.prompt_ids, SAMPLING, list(range(len(batch))))
-                mine = drawn if engine.rank_in_replica == 0 else []
-                sampled = batch_of(
-                    exchange(mine, device), batch.prompt_ids, samples_per_prompt=SAMPLING.samples_per_prompt
-                )
+                sampled = samples_of(SAMPLING)
+                greedy = samples_of(replace(SAMPLING, temperature=0.0)) if rollout_ep > 1 else None
+                if rollout_ep > 1:
+                    # One prompt for all replicas: those that share experts with the one that draws it wait.
+                    engine.generate(batch.prompt_ids[:1], SAMPLING, [0])
+                    noted = [event for _, events in engine.events.records for event in events]
+                    own = sum(event.num_steps for event in noted if isinstance(event, DummySteps))
+                    dummy_steps = gather_objects(own)
                 if RANKS.rank > 0:
                     continue
                 kinds = ("megatron", "entropy", "sum_p_squared")
@@ -133,6 +163,9 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout_tp: str, *l
                     expected = hf_logprobs(references[name], sampled, temperature=TEMPERATURE)[0]
                 sides["largest"] = float(columns[name][0].abs().max())  # log-prob: rounding is relative to it
                 sides["vllm"] = difference(sampled.rollout_logprobs, expected)
+                if greedy is not None:
+                    sides["not_greedy"] = differs_from_greedy(references[name], greedy)
+                    sides["dummy_steps"] = dummy_steps
                 sides |= {"sampled_tokens": int(sampled.lengths.sum()), "fallback": traffic.fallback}
                 results[f"{layout} {name}"] = sides
             if layout == layouts[-1]:

@@ -1,8 +1,9 @@
 """One rank of test_router_replay.py: replays the engine's routes in the trainer, in several layouts.
 
-    replay_worker.py CHECKPOINT DTYPE OUT_DIR LAYOUT [LAYOUT ...]
+    replay_worker.py CHECKPOINT DTYPE OUT_DIR ENGINE LAYOUT [LAYOUT ...]
 
-LAYOUT is TPxPPxEP. Rank r writes its figures by layout to OUT_DIR/r.json.
+ENGINE is TPxEP, with data parallel attention if EP is larger. LAYOUT is TPxPPxEP. Rank r writes its figures
+by layout to OUT_DIR/r.json.
 """
 
 import json
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
+from rl.engines import rollout_engines
 from rl.engines.engines import build_policy
 from rl.models import read_hf_config
 from rl.rollout.batches import batch_of
@@ -151,12 +153,14 @@ def run_old_policy(checkpoint, layout, hf, batch, plan, device) -> dict:
     return {"replayed": same, "micro-batches that would differ": would_differ}
 
 
-def main(checkpoint: str, dtype: str, out_dir: str, *layouts: str) -> None:
+def main(checkpoint: str, dtype: str, out_dir: str, engine_layout: str, *layouts: str) -> None:
     results = {}
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint)
-        rollout = Rollout(tp=2, max_concurrent_samples=4, cpu_kv_cache_mib=16)
-        options = dict(max_tokens=256, seed=1, device=device, frozen=True, parts=[Routes()])
+        tp, ep = map(int, engine_layout.split("x"))
+        rollout = Rollout(tp=tp, ep=ep, dp_attention=ep > tp, max_concurrent_samples=4, cpu_kv_cache_mib=16)
+        parts = [*rollout_engines.expert_parts(rollout), Routes()]
+        options = dict(max_tokens=256, seed=1, device=device, frozen=True, parts=parts)
         engine = RolloutEngine(checkpoint, rollout, dtype=dtype, **options)
         if engine.scheduler.scheduler_config.enable_chunked_prefill:  # not with DeepSeek's attention on CPU
             engine.scheduler.max_num_scheduled_tokens = CHUNK

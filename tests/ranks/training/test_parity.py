@@ -68,7 +68,7 @@ GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
 
 
 def run_parity(
-    directory, world_size: int, rollout_tp: int, layouts: list[str], case: str, worker: Path = WORKER
+    directory, world_size: int, rollout: int | str, layouts: list[str], case: str, worker: Path = WORKER
 ) -> dict:
     architecture, tie, _ = CASES[case]
     scaling = case.rpartition("-")[2]
@@ -77,7 +77,7 @@ def run_parity(
         save_tiny(architecture, directory / name, seed=seed, tie=tie, **options)
         for seed, name in enumerate("ab")
     ]
-    run_ranks(world_size, worker, *checkpoints, directory, rollout_tp, *layouts, timeout=600)
+    run_ranks(world_size, worker, *checkpoints, directory, rollout, *layouts, timeout=600)
     results = json.loads((directory / "out.json").read_text())
     sides = ("megatron", "entropy", "sum_p_squared", "vllm", "gradient")
     print(case, {side: max(found.get(side, 0) for found in results.values()) for side in sides})
@@ -129,6 +129,28 @@ def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
 @pytest.mark.parametrize("case", ["qwen2", "mixtral"])
 def test_a_replica_with_more_ranks_than_kv_heads(tmp_path, case):
     assert_equal_logprobs(run_parity(tmp_path, 4, 4, ["2x2x1"], case), ["2x2x1"])
+
+
+@pytest.mark.parametrize(
+    ("case", "rollout"),
+    [
+        (case, rollout)
+        if (case, rollout) == ("qwen3-moe", "1x2")
+        else pytest.param(case, rollout, marks=pytest.mark.slow)
+        for case in ("qwen3-moe", "deepseek-v3")
+        for rollout in ("2x2", "4x4", "1x2", "2x4", "1x4")
+    ],
+)
+def test_ranks_of_the_engine_may_hold_whole_experts(tmp_path, case, rollout):
+    """TP x EP of the engine; where EP is larger, replicas share experts and step together."""
+    tp, ep = map(int, rollout.split("x"))
+    results = run_parity(tmp_path, 4, rollout, ["2x1x2"], case)
+    assert_equal_logprobs(results, ["2x1x2"])
+    for found in results.values():
+        assert found["not_greedy"] == 0
+        # One replica computes a prompt, and those that share its experts take as many dummy steps.
+        idle = [steps for steps in found["dummy_steps"] if steps]
+        assert len(idle) == ep - tp and len(set(idle)) <= 1
 
 
 def test_a_replica_per_rank(tmp_path):

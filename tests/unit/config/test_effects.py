@@ -23,6 +23,7 @@ SAMPLING = {
     "top_p": 0.9,
     "top_k": 5,
     "min_p": 0.1,
+    "ep": 2,
     "stop": "[END]",
     "stop_token_ids": "[7]",
     "deterministic": "true",
@@ -34,6 +35,7 @@ SAMPLING = {
 }
 WITHOUT_ANOTHER = {
     "rollout.biased_truncation": "true",
+    "rollout.dp_attention": "true",
     "rollout.oversample": 1.5,
     "rollout.max_staleness": 2,
     "rollout.on_stale": "drop",

@@ -47,6 +47,7 @@ def refuse(world_size, *overrides, **hf):
         (8, ["training.tp=4", "training.ep=2", "training.etp=4"]),
         (4, ["training.tp=2"]),
         (12, ["training.tp=4", "training.ep=3", "training.pp=1", "rollout.tp=4"]),
+        (4, ["rollout.tp=2", "rollout.ep=2"]),
     ],
 )
 def test_layouts_whose_experts_fit_are_accepted(world_size, overrides):
@@ -71,6 +72,20 @@ def test_sizes_of_experts_require_a_model_with_experts():
     check_has_experts(config, [dense, MOE])
     with pytest.raises(ConfigError, match="training.ep=2 .* has any; leave them out"):
         check_has_experts(config, [dense, dense])
+
+
+def test_an_engine_of_whole_experts_needs_ranks_that_divide_them():
+    assert refuse(4, "rollout.tp=4", "rollout.ep=4") == (
+        "rollout.ep=4 does not divide the model's 6 experts; use 1 or 2."
+    )
+    assert refuse(4, "rollout.tp=4", "rollout.ep=2") == (
+        "rollout.ep=2 must be 1 or rollout.tp=4, the ranks of a replica, without rollout.dp_attention; use "
+        "rollout.tp=1 rollout.ep=1 or rollout.tp=2 rollout.ep=2."
+    )
+    assert refuse(2, "rollout.tp=2", "rollout.ep=2", num_experts=None) == (
+        "rollout.ep=2 spreads experts over the ranks of a replica, but the model has none; leave it out."
+    )
+    accept(16, "rollout.tp=16", "rollout.ep=16", num_attention_heads=16, num_experts=16, vocab_size=64)
 
 
 def test_etp_other_than_tp_requires_ep():

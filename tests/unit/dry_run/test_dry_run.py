@@ -16,6 +16,7 @@ from rl.dry_run.memory import layer_elements, layout_of
 from rl.dry_run.parameters import buffer_elements, count_engine, count_parameters, group_parts
 from rl.dry_run.report import verdict
 from rl.models import architecture
+from rl.models.placement import RolloutPlacement
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
@@ -45,7 +46,7 @@ def found(name, world_size, *overrides, plan=False, **machine):
 )
 def test_an_engine_holds_its_share_and_replicated_weights(model, tp):
     parts = parts_of(model)
-    whole, (held, in_float32) = count_parameters(parts), count_engine(parts, tp)
+    whole, (held, in_float32) = count_parameters(parts), count_engine(parts, RolloutPlacement(tp, tp, 99))
     repeated = sum(part.elements for part in parts if not part.weight.cut.split)
     assert whole / tp <= held + in_float32 <= (whole - repeated) / tp * 1.02 + repeated
 
@@ -155,9 +156,9 @@ class TestMemory:
     def test_latent_attention_caches_the_latent_on_every_rank(self):
         some = found("ppo_deepseek671b", 512)
         engine, model = some.memory.engine, some.models["policy"]
-        elements, in_float32 = count_engine(model.parts, 32)
+        elements, in_float32 = count_engine(model.parts, some.layout.rollout_placement(model))
         assert engine.bytes_per_token == 61 * (512 + 64) * 2
-        assert engine.weights == 2 * (elements + 61 * 128 // 32 * (128 + 128) * 512) + 4 * in_float32
+        assert engine.weights == 2 * (elements + 61 * 128 // 8 * (128 + 128) * 512) + 4 * in_float32
 
     def test_a_share_too_small_for_one_sequence_is_a_problem(self):
         (problem,) = found(GRPO, 8, "rollout.gpu_memory_utilization=0.1").problems
@@ -242,10 +243,10 @@ class TestCommand:
 
     def test_a_replica_of_several_nodes(self, capsys):
         assert self.run("--world-size", "8") == 0
-        assert "spans" not in capsys.readouterr().out
+        assert "hold the weights" not in capsys.readouterr().out
         self.run("--world-size", "8", "--ranks-per-node", "2", "rollout.tp=4")
         out = capsys.readouterr().out
-        assert int(re.search(r"tp 4 spans 2 nodes; .* take about (\d+) s of gen", out)[1]) > 0
+        assert int(re.search(r"generation: 4 ranks on 2 nodes .* take about (\d+) s of gen", out)[1]) > 0
         assert "refit: NCCL" in out
 
     def test_it_does_not_fit(self, capsys):

@@ -61,10 +61,11 @@ def dense_case(world, tp, pp, rollout_tp, rollout_pp=1, **options):
     return weights, TrainingPlacement(world, tp, pp, 4), RolloutPlacement(world, rollout_tp, 4, pp=rollout_pp)
 
 
-def mixture_case(world, tp, pp, ep, etp, rollout_tp):
+def mixture_case(world, tp, pp, ep, etp, rollout_tp, rollout_ep=1):
     weights = mixture()
-    training = TrainingPlacement(world, tp, pp, 4, ep=ep, etp=etp, num_experts=count_experts(weights))
-    return weights, training, RolloutPlacement(world, rollout_tp, 4)
+    experts = count_experts(weights)
+    training = TrainingPlacement(world, tp, pp, 4, ep=ep, etp=etp, num_experts=experts)
+    return weights, training, RolloutPlacement(world, rollout_tp, 4, ep=rollout_ep, num_experts=experts)
 
 
 def between_roles(case, train, rollout):
@@ -83,6 +84,10 @@ CASES = {
     "experts ep 2": mixture_case(4, 2, 1, 2, 1, 2),
     "experts ep 2 etp 2 pp 2 dp 2": mixture_case(8, 2, 2, 2, 2, 4),
     "experts ep 4 pp 2 expert dp 2": mixture_case(16, 2, 2, 4, 1, 2),
+    "experts ep 2 to whole experts on 2": mixture_case(8, 2, 2, 2, 1, 2, 2),
+    "experts etp 2 to whole experts on 4": mixture_case(8, 2, 1, 2, 2, 4, 4),
+    "experts ep 4 to whole experts on 4, tp 2": mixture_case(8, 1, 2, 4, 1, 2, 4),
+    "experts ep 2 to whole experts on 4, tp 1": mixture_case(8, 2, 1, 2, 1, 1, 4),
     "roles, 1 to 1": between_roles(dense_case(1, 1, 1, 1), (1,), (0,)),
     "roles, tp 2 pp 2 to tp 2": between_roles(
         (qwen(tied=True), TrainingPlacement(4, 2, 2, 4), RolloutPlacement(6, 2, 4)),
@@ -91,6 +96,9 @@ CASES = {
     ),
     "roles, experts ep 2, interleaved": between_roles(
         mixture_case(4, 2, 1, 2, 1, 2), (0, 1, 4, 5), (2, 3, 6, 7)
+    ),
+    "roles, whole experts on 4, tp 2": between_roles(
+        mixture_case(4, 2, 1, 2, 1, 2, 4), (0, 1, 2, 3), (4, 5, 6, 7)
     ),
 }
 
@@ -121,7 +129,12 @@ def pieces_on(placement, weight, rank, side):
     if side == "vllm":
         if rank // placement.tp % placement.pp not in stages:
             return []
-        return weight.vllm_pieces(placement.tp, rank % placement.tp)
+        if weight.expert is None or placement.ep == 1:
+            return weight.vllm_pieces(placement.tp, rank % placement.tp)
+        owner, index_there = divmod(weight.expert, placement.num_experts // placement.ep)
+        here = ((index_there, index_there + 1),) if rank % placement.ep == owner else ()
+        pieces = weight.vllm_pieces(1, 0) if here else []
+        return [replace(piece, local_box=here + piece.local_box[1:]) for piece in pieces]
     per_stage = placement.world_size // (last + 1)
     if rank // per_stage not in stages:
         return []
@@ -402,6 +415,8 @@ def test_impossible_layouts_are_refused():
         ),
         (lambda: TrainingPlacement(8, 1, 1, 4, ep=8, num_experts=12), "ep=8 does not divide 12"),
         (lambda: RolloutPlacement(8, 16, 4), "tp=16 x pp=1 does not divide 8"),
+        (lambda: RolloutPlacement(8, 4, 4, ep=2, num_experts=8), "ep=2 must be a multiple of tp=4"),
+        (lambda: RolloutPlacement(8, 4, 4, ep=4, num_experts=6), "ep=4 does not divide 6 routed experts"),
         (lambda: routing_of(([], TrainingPlacement(8, 1, 1, 4), RolloutPlacement(4, 1, 4))), "8 ranks"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -1,0 +1,57 @@
+"""Data parallel attention: replicas that share experts and step together (`rollout.dp_attention`).
+
+Each replica of `rollout.tp` ranks has its own requests, scheduler and KV cache, and computes attention and
+dense layers alone. `rollout.ep` / `rollout.tp` adjacent replicas hold one copy of the experts: in a mixture
+every rank receives the tokens of all these replicas, computes the outputs of its experts, and sends them
+back. Therefore they must run each forward pass together. Before each engine step they agree on whether one of
+them has requests; one that has none then takes a dummy step, which its event log counts. A replica that has
+finished takes dummy steps until all have finished.
+"""
+
+import torch
+import torch.distributed as dist
+
+from rl.rollout import cpu_support
+from rl.rollout.expert_parallel import ExpertParallel
+
+BATCHED_TOKENS = 16384
+"""Maximum tokens of an engine step of replicas that share experts: vLLM's default for one replica."""
+
+
+class DataParallelAttention(ExpertParallel):
+    """Makes vLLM gather the tokens of several replicas for the experts, and keeps these in step."""
+
+    def options(self, engine):
+        cpu_support.add_collectives_of_experts()
+        replicas = engine.placement.ep // engine.tp
+        # The experts' memory of a step grows with the tokens of all replicas.
+        tokens = max(BATCHED_TOKENS // replicas, engine.config.max_concurrent_samples)
+        return super().options(engine) | dict(data_parallel_size=replicas, max_num_batched_tokens=tokens)
+
+    def built(self, engine):
+        from vllm.distributed.parallel_state import get_dp_group
+
+        super().built(engine)
+        self._group = get_dp_group().cpu_group
+
+    def step_together(self, engine, steps):
+        return self._agree(engine, steps=steps, goes_on=True)
+
+    def end(self, engine):
+        while not self._all_done:
+            self._agree(engine, steps=False, goes_on=False)
+
+    def begin(self, engine):
+        self._all_done = False
+
+    def _agree(self, engine, *, steps: bool, goes_on: bool) -> bool:
+        """Return whether this replica took a dummy step. Collective over the replicas' ranks."""
+        counts = torch.tensor([int(steps), int(goes_on)])
+        dist.all_reduce(counts, group=self._group)
+        num_steps, num_going_on = counts.tolist()
+        self._all_done = not num_going_on
+        if steps or not num_steps:
+            return False
+        engine.llm.llm_engine.engine_core.execute_dummy_batch()
+        engine.events.note_dummy_step()
+        return True

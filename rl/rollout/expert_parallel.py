@@ -1,0 +1,30 @@
+"""Expert parallelism in the engine: each rank of a replica holds whole experts (`rollout.ep`).
+
+The attention is tensor parallel. Every rank has all tokens of a step and computes the outputs of its experts,
+which vLLM adds up over the ranks. Rank i of `rollout.ep` adjacent ones holds the experts i E/ep to
+(i + 1) E/ep - 1, as `rl.models.placement.RolloutPlacement` has it for the refit.
+"""
+
+import torch.distributed as dist
+
+from rl.rollout.parts import Part
+
+
+class ExpertParallel(Part):
+    """Makes vLLM place whole experts on ranks, and checks that it places them as the refit does."""
+
+    def options(self, engine):
+        return {"enable_expert_parallel": True}
+
+    def built(self, engine):
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        placement = engine.placement
+        per_rank = placement.num_experts // placement.ep
+        first = dist.get_rank() % placement.ep * per_rank
+        expected = [n - first if first <= n < first + per_rank else -1 for n in range(placement.num_experts)]
+        for name, module in engine.model.named_modules():
+            if isinstance(module, RoutedExperts):
+                assert module.expert_map.tolist() == expected, (
+                    f"{name} has other experts: {module.expert_map}"
+                )
