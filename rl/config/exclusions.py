@@ -113,6 +113,11 @@ EXCLUSIONS = {
             "a second engine would have other groups of ranks; use rollout.ep=1, or leave it out"
         ),
     },
+    "refit.changed_only": {
+        "not roles": (
+            "ranks that train and generate receive over the links of one grid; leave out refit.changed_only"
+        )
+    },
     "roles.min_replicas": {
         "not roles": (
             "without generators every rank trains, and a run needs all that train; leave out "

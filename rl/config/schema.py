@@ -373,6 +373,10 @@ class Refit:
     buffer_mib: Annotated[int, AT_LEAST_ONE] = 512
     """Memory for the messages of a refit, per rank; larger weights are sent in parts. It is released before
     generation."""
+    changed_only: bool = False
+    """roles: send only the elements of which a bit changed since the last refit, with their positions, where
+    that is smaller. Each trainer keeps a copy of what it sent in host memory. For slow links between the
+    roles, with bfloat16 weights and a small learning rate."""
 
 
 @dataclass

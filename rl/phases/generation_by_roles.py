@@ -338,9 +338,11 @@ class GenerationByRoles(Sampler):
         with self._step.phase("wait_weights", timing="update_weights"):
             moved = self._link.wait_sent()
         if moved is not None:
-            sent = torch.tensor(moved.sent)
+            sent = torch.tensor([moved.sent, moved.unabridged])
             dist.all_reduce(sent)
-            self._step.metrics["perf/refit_bytes_received"] = int(sent)
+            self._step.metrics["perf/refit_bytes_received"] = int(sent[0])
+            if sent[1]:
+                self._step.metrics["perf/refit_bytes_unabridged"] = int(sent[1])
 
 
 def _oldest(samples: list[Sample]) -> int:

@@ -52,7 +52,8 @@ from rl.runtime.plain_data import decode, encode
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
 
-if TYPE_CHECKING:  # a run in which all replicas must live does not import it
+if TYPE_CHECKING:  # a run without the feature does not import it
+    from rl.refit.changed_only import ChangedOnly
     from rl.runtime.excluded_replicas import ExcludedReplicas
 
 UNLIMITED = datetime.timedelta(days=30)
@@ -117,6 +118,8 @@ class Link:
         self._weights = own_group(torch_store, "link-weights", device=device, **options)
         self._planned: list[WeightPlan] = []
         """The plan of the weights, and that of the adapters beside them."""
+        self._changes: list[ChangedOnly | None] = []
+        """What each plan's messages leave out (`refit.changed_only`)."""
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
         self._engine: RolloutEngine | None = None
@@ -192,6 +195,12 @@ class Link:
             )
             for weights, weight_map, tensors in zip(parts, maps, held, strict=True)
         ]
+        self._changes = [None] * len(parts)
+        if config.refit.changed_only:
+            from rl.refit.changed_only import ChangedOnly
+
+            itemsize = getattr(torch, config.model.dtype).itemsize
+            self._changes = [ChangedOnly(itemsize) for _ in parts]
         if fallback := [weight.vllm for planned in self._planned for weight in planned.fallback]:
             raise ConfigError(
                 f"vLLM holds {len(fallback)} weights ({', '.join(fallback[:4])}, ...) in another dtype or "
@@ -378,8 +387,9 @@ class Link:
         Collective over the job.
         """
         where, done, wrong, sums = self.device.torch, BytesMoved(), [], []
-        for planned, sources, destinations in parts if number == 0 else parts[-1:]:
-            done += transfer(planned.plan, sources, destinations, where, self._weights)
+        moving = list(zip(parts, self._changes, strict=True))
+        for (planned, sources, destinations), changes in moving if number == 0 else moving[-1:]:
+            done += transfer(planned.plan, sources, destinations, where, self._weights, changes)
             some = dict(every=SAMPLED, first=version % SAMPLED)
             sums.append(sent_checksums(planned.plan, sources, where, self._weights, **some))
         if number == 0 or (self._check_every and version % self._check_every == 0):

@@ -6,8 +6,9 @@ for CUDA tensors. A plan's ranks are those of the given group, by default the wo
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from operator import add
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from rl.models.boxes import index
 from rl.refit.plan import Copy, Message, RefitPlan, Region
 from rl.runtime import tracing
 from rl.runtime.checksum import different
+
+if TYPE_CHECKING:  # a refit that sends everything does not import it
+    from rl.refit.changed_only import ChangedOnly
 
 OPS_PER_CALL = 32
 """Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
@@ -35,6 +39,8 @@ class BytesMoved:
     """Bytes copied from this rank's training parameters to its engine's."""
     fallback: int = 0
     """Bytes of whole tensors that were gathered because the engine's parameter cannot be written in place."""
+    unabridged: int = 0
+    """Bytes that this rank would have sent without `refit.changed_only`; 0 without it."""
 
     def __add__(self, other: "BytesMoved") -> "BytesMoved":
         return BytesMoved(*map(add, astuple(self), astuple(other)))
@@ -47,11 +53,14 @@ def transfer(
     destinations: Mapping[int, Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    changes: "ChangedOnly | None" = None,
 ) -> BytesMoved:
     """Execute the plan: write this rank's destinations. Collective over the group.
 
     sources, destinations: this rank's training and engine parameters, by the index of the weight; both have
     the same dtype. Allocates only `plan.peak_bytes` for messages, each rounded up to a multiple of 8 bytes.
+    changes: sends only what changed, with as much memory again; the destinations hold what the last call of
+    the plan wrote.
     """
     done = BytesMoved()
     with tracing.span("refit within the rank", copies=len(plan.copies)):
@@ -60,14 +69,23 @@ def transfer(
         done.local = sum(source.nbytes for source, _ in ends)
     largest = max((_space(batch.sends + batch.receives) for batch in plan.batches), default=0)
     space = torch.empty(largest, dtype=torch.uint8, device=device)
-    for batch in plan.batches:
+    for number, batch in enumerate(plan.batches):
         buffers = _buffers(batch.sends + batch.receives, space)
         outgoing, incoming = buffers[: len(batch.sends)], buffers[len(batch.sends) :]
         with tracing.span("refit batch", sends=len(batch.sends), receives=len(batch.receives)):
-            _copy((packed, view) for view, packed in _unpacked(batch.sends, outgoing, sources))
-            exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming), group)
+            _pack(batch.sends, outgoing, sources)
+            if changes is None:
+                exchange(_by_peer(batch.sends, outgoing), _by_peer(batch.receives, incoming), group)
+            else:
+                held = partial(_pack, batch.receives, incoming, destinations)
+                own = partial(exchange, group=group)
+                sent, received = changes.exchange(number, batch, outgoing, incoming, held, own)
+                done += BytesMoved(sent=sent, received=received)
             _copy(_unpacked(batch.receives, incoming, destinations))
-    done.sent, done.received = plan.bytes_sent, plan.bytes_received
+    if changes is None:
+        done.sent, done.received = plan.bytes_sent, plan.bytes_received
+    else:
+        done.unabridged = plan.bytes_sent
     return done
 
 
@@ -263,6 +281,11 @@ def _unpacked(
             yield view, buffer[at : at + view.nbytes].view(view.dtype).view(view.shape)
             at += view.nbytes
         assert at == message.num_bytes, f"a message of {at} bytes was planned with {message.num_bytes}"
+
+
+def _pack(messages: tuple[Message, ...], buffers: list[Tensor], parameters: Mapping[int, Tensor]) -> None:
+    """Fill the buffers of the messages with the elements of the parameters."""
+    _copy((packed, view) for view, packed in _unpacked(messages, buffers, parameters))
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -29,6 +29,7 @@ EXAMPLES = {
     "roles.granularity=group|sample": f"roles.granularity=group {LAG}",
     "training.router_replay": "training.router_replay=old_policy",
     "training.ep": "training.ep=2",
+    "refit.changed_only": "refit.changed_only=true",
     "rollout.dp_attention": "rollout.ep=2 rollout.dp_attention=true",
     "rollout.ep": "rollout.tp=2 rollout.ep=2",
     "training.cp": "training.cp=2",

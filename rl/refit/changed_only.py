@@ -1,0 +1,101 @@
+"""Refits in which only the elements that changed since the last one travel (`refit.changed_only`).
+
+With bfloat16 weights and a small learning rate an update leaves the bits of most elements as they were. The
+sender of a message keeps in host memory what it sent last, and compares. A message then has one of two forms:
+whole, or the positions and the new bits of the elements that changed, if that is smaller. A header of 8 bytes
+announces the form to each receiver, which writes the new bits over what its engine holds; both forms leave
+the same bits there. The first refit of a process, and the first after a change of the plan, is whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rl.refit.plan import Message, MessageBatch
+
+POSITION = torch.int32
+"""Dtype of the positions, counted in elements from the beginning of a message."""
+WHOLE = -1
+"""Header of a message that is sent whole; else the number of elements that changed."""
+UNITS = {2: torch.int16, 4: torch.int32}
+"""Dtype in which the bits of elements are compared, by the bytes of an element of the model's dtype."""
+
+Exchange = Callable[[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]], None]
+"""`rl.refit.transfer.exchange` within the group of the refit: outgoing and incoming tensors by rank."""
+
+
+class ChangedOnly:
+    """The messages of one plan's refits on this rank.
+
+    itemsize: bytes of an element of the model's dtype. A float32 element of a 16-bit model counts as two.
+    """
+
+    def __init__(self, itemsize: int):
+        self._unit = UNITS[itemsize]
+        self._last: dict[int, list[Tensor]] = {}
+        """What was sent last, in host memory, by the number of the batch."""
+
+    def exchange(
+        self,
+        number: int,
+        batch: MessageBatch,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        held: Callable[[], None],
+        exchange: Exchange,
+    ) -> tuple[int, int]:
+        """Exchange the messages of a batch; return the bytes sent and received, with headers.
+
+        Collective over the ranks of the plan.
+
+        number: of the batch. outgoing: packed messages, uint8. incoming: buffers of the messages, filled
+        here. held: fills `incoming` with the elements that the engine holds now.
+        """
+        payloads = [self._payload(number, place, packed) for place, packed in enumerate(outgoing)]
+        self._last[number] = [packed.to("cpu", copy=True) for packed in outgoing]
+        device = next((buffer.device for buffer in (*outgoing, *incoming)), torch.device("cpu"))
+        headers = [torch.tensor([count], device=device) for count, _ in payloads]
+        announced = [torch.empty(1, dtype=torch.int64, device=device) for _ in incoming]
+        exchange(_by_peer(batch.sends, headers), _by_peer(batch.receives, announced))
+        counts = [int(count) for count in announced]
+        if any(count != WHOLE for count in counts):
+            held()
+        arriving = [
+            buffer if count == WHOLE else buffer.new_empty(self._size(count))
+            for buffer, count in zip(incoming, counts)
+        ]
+        exchange(
+            _by_peer(batch.sends, [payload for _, payload in payloads]), _by_peer(batch.receives, arriving)
+        )
+        for buffer, payload, count in zip(incoming, arriving, counts):
+            if count != WHOLE:
+                split = count * POSITION.itemsize
+                positions = payload[:split].view(POSITION).long()
+                buffer.view(self._unit)[positions] = payload[split:].view(self._unit)
+        sent = sum((8 + p.nbytes) * len(m.peers) for m, (_, p) in zip(batch.sends, payloads))
+        return sent, sum(8 + payload.nbytes for payload in arriving)
+
+    def _payload(self, number: int, place: int, packed: Tensor) -> tuple[int, Tensor]:
+        """Return the header and the content of a message."""
+        if number not in self._last:
+            return WHOLE, packed
+        bits = packed.view(self._unit)
+        differs = bits != self._last[number][place].to(packed.device).view(self._unit)
+        count = int(differs.sum())
+        if self._size(count) >= packed.nbytes:
+            return WHOLE, packed
+        positions = differs.nonzero().flatten()
+        return count, torch.cat((positions.to(POSITION).view(torch.uint8), bits[positions].view(torch.uint8)))
+
+    def _size(self, count: int) -> int:
+        return count * (POSITION.itemsize + self._unit.itemsize)
+
+
+def _by_peer(messages: Sequence[Message], contents: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """Return the contents that are not empty by rank, in the order of the messages."""
+    out: dict[int, list[Tensor]] = {}
+    for message, content in zip(messages, contents):
+        for peer in message.peers if len(content) else ():
+            out.setdefault(peer, []).append(content)
+    return out
