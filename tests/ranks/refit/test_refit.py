@@ -45,7 +45,8 @@ def check_corruptions(results: list[list[dict]], weight: str) -> None:
             assert "(1 of" in case["changed"]["element"] and "(2 of" in case["changed"]["exchange"]
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+# Untied weights are also those of the experts below and of tests/ranks/training/test_parity.py.
+@pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
 def dense(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     # Training at tp 4 requires 4 KV heads; the MLP is larger than the buffer.
