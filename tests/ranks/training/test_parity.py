@@ -59,9 +59,10 @@ OPTIONS = {
     "glm4-moe-air": dict(use_qk_norm=False, first_k_dense_replace=0, routed_scaling_factor=1.0),
 }
 """Options of further cases: what sets models of one architecture apart."""
-ALWAYS = ("llama3-tied", "deepseek-v3", "qwen3-yarn")
+ALWAYS = ("llama3-tied", "deepseek-v3")
 """The others are for `--slow`: what sets them apart is also seen below (qwen2 on two ranks), in
-tests/unit/models and in tests/ranks/refit."""
+tests/unit/models, in tests/unit/training/test_rotary.py with tests/runs/test_rope_scaling.py, and in
+tests/ranks/refit."""
 LAYERS = 3  # the most that one of the models has
 LOGPROB = bounds.of_logits(LAYERS, SIZES["hidden_size"])
 GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
