@@ -535,21 +535,7 @@ class Trajectories(Dialogue):
 
     def _follow(self, session: Session, asked: "EndpointRequest") -> bool:
         """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
-        from rl.agents.endpoint import new_messages
-
-        session.tools = asked.tools
-        trajectory, given, source = session.trajectory, None, "environment"
-        if trajectory.turn is not None:
-            context, turn = trajectory.turn
-            if asked.messages is None:
-                known = trajectory.token_ids
-                if np.array_equal(asked.token_ids[: len(known)], known):
-                    given = asked.token_ids[len(known) :]
-            elif new := new_messages(session.messages, asked.messages):
-                source = "tool" if new[0]["role"] == "tool" else "user"
-                given = self._chat.extend(context, turn.token_ids, session.messages, new, session.tools)
-        unread = [] if asked.token_ids is None else self._chat.as_messages(asked.token_ids)
-        session.messages = list(asked.messages or unread)
+        trajectory, (given, source) = session.trajectory, session.continuation(asked, self._chat)
         if given is not None:
             if trajectory.give(given, source):
                 session.context = list(session.messages)

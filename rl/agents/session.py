@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rl.agents.chat import Chat
 from rl.agents.environment import Messages, Reply, answer_digest
 from rl.agents.trajectory import Trajectory
@@ -51,6 +53,28 @@ class Session:
     """Whether an agent was refused a turn because the trajectory's limits are used up."""
     is_repeated: bool = False
     """Whether it repeats a trajectory whose environment was lost with its process."""
+
+    def continuation(self, asked: "EndpointRequest", chat: Chat) -> tuple[np.ndarray | None, str]:
+        """Take the tools and the conversation of an agent's request.
+
+        Returns the token ids that the request adds after the last turn, int32 [n], and their source; None if
+        it does not continue the tokens so far.
+        """
+        from rl.agents.endpoint import new_messages
+
+        self.tools, given, source = asked.tools, None, "environment"
+        if self.trajectory.turn is not None:
+            context, turn = self.trajectory.turn
+            if asked.messages is None:
+                known = self.trajectory.token_ids
+                if np.array_equal(asked.token_ids[: len(known)], known):
+                    given = asked.token_ids[len(known) :]
+            elif new := new_messages(self.messages, asked.messages):
+                source = "tool" if new[0]["role"] == "tool" else "user"
+                given = chat.extend(context, turn.token_ids, self.messages, new, self.tools)
+        unread = [] if asked.token_ids is None else chat.as_messages(asked.token_ids)
+        self.messages = list(asked.messages or unread)
+        return given, source
 
     def check_answer(self, reply: Reply) -> None:
         """Raise WrongAnswer if a reply is not what a worker answered to the last request of this session."""
