@@ -1,5 +1,9 @@
 """The checkpoints of a run: from which one it continues, and what they hold besides the models."""
 
+from pathlib import Path
+
+from rl.checkpoint.hf import export_hf
+from rl.checkpoint.peft import export_peft
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
@@ -116,6 +120,20 @@ class RunCheckpoints:
         """Wait for the checkpoint that is being written."""
         self._store.close()
         self._note_complete()
+
+    def export(self, step: int) -> None:
+        """Write the policy as a Hugging Face checkpoint, and its adapters. step: the last one."""
+        config, phases = self._config, self._phases
+        policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
+        fence = phases.step.fence
+        with phases.saving():
+            export_hf(policy, config.model.path, target, fence=fence)
+        phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
+        if config.adapter.is_on:
+            target = str(Path(config.run.dir, "adapter"))
+            with phases.saving():
+                export_peft(policy, config.model.path, target, fence=fence)
+            phases.step.progress.line(f"wrote {target}, the adapters of step {step} in the format of peft")
 
     def _note_complete(self) -> None:
         if self._store.complete_step is not None:

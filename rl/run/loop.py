@@ -3,14 +3,11 @@
 import copy
 import time
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import torch.distributed as dist
 
 from rl import algorithms
-from rl.checkpoint.hf import export_hf
-from rl.checkpoint.peft import export_peft
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -104,7 +101,7 @@ def take_steps(
         phases.sampler.end(0 if asked is None or asked.by_hand else STOPPED_EXIT)
         log.close()
     if asked is None and config.checkpoint.export_hf:
-        _export(config, phases, step=max(last_step, config.run.max_steps))
+        checkpoints.export(max(last_step, config.run.max_steps))
     return asked, code
 
 
@@ -121,20 +118,6 @@ def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
         return code
     status.write(state="stopped", reason=asked.reason)
     return 0 if asked.by_hand else STOPPED_EXIT
-
-
-def _export(config: Config, phases: Phases, *, step: int) -> None:
-    """Write the policy as a Hugging Face checkpoint, and its adapters. Collective over the world."""
-    policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
-    fence = phases.step.fence
-    with phases.saving():
-        export_hf(policy, config.model.path, target, fence=fence)
-    phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
-    if config.adapter.is_on:
-        target = str(Path(config.run.dir, "adapter"))
-        with phases.saving():
-            export_peft(policy, config.model.path, target, fence=fence)
-        phases.step.progress.line(f"wrote {target}, the adapters of step {step} in the format of peft")
 
 
 class Training:

@@ -30,7 +30,7 @@ PLACES = {
     "draw": ("rl.phases.draw", "Draw.next"),
     "targets": ("rl.phases.phases", "Phases.targets"),
     "learned": ("rl.phases.carry_over", "CarryOver.learned"),
-    "export": ("rl.run.loop", "export_hf"),
+    "export": ("rl.run.checkpoints", "export_hf"),
     "end": ("rl.run.loop", "note_end"),
 }
 
