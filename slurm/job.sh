@@ -28,7 +28,8 @@ fi
 rank_logs=${LOCKSTEP_LOGS:-$PWD}/$SLURM_JOB_NAME-$job_id.ranks # one file per rank; a requeued job appends
 mkdir -p "$rank_logs"
 
-say() { echo "job $job_id: $*"; }
+# shellcheck source=slurm/starts.sh
+source "$LOCKSTEP_ROOT/slurm/starts.sh"
 
 # Size ---------------------------------------------------------------------------------------------------------------------
 
@@ -118,21 +119,6 @@ esac
 
 once() { "${single[@]}" "${inside[@]}" "$@"; }
 
-# Print the step of the newest checkpoint, as the program last reported it.
-checkpoint_step() {
-    local step=
-    if [ -f "$LOCKSTEP_STATUS" ]; then step=$(sed -n 's/.*"checkpoint_step": \([0-9]*\).*/\1/p' "$LOCKSTEP_STATUS"); fi
-    echo "${step:-0}"
-}
-
-# End the job if start number $1 without a newer checkpoint exceeds MAX_ATTEMPTS.
-allow_start() {
-    if [ "$1" -gt "${MAX_ATTEMPTS:-3}" ]; then
-        say "gives up: ${MAX_ATTEMPTS:-3} starts brought no checkpoint after step $started_at" >&2
-        exit 1
-    fi
-}
-
 # Requeue the job after exit code $1 if allowed, and exit with that code.
 requeue() {
     if [ "${NO_REQUEUE:-0}" = 1 ]; then
@@ -164,8 +150,8 @@ train() {
         2>"$rank_logs/srun.log" || code=$?
     cat "$rank_logs/srun.log" >&2 # which tasks ended on which nodes, and how; below all tracebacks
     # The code is then that of the rank that died, although the run went on without it.
-    if [ "${OUTLIVE_RANKS:-0}" = 1 ] && [ "$code" -gt 75 ] && [ -f "$LOCKSTEP_STATUS" ]; then
-        case $(sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$LOCKSTEP_STATUS") in
+    if [ "${OUTLIVE_RANKS:-0}" = 1 ] && [ "$code" -gt 75 ]; then
+        case $(run_state) in
         finished) code=0 ;;
         stopped) code=75 ;;
         esac
@@ -181,11 +167,6 @@ train() {
     exit "$code"
 }
 
-# The number of starts since the newest checkpoint. It is counted at the start, so that a start ended by a lost node counts too.
-attempts=0 last=none started_at=$(checkpoint_step)
-if [ -f "$rank_logs/attempts" ]; then read -r attempts last <"$rank_logs/attempts"; fi
-if [ "$started_at" != "$last" ]; then attempts=0; fi
-attempts=$((attempts + 1))
-echo "$attempts $started_at" >"$rank_logs/attempts"
+count_start
 say "$nodes nodes ($SLURM_JOB_NODELIST) x $tasks ranks${SLURM_HET_SIZE:+ in the first of $SLURM_HET_SIZE components}, attempt $attempts after step $started_at"
 allow_start "$attempts"

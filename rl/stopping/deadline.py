@@ -1,4 +1,4 @@
-"""Deadlines of this process: `run.max_time` and the end of the Slurm job."""
+"""Deadlines of this process: `run.max_time` and the end of the job."""
 
 import os
 import time
@@ -9,9 +9,11 @@ STARTED = time.time()
 
 
 def job_end(environ: Mapping[str, str] | None = None) -> float | None:
-    """Return the Unix time at which Slurm will end this job, or None if it is unknown.
+    """Return the Unix time at which the scheduler will end this job, or None if it is unknown.
 
-    slurm/job.sh exports SLURM_JOB_END_TIME where Slurm (before 23.02) does not.
+    slurm/job.sh exports SLURM_JOB_END_TIME where Slurm (before 23.02) does not, slurm/nodes.sh
+    LOCKSTEP_JOB_END under other schedulers.
     """
-    end = (os.environ if environ is None else environ).get("SLURM_JOB_END_TIME", "")
+    found = os.environ if environ is None else environ
+    end = found.get("LOCKSTEP_JOB_END") or found.get("SLURM_JOB_END_TIME", "")
     return float(end) if end.isdigit() else None

@@ -18,7 +18,7 @@ SHELL = [
     path
     for part in ("slurm", "tools", "tests", ".ci")
     for path in (ROOT / part).rglob("*")
-    if path.suffix in (".sh", ".sbatch")
+    if path.suffix in (".sh", ".sbatch", ".pbs", ".lsf", ".flux")
 ]
 
 SRUN = """#!/bin/bash

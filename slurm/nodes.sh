@@ -1,0 +1,76 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154
+# For train.pbs, train.lsf and train.flux: torchrun on each node of a job, and the rules of job.sh for ends and restarts.
+#
+#   train CONFIG [key=value ...]    one torchrun per node, a rank per GPU; runs the job again if the run can continue
+#
+# The batch file sets before it sources this file:
+#   job_id       of this job
+#   job_name     the same in every job of the run; names the directory of the logs
+#   hosts        array of the nodes' names, each once
+#   job_end      Unix time at which the scheduler ends the job, or nothing; the run stops and saves before it
+# and defines afterwards:
+#   on_nodes COMMAND ...    runs a command once on every node with NODE_RANK, its number from 0, and waits for all
+#   again                   makes the scheduler run the job again
+# RANKS is the number of ranks of a node, by default that of its GPUs. PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE,
+# NO_REQUEUE, RETRY_CRASHED and MAX_ATTEMPTS are those of job.sh, and site.sh is read as there.
+
+set -eu
+# shellcheck source=/dev/null
+if [ -f "$LOCKSTEP_ROOT/slurm/site.sh" ]; then source "$LOCKSTEP_ROOT/slurm/site.sh"; fi
+rank_logs=${LOCKSTEP_LOGS:-$PWD}/$job_name.ranks # one file per node; a job that runs again appends
+mkdir -p "$rank_logs"
+
+# shellcheck source=slurm/starts.sh
+source "$LOCKSTEP_ROOT/slurm/starts.sh"
+
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # compute nodes have no internet access
+export PYTHONUNBUFFERED=1
+cache=${LOCKSTEP_CACHE:-${TMPDIR:-/tmp}/lockstep-cache-$(id -u)}
+export LOCKSTEP_CACHE=$cache TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
+export LOCKSTEP_STATUS=$rank_logs/status.json LOCKSTEP_JOB_END=$job_end
+ulimit -c 0                    # a core file per rank would fill the disk
+ulimit -S -n "$(ulimit -H -n)" # rank 0 holds a connection to every other one
+
+# The ports of jobs that share a node differ with high probability.
+port=$((20000 + $(cksum <<<"$job_id" | cut -d' ' -f1) % 10000))
+
+# Run the job again after exit code $1 if allowed, and exit with that code.
+requeue() {
+    if [ "${NO_REQUEUE:-0}" = 1 ]; then
+        say "not submitted again (NO_REQUEUE=1); the same command continues after step $(checkpoint_step)"
+        exit "$1"
+    fi
+    if [ "$(checkpoint_step)" = "$started_at" ]; then allow_start $((attempts + 1)); fi
+    say "runs again, to go on after step $(checkpoint_step)"
+    again || say "the job could not be submitted; submit it to continue" >&2
+    exit "$1"
+}
+
+train() {
+    local config=$1 code=0
+    shift
+    count_start
+    say "${#hosts[@]} nodes (${hosts[*]}), attempt $attempts after step $started_at"
+    allow_start "$attempts"
+    # Schedulers differ in the variables that a process on another node inherits, so the node reads them from a file.
+    (umask 077 && export -p >"$rank_logs/environment")
+    cat >"$rank_logs/node.sh" <<NODE
+node=\$NODE_RANK
+source "$rank_logs/environment"
+cd "$PWD"
+gpus=\$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
+if [ "\$gpus" = 0 ]; then gpus=1; fi
+if [ "\$node" != 0 ]; then exec >>"$rank_logs/node-\$node.log" 2>&1; fi
+exec "${PYTHON:-python}" -m torch.distributed.run --nnodes=${#hosts[@]} --node-rank="\$node" \
+    --nproc-per-node="\${RANKS:-\$gpus}" --master-addr="${MASTER_ADDR:-${hosts[0]}}" --master-port=$port \
+    "$LOCKSTEP_ROOT/train_rl.py" --config "\$@"
+NODE
+    on_nodes bash "$rank_logs/node.sh" "$config" "$@" || code=$?
+    # torchrun's code is 1 for every end of a rank but a finished run.
+    if [ "$code" -ne 0 ] && [ "$(run_state)" = stopped ]; then requeue 75; fi
+    if [ "$code" -eq 0 ]; then return 0; fi
+    say "the run failed; the logs of the nodes are in $rank_logs" >&2
+    if [ "${RETRY_CRASHED:-0}" = 1 ]; then requeue "$code"; fi
+    exit "$code"
+}

@@ -1,0 +1,123 @@
+"""Batch files of PBS Pro, LSF and Flux: real runs on two "nodes" of this machine.
+
+The schedulers' commands print what their manuals say, and start processes here. The schedulers themselves are
+not tested.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.records import records
+from tests.slurm.cluster import status, wait_for
+from tests.spawn import ROOT
+from tests.toy import SFT
+
+COMMANDS = {
+    # PBS Pro 2022.1 Reference Guide: pbs_tmrsh, qstat -f, qsub
+    "pbs_tmrsh": 'shift; exec env -i PATH="$PATH" HOME="$HOME" FAKE="$FAKE" "$@"',
+    "qstat": 'printf "Job Id: %s\\n    Job_Name = my-run\\n    Resource_List.walltime = 01:30:00\\n" "$2"',
+    "qsub": 'printf "%s\\n" "$@" >"$FAKE/again"',
+    # LSF 10.1 Command Reference: blaunch, bjobs -o time_left
+    "blaunch": 'shift; exec "$@"',
+    "bjobs": 'echo "1:30 L"',
+    # flux-core: flux-getattr(1), flux-jobs(1), flux-hostlist(1), flux-job(1), flux-run(1), flux-batch(1)
+    "flux": """case "$1 $2" in
+"getattr jobid") echo f3XyZ ;;
+"--parent jobs") echo my-run ;;
+"hostlist --expand") printf '127.0.0.1\\nlocalhost' ;;
+"job timeleft") echo 5400.25 ;;
+"--parent batch") printf '%s\\n' "$@" >"$FAKE/again" ;;
+run*)
+    shift
+    while [[ $1 == --* ]]; do shift; done
+    FLUX_TASK_RANK=1 "$@" & FLUX_TASK_RANK=0 "$@"; code=$?
+    wait $! || code=$?
+    exit $code ;;
+esac""",
+}
+
+
+class Scheduler:
+    """Starts a batch file as its scheduler does; `again` is what it submitted to be continued."""
+
+    def __init__(self, kind: str, directory, config):
+        self.kind, self.directory, self.config = kind, directory, config
+        for name, text in COMMANDS.items():
+            path = directory / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"#!/bin/bash\n{text}\n")
+            path.chmod(0o755)
+        (directory / "hosts").write_text("127.0.0.1\nlocalhost\nlocalhost\n")
+
+    def start(self, *overrides: str, **more: str) -> subprocess.Popen:
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "RANK"))}
+        hosts, here = str(self.directory / "hosts"), str(self.directory)
+        of_scheduler = {
+            "pbs": dict(PBS_JOBID="17.server", PBS_JOBNAME="my-run", PBS_NODEFILE=hosts, PBS_O_WORKDIR=here),
+            "lsf": dict(LSB_JOBID="17", LSB_JOBNAME="my-run", LSB_DJOB_HOSTFILE=hosts, LS_SUBCWD=here),
+            "flux": {},
+        }[self.kind]
+        env = outside | of_scheduler | dict(FAKE=here, RANKS="1", PYTHON=sys.executable) | more
+        env |= dict(PATH=f"{here}/bin:{env['PATH']}", LOCKSTEP_ROOT=str(ROOT), PYTHONPATH=str(ROOT))
+        arguments = [str(self.config), *overrides]
+        if self.kind != "flux":
+            env |= dict(CONFIG=str(self.config), OVERRIDES=" ".join(overrides))
+            arguments = []
+        with open(self.directory / "job.out", "a") as out:
+            return subprocess.Popen(
+                ["bash", str(ROOT / "slurm" / f"train.{self.kind}"), *arguments],
+                env=env,
+                cwd=here,
+                stdout=out,
+                stderr=out,
+            )
+
+    @property
+    def again(self) -> list[str]:
+        file = self.directory / "again"
+        return file.read_text().splitlines() if file.exists() else []
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "job.out").read_text()
+
+
+@pytest.fixture(params=["pbs", "lsf", "flux"])
+def scheduler(request, tmp_path, config):
+    return Scheduler(request.param, tmp_path, config)
+
+
+def test_a_job_without_a_config_says_how_to_submit_it(tmp_path, config):
+    found = {}
+    for kind in ("pbs", "lsf"):
+        job = Scheduler(kind, tmp_path, "")
+        assert job.start().wait(60) != 0
+        found[kind] = job.log
+    assert "qsub -v CONFIG=FILE" in found["pbs"] and "CONFIG=FILE bsub" in found["lsf"]
+
+
+@pytest.mark.slow
+def test_two_nodes_train_and_a_stopped_run_is_run_again(scheduler, tmp_path):
+    """A signal stops the first job; the second one ends the run."""
+    run = tmp_path / "run"
+    job = scheduler.start(*SFT, "run.max_steps=400")
+    wait_for(lambda: status(run)["step"] >= 2 or job.poll() is not None, "step 2")
+    assert job.poll() is None, scheduler.log
+    os.kill(status(run)["pid"], signal.SIGUSR2)
+    assert job.wait(120) == 75, scheduler.log
+    assert "2 nodes (127.0.0.1 localhost), attempt 1 after step 0" in scheduler.log
+    step = status(run)["checkpoint_step"]
+    assert status(run)["state"] == "stopped" and f"runs again, to go on after step {step}" in scheduler.log
+    if scheduler.kind != "lsf":  # LSF runs a job with the exit code 75 again by itself
+        assert any(str(scheduler.config) in word for word in scheduler.again)
+    assert scheduler.start(*SFT, f"run.max_steps={step + 2}").wait(300) == 0, scheduler.log
+    assert f"resuming after step {step}" in scheduler.log and status(run)["state"] == "finished"
+    assert [record["training/global_step"] for record in records(run)] == list(range(1, step + 3))
+    environment = tmp_path / "my-run.ranks" / "environment"
+    end = environment.read_text().partition('LOCKSTEP_JOB_END="')[2].partition('"')[0]
+    assert abs(int(end) - environment.stat().st_mtime - 5400) < 600  # 1 h 30 min after the start
+    assert environment.stat().st_mode & 0o77 == 0
