@@ -16,6 +16,7 @@ import train_rl
 
 PLACES = {
     "generate": ("rl.rollout.engine", "RolloutEngine.generate"),
+    "engine_step": ("rl.rollout.calls", "Calls.step"),
     "score": ("rl.phases.scorer", "Scorer.score"),
     "log_probs": ("rl.training.engine", "TrainingEngine.forward"),
     "update": ("rl.training.engine", "TrainingEngine.update"),

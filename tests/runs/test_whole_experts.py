@@ -55,7 +55,7 @@ def test_a_resumed_run_continues_bitwise(config, tmp_path, attention):
 )
 def test_a_rank_killed_while_others_step_with_it_is_named(config, tmp_path, attention):
     beats = ("watchdog.beat_s=1", "watchdog.lost_s=60")
-    failure = failed_run("kill_this_rank", "generate", 1, config, *LAYOUTS[attention], *beats, call=2)
+    failure = failed_run("kill_this_rank", "engine_step", 1, config, *LAYOUTS[attention], *beats, call=10)
     assert failure.returncodes == [1, -9]
     said = errors(failure)[0]
     assert re.search(r"^error: lost rank 1 \(.+\), last heartbeat \d+ s ago in generate", said)
