@@ -36,6 +36,9 @@ MODELS = (
     "deepseek_v3",
     "glm4_moe",
     "glm4_moe_lite",
+    "granite",
+    "gemma3",
+    "phi3",
 )
 """Architectures of tests/checkpoints.py, in transformers and, but for the last, in vLLM."""
 

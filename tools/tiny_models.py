@@ -52,6 +52,17 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
+GEMMA3 = dict(
+    head_dim=64,
+    query_pre_attn_scalar=48,
+    num_hidden_layers=4,
+    sliding_window=12,  # shorter than the sequences of tests
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    rope_parameters=dict(
+        sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        full_attention=dict(rope_type="linear", rope_theta=10000.0, factor=8.0),
+    ),
+)
 PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": dict(head_dim=64),  # differs from hidden / heads
@@ -91,6 +102,17 @@ PARTICULAR: dict[str, dict] = {
         norm_topk_prob=False,
         routed_scaling_factor=1.0,
     ),
+    "SeedOssForCausalLM": dict(head_dim=64, attention_dropout=0.0, residual_dropout=0.0),
+    "SmolLM3ForCausalLM": dict(num_hidden_layers=3, no_rope_layer_interval=2),
+    "GraniteForCausalLM": dict(
+        embedding_multiplier=12.0,
+        attention_multiplier=0.125,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+        initializer_range=0.2,
+    ),
+    "Gemma3ForCausalLM": GEMMA3,
+    "Phi3ForCausalLM": {},
     "Glm4MoeLiteForCausalLM": LATENTS
     | dict(
         q_lora_rank=48,
@@ -112,6 +134,8 @@ PARTICULAR: dict[str, dict] = {
     ),
 }
 """Architecture -> keys of its tiny config in addition to SIZES."""
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+"""Classes of configs that are not named after the model."""
 PUBLISHED = {
     "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "Glm4MoeLiteForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1),
@@ -121,7 +145,8 @@ PUBLISHED = {
 
 def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
     """Return the config of a random model of 2 or 3 layers, 4 heads, 2 KV heads and the toy's vocabulary."""
-    kind = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    name = architecture.removesuffix("ForCausalLM")
+    kind = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     return kind(
         architectures=[architecture],
         vocab_size=len(build_tokenizer()),

@@ -13,6 +13,7 @@ from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.rollout import Rollout
 from rl.config.schema import Config, algorithm_of, learns_from_data, needs_engine
+from rl.models import BITWISE
 from rl.models.rope import positions
 from rl.models.sizes import expert_width, num_experts, num_kv_heads
 
@@ -45,6 +46,11 @@ def check_layout(
         raise ConfigError(
             f"rollout.ep={config.rollout.ep} spreads experts over the ranks of a replica, but the model has "
             "none; leave it out."
+        )
+    if config.model.numerics == "bitwise" and path is None and not set(architectures) & set(BITWISE):
+        raise ConfigError(
+            f"model.numerics=bitwise does not compute the layers of {architectures[0]}, only those of "
+            f"{listed(BITWISE, 'and')}; use model.numerics=fast."
         )
     train, rollout = role_ranks(config, world_size)
     check_training_grid(config, len(train), hf)

@@ -1,19 +1,38 @@
 """Model architectures, one file each, and the functions that select the file for a config.
 
 Each file defines `ARCHITECTURES` (names in config.json), `check`, `megatron_config` and `weights` (names and
-layouts of all weights). `_FILES` lists the files; docs/extending.md has a worked example.
+layouts of all weights), and `form` if its layers are not all Megatron's. `_FILES` lists the files;
+docs/extending.md has a worked example.
 """
 
 import json
 from pathlib import Path
 from types import ModuleType
 
-from rl.models import deepseek, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from rl.models import (
+    deepseek,
+    gemma3,
+    glm4_moe,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
+from rl.models.form import Form
 from rl.models.layout import REPLICATED, Weight
 
-_FILES = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
+_WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
+_FILES = (*_WITH_BITWISE, seed_oss, smollm3, granite, gemma3, phi3)
 SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
 """Architectures by their name in config.json."""
+BITWISE = tuple(name for file in _WITH_BITWISE for name in file.ARCHITECTURES)
+"""Those whose layers model.numerics=bitwise computes."""
 
 
 def value_model(hf: dict) -> dict:
@@ -51,6 +70,12 @@ def architecture(hf: dict) -> ModuleType:
         if name in file.ARCHITECTURES:
             return file
     raise ValueError(f"architecture {name} is not supported; supported are {', '.join(SUPPORTED)}.")
+
+
+def form(hf: dict) -> Form:
+    """Return what sets the layers of the model of this config apart from Megatron's."""
+    of_model = vars(architecture(hf)).get("form")
+    return of_model(hf) if of_model else Form()
 
 
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:

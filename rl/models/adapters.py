@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rl.models.boxes import whole
-from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Piece, Weight
+from rl.models.layout import REPLICATED, ROW, Cut, Piece, Weight
 from rl.models.placement import count_experts, training_ranges
 
 PREFIX = "base_model.model."
@@ -125,17 +125,22 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
 
 @functools.cache
 def _same_rows(base: Weight, part: int) -> Cut:
-    """Return the cut of a tensor whose rows are where those of a part of the base are.
+    """Return the cut of a tensor of which a rank holds the rows that it holds of a part of the base.
 
     In vLLM several ranks hold the rows of a key or value head, if there are more ranks than heads.
     """
 
-    def vllm(names, shapes, tp, rank):
-        (rows,) = (p.hf_box[0] for p in base.vllm_pieces(tp, rank) if p.hf == base.hf[part])
-        columns = whole(shapes[0][1:])
-        return [Piece(names[0], (rows, *columns), ((0, rows[1] - rows[0]), *columns))]
+    def of(pieces):
+        def of_rows(names, shapes, tp, rank):
+            out, at, columns = [], 0, whole(shapes[0][1:])
+            for start, stop in sorted(p.hf_box[0] for p in pieces(tp, rank) if p.hf == base.hf[part]):
+                out.append(Piece(names[0], ((start, stop), *columns), ((at, at + stop - start), *columns)))
+                at += stop - start
+            return out
 
-    return Cut(COLUMN.megatron, vllm)
+        return of_rows
+
+    return Cut(of(base.megatron_pieces), of(base.vllm_pieces))
 
 
 def splits_columns(weight: Weight) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
 from rl.models.rope import KINDS, PARTIAL, rope_parameters
-from rl.models.sizes import head_dim, num_kv_heads
+from rl.models.sizes import head_dim, is_tied, num_kv_heads
 
 
 def megatron_config(hf: dict) -> dict:
@@ -104,7 +104,7 @@ def weights(hf: dict, *, qkv_bias: bool = False, qk_norm: bool = False) -> list[
 def embedding(hf: dict) -> Weight:
     """Return the token embedding [V, H]."""
     name, shape = "model.embed_tokens.weight", (hf["vocab_size"], hf["hidden_size"])
-    tied = hf.get("tie_word_embeddings", False)
+    tied = is_tied(hf)
     megatron = "embedding.word_embeddings.weight"
     return Weight((name,), (shape,), megatron, name, VOCAB, first_stage=True, tied_to_head=tied)
 
@@ -113,7 +113,7 @@ def head(hf: dict) -> list[Weight]:
     """Return the final norm [H], and the head [V, H] unless it is tied to the embedding."""
     norm, shape = "model.norm.weight", (hf["hidden_size"],)
     out = [Weight((norm,), (shape,), "decoder.final_layernorm.weight", norm, REPLICATED)]
-    if not hf.get("tie_word_embeddings", False):
+    if not is_tied(hf):
         name = "lm_head.weight"
         out.append(Weight((name,), ((hf["vocab_size"], *shape),), "output_layer.weight", name, VOCAB))
     return out

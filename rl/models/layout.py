@@ -210,6 +210,28 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
     return Cut(megatron, vllm)
 
 
+@functools.cache
+def joined(cut: Cut, rows: tuple[int, ...]) -> Cut:
+    """Return the cut of one Hugging Face tensor that holds those of `cut` as blocks of so many rows."""
+
+    def of(pieces: Callable[..., list[Piece]]) -> Callable[..., list[Piece]]:
+        def of_whole(names, shapes, tp, rank):
+            starts = {str(part): start for part, start in enumerate(itertools.accumulate(rows, initial=0))}
+            parts = [(size, *shapes[0][1:]) for size in rows]
+            found = pieces(tuple(starts)[: len(rows)], parts, tp, rank)
+            return [replace(p, hf=names[0], hf_box=_lower(p.hf_box, starts[p.hf])) for p in found]
+
+        return of_whole
+
+    return Cut(of(cut.megatron), of(cut.vllm), cut.split)
+
+
+def _lower(box: Box, rows: int) -> Box:
+    """Return the box shifted down by some rows."""
+    (start, stop), *rest = box
+    return ((start + rows, stop + rows), *rest)
+
+
 def rows_from(offset: int) -> Cut:
     """Return the cut of a weight that every rank holds whole, in vLLM as rows from `offset` on."""
 

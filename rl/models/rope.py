@@ -14,6 +14,8 @@ from rl.models.sizes import head_dim
 if TYPE_CHECKING:
     from torch import Tensor
 
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+"""Keys of the rotary parameters of layers without and with a window, where they differ."""
 PARTIAL = "partial_rotary_factor"
 """Key of the rotated part of a head's channels, in config.json or its rotary parameters."""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -25,15 +27,26 @@ YARN_OPTIONS = (
 )
 
 
-def rope_parameters(hf: dict) -> dict:
+def rope_parameters(hf: dict, *, local: bool = False) -> dict:
     """Return the rotary parameters, always with `rope_theta` and `rope_type`.
 
     As in transformers 5, `rope_scaling` of older configs takes precedence over `rope_parameters`.
+    local: those of layers with a window, if they have their own.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    nested = hf.get("rope_parameters") or {}
+    if local and has_local(hf):
+        given = nested.get(LOCAL) or {"rope_theta": hf["rope_local_base_freq"]}
+    elif GLOBAL in given:
+        given = given[GLOBAL]
     kind = given.get("rope_type") or given.get("type") or "default"
     part = {} if hf.get(PARTIAL) is None else {PARTIAL: hf[PARTIAL]}
     return {"rope_theta": hf.get("rope_theta", 10000.0)} | part | given | {"rope_type": kind}
+
+
+def has_local(hf: dict) -> bool:
+    """Return whether layers with a window have their own rotary parameters."""
+    return "rope_local_base_freq" in hf or LOCAL in (hf.get("rope_parameters") or {})
 
 
 def scaled(hf: dict, scaling: dict) -> dict:
@@ -56,6 +69,8 @@ def scaled(hf: dict, scaling: dict) -> dict:
     out = {name: value for name, value in hf.items() if name != "rope_parameters"}
     out |= {name: value for name, value in rope_parameters(hf).items() if name in ("rope_theta", PARTIAL)}
     out["rope_scaling"] = scaling
+    if has_local(hf):
+        out["rope_local_base_freq"] = rope_parameters(hf, local=True)["rope_theta"]
     if kind == "yarn":
         out["rope_scaling"] = {"original_max_position_embeddings": _original_context(hf)} | scaling
         out["max_position_embeddings"] = positions(out)
@@ -90,13 +105,16 @@ def _original_context(hf: dict) -> float:
     return rope_parameters(hf).get("original_max_position_embeddings") or hf["max_position_embeddings"]
 
 
-def frequencies(hf: dict) -> Tensor:
-    """Return the angle of each pair of channels at position 1, float32 [channels / 2], on the CPU."""
+def frequencies(hf: dict, *, local: bool = False) -> Tensor:
+    """Return the angle of each pair of channels at position 1, float32 [channels / 2], on the CPU.
+
+    local: in layers with a window.
+    """
     import torch  # only training and generation call this
 
-    rope, dim = rope_parameters(hf), rotated_channels(hf)
+    rope, dim = rope_parameters(hf, local=local), rotated_channels(hf)
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    powers = rope_theta(hf) ** exponents
+    powers = float(rope["rope_theta"]) ** exponents
     if rope["rope_type"] == "llama3":
         return _llama3(1.0 / powers, rope)
     if rope["rope_type"] == "yarn":
@@ -138,6 +156,8 @@ def engine_fields(hf: dict) -> dict:
         rope["rope_type"] = "default"
     elif rope["rope_type"] == "linear":
         rope["factor"] = float(rope["factor"])
+    if has_local(hf):
+        return {"rope_parameters": {GLOBAL: rope, LOCAL: rope_parameters(hf, local=True)}}
     return {"rope_parameters": rope}
 
 

@@ -14,6 +14,12 @@ def head_dim(hf: dict) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
+def is_tied(hf: dict) -> bool:
+    """Return whether the embedding is also the head; for Gemma 3 and SmolLM3 this is the default."""
+    default = {"Gemma3ForCausalLM", "SmolLM3ForCausalLM"}
+    return hf.get("tie_word_embeddings", not default.isdisjoint(hf.get("architectures", ())))
+
+
 def attention_widths(hf: dict) -> tuple[int, int]:
     """Return the numbers of channels (of queries or keys, of values), each summed over all query heads."""
     heads = hf["num_attention_heads"]

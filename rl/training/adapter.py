@@ -418,20 +418,19 @@ def _add_parameters(
 def _order(weight: Weight, size: int, rank: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
     """Return which row of the concatenated parts is in each row of a parameter, and the rows of each part.
 
-    The first is None for a parameter of one part.
+    The rows of a part are in the order of the checkpoint. The first is None if they all are.
     """
     pieces = weight.megatron_pieces(size, rank)
     of_part = [[piece for piece in pieces if piece.hf == name] for name in weight.hf]
     lengths = [sum(stop - start for (start, stop), *_ in (p.hf_box for p in part)) for part in of_part]
-    if len(lengths) == 1:
+    if len(pieces) == 1:
         return None, lengths
-    rows, first = torch.empty(sum(lengths), dtype=torch.int64), 0
-    for part, length in zip(of_part, lengths):
-        offset = first - min(piece.hf_box[0][0] for piece in part)
-        for piece in part:
-            (start, stop), *_ = piece.hf_box
-            rows[slice(*piece.local_box[0])] = torch.arange(start + offset, stop + offset)
-        first += length
+    rows, at = torch.empty(sum(lengths), dtype=torch.int64), 0
+    for part in of_part:
+        for piece in sorted(part, key=lambda piece: piece.hf_box):
+            start, stop = piece.local_box[0]
+            rows[start:stop] = torch.arange(at, at + stop - start)
+            at += stop - start
     return rows.to(device), lengths
 
 

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rl.training.rows import RowAttention, Run, select_rows
+from rl.training.rows import Prefix, RowAttention, Run, select_rows, windowed
 
 if TYPE_CHECKING:
     from rl.training.context_parallel import Part
@@ -27,6 +28,12 @@ class PackedRow(PackedSeqParams):
     attention: RowAttention | None = None
     rotation: Tensor | tuple[Tensor, Tensor] | None = None
     """Result of `rl.training.rotary.RowRotary.of`."""
+    local_rotation: Tensor | None = None
+    """The same for layers with a window, if they rotate by other angles."""
+    position_ids: Tensor | None = None
+    """int64 [1, T]."""
+    near: RowAttention | None = None
+    """`attention` with a window, once a layer needs it; all windows of a model are equal."""
     part: "Part | None" = None
     """This rank's part, if context parallel ranks share the row."""
     routes: Any = None
@@ -39,6 +46,17 @@ class PackedRow(PackedSeqParams):
         """
         return x if self.part is None or len(x) == len(self.part.order) else self.part.row(x)
 
+    def within(self, window: int | None) -> RowAttention:
+        """Return the row's attention, with masks for a window. Collective as `keys` if there is one."""
+        assert self.attention is not None
+        if window is None:
+            return self.attention
+        if self.near is None:
+            assert self.position_ids is not None
+            query = self.position_ids[0]
+            self.near = windowed(self.attention, query, self.keys(query), window)
+        return self.near
+
 
 class CoreAttention(MegatronModule):
     """Causal attention over packed rows (thd), with grouped queries.
@@ -47,9 +65,11 @@ class CoreAttention(MegatronModule):
     torch's flash attention a few times on parts of the row, without copies of the inputs.
     """
 
-    def __init__(self, config, attention_dropout=None, softmax_scale=None, **_):
+    def __init__(self, config, layer_number, attention_dropout=None, softmax_scale=None, **_):
         super().__init__(config=config)
-        assert config.softmax_type == "vanilla" and config.window_size is None
+        assert config.softmax_type == "vanilla"
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None
         assert config.context_parallel_size == 1
         assert (config.attention_dropout if attention_dropout is None else attention_dropout) == 0.0
         self.scale = softmax_scale
@@ -59,8 +79,8 @@ class CoreAttention(MegatronModule):
 
         query: [T, heads/tp, d]. key: [T, kv_heads/tp, d]. value: [T, kv_heads/tp, v].
         """
-        row, width = packed_seq_params.attention, value.shape[-1]
-        assert row is not None
+        uses_masks = not query.is_cuda or query.dtype is torch.float32
+        row, width = packed_seq_params.within(self.window if uses_masks else None), value.shape[-1]
         key, value = packed_seq_params.keys(key), packed_seq_params.keys(value)
         if query.shape[-1] != width:  # MLA: flash attention requires one width
             value = F.pad(value, (0, query.shape[-1] - width))
@@ -89,18 +109,25 @@ class CoreAttention(MegatronModule):
             row.max_seqlen_q,
             row.max_seqlen_kv,
             scale=self.scale,
-            window_size=(-1, 0),  # causal; the last query is aligned with the last key
+            # Causal; the last query is aligned with the last key.
+            window_size=(-1 if self.window is None else self.window - 1, 0),
             **options,
         )
 
     def _float32(self, query, key, value, row):
-        assert not row.prefixes and all(run.mask is None for run in row.runs), "see `can_share`"
+        assert not row.prefixes, "see `can_share`"
         sizes = [run.count * run.length for run in row.runs]
         out = []
         for run, *parts in zip(row.runs, *(x.split(sizes) for x in (query, key, value))):
             q, k, v = (x.unflatten(0, (run.count, run.length)).transpose(1, 2) for x in parts)
             attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=run.mask,
+                is_causal=run.mask is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
             out.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(out)
@@ -168,9 +195,10 @@ class _AttendOnCpu(torch.autograd.Function):
             _blocks(lse, run).copy_(found[1])
         for part in row.prefixes:
             queries, keys = slice(part.start, part.end), slice(part.first, part.last)
-            more, lse_more = _forward(
-                _one(query[queries]), _one(key[keys]), _one(value[keys]), 0.0, False, scale=scale
-            )
+            inputs = _one(query[queries]), _one(key[keys]), _one(value[keys])
+            more, lse_more = _forward(*inputs, 0.0, False, attn_mask=_mask(part, query), scale=scale)
+            if part.mask is not None:  # torch returns 0 for queries whose window holds none of the keys
+                lse_more = lse_more.masked_fill(part.mask.isinf().all(-1), float("-inf"))
             weight = torch.sigmoid(lse_more - _one(lse[queries]))
             _one(out[queries]).lerp_(more, weight[..., None].to(more.dtype))
             _one(lse[queries]).copy_(torch.logaddexp(_one(lse[queries]), lse_more))
@@ -196,7 +224,8 @@ class _AttendOnCpu(torch.autograd.Function):
             queries, keys = slice(part.start, part.end), slice(part.first, part.last)
             places = (queries, queries, keys, keys, queries, queries)
             parts = (_one(x[at]) for x, at in zip((grad, query, key, value, out, lse), places))
-            found = _backward(*parts, 0.0, False, scale=ctx.scale)
+            mask = _mask(part, query)
+            found = _backward(*parts, 0.0, False, attn_mask=mask, scale=ctx.scale)
             for whole, at, more in zip(grads, (queries, keys, keys), found):
                 _one(whole[at]).add_(more)
         return *grads, None, None
@@ -214,8 +243,8 @@ def _keys(x: Tensor, run: Run) -> Tensor:
     return _blocks(x, run, run.first_key)
 
 
-def _mask(run: Run, query: Tensor) -> Tensor | None:
-    return None if run.mask is None else run.mask.to(query.dtype)
+def _mask(part: Run | Prefix, query: Tensor) -> Tensor | None:
+    return None if part.mask is None else part.mask.to(query.dtype)
 
 
 def _one(x: Tensor) -> Tensor:

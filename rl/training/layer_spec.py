@@ -148,10 +148,21 @@ class Norm:
 
     def __new__(cls, config, hidden_size, eps=1e-5, **_):
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        if config.layernorm_zero_centered_gamma:
+            kind = ZeroCenteredNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class ZeroCenteredNorm(torch.nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in float32 (Gemma)."""
+
+    def forward(self, x):
+        """Return the norm of x [..., H] in its dtype."""
+        weight = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class DuplicatedLinear(torch.nn.Module):

@@ -19,9 +19,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from rl.config.schema import Training
-from rl.models import architecture, rope
+from rl.models import architecture, form, rope
 from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
+from rl.models.sizes import is_tied
 from rl.training.attention import PackedRow
+from rl.training.form import ACTIVATIONS, give_form
 from rl.training.grid import Grid
 from rl.training.layer_spec import block_spec, megatrons_names, replace_classes, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
@@ -84,6 +86,8 @@ class Packed(GPTModel):
             max_seqlen_kv=micro.tokens.numel(),
             attention=micro.attention,
             rotation=self.rotary.of(micro.position_ids),
+            local_rotation=self.rotary.local_of(micro.position_ids),
+            position_ids=micro.position_ids,
             routes=micro.routes,
             part=micro.part,
         )
@@ -104,9 +108,12 @@ class Policy(Packed):
     outputs = OUTPUTS
     head = staticmethod(linear_logprobs)
 
-    def __init__(self, *args, real_vocab_size: int, head_chunk_tokens: int, **kwargs):
+    def __init__(
+        self, *args, real_vocab_size: int, head_chunk_tokens: int, logits_scale: float = 1.0, **kwargs
+    ):
         super().__init__(*args, **kwargs)
         self.real_vocab_size, self.head_chunk_tokens = real_vocab_size, head_chunk_tokens
+        self.logits_scale = logits_scale
 
     def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
         """Compute the head on the last stage; other stages return hidden_states.
@@ -122,6 +129,8 @@ class Policy(Packed):
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         hidden = select_rows(hidden_states[:, 0], labels.predict_at)
+        if self.logits_scale != 1.0:
+            hidden = hidden * self.logits_scale
         if self.outputs == ("hidden",):
             return (hidden,)
         options = dict(temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group)
@@ -190,6 +199,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
     """Return Megatron's config for a model and the training section. te: with Transformer Engine's layers."""
     on_cuda = torch.cuda.is_available()
     of_model = architecture(hf).megatron_config(hf)
+    activation = form(hf).activation
     has_experts = "num_moe_experts" in of_model  # other models of the run may have them
     latent = of_model.get("multi_latent_attention", False)
     # TE's kernel for whole heads applies no factor; Megatron's for MLA requires YaRN, and all latents here.
@@ -211,7 +221,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        activation_func=torch.nn.functional.silu,
+        activation_func=ACTIVATIONS[activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -231,7 +241,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         batch_p2p_sync=False,
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=on_cuda,
-        bias_activation_fusion=te,
+        bias_activation_fusion=te and activation == "silu",
         bias_dropout_fusion=te,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -294,10 +304,12 @@ def build_model(
             model = Policy(
                 config,
                 layers,
-                share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+                share_embeddings_and_output_weights=is_tied(hf),
                 real_vocab_size=hf["vocab_size"],
                 head_chunk_tokens=training.head_chunk(options["vocab_size"] // grid.tp),
+                logits_scale=form(hf).logits_scale,
                 **options,
             )
+        give_form(model, form(hf))
     model.rotary = rotate_by_row(model, hf, fused=config.apply_rope_fusion)
     return model

@@ -25,6 +25,17 @@ class RowRotary(nn.Module):
         self.has_scale = rope.rope_parameters(hf)["rope_type"] == "yarn" and "kv_lora_rank" in hf
         self.fused = fused
         self.frequencies, self.scale = rope.frequencies(hf), rope.magnitude(hf)
+        self.local = rope.frequencies(hf, local=True) if rope.has_local(hf) else None
+
+    def local_of(self, position_ids: Tensor) -> Tensor | None:
+        """Return `of` for layers with a window, if they have their own frequencies."""
+        if self.local is None:
+            return None
+        self.local = self.local.to(position_ids.device)
+        angles = torch.outer(position_ids.flatten().float(), self.local)
+        if self.fused:
+            return torch.cat([angles, angles], -1)[:, None, None]
+        return torch.cat([angles.cos(), angles.sin()], -1)[:, None]
 
     def of(self, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the rotation of each token: cosines and sines side by side, float32 [T, 1, d].

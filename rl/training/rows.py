@@ -8,7 +8,7 @@ prompt. `RowAttention` describes that for one row; it is computed once per micro
 T: tokens of the row. Tk: keys of all segments; a shared prompt counts once per answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -65,12 +65,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Queries [start, end), which also attend to all keys [first, last)."""
+    """Queries [start, end), which also attend to the keys [first, last)."""
 
     start: int
     end: int
     first: int
     last: int
+    mask: Tensor | None = None
+    """Float [1, 1, end - start, last - first] to add to the scores."""
 
 
 @dataclass
@@ -124,6 +126,31 @@ def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.de
         max_seqlen_kv=max(n for _, n in lengths),
         kv_index=keys["kv_index"] if has_shared else None,
     )
+
+
+def windowed(row: RowAttention, query: Tensor, key: Tensor, window: int) -> RowAttention:
+    """Return the attention in which a token attends to itself and the window - 1 tokens before it.
+
+    It differs in the masks of `runs` and `prefixes`. query, key: positions in their sequences of the queries
+    and of the keys, int64 [T].
+    """
+
+    def mask(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+        far = q[:, :, None] - k[:, None, :] >= window
+        if causal:
+            far |= torch.ones_like(far).triu(1)
+        return torch.zeros(far.shape, device=far.device).masked_fill_(far, float("-inf"))[:, None]
+
+    runs, prefixes = [], []
+    for run in row.runs:
+        size, shape = run.count * run.length, (run.count, run.length)
+        q, k = (x[at : at + size].view(shape) for x, at in ((query, run.start), (key, run.first_key)))
+        more = mask(q, k, run.mask is None)
+        runs.append(replace(run, mask=more if run.mask is None else more + run.mask))
+    for part in row.prefixes:
+        near = mask(query[None, part.start : part.end], key[None, part.first : part.last], False)
+        prefixes.append(replace(part, mask=near))
+    return replace(row, runs=runs, prefixes=prefixes)
 
 
 def _masked_tokens(group: Group, device: torch.device) -> int:

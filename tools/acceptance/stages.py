@@ -16,6 +16,11 @@ ARCHITECTURES = {
     "deepseek-v3": "DeepseekV3ForCausalLM",
     "glm4-moe": "Glm4MoeForCausalLM",
     "glm4-moe-lite": "Glm4MoeLiteForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "seed-oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "phi4": "Phi3ForCausalLM",
 }
 FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
 """Architectures that --quick and --rehearse cover."""

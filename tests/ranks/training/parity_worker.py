@@ -121,6 +121,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layo
             for name, checkpoint in (("a", checkpoint_a), ("b", checkpoint_b)):
                 model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
                 references[name] = model.eval()
+                model.model.do_not_compile = True  # vLLM decorates classes of transformers that it uses
                 columns[name] = hf_logprobs(model, batch, temperature=TEMPERATURE)
             gradient = hf_gradient(references["b"], columns["b"][0], Path(out_dir, "gradient"))
         config = config_of(checkpoint_a, 1, 1, 1, sizes)

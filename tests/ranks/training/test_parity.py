@@ -15,6 +15,7 @@ from tests.checkpoints import SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "parity_worker.py"
+FEW = ["2x2x1", "2x1x1x0x2"]
 DENSE = ["1x1x1", "2x1x1", "1x2x1", "2x2x1", "2x1x1x0x2"]
 EXPERTS = ["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x1x2", "1x1x2x2", "2x1x2x2", "1x2x2", "2x2x2", "1x1x2x0x2"]
 """TP x PP x EP (x ETP (x CP)) on four ranks: the experts' own tensor parallel size is TP without EP and 1
@@ -32,6 +33,11 @@ CASES = {
     "deepseek-v2": ("DeepseekV2ForCausalLM", False, EXPERTS),
     "deepseek-v3": ("DeepseekV3ForCausalLM", False, ["2x1x2", "1x1x2x2", "2x2x2", "2x1x2x0x2", "1x2x2x0x2"]),
     "deepseek-v3-all": ("DeepseekV3ForCausalLM", False, EXPERTS),
+    "seed-oss": ("SeedOssForCausalLM", False, FEW),
+    "smollm3": ("SmolLM3ForCausalLM", True, FEW),
+    "granite": ("GraniteForCausalLM", True, FEW),
+    "phi4": ("Phi3ForCausalLM", False, FEW),
+    "gemma3": ("Gemma3ForCausalLM", True, DENSE),
     "moonlight": ("DeepseekV3ForCausalLM", False, EXPERTS),
     "glm4-moe": ("Glm4MoeForCausalLM", False, EXPERTS),
     "glm4-moe-air": ("Glm4MoeForCausalLM", False, ["2x2x2", "2x1x2x0x2"]),
@@ -63,7 +69,7 @@ ALWAYS = ("llama3-tied", "deepseek-v3")
 """The others are for `--slow`: what sets them apart is also seen below (qwen2 on two ranks), in
 tests/unit/models, in tests/unit/training/test_rotary.py with tests/runs/test_rope_scaling.py, and in
 tests/ranks/refit."""
-LAYERS = 3  # the most that one of the models has
+LAYERS = 4  # the most that one of the models has
 LOGPROB = bounds.of_logits(LAYERS, SIZES["hidden_size"])
 GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
 

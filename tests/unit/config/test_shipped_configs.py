@@ -10,6 +10,7 @@ import pytest
 from rl.config.checks import check
 from rl.config.declarations import shipped
 from rl.config.layout_checks import check_layout
+from rl.config.options import ConfigError
 from rl.config.schema import load_config
 from rl.models import SUPPORTED
 
@@ -22,6 +23,8 @@ PRODUCTION = {
     "qwen2.5-7b_gsm8k_sft_8gpu": ("qwen2.5-7b", 8),
     "qwen3-30b-a3b_math_grpo_4x8": ("qwen3-30b-a3b", 32),
     "qwen3-30b-a3b_math_grpo_64k_4x8": ("qwen3-30b-a3b-thinking-2507", 32),
+    "glm-4.5-air_math_grpo_8x8": ("glm-4.5-air", 64),
+    "gemma-3-1b_gsm8k_grpo_1gpu": ("gemma-3-1b", 1),
     "ppo_deepseek671b": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_64x8": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_lora_8x8": ("deepseek-v3", 64),
@@ -39,6 +42,13 @@ def test_layouts_of_production_configs_fit(name):
     model, world_size = PRODUCTION[name]
     hf = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
     check_layout(load_config(ROOT / "configs" / f"{name}.yaml"), world_size, hf, SUPPORTED)
+
+
+def test_bitwise_numerics_refuses_layers_that_it_does_not_compute():
+    config = load_config(ROOT / "configs" / "gemma-3-1b_gsm8k_grpo_1gpu.yaml", ["model.numerics=bitwise"])
+    hf = json.loads((ROOT / "configs" / "models" / "gemma-3-1b" / "config.json").read_text())
+    with pytest.raises(ConfigError, match="does not compute the layers of Gemma3ForCausalLM, only those of"):
+        check_layout(config, 1, hf, SUPPORTED)
 
 
 def test_no_production_config_is_left_out():

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from rl.models import SUPPORTED, architecture, rope, value_model, value_weights
+from rl.models import SUPPORTED, architecture, form, rope, value_model, value_weights
 from rl.models.boxes import extent, index, volume
 from rl.models.layout import VOCAB, Weight
 from tests.checkpoints import PARTICULAR, PUBLISHED, tiny_config
@@ -21,6 +21,9 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "models"
 DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 QWEN2, QWEN3, LLAMA, MISTRAL = DENSE
 V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
+GEMMA, PHI, GRANITE, SEED, SMOL = (
+    f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Granite", "SeedOss", "SmolLM3")
+)
 GLM, GLM_LITE = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 EACH = pytest.mark.parametrize("name", PARTICULAR)
 
@@ -100,9 +103,12 @@ def test_vllm_ranks_tile_their_parameters(name, tp):
             assert (local == 1).all(), parameter
     for weight in weights(hf):
         for key in weight.hf:
-            of_kv = "k_proj" in key or "v_proj" in key
-            copies = max(1, tp // hf["num_key_value_heads"]) if of_kv else 1
-            assert (counts[key] == (copies if weight.cut.split else tp)).all(), (key, tp)
+            copies, count = max(1, tp // hf["num_key_value_heads"]), counts[key]
+            if "qkv_proj" in key:
+                assert (count[hf["hidden_size"] :] == copies).all()
+                count = count[: hf["hidden_size"]]
+            of_kv = "k_proj" in key or ".v_proj" in key
+            assert (count == ((copies if of_kv else 1) if weight.cut.split else tp)).all(), (key, tp)
 
 
 @EACH
@@ -207,6 +213,11 @@ PARAMETERS = {
     "glm-4.5-air": pytest.approx(106e9, rel=1e-2),
     "glm-4.7-flash": pytest.approx(30e9, rel=1e-2),
     "kimi-k2": pytest.approx(1.03e12, rel=1e-2),
+    "seed-oss-36b": pytest.approx(36.15e9, rel=1e-3),
+    "smollm3-3b": 3_075_098_624,
+    "granite-3.3-8b": 8_170_864_640,
+    "gemma-3-1b": 999_885_952,
+    "phi-4": 14_659_507_200,
     # The paper counts 15.29e9 without the token embedding and the head.
     "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
@@ -269,6 +280,32 @@ def test_rotations_are_those_of_transformers(name):
     expected = getattr(modeling, f"{kind}RotaryEmbedding")(read)
     torch.testing.assert_close(rope.frequencies(hf), expected.inv_freq, rtol=1e-6, atol=0)
     assert rope.magnitude(hf) == pytest.approx(expected.attention_scaling)
+
+
+@pytest.mark.parametrize("hf", [config(GEMMA), published("gemma-3-1b")], ids=["tiny", "1b"])
+def test_gemma_has_a_rotary_embedding_for_each_kind_of_layer(hf):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    expected = Gemma3RotaryEmbedding(transformers.Gemma3TextConfig.from_dict(hf))
+    for given in (hf, hf | rope.engine_fields(hf)):
+        for local, frequencies in ((False, "full"), (True, "sliding")):
+            found = rope.frequencies(given, local=local)
+            inverse = getattr(expected, f"{frequencies}_attention_inv_freq")
+            torch.testing.assert_close(found, inverse, rtol=1e-6, atol=0)
+    scaled = rope.scaled(hf, {"rope_type": "linear", "factor": 2})
+    assert torch.equal(rope.frequencies(scaled, local=True), rope.frequencies(hf, local=True))
+    assert rope.rope_parameters(scaled)["factor"] == 2
+
+
+def test_which_layers_have_windows_or_no_rotation():
+    hf = published("gemma-3-1b")
+    windowed = architecture(hf).megatron_config(hf)["window_attn_skip_freq"]
+    assert windowed == [1, 1, 1, 1, 1, 0] * 4 + [1, 1]
+    assert architecture(hf).megatron_config(hf)["window_size"] == (511, 0)
+    assert form(hf).windowed == tuple(map(bool, windowed))
+    hf = published("smollm3-3b")
+    for given in (hf, hf | {"no_rope_layers": None}):
+        assert architecture(hf).megatron_config(given)["no_rope_freq"] == [0, 0, 0, 1] * 9
 
 
 def test_rope_base_is_read_from_old_and_new_configs():
@@ -382,6 +419,18 @@ REFUSED = [
     (GLM, {"partial_rotary_factor": None, "rope_parameters": None}, "requires partial_rotary_factor"),
     (GLM_LITE, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types .*'dense'. is not supported"),
     (GLM_LITE, {"attention_bias": True}, "attention_bias is not supported"),
+    (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation gelu is not supported"),
+    (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+    (GEMMA, {"layer_types": ["chunked_attention"] * 4}, "chunked_attention in layer_types"),
+    (GEMMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type yarn is not supported"),
+    (PHI, {"rope_scaling": {"type": "longrope"}}, "type longrope is not supported; only default"),
+    (PHI, {"sliding_window": 2047}, "sliding_window 2047 is not supported"),
+    (PHI, {"rope_parameters": None, "partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75 is not"),
+    (GRANITE, {"logits_scaling": 0}, "logits_scaling 0 is not supported; it must be positive"),
+    (GRANITE, {"mlp_bias": True}, "mlp_bias is not supported"),
+    (SEED, {"attention_out_bias": True}, "attention_out_bias is not supported"),
+    (SMOL, {"use_sliding_window": True}, "use_sliding_window is not supported"),
     (V2, {"topk_method": "group_limited_greedy"}, "topk_method group_limited_greedy is not supported"),
     (V2, {"norm_topk_prob": True}, "norm_topk_prob false"),
     (V2, {"attention_bias": True}, "attention_bias is not supported"),
@@ -395,7 +444,7 @@ def test_unsupported_options_are_refused_by_name():
         with pytest.raises(ValueError, match=text) as caught:
             architecture(hf).check(hf)
         family = {V3: "DeepSeek-V3", V2: "DeepSeek-V2", "Qwen3MoeForCausalLM": "Qwen3-MoE"}
-        family |= {GLM: "GLM-4.5", GLM_LITE: "GLM-4.7-Flash"}
+        family |= {GLM: "GLM-4.5", GLM_LITE: "GLM-4.7-Flash", GEMMA: "Gemma 3", PHI: "Phi-4", SEED: "Seed"}
         assert str(caught.value).startswith(family.get(name, name.removesuffix("ForCausalLM")))
 
 

@@ -1,0 +1,21 @@
+"""What sets a model's layers apart from those that Megatron's config can express. Plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Form:
+    """Changes of layers, which `rl.training.form` makes; the defaults change nothing."""
+
+    embedding_scale: float = 1.0
+    """Factor of the token embeddings, in the model's dtype; not of a tied head."""
+    output_scale: float = 1.0
+    """Factor of the outputs of attention and MLP before the residual sum."""
+    logits_scale: float = 1.0
+    """Factor of the logits."""
+    post_norms: bool = False
+    """Whether the outputs of attention and MLP are normed before the residual sum."""
+    activation: str = "silu"
+    """Activation of the gate of an MLP: silu or gelu_tanh."""
+    windowed: tuple[bool, ...] = ()
+    """For each layer, whether its rotary embedding is that of layers with a window; (): one for all."""

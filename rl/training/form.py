@@ -1,0 +1,83 @@
+"""Layers of a model that has a form (`rl.models.form`): subclasses of Megatron's attention and MLP."""
+
+import functools
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor, nn
+
+from rl.models.form import Form
+from rl.training.attention import PackedRow
+from rl.training.layer_spec import Norm
+
+ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+}
+"""Name of an activation in a form -> function."""
+
+
+class FormedAttention(SelfAttention):
+    """Attention with a normed or scaled output and, in layers with a window, its own rotation."""
+
+    output_scale: float
+    rotates_locally: bool
+
+    def forward(self, hidden_states, attention_mask=None, *, packed_seq_params: PackedRow, **options):
+        """Return (output [T, 1, H] or [T/tp, 1, H] under sequence parallelism, None)."""
+        if self.rotates_locally:
+            options["rotary_pos_emb"] = packed_seq_params.local_rotation
+        out, bias = super().forward(
+            hidden_states, attention_mask, packed_seq_params=packed_seq_params, **options
+        )
+        return _formed(self, out, bias)
+
+
+class FormedMLP(MLP):
+    """MLP with a normed or scaled output."""
+
+    output_scale: float
+
+    def forward(self, hidden_states, *args, **options):
+        """Return (output, None) of the shape of hidden_states."""
+        return _formed(self, *super().forward(hidden_states, *args, **options))
+
+
+def _formed(module, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+    assert bias is None, "a bias would be added after the norm"
+    if module.output_scale != 1.0:
+        out = out * module.output_scale
+    return module.post_norm(out), None
+
+
+def give_form(model: nn.Module, form: Form) -> None:
+    """Change the layers of a stage of Megatron's GPTModel to those of the form. Not collective.
+
+    The class of an object is replaced, because Megatron compares classes of its specs by identity.
+    """
+    if form.embedding_scale != 1.0 and model.pre_process:
+        model.embedding.register_forward_hook(functools.partial(_scale_embedding, form.embedding_scale))
+    if not form.post_norms and form.output_scale == 1.0 and not any(form.windowed):
+        return
+    for layer in model.decoder.layers:
+        for module, kind in ((layer.self_attention, FormedAttention), (layer.mlp, FormedMLP)):
+            assert type(module) is kind.__base__, type(module)
+            module.__class__ = kind
+            module.output_scale = form.output_scale
+            module.post_norm = _norm(module.config) if form.post_norms else nn.Identity()
+        windowed = form.windowed or (False,) * layer.layer_number
+        layer.self_attention.rotates_locally = windowed[layer.layer_number - 1]
+
+
+def _norm(config) -> nn.Module:
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm(config, config.hidden_size, config.layernorm_epsilon)
+    return Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def _scale_embedding(scale: float, module: nn.Module, args, out: Tensor) -> Tensor:
+    """Return the embeddings times the scale, which is rounded to their dtype first, as in Gemma."""
+    return out * torch.tensor(scale, dtype=out.dtype, device=out.device)

@@ -1,0 +1,38 @@
+"""GRPO on tiny models of newer families: engine and trainer agree, resuming is exact, exports load."""
+
+import shutil
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests import bounds
+from tests.checkpoints import assert_same_checkpoint, save_tiny
+from tests.records import comparable
+from tests.toy import train
+
+FAMILIES = (
+    *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM"),
+    *("SeedOssForCausalLM", "SmolLM3ForCausalLM", "Phi3ForCausalLM"),
+)
+STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_steps_of_grpo_resumed_and_exported(config, tmp_path, family):
+    tied = family in ("Gemma3ForCausalLM", "SmolLM3ForCausalLM")
+    model = save_tiny(family, tmp_path / "tiny", seed=1, tie=tied)
+    overrides = (f"model.path={model}", *STEPS)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    steps = train(2, config, *overrides, run=straight)
+    for step in steps:
+        assert 0 < step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
+    shutil.copytree(straight, killed)
+    (killed / "checkpoints" / "step_000003").rename(killed / "checkpoints" / "step_000003.partial")
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    (killed / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    train(2, config, *overrides, run=killed)
+    assert comparable(killed) == comparable(straight)
+    assert_same_checkpoint(*(run / "checkpoints" / "step_000003" for run in (straight, killed)))
+    AutoModelForCausalLM.from_pretrained(straight / "hf")
