@@ -109,9 +109,7 @@ EXCLUSIONS = {
             "a replica that waits for environments would stop those with its experts; leave out one of both"
         ),
         "adapters in the engine": f"dummy steps have no adapter; {MERGED}",
-        "reward.judge.path, teacher.teacher_share": (
-            "a second engine would have other groups of ranks; use rollout.ep=1, or leave it out"
-        ),
+        "reward.judge.path": "a second engine would have other groups of ranks; use rollout.ep=1",
     },
     "refit.changed_only": {
         "not roles": (
@@ -310,9 +308,7 @@ _NOT_BUILT = {
         "training.cp, rollout.top_p, rollout.top_k, rollout.min_p, agents.structured_tool_calls"
     ),
     "a sweep": "roles, rollout.carry_over, agents, trace.steps",
-    "rollout.dp_attention": (
-        "roles, agents, adapters in the engine, reward.judge.path, teacher.teacher_share"
-    ),
+    "rollout.dp_attention": "roles, agents, adapters in the engine, reward.judge.path",
     "sampling masks": "run.mode=train_only",
     "training.router_replay=engine": "run.mode=train_only",
     "rollout.carry_over": "rollout.stop",

@@ -192,6 +192,12 @@ def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> N
             f"rollout.tp={tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads; "
             f"use {listed(fits, 'or')}."
         )
+    if config.rollout.dp_attention and config.teacher.teacher_share:
+        raise ConfigError(
+            f"rollout.dp_attention=true cannot be combined with teacher.teacher_share="
+            f"{config.teacher.teacher_share}, because a second engine would have other groups of ranks; use "
+            "rollout.ep=1."
+        )
     if experts and config.rollout.ep > 1:
         check_expert_ranks(config.rollout, world_size, experts, fits)
 

@@ -128,6 +128,8 @@ def test_a_key_is_accepted_with_the_one_that_it_needs(key):
     others += ["rollout.carry_over=true", "rollout_correction.truncate_tokens=2"]
     if key == "rollout.biased_truncation":
         others = ["rollout.top_p=0.9"]
+    if key == "rollout.dp_attention":
+        others = ["rollout.ep=2"]
     assert error("grpo", *others, f"{key}={WITHOUT_ANOTHER[key]}") == ""
 
 
