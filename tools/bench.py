@@ -26,7 +26,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import checks, configs, control, sweep  # noqa: E402
+from tools.bench_tables import checks, configs, control, full_fine_tuning, published, sweep  # noqa: E402
 from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -73,6 +73,18 @@ TABLES = {
         "percent of a step, median",
         checks.add_arguments,
         checks.measure,
+    ),
+    "full_fine_tuning": Table(
+        "GPUs of 80 GiB that full fine-tuning needs, by dry runs",
+        "GPUs / those with float32 moments on the GPU",
+        full_fine_tuning.add_arguments,
+        full_fine_tuning.measure,
+    ),
+    "published": Table(
+        "Seconds of a step that the dry run predicts, against published ones",
+        "predicted / published",
+        published.add_arguments,
+        published.measure,
     ),
     "control": Table(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
             shape=arguments.model_shape,
             prompt=arguments.mean_prompt_tokens,
             response=arguments.mean_response_tokens,
+            sigma=arguments.sigma_response_tokens,
             points=arguments.points,
         )
     except ValueError as error:
@@ -68,9 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for side in ("prompt", "response"):
         mean_help = f"mean tokens of a {side} (half of the longest)"
         add(f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help=mean_help)
-    sigma_help = (
-        "standard deviation of the logarithm of a response's tokens, for the forms of asynchrony (0.7)"
-    )
+    sigma_help = "standard deviation of the logarithm of a response's tokens (0.7)"
     add("--sigma-response-tokens", metavar="X", type=float, default=0.7, help=sigma_help)
     for part, keys in (("generation", "timing_s/gen"), ("rest", "timing_s/step less timing_s/gen")):
         measured_help = f"measured seconds of a synchronous step: {keys} (estimated)"

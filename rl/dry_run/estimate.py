@@ -8,10 +8,11 @@ from rl.config.adapter_checks import check_layers
 from rl.config.exclusions import check_exclusions
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine
+from rl.dry_run.generation import Lengths
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_of, sequences_per_prompt
 from rl.dry_run.shape import Model, check_layouts, models_of
-from rl.dry_run.timing import Lengths, assumed_lengths, estimate_seconds
+from rl.dry_run.timing import assumed_lengths, estimate_seconds
 from rl.refit.connections import connection_bytes
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT
 from rl.refit.traffic import refit_traffic
@@ -45,6 +46,8 @@ class Estimate:
     lengths: Lengths
     seconds: Mapping[str, float]
     """Seconds by phase, with `update_weights` if the refit is planned."""
+    idle: Mapping[str, float]
+    """Seconds of the phases in which ranks wait for the longest response or for other pipeline stages."""
     refit: Refit | None
     notes: list[str]
     hardware: Hardware
@@ -88,14 +91,16 @@ def estimate(
     shape: str = "",
     prompt: float = 0.0,
     response: float = 0.0,
+    sigma: float = 0.7,
     plan: bool = True,
     points: int = 1,
 ) -> Estimate:
     """Return the estimate for a config that `rl.config.checks.check` accepts.
 
     shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
-    maximum. plan: whether to plan the refit, which takes seconds for the largest models. Raises ConfigError
-    for an invalid layout. points: number of adapters of a sweep in one job; at least those of sweep.adapters.
+    maximum. sigma: standard deviation of the logarithm of a response's tokens. plan: whether to plan the
+    refit, which takes seconds for the largest models. points: number of adapters of a sweep in one job; at
+    least those of sweep.adapters. Raises ConfigError for an invalid layout.
     """
     points = max(points, len(config.sweep.adapters))
     if points > 1 and config.adapter.in_engine != "adapter":
@@ -104,20 +109,23 @@ def estimate(
             "policy in the engine; set adapter.kind=lora adapter.in_engine=adapter."
         )
     models, notes = models_of(config, shape=shape)
-    lengths = assumed_lengths(config, prompt, response)
+    lengths = assumed_lengths(config, prompt, response, sigma)
     return _estimate(config, world_size, hardware, models, notes, lengths, plan, points)
 
 
 def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
     """Return the estimate for another config of the same models, without planning the refit.
 
-    Raises as `estimate`.
+    It has no seconds if the config does not fit, because they take longer to estimate than memory. Raises as
+    `estimate`.
     """
     lengths, points = before.lengths, before.points
-    return _estimate(config, world_size, before.hardware, before.models, [], lengths, False, points)
+    return _estimate(config, world_size, before.hardware, before.models, [], lengths, False, points, False)
 
 
-def _estimate(config, world_size, hardware, models, notes, lengths, plan, points) -> Estimate:
+def _estimate(
+    config, world_size, hardware, models, notes, lengths, plan, points, has_seconds=True
+) -> Estimate:
     check_layouts(config, world_size, models)
     layout = layout_of(config, world_size)
     memory = estimate_memory(config, world_size, models, hardware, points=points)
@@ -131,13 +139,15 @@ def _estimate(config, world_size, hardware, models, notes, lengths, plan, points
         other = with_form(config, "merged" if config.adapter.in_engine == "adapter" else "adapter")
         if can_hold_adapters(other, models["policy"]):
             other_refit = plan_refit(other, layout, models["policy"], hardware)
-    seconds = estimate_seconds(config, layout, models, memory.engine, lengths, hardware, points=points)
+    seconds, idle = dict[str, float](), dict[str, float]()
+    if has_seconds or not memory.problems():
+        seconds, idle = estimate_seconds(config, layout, models, memory, lengths, hardware, points=points)
     if memory.away and "gen" in seconds:
         seconds["offload"] = 2 * memory.away / (hardware.pcie_gb_s * 1e9)
     if refit is not None:
         seconds["update_weights"] = refit.seconds
     return Estimate(
-        config, layout, models, memory, lengths, seconds, refit, notes, hardware, points, other_refit
+        config, layout, models, memory, lengths, seconds, idle, refit, notes, hardware, points, other_refit
     )
 
 

@@ -10,10 +10,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine; the defaults are the peak figures of an H100 SXM.
+    """A machine. Peaks are those of an H100 SXM (NVIDIA's data sheet); the rest has a source each.
 
-    The shares are rules of thumb, not measurements. Replace them by those of your runs (`perf/throughput`,
-    `timing_s/*`).
+    docs/launch.md compares the seconds that follow with published ones. Replace the figures by those of your
+    runs (`perf/throughput`, `timing_s/*`).
     """
 
     gpu_memory_gib: float = 80.0
@@ -27,15 +27,36 @@ class Hardware:
     nvlink_gb_s: float = 450.0
     """a rank's bandwidth within a node, each way, GB/s"""
     nic_gb_s: float = 50.0
-    """a rank's bandwidth between nodes, each way, GB/s"""
+    """a rank's bandwidth between nodes, each way, GB/s (DGX H100: one 400 Gbit/s port per GPU)"""
     pcie_gb_s: float = 50.0
-    """a rank's bandwidth to host memory, GB/s"""
+    """a rank's bandwidth to host memory, GB/s (PCIe 5 x16 has 63)"""
+    host_gb_s: float = 40.0
+    """a rank's share of the bandwidth of host memory, GB/s (two sockets of 8 DDR5-4800 have 77 per GPU)"""
     train_share: float = 0.35
-    """share of tflops that training and prefill reach"""
-    hbm_share: float = 0.6
-    """share of hbm_gb_s that decoding reaches"""
+    """share of tflops that training and prefill reach (verl's docs/perf/dpsk.md: 0.31 to 0.40)"""
+    hbm_share: float = 0.75
+    """share of hbm_gb_s that decoding and the optimizer reach (STREAM reaches about 0.9)"""
     link_share: float = 0.7
-    """share of the link speeds that messages reach"""
+    """share of the link speeds that messages reach (nccl-tests, messages of 100 MB: 0.7 to 0.9)"""
+    near_us: float = 15.0
+    """an all-reduce of a few tokens within a node, microseconds (vLLM's custom kernel)"""
+    far_us: float = 80.0
+    """an all-reduce of a few tokens between nodes, microseconds (nccl-tests, 16 ranks, 256 KiB: 50 to 90)"""
+    engine_step_ms: float = 4.0
+    """time of an engine step on the host, ms; with that per sample 6 to 12 ms for 128 to 512"""
+    engine_sample_ms: float = 0.016
+    """time of an engine step on the host per sample, ms (`tools/bench.py host`)"""
+    eager_layer_ms: float = 0.6
+    """launches of a layer's kernels in an engine without CUDA graphs, ms (about 60 of 10 microseconds)"""
+    layer_ms: float = 2.0
+    """launches of a layer's kernels in a training pass in one direction, ms: the minimum for few tokens"""
+    update_ms: float = 30.0
+    """launches of an optimizer step and its checks, ms (about 3,000 of 10 microseconds)"""
+    launches_ahead: int = 1
+    """1: kernels compute while the next ones are launched, as on a GPU; 0: not, as on a CPU"""
+    tensor_ms: float = 0.85
+    """a weight in a refit that moves them one by one, ms (NeMo-RL #3166: 16 to 19 s for 30B in 128 experts);
+    this program's refit moves planned batches"""
     reserve_gib: float = 4.0
     """GiB of a GPU for CUDA context, NCCL, libraries' workspaces, CUDA graphs and fragmentation"""
     expert_imbalance: float = 1.5
@@ -55,6 +76,26 @@ class Hardware:
         """Return the seconds of a rank's messages if those within its node and to other nodes overlap."""
         return max(near_bytes / self.nvlink_gb_s, far_bytes / self.nic_gb_s) / (1e9 * self.link_share)
 
+    def all_reduce_seconds(self, message: float, ranks: int) -> float:
+        """Return the seconds of an all-reduce over tensor parallel ranks, which all ports of a node share."""
+        if ranks == 1:
+            return 0.0
+        if ranks <= self.ranks_per_node:
+            return self.near_us / 1e6 + self.link_seconds(2 * message, 0)
+        return self.far_us / 1e6 + self.link_seconds(2 * message, 2 * message / self.ranks_per_node)
+
+    def exchange_seconds(self, message: float, ranks: int, stride: int = 1, count: float = 1.0) -> float:
+        """Return the seconds of messages that a rank splits over a group of ranks with that stride.
+
+        message: bytes of all `count` messages.
+        """
+        if ranks == 1:
+            return 0.0
+        near = max(1, self.ranks_per_node // stride)  # ranks of the group in a node
+        far = max(0.0, 1 - near / ranks)
+        latency = self.far_us if far else self.near_us
+        return count * latency / 1e6 + self.link_seconds(message * (1 - far), message * far)
+
 
 def add_options(parser) -> None:
     """Add an option for each figure, e.g. --gpu-memory-gib."""
@@ -69,6 +110,6 @@ def from_options(arguments) -> Hardware:
     """Return the machine from the parsed options. Raises ValueError if a figure is not positive."""
     values = {figure.name: getattr(arguments, figure.name) for figure in fields(Hardware)}
     for name, value in values.items():
-        if not value > 0:
+        if not value > 0 and name != "launches_ahead":
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}, but must be greater than 0.")
     return Hardware(**values)

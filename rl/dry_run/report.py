@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from rl.dry_run.asynchrony import best, forms
 from rl.dry_run.changes import Change
 from rl.dry_run.estimate import Estimate
+from rl.dry_run.generation import seconds_between_nodes
 from rl.dry_run.hardware import GIB
 from rl.dry_run.parameters import count_parameters, count_stages
-from rl.dry_run.timing import seconds_between_nodes
 
 LEAST_STEP_S = 1.0
 """Shortest estimated step for which forms of asynchrony are compared, in seconds. Launches of kernels and
@@ -210,6 +210,7 @@ def _work(estimate: Estimate) -> str:
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
     lines += [
         f"seconds per step, estimated: {phases}; together {estimate.step_seconds:.0f}",
+        f"of that idle: {', '.join(_idle(estimate))}",
         f"GPU-hours of {estimate.config.run.max_steps} steps: {estimate.gpu_hours:,.1f}",
         f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of "
         f"HBM x {hardware.hbm_share:g}, links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x "
@@ -217,6 +218,21 @@ def _work(estimate: Estimate) -> str:
         f"{hardware.reserve_gib:g} GiB in reserve; see --dry-run --help",
     ]
     return "\n".join(lines)
+
+
+def _idle(estimate: Estimate) -> list[str]:
+    """Return the idle seconds and shares of generation and of the passes through a pipeline."""
+    passes = set(estimate.idle) - {"gen"}
+    found = []
+    for words, phases in (
+        ("waiting for the longest response", {"gen"}),
+        ("for other pipeline stages", passes),
+    ):
+        seconds = sum(estimate.idle.get(name, 0.0) for name in phases)
+        all_seconds = sum(estimate.seconds.get(name, 0.0) for name in phases)
+        if all_seconds:
+            found.append(f"{seconds:.1f} s {words}, {seconds / all_seconds:.0%}")
+    return found
 
 
 def _aligned(rows: list[list[str]]) -> str:

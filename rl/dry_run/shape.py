@@ -1,5 +1,6 @@
 """The models of a run in a dry run: their weights, and the widths that determine memory and time."""
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -54,7 +55,12 @@ class Model:
     def parameters(self) -> int:
         return count_parameters(self.parts)
 
-    @property
+    @functools.cached_property
+    def routed(self) -> int:
+        """Number of parameters of routed experts."""
+        return sum(part.elements for part in self.parts if part.weight.expert is not None)
+
+    @functools.cached_property
     def multiplied(self) -> int:
         """Number of parameters in the products of one token.
 

@@ -1,104 +1,123 @@
-"""A rough time of each phase of a step: the maximum of arithmetic time and memory time.
+"""A rough time of each phase of a step on the training grid, and of the whole step.
 
-The estimate is for comparing layouts and choosing the size of an allocation; the shares of the peak speeds
-(`Hardware`) are rules of thumb. It includes 2 operations per parameter and token for a forward pass, 4 for a
-backward pass and 2 for recomputation; causal attention; what context parallel ranks gather;
-and the pipeline's bubble. For decoding it includes
-the weights and caches read from memory, the experts that a batch uses, and two all-reduces per layer. It
-excludes reward functions, packing, start-up, the optimizer's step and slow replicas.
+A pass computes 2 operations per parameter and token forward, 4 backward and 2 for recomputation, and causal
+attention. A micro-batch takes at least as long as reading the weights and launching the kernels. Messages
+(tensor, context and expert parallel) are added, as if nothing overlapped them, and the pipeline's idle time.
+The estimate excludes reward functions, packing, start-up and slow replicas. `rl.dry_run.generation` has
+generation, `rl.dry_run.hardware` the constants.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
+from rl.dry_run.generation import Lengths, engines_of, generation_seconds, work_of
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import (
     ITEMSIZE,
-    EngineMemory,
     Layout,
+    Memory,
+    State,
     gathered_bytes,
     num_micro_batches,
     sequences_per_prompt,
 )
-from rl.dry_run.parameters import count_parameters
+from rl.dry_run.parameters import Part, count_parameters
 from rl.dry_run.shape import Model
-
-NEAR_LATENCY, FAR_LATENCY = 15e-6, 50e-6
-"""Seconds of an all-reduce of a few tokens within a node, and between nodes."""
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Assumed mean tokens of a sequence."""
+class Pass:
+    """Seconds of a pass of all sequences of a step through a model, on the busiest rank."""
 
-    prompt: float
-    response: float
+    work: float
+    """Arithmetic, reading of weights and launches."""
+    messages: float
+    """Messages of tensor, context and expert parallel ranks."""
+    idle: float
+    """Waiting for other pipeline stages."""
 
     @property
     def total(self) -> float:
-        return self.prompt + self.response
+        return self.work + self.messages + self.idle
 
 
-def assumed_lengths(config: Config, prompt: float = 0.0, response: float = 0.0) -> Lengths:
-    """Return the given mean lengths; a mean of 0 is replaced by half of the maximum."""
+def assumed_lengths(
+    config: Config, prompt: float = 0.0, response: float = 0.0, sigma: float = 0.7
+) -> Lengths:
+    """Return the given lengths; a mean of 0 is replaced by half of the maximum."""
     longest = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    return Lengths(prompt or longest[0] / 2, response or longest[1] / 2)
+    return Lengths(prompt or longest[0] / 2, response or longest[1] / 2, sigma)
 
 
 def estimate_seconds(
     config: Config,
     layout: Layout,
     models: Mapping[str, Model],
-    engine: EngineMemory | None,
+    memory: Memory,
     lengths: Lengths,
     hardware: Hardware,
     *,
     points: int = 1,
-) -> dict[str, float]:
-    """Return the seconds of each phase of a step except the refit, by its name in timing_s/*.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return (seconds, idle seconds) of each phase of a step except the refit, by its name in timing_s/*.
 
-    points: number of adapters on one base; each learns from samples of its own, generated together.
+    The idle seconds are included in the seconds. Pipeline stages wait for others; in gen, replicas wait for
+    the longest response with an almost empty batch. points: number of adapters on one base; each learns from
+    samples of its own, generated together.
     """
     needs, policy = algorithm_of(config).needs, models["policy"]
     sequences = points * config.data.prompts_per_step * sequences_per_prompt(config)
+    seconds: dict[str, float] = {}
+    idle: dict[str, float] = {}
 
-    def passes(model: Model, per_parameter: int) -> float:
-        return _training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
+    def add(phase: str, model: Model, per_parameter: int, times: float = 1.0) -> None:
+        one = training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
+        seconds[phase] = seconds.get(phase, 0.0) + times * one.total
+        idle[phase] = idle.get(phase, 0.0) + times * one.idle
 
-    epochs = config.training.epochs
+    def update(phase: str, name: str, epochs: int = 1) -> None:
+        """Add an update; frozen weights have no gradient."""
+        model = models[name]
+        add(phase, model, 4 + 2 * config.training.recompute + 2 * (not model.adapters), epochs)
+        steps = (optimizer_seconds(stage.states[name], layout, hardware) for stage in memory.stages)
+        seconds[phase] += epochs * _minibatches(config) * points * max(steps)
 
-    def backward(model: Model) -> int:
-        """Return the operations per parameter and token of an update; frozen weights have no gradient."""
-        return 4 + 2 * config.training.recompute + 2 * (not model.adapters)
-
-    seconds = {}
     if "samples" in needs:
-        assert engine is not None
-        seconds["gen"] = _generation(config, layout, policy, engine, lengths, hardware, points)
+        assert memory.engine is not None
+        work = work_of(config, lengths, points)
+        engines = engines_of(config, layout, policy, memory.engine, lengths, hardware)
+        seconds["gen"] = generation_seconds(work, engines)
+        idle["gen"] = max(0.0, seconds["gen"] - generation_seconds(replace(work, sigma=0.0), engines))
         if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
-            seconds["old_log_prob"] = share * passes(policy, 2)
+            add("old_log_prob", policy, 2, share)
     if needs_reference(config):
+        add("ref", policy, 2)
         # One transfer: the reference weights go to the GPU, into the memory of the gradients.
-        ranks = layout.tp * layout.pp * max(1, layout.ep)
-        copied = count_parameters(policy.adapter_parts or policy.parts)
-        transfer = ITEMSIZE[config.model.dtype] * copied / ranks
-        seconds["ref"] = passes(policy, 2) + transfer / (hardware.pcie_gb_s * 1e9)
+        copied = held_parameters(policy.adapter_parts or policy.parts, layout)
+        seconds["ref"] += ITEMSIZE[config.model.dtype] * copied / (hardware.pcie_gb_s * 1e9)
     if "critic" in models:
-        seconds["values"] = passes(models["critic"], 2)
-        seconds["update_critic"] = epochs * passes(models["critic"], backward(models["critic"]))
+        add("values", models["critic"], 2)
+        update("update_critic", "critic", config.training.epochs)
     if "implicit_reward" in models:
-        seconds["implicit_reward"] = 2 * passes(models["implicit_reward"], 2)
-        reward = models["implicit_reward"]
-        seconds["update_implicit_reward"] = passes(reward, backward(reward))
+        add("implicit_reward", models["implicit_reward"], 2, 2)
+        update("update_implicit_reward", "implicit_reward")
     if "reward_model" in models:
-        seconds["reward"] = passes(models["reward_model"], 2)
+        add("reward", models["reward_model"], 2)
     if uses_teacher(config):
         teachers = [model for name, model in models.items() if name.startswith("teacher")] or [policy]
-        seconds["teacher"] = sum(passes(model, 2) for model in teachers) / len(teachers)
-    seconds["update_actor"] = epochs * passes(policy, backward(policy))
-    return seconds
+        for model in teachers:
+            add("teacher", model, 2, 1 / len(teachers))
+    update("update_actor", "policy", config.training.epochs)
+    return seconds, idle
+
+
+def held_parameters(parts: Sequence[Part], layout: Layout) -> float:
+    """Return the mean number of parameters on a rank."""
+    routed = sum(part.elements for part in parts if part.weight.expert is not None)
+    others = count_parameters(parts) - routed
+    return (others / layout.tp + routed / (layout.ep * layout.etp)) / layout.pp
 
 
 def _share_of_old_logprobs(config: Config) -> float:
@@ -111,7 +130,7 @@ def _share_of_old_logprobs(config: Config) -> float:
     return 1.0 if needs_early_logprobs(config) else 1 - 1 / minibatches
 
 
-def _training_pass(
+def training_pass(
     config: Config,
     layout: Layout,
     model: Model,
@@ -119,7 +138,7 @@ def _training_pass(
     lengths: Lengths,
     per_parameter: int,
     hardware: Hardware,
-) -> float:
+) -> Pass:
     """Return the seconds of one pass of all sequences of a step through a model on the training grid.
 
     per_parameter: operations per parameter and token, 2 for a forward pass; attention scales with it.
@@ -127,115 +146,65 @@ def _training_pass(
     query, value = model.heads_width
     attention = model.num_layers * (query + value) * lengths.total / 2  # products per token; half are masked
     operations = per_parameter * (model.multiplied + attention) * sequences * lengths.total
-    busiest = hardware.expert_imbalance if model.num_experts else 1.0
-    ideal = busiest * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
+    imbalance = hardware.expert_imbalance if model.num_experts else 1.0
+    arithmetic = imbalance * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
+    micro_batches = num_micro_batches(config, layout, lengths.total)
+    passes = micro_batches * _minibatches(config)
+    directions = per_parameter / 2  # forward, twice that backward, and again forward with recomputation
+    itemsize = ITEMSIZE[config.model.dtype]
+    held = held_parameters(model.parts, layout)
+    sums = 8 * held if per_parameter > 4 else 0  # float32 sums of gradients are read and written
+    reading = passes * (directions * itemsize * held + sums) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
+    layers = model.num_layers / layout.pp
+    # Embedding and head count as a layer of each stage.
+    launches = passes * directions * (layers + 1) * hardware.layer_ms / 1e3
+    work = max(arithmetic, reading, launches)
+    if not hardware.launches_ahead:
+        work = arithmetic + launches
+    tokens = sequences * lengths.total / layout.dp  # of the cp ranks of a replica
+    own = tokens / layout.cp
+    messages = directions * layers * _layer_messages(model, layout, own, itemsize, hardware, passes)
     if layout.cp > 1:
-        tokens = sequences * lengths.total / layout.dp
-        message = gathered_bytes(model, layout, tokens, ITEMSIZE[config.model.dtype])
-        message *= model.num_layers / layout.pp * _gathers(config, per_parameter)
-        is_near = layout.tp * layout.cp <= hardware.ranks_per_node
-        ideal += hardware.link_seconds(message, 0) if is_near else hardware.link_seconds(0, message)
-    bubble = (layout.pp - 1) / num_micro_batches(config, layout, lengths.total)
-    return ideal * (1 + bubble)
+        gathered = gathered_bytes(model, layout, tokens, itemsize) * model.num_layers / layout.pp
+        gathered *= _gathers(config, per_parameter)
+        number = _gathers(config, per_parameter) * layers * passes
+        messages += hardware.exchange_seconds(gathered, layout.cp, layout.tp, number)
+    return Pass(work, messages, (work + messages) * (layout.pp - 1) / micro_batches)
+
+
+def _minibatches(config: Config) -> int:
+    """Return the number of mini-batches of a step."""
+    prompts = config.data.prompts_per_step
+    return math.ceil(prompts / (config.training.prompts_per_minibatch or prompts))
+
+
+def _layer_messages(
+    model: Model, layout: Layout, tokens: float, itemsize: int, hardware: Hardware, count: float
+) -> float:
+    """Return the seconds of a rank's messages in a layer and direction, for `count` micro-batches.
+
+    Tensor parallel ranks gather and scatter the tokens at both halves of the layer; expert parallel ranks
+    send each token to the ranks of its experts, and get the results back.
+    """
+    width = tokens * model.hf["hidden_size"] * itemsize
+    tensor = hardware.exchange_seconds(4 * width * (layout.tp - 1) / layout.tp, layout.tp, count=4 * count)
+    routed = 2 * width / layout.tp * model.experts_per_token * (layout.ep - 1) / layout.ep
+    return tensor + hardware.exchange_seconds(routed, layout.ep, count=2 * count)
+
+
+def optimizer_seconds(state: State, layout: Layout, hardware: Hardware) -> float:
+    """Return the seconds of an optimizer step: gradients are reduced, the state is updated, weights gathered.
+
+    What is in host memory is updated there, while the GPU updates the rest.
+    """
+    replicas = layout.sharded_over
+    reduced = (state.gradients + state.weights) * (replicas - 1) / replicas
+    messages = hardware.exchange_seconds(reduced, replicas, layout.tp * layout.cp) if replicas > 1 else 0.0
+    device = (2 * state.optimizer + state.gradients) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
+    host = 2 * state.in_host / (hardware.host_gb_s * 1e9)
+    return messages + max(device, host) + hardware.update_ms / 1e3
 
 
 def _gathers(config: Config, per_parameter: int) -> int:
     """Return the number of gathers and scatters of keys and values per layer in a pass."""
     return 1 if per_parameter == 2 else 2 + config.training.recompute
-
-
-def seconds_between_nodes(
-    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
-) -> float:
-    """Return the seconds of generation that replicas lose because their messages cross nodes."""
-    ranks = max(layout.rollout_tp, layout.rollout_ep)
-    one_node = replace(hardware, ranks_per_node=max(hardware.ranks_per_node, ranks))
-    arguments = config, layout, model, engine, lengths
-    return _generation(*arguments, hardware) - _generation(*arguments, one_node)
-
-
-def _generation(
-    config: Config,
-    layout: Layout,
-    model: Model,
-    engine: EngineMemory,
-    lengths: Lengths,
-    hardware: Hardware,
-    points: int = 1,
-) -> float:
-    """Return the seconds to generate all samples of a step, of all points.
-
-    Prefill is limited by arithmetic, decoding by the memory that it reads.
-    """
-    samples = points * config.data.prompts_per_step * config.rollout.samples_per_prompt / layout.replicas
-    at_once = max(1.0, min(slots(config, engine, lengths), samples))
-    prompts = samples / config.rollout.samples_per_prompt
-    prefill = prompts * lengths.prompt * prefill_seconds(layout, model, hardware)
-    step = decode_seconds(config, layout, model, engine, lengths, hardware, at_once)
-    return prefill + math.ceil(samples / at_once) * lengths.response * step
-
-
-def slots(config: Config, engine: EngineMemory, lengths: Lengths) -> float:
-    """Return the number of samples that a replica generates at once, if there are enough."""
-    return min(config.rollout.max_concurrent_samples, engine.cache_tokens / lengths.total)
-
-
-def prefill_seconds(layout: Layout, model: Model, hardware: Hardware) -> float:
-    """Return the seconds in which a replica computes a token of a context."""
-    busiest = hardware.expert_imbalance if layout.rollout_ep > 1 and model.num_experts else 1.0
-    speed = hardware.tflops * 1e12 * hardware.train_share * layout.rollout_tp
-    return 2 * busiest * model.multiplied / speed
-
-
-def decode_seconds(
-    config: Config,
-    layout: Layout,
-    model: Model,
-    engine: EngineMemory,
-    lengths: Lengths,
-    hardware: Hardware,
-    at_once: float,
-) -> float:
-    """Return the seconds of a replica's decoding step with `at_once` samples of half their length.
-
-    With data parallel attention the replicas that share experts have as many samples each; in a mixture each
-    of their ranks receives the tokens of all, and sends as many outputs.
-    """
-    tp, itemsize = layout.rollout_tp, ITEMSIZE[config.model.dtype]
-    sharing = layout.rollout_sharing if model.num_experts else 1
-    dense, routed = _weights_read(model, at_once * sharing)
-    placement = layout.rollout_placement(model)
-    repeated = sum(part.elements for part in model.parts if placement.repeats(part.weight))
-    weights = itemsize * ((dense - repeated + routed / sharing) / tp + repeated)
-    cache = at_once * (lengths.prompt + lengths.response / 2) * engine.bytes_per_token
-    step = (weights + cache) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
-    num_mixtures = len({part.weight.layer for part in model.parts if part.weight.expert is not None})
-    message = 2 * at_once * model.hf["hidden_size"] * itemsize
-    exchanges = num_mixtures if sharing > 1 else 0
-    step += (2 * model.num_layers - exchanges) * _all_reduce_seconds(tp, message, hardware)
-    step += exchanges * _all_reduce_seconds(tp * sharing, message * sharing, hardware)
-    return max(step, at_once * prefill_seconds(layout, model, hardware))
-
-
-def _all_reduce_seconds(ranks: int, message: float, hardware: Hardware) -> float:
-    """Return the seconds of an all-reduce, or of an all-gather and a reduce-scatter, over adjacent ranks.
-
-    message: bytes that a rank receives.
-    """
-    if ranks == 1:
-        return 0.0
-    if ranks <= hardware.ranks_per_node:
-        return NEAR_LATENCY + hardware.link_seconds(message, 0)
-    return FAR_LATENCY + hardware.link_seconds(0, message)
-
-
-def _weights_read(model: Model, batch: float) -> tuple[float, float]:
-    """Return the numbers of parameters that one decoding step reads: (outside, in) routed experts.
-
-    batch: tokens of the step. Only the experts that some token uses are read.
-    """
-    routed = sum(part.elements for part in model.parts if part.weight.expert is not None)
-    if not routed:
-        return model.multiplied, 0.0
-    per_token = model.experts_per_token / model.num_experts
-    return model.multiplied - routed * per_token, routed * (1 - (1 - per_token) ** batch)

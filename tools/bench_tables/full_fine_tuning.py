@@ -5,6 +5,7 @@ For each number of GPUs, layouts are tried in which tensor, pipeline and expert 
 """
 
 import itertools
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +13,11 @@ from pathlib import Path
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training
-from rl.dry_run.estimate import Estimate, estimate
+from rl.dry_run.changes import with_values
+from rl.dry_run.estimate import Estimate, changed, estimate
 from rl.dry_run.hardware import GIB, Hardware
-from rl.dry_run.shape import models_of
+from rl.dry_run.memory import ITEMSIZE
+from rl.dry_run.shape import Model as ShapeModel
 from tools.bench_tables.report import Row
 
 MODELS = ("qwen2.5-7b", "qwen2.5-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
@@ -56,37 +59,47 @@ def config_of(model: str, tokens: int, optimizer: Optimizer) -> Config:
     return Config(
         model=Model(path=model, dtype="bfloat16"),
         data=Data(prompts_per_step=512, max_prompt_tokens=1024),
-        rollout=Rollout(max_response_tokens=tokens - 1024, max_concurrent_samples=64),
+        rollout=Rollout(
+            max_response_tokens=tokens - 1024, max_concurrent_samples=64, gpu_memory_utilization=0.85
+        ),
         training=Training(micro_batch_tokens=tokens, recompute=True, offload="all", optimizer=optimizer),
     )
 
 
 def fewest(config: Config, most: int | None) -> Estimate:
     """Return the estimate of the smallest number of GPUs that fits."""
-    models = models_of(config)[0]
-    has_experts = bool(models["policy"].num_experts)
+    before = estimate(config, GPUS[-1], Hardware(), plan=False)
     for number in GPUS:
         if most is not None and number > most:
             break
-        for layout in layouts(config, number, has_experts):
-            try:
-                found = estimate(layout, number, Hardware(), plan=False)
-            except ConfigError:
-                continue
-            if not found.problems:
-                return found
+        for layout in layouts(config, number, before.models["policy"]):
+            for rollout_tp in (1, 2, 4, 8, 16, 32):
+                try:
+                    found = changed(before, with_values(layout, {"rollout.tp": rollout_tp}), number)
+                except ConfigError:
+                    continue
+                if not found.problems:
+                    return found
+                if found.memory.peak("training")[0] > found.memory.hardware.memory:
+                    break  # whatever the engine does
     raise ValueError(f"{config.model.path} fits no number of GPUs up to {most or GPUS[-1]}.")
 
 
-def layouts(config: Config, number: int, has_experts: bool) -> Iterator[Config]:
-    """Yield configs with the layouts of that number of GPUs, the least split first."""
-    powers = [1, 2, 4, 8]
+def layouts(config: Config, number: int, model: ShapeModel) -> Iterator[Config]:
+    """Yield configs with the layouts of that number of GPUs, the least split first.
+
+    Those are left out whose weights and gradients, 6 bytes per parameter, exceed a GPU, or with the
+    optimizer's state all GPUs.
+    """
+    adam, available = config.training.optimizer, Hardware().memory
+    state = (1 - adam.host_share) * (4 + 2 * ITEMSIZE[adam.moments])
+    if (6 + state) * model.parameters > number * available:
+        return
+    routed = sum(part.elements for part in model.parts if part.weight.expert is not None)
     stages = [pp for pp in (1, 2, 3, 4, 6, 8, 12, 16) if number % pp == 0]
-    experts = [1, 2, 4, 8, 16, 32] if has_experts else [1]
-    sizes = [size for size in itertools.product(powers, stages, experts) if number % (size[0] * size[1]) == 0]
-    for tp, pp, ep in sorted(sizes, key=lambda size: size[0] * size[1] * size[2]):
-        for rollout_tp in (1, 2, 4, 8, 16, 32):
-            if number % rollout_tp == 0:
-                training = replace(config.training, tp=tp, pp=pp, ep=ep)
-                rollout = replace(config.rollout, tp=rollout_tp, gpu_memory_utilization=0.85)
-                yield replace(config, training=training, rollout=rollout)
+    sizes = itertools.product((1, 2, 4, 8), stages, (1, 2, 4, 8, 16, 32) if routed else (1,))
+    for tp, pp, ep in sorted(sizes, key=math.prod):
+        held = (model.parameters - routed) / (tp * pp) + routed / (pp * (ep if ep > 1 else tp))
+        if number % (tp * pp) == 0 and 6 * held < available:
+            training = replace(config.training, tp=tp, pp=pp, ep=ep)
+            yield replace(config, training=training)

@@ -8,8 +8,9 @@ import pytest
 
 from rl.config.schema import load_config
 from rl.dry_run import report
-from rl.dry_run.asynchrony import Engines, Form, Work, best, forms, generation_seconds
+from rl.dry_run.asynchrony import Form, best, forms
 from rl.dry_run.estimate import estimate
+from rl.dry_run.generation import Engines, Work, generation_seconds
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.report import report_forms
 
