@@ -239,6 +239,8 @@ def learning_rate_0(bug: Bug, learning_rate, *args):
 @replaces("rl.training.engine.clip_and_step")
 def weights_do_not_move(bug: Bug, step, optimizer, norm):
     """The gradient had a norm, but the weights stayed as they were."""
+    optimizer.step_with_ready_grads = lambda: True
+    step(optimizer, norm)
 
 
 @exhibit("OpenRLHF/OpenRLHF#1272", overrides=("algorithm=dapo",))
