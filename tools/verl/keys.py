@@ -192,7 +192,7 @@ NOT_NEEDED = {
     r"^data\.(val_batch_size|train_max_samples|max_token_len|ignore_input_ids|use_dynamic|train_batch)": (
         "validation is one generation, and batches are packed"
     ),
-    r"optim\.(optimizer_impl|lr_warmup_init|init_lr_ratio|override_optimizer_config\.(overlap|decoupled))": (
+    r"optim\.(optimizer_impl|lr_warmup_init|init_lr_ratio)|(overlap_cpu|decoupled_weight|precision_aware)": (
         "the optimizer is Adam in Megatron's distributed optimizer"
     ),
     r"^distillation\.(n_gpus|nnodes|teacher_models\.\w+\.(inference|num_replicas|key))": (
@@ -206,9 +206,6 @@ NOT_NEEDED = {
 MISSING = {
     r"virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not supported",
     r"pipeline_model_parallel_layout|dsa_|mhc_": "stages are split by their layers' weights",
-    r"rollout\.(expert|data)_parallel_size": "see rollout.tp and docs/launch.md",
-    r"optimizer_(cpu_)?offload|offload_fraction": "training.offload moves the state during generation",
-    r"precision_aware|exp_avg": "the moments are float32",
     r"activation_offload": "activations stay on the GPU; see training.recompute",
     r"lora": "see the section adapter (docs/adapters.md)",
     r"exclude_modules": "name the layers in adapter.targets",

@@ -114,6 +114,25 @@ def objective(settings: Settings, notes: list[str]) -> dict[str, Any]:
         ours["objective.cov_high"] = get(f"{actor}.policy_loss.clip_cov_ub", 5.0)
     if loss == "kl-cov":
         ours["objective.kl_cov_coef"] = get(f"{actor}.policy_loss.ppo_kl_coef", 0.1)
+    if algorithm == "ppo":
+        ours |= {
+            "objective.gamma": get("algorithm.gamma", 1.0),
+            "objective.lam": get("algorithm.lam", 1.0),
+            "critic.warmup_steps": get("trainer.critic_warmup", 0),
+            "critic.value_clip": get("critic.cliprange_value", 0.5),
+            "critic.path": get("critic.model.path", ""),
+        }
+        if ours["critic.path"] == get("actor_rollout_ref.model.path"):
+            ours["critic.path"] = ""
+    if advantage in (None, "grpo") and algorithm == "grpo":
+        ours["objective.normalize_by_std"] = get("algorithm.norm_adv_by_std_in_grpo", True)
+    return ours | kl_terms(settings, algorithm) | correction(settings)
+
+
+def kl_terms(settings: Settings, algorithm: str) -> dict[str, Any]:
+    """Translate the KL divergence from the reference policy, in the loss and in the reward."""
+    get, actor = settings.get, "actor_rollout_ref.actor"
+    ours: dict[str, Any] = {}
     if get(f"{actor}.use_kl_loss", False):
         ours["objective.kl_coef"] = get(f"{actor}.kl_loss_coef", 0.001)
         kind = str(get(f"{actor}.kl_loss_type", "low_var_kl"))
@@ -134,19 +153,7 @@ def objective(settings: Settings, notes: list[str]) -> dict[str, Any]:
             "objective.reward_kl.horizon": get("algorithm.kl_ctrl.horizon", 10000),
             "objective.reward_kl.target": get("algorithm.kl_ctrl.target_kl", 0.1),
         }
-    if algorithm == "ppo":
-        ours |= {
-            "objective.gamma": get("algorithm.gamma", 1.0),
-            "objective.lam": get("algorithm.lam", 1.0),
-            "critic.warmup_steps": get("trainer.critic_warmup", 0),
-            "critic.value_clip": get("critic.cliprange_value", 0.5),
-            "critic.path": get("critic.model.path", ""),
-        }
-        if ours["critic.path"] == get("actor_rollout_ref.model.path"):
-            ours["critic.path"] = ""
-    if advantage in (None, "grpo") and algorithm == "grpo":
-        ours["objective.normalize_by_std"] = get("algorithm.norm_adv_by_std_in_grpo", True)
-    return ours | correction(settings)
+    return ours
 
 
 def correction(settings: Settings) -> dict[str, Any]:
@@ -299,8 +306,11 @@ def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     engine = get(f"{part}.name", "vllm")
     if engine != "vllm":
         notes.append(f"{part}.name={engine}: vLLM generates instead.")
+    experts, attention = get(f"{part}.expert_parallel_size", 1), get(f"{part}.data_parallel_size", 1)
     ours = {
         "rollout.tp": get(f"{part}.tensor_model_parallel_size", 2),
+        "rollout.ep": experts,
+        "rollout.dp_attention": experts > 1 and attention > 1,
         "rollout.samples_per_prompt": get(f"{part}.n", 1),
         "rollout.temperature": get(f"{part}.temperature", 1.0),
         "rollout.top_p": get(f"{part}.top_p", 1.0),
@@ -438,7 +448,14 @@ def optimizer(settings: Settings, target: str, part: str, max_steps: int | None,
         raise ValueError(
             f"{part}: the schedule {schedule} has no counterpart; use constant, linear or cosine."
         )
+    special = f"{part}.override_optimizer_config"
+    fraction = settings.first(
+        f"{special}.optimizer_offload_fraction", f"{special}.offload_fraction", default=1.0
+    )
+    narrow = {str(get(f"{part}.{name}_dtype", "fp32")) for name in ("exp_avg", "exp_avg_sq")}
     return {
+        f"{target}.host_share": float(fraction) if get(f"{special}.optimizer_cpu_offload", False) else 0.0,
+        f"{target}.moments": "bfloat16" if narrow == {"bf16"} else "float32",
         f"{target}.lr": lr,
         f"{target}.min_lr": get(f"{part}.min_lr", (get(f"{part}.min_lr_ratio", 0.0) or 0.0) * lr),
         f"{target}.warmup_steps": warmup,
