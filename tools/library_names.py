@@ -22,15 +22,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED = ("vllm", "megatron", "transformer_engine", "torch.cuda", "torch.distributed", "torch.nn.attention")
 """Packages, or parts of them, whose names are checked."""
-ON_CPU = ("rl/rollout/cpu_support.py", "rl/training/cpu_support.py")
+ON_CPU = ("rl/rollout/cpu_support.py", "rl/rollout/cpu_async.py", "rl/training/cpu_support.py")
 """Files that use names of the CPU builds."""
 ATTRIBUTES = {
     "vllm.v1.engine.llm_engine.LLMEngine": (
         "engine_core model_executor output_processor model_config vllm_config step add_request abort_request"
     ),
     "vllm.v1.engine.core_client.InprocClient": "abort_requests(request_ids) engine_core _finalizer",
-    "vllm.v1.engine.core.EngineCore": "scheduler",
-    "vllm.v1.core.sched.scheduler.Scheduler": "requests aux_output_connector",
+    "vllm.v1.engine.core.EngineCore": "scheduler batch_queue step_with_batch_queue()",
+    "vllm.v1.core.sched.scheduler.Scheduler": "requests aux_output_connector has_requests()",
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "schedule update_from_output",
     "vllm.v1.request.Request": "output_token_ids num_output_tokens",
     "vllm.v1.engine.output_processor.OutputProcessor": "request_states",
     "vllm.v1.engine.output_processor.RequestState": "logprobs_processor",

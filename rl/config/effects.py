@@ -33,7 +33,7 @@ READ_WITH = [
         "generation",
         "rollout.tp rollout.ep rollout.stop rollout.stop_token_ids rollout.deterministic "
         "rollout.max_concurrent_samples rollout.gpu_memory_utilization rollout.cpu_kv_cache_mib "
-        "rollout.enforce_eager",
+        "rollout.enforce_eager rollout.async_scheduling",
         VALIDATE,
     ),
     ("rollout.ep", "rollout.dp_attention", ""),

@@ -86,7 +86,11 @@ class Calls:
 
     def __init__(self, engine: "RolloutEngine"):
         self._engine, self._vllm = engine, engine.llm.llm_engine
+        self._core = self._vllm.engine_core.engine_core
         self._live: dict[str, Live] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._live
 
     def __len__(self) -> int:
         return len(self._live)
@@ -108,7 +112,10 @@ class Calls:
             assert grammar.accept_tokens(request.name, begun), f"{request.name}: its tokens break its grammar"
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Run one engine step; return the requests that it finished."""
+        """Run one engine step; return the requests that finished.
+
+        With `rollout.async_scheduling` they are those of the step before, and the new step is in flight.
+        """
         with tracing.span("engine step", requests=len(self)):
             outputs = self._vllm.step()
         return [
@@ -116,6 +123,17 @@ class Calls:
             for finished in outputs
             if finished.finished
         ]
+
+    def drain(self) -> list[tuple[str, Completion]]:
+        """Process the steps that are in flight, and begin none; return the requests that they finished."""
+        finished: list[tuple[str, Completion]] = []
+        if self._core.batch_queue:
+            scheduler = self._core.scheduler
+            scheduler.has_requests = lambda: False  # vLLM's step then only takes the oldest output
+            while self._core.batch_queue:
+                finished += self.step()
+            del scheduler.has_requests
+        return finished
 
     def _completion(self, finished, logprobs: list[float]) -> Completion:
         """Return the tokens of a request that has ended, with the held columns.

@@ -8,19 +8,20 @@ the KV cache only if its last block is full. This class is the value of vLLM's p
 from collections.abc import Callable
 
 import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 
 
-class DecodeScheduler(Scheduler):
+class DecodeScheduler(AsyncScheduler):
     """Schedules exactly what vLLM's scheduler does, without speculation, pipeline stages or connectors.
 
-    A request without stop strings yields one output, when it is finished. For another version of vLLM,
-    compare `_schedule_decoding` with the loop over `running` in Scheduler.schedule, and `update_from_output`
-    with Scheduler's.
+    A step may be scheduled before the tokens of the one before are known: a request then has placeholders
+    for them (`num_output_placeholders`). A request without stop strings yields one output, when it is
+    finished. For another version of vLLM, compare `_schedule_decoding` with the loop over `running` in
+    Scheduler.schedule, and `update_from_output` with Scheduler's and AsyncScheduler's.
     """
 
     def __init__(self, *args, **options):
@@ -37,7 +38,7 @@ class DecodeScheduler(Scheduler):
 
     def _schedule_decoding(self) -> SchedulerOutput | None:
         """Return a plan in which each running request decodes one token, or None if there is more to do."""
-        running = self.running
+        running = [request for request in self.running if not self._awaits_last(request)]
         starts = [request.num_computed_tokens for request in running]
         full = [request for request, start in zip(running, starts) if start % self.block_size == 0]
         if (
@@ -45,7 +46,7 @@ class DecodeScheduler(Scheduler):
             or self.waiting
             or len(running) > self.max_num_scheduled_tokens
             or len(full) > self.kv_cache_manager.block_pool.get_num_free_blocks()
-            or any(request.num_tokens != start + 1 for request, start in zip(running, starts))
+            or any(r.num_tokens + r.num_output_placeholders != n + 1 for r, n in zip(running, starts))
             or any(request.request_id not in self.prev_step_scheduled_req_ids for request in running)
         ):
             return None
@@ -53,9 +54,13 @@ class DecodeScheduler(Scheduler):
         self.kv_cache_manager.new_step_starts()
         blocks = {r.request_id: self.kv_cache_manager.allocate_slots(r, 1).get_block_ids() for r in full}
         names = [request.request_id for request in running]
+        num_output_tokens = [r.num_output_tokens + r.num_output_placeholders for r in running]
+        bound = [request for request in running if request.use_structured_output]
+        awaits_grammar = any(request.num_output_placeholders for request in bound)
         for request in running:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
+            request.num_output_placeholders += 1
         self.prev_step_scheduled_req_ids.clear()
         self.prev_step_scheduled_req_ids.update(names)
         finished, self.finished_req_ids = self.finished_req_ids, set()
@@ -69,10 +74,11 @@ class DecodeScheduler(Scheduler):
                 all_token_ids={},
                 new_block_ids=[blocks.get(name) for name in names],
                 num_computed_tokens=starts,
-                num_output_tokens=[request.num_output_tokens for request in running],
+                num_output_tokens=num_output_tokens,
             ),
             num_scheduled_tokens=dict.fromkeys(names, 1),
-            has_structured_output_requests=any(request.use_structured_output for request in running),
+            has_structured_output_requests=bool(bound),
+            pending_structured_output_tokens=awaits_grammar,
             total_num_scheduled_tokens=len(names),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
@@ -82,23 +88,39 @@ class DecodeScheduler(Scheduler):
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
         )
 
+    def _awaits_last(self, request) -> bool:
+        """Return whether the step in flight samples the request's last token at the latest."""
+        last = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return request.num_output_placeholders > 0 and request.num_computed_tokens + 1 >= last
+
     def update_from_output(self, scheduler_output, model_runner_output) -> dict[int, EngineCoreOutputs]:
         """Append the sampled tokens to their requests; return the outputs of the finished requests."""
         plan = scheduler_output.num_scheduled_tokens
-        if any(self.requests[name].sampling_params.detokenize for name in plan):
+        live = [
+            (self.requests[name], num_tokens) for name, num_tokens in plan.items() if name in self.requests
+        ]
+        if any(request.sampling_params.detokenize for request, _ in live):
             return super().update_from_output(scheduler_output, model_runner_output)
-        logprobs = model_runner_output.logprobs.logprobs[:, 0].tolist() if plan else []
+        logprobs = model_runner_output.logprobs.logprobs[:, 0].tolist() if live else []
         outputs, finished = [], set()
-        for name, num_tokens in plan.items():
-            request, row = self.requests[name], model_runner_output.req_id_to_index[name]
+        for request, num_tokens in live:  # without those that ended while this step was in flight
+            name = request.request_id
+            row = model_runner_output.req_id_to_index[name]
             request.num_in_flight_tokens -= num_tokens
             sampled = model_runner_output.sampled_token_ids[row]
-            if not sampled:  # a chunk of a prompt
+            if is_stale := request.num_stale_output_tokens > 0:  # preempted while this step was in flight
+                request.num_stale_output_tokens -= num_tokens
+            if not sampled or (is_stale and request.drop_stale_output):  # none: a chunk of a prompt
                 continue
             request._output_token_ids.append(sampled[0])
             request._all_token_ids.append(sampled[0])
             if request.num_tokens % self.hash_block_size == 0:
                 request.update_block_hashes()
+            if not is_stale:
+                request.num_output_placeholders -= 1
+                num_known = request.num_computed_tokens - request.num_output_placeholders
+                if num_known % self.hash_block_size == 0:
+                    self.kv_cache_manager.cache_blocks(request, num_known)
             self.logprobs.setdefault(name, []).append(logprobs[row])
             is_accepted = self.structured_output_manager.accept_tokens(request, sampled)
             assert is_accepted, f"{name}: token {sampled[0]} was sampled against the request's grammar"

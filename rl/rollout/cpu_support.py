@@ -17,6 +17,9 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        from rl.rollout import cpu_async
+
+        cpu_async.install()
         _keep_weights_alive()
         _keep_experts_alive()
         _shared_memory_names_of_this_job()

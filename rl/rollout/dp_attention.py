@@ -26,7 +26,11 @@ class DataParallelAttention(ExpertParallel):
         replicas = engine.placement.ep // engine.tp
         # The experts' memory of a step grows with the tokens of all replicas.
         tokens = max(BATCHED_TOKENS // replicas, engine.config.max_concurrent_samples)
-        return super().options(engine) | dict(data_parallel_size=replicas, max_num_batched_tokens=tokens)
+        return super().options(engine) | dict(
+            data_parallel_size=replicas,
+            max_num_batched_tokens=tokens,
+            async_scheduling=False,  # an engine step must be one forward pass on every rank
+        )
 
     def built(self, engine):
         from vllm.distributed.parallel_state import get_dp_group

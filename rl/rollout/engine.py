@@ -298,11 +298,15 @@ class RolloutEngine:
                 if text or waits:
                     on_wait(text)
                 waits = bool(text)
+                if any(not isinstance(event, Add) for event in events):
+                    for name, completion in calls.drain():
+                        has_finished = True
+                        self._deliver(source, name, completion)
                 for event in events:
                     match event:
                         case Add(request):
                             calls.add(request, sampling)
-                        case Abort(name):
+                        case Abort(name) if name in calls:  # else the step in flight finished it
                             self._deliver(source, name, calls.abort(name))
                         case Weights(version):
                             assert take_weights is not None, "this run takes no weights"

@@ -58,12 +58,7 @@ def build_llm(
             logprobs_mode="processed_logprobs",  # log-probs of the sampling distribution
             seed=seed,
             disable_log_stats=True,
-            # By default vLLM enables asynchronous scheduling on CUDA and disables it on CPU. It schedules one
-            # step ahead, so a finished response is seen one step late, and `generate` could return or abort
-            # with a step in flight while the trainer takes the memory. With it, ranks of external_launcher
-            # diverged (vLLM #28774). Without it, CUDA runs the loop that the tests compare between ranks.
-            async_scheduling=False,
-            **options,
+            **{"async_scheduling": rollout.async_scheduling} | options,
         )
     client = llm.llm_engine.engine_core
     # Garbage collection of the LLM would destroy the trainer's default process group (not in vLLM 0.25).

@@ -284,7 +284,7 @@ def _replace_sleep_mode() -> None:
     class Engine(vllm.LLM):
         def __init__(self, *args, **options):
             self.can_sleep = options.get("enable_sleep_mode", False)
-            assert options["async_scheduling"] is False  # on CPU vLLM ignores it
+            assert options["async_scheduling"] is True
             kept = {name: value for name, value in options.items() if name not in CUDA_ENGINE}
             super().__init__(*args, **kept | CPU_ENGINE)
             if options.get("return_sampling_mask"):
@@ -354,8 +354,10 @@ def _return_sampling_masks(engine) -> None:
         return tokens, logprobs
 
     def with_masks(*args):
-        output = sample_tokens(*args)
-        output.sampling_masks = SamplingMaskLists(np.concatenate(sets), np.cumsum([0, *map(len, sets)]))
+        output = sample_tokens(*args)  # rl.rollout.cpu_async.StepOutput
+        output.output.sampling_masks = SamplingMaskLists(
+            np.concatenate(sets), np.cumsum([0, *map(len, sets)])
+        )
         return output
 
     sampler.forward, runner.sample_tokens = record, with_masks

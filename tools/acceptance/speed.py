@@ -36,7 +36,7 @@ REFIT_SECONDS = 0.2
 """Target for a refit of 3 GB on one GPU: it reads and writes 3 GB at a tenth of 3 TB/s."""
 TRAIN_MFU, FORWARD_MFU = 0.45, 0.55
 """Targets for shares of the matrix rate: norms, softmax and other reads of memory take the rest."""
-OF_SERIAL_VLLM = 0.9
+OF_VLLM_IN_PROCESS = 0.9
 """Target for the share of the rate of vLLM called in the same way; the record of events takes the rest."""
 OF_PREDICTED = 1.1
 """Limit of the memory in use as a share of the dry run's prediction: a run that needs more may not fit."""
@@ -101,11 +101,11 @@ def _prompts(task: Task) -> list:
     return [torch.randint(3, vocab, (prompt,), generator=generator).int().numpy() for _ in range(count)]
 
 
-def bare_vllm(task: Task, *, serial: bool = False) -> None:
+def bare_vllm(task: Task, *, in_process: bool = False) -> None:
     """Generate the same number of samples with LLM.generate, as vLLM's documentation shows.
 
-    serial: as a rank calls vLLM: in this process, without asynchronous scheduling, with a seed per sample.
-    Otherwise with vLLM's defaults. On a CPU vLLM runs in this process and without compilation, as in ranks.
+    in_process: as a rank calls vLLM, with a seed per sample. Otherwise with vLLM's defaults. On a CPU vLLM
+    runs in this process and without compilation, as in ranks.
     """
     import os
 
@@ -116,10 +116,8 @@ def bare_vllm(task: Task, *, serial: bool = False) -> None:
         dict(gpu_memory_utilization=0.5, max_num_seqs=256), dict(kv_cache_memory_bytes=64 << 20)
     )
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    if serial or not torch.cuda.is_available():
+    if in_process or not torch.cuda.is_available():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if serial:
-        options |= dict(async_scheduling=False)
     if not torch.cuda.is_available():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         options |= dict(enforce_eager=True)
@@ -132,10 +130,10 @@ def bare_vllm(task: Task, *, serial: bool = False) -> None:
     )
     common = dict(temperature=1.0, max_tokens=response, logprobs=0, detokenize=False)
     for call in (1, 2):  # the first one compiles and allocates
-        requests = [{"prompt_token_ids": ids} for ids in prompts for _ in range(SAMPLES if serial else 1)]
+        requests = [{"prompt_token_ids": ids} for ids in prompts for _ in range(SAMPLES if in_process else 1)]
         params = [
             SamplingParams(seed=seed_of(call, place, place % SAMPLES), **common)
-            if serial
+            if in_process
             else SamplingParams(n=SAMPLES, **common)
             for place in range(len(requests))
         ]
@@ -292,13 +290,13 @@ class _Speed:
         samples = self.engine.generate(prompts, sampling, seeds)
         rate = sum(len(sample.token_ids) for sample in samples) / (time.perf_counter() - start)
         self.findings.note("generation, tokens per second", rate)
-        for stage, least in (("bare-vllm-serial", OF_SERIAL_VLLM), ("bare-vllm", None)):
+        for stage, least in (("bare-vllm-in-process", OF_VLLM_IN_PROCESS), ("bare-vllm", None)):
             stored = self.task.stored(stage).get("figures", {})
             name = f"generation against {stage}"
             if "tokens per second" not in stored:
                 self.findings.skip(name, f"stage {stage} has no figure of this mode in this directory")
             elif least is None:
-                text = "vLLM's defaults run the scheduler beside the GPU, in another process"
+                text = "with its defaults vLLM runs the scheduler in another process"
                 self.findings.note(name, rate / stored["tokens per second"], text=text)
             else:
                 share = rate / stored["tokens per second"]

@@ -221,10 +221,18 @@ class Checks:
         by_text = self.samples(replace(PLAIN, temperature=0.0, samples_per_prompt=1, stop=(text,)))[0, 0]
         assert by_text.token_ids.tolist() == stopped.token_ids.tolist() and not by_text.truncated
 
-    def check_async_scheduling_is_off(self):  # tests/rehearsal looks at the option that CUDA gets
+    def check_steps_are_scheduled_one_ahead(self):
         core = self.engine.llm.llm_engine.engine_core.engine_core
-        assert core.vllm_config.scheduler_config.async_scheduling is False
-        assert core.step_fn == core.step and core.batch_queue is None
+        assert core.step_fn == core.step_with_batch_queue and self.engine.runner.use_async_scheduling
+        process, in_flight = core.scheduler.update_from_output, []
+
+        def update_from_output(*args):
+            in_flight.append(len(core.batch_queue))
+            return process(*args)
+
+        with patch.object(core.scheduler, "update_from_output", update_from_output):
+            self.samples(PLAIN)
+        assert in_flight.count(1) > 0.8 * len(in_flight) and not core.batch_queue
 
     def check_ranks_finish_and_abort_in_the_same_step(self):
         # Two of three generations are interrupted by the leader at a random record.

@@ -31,6 +31,7 @@ SAMPLING = {
     "gpu_memory_utilization": 0.4,
     "cpu_kv_cache_mib": 16,
     "enforce_eager": "true",
+    "async_scheduling": "false",
     "longest_first": "true",
 }
 WITHOUT_ANOTHER = {

@@ -1,0 +1,166 @@
+"""One rank of test_async_scheduling.py: the same generations by two engines, one of them scheduled ahead.
+
+async_worker.py CHECKPOINT TP GENERATIONS
+"""
+
+import sys
+
+from rl.runtime.ranks import discover
+from train_rl import prepare_environment
+
+RANKS = discover()
+prepare_environment(RANKS)
+
+from collections import Counter  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from unittest.mock import patch  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
+from rl.engines.engines import build_policy  # noqa: E402
+from rl.models import read_hf_config  # noqa: E402
+from rl.refit.refit import refit  # noqa: E402
+from rl.rollout import engine as rollout_engine  # noqa: E402
+from rl.rollout.bitwise_numerics import BitwiseNumerics  # noqa: E402
+from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.events import Abort, Add, Done, Event, Weights  # noqa: E402
+from rl.rollout.samples import Completion, Request  # noqa: E402
+from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
+from rl.rollout.sampling_masks import Masks  # noqa: E402
+from rl.runtime.collectives import gather_objects  # noqa: E402
+from rl.runtime.session import session  # noqa: E402
+from rl.training.grid import build_grid  # noqa: E402
+
+KINDS = ("stream", "abort", "weights", "interrupt", "sleep")
+CAPACITY = 7
+PROMPTS = [np.roll(np.arange(6, 102, dtype=np.int32).repeat(2), 7 * i)[: 100 + 9 * i] for i in range(6)]
+"""Some fill a block of 128 tokens of the KV cache, which later requests find in the prefix cache."""
+PLAIN = Sampling(1, 1.5, 0.98, 0, 0.0, 24, (), ())
+
+
+class Script:
+    """A source that decides by the number of the engine step alone (`rl.rollout.events.Source`)."""
+
+    def __init__(self, requests: list[Request], events: dict[int, list[Event]]):
+        self._waiting, self._events = list(requests), dict(events)
+        self._num_left = len(requests)
+        self.received: dict[str, tuple] = {}
+
+    def next_events(self, num_live: int, step: int) -> list[Event]:
+        if not self._num_left:  # a refit is a collective, also of replicas that have nothing left to do
+            left = [e for events in self._events.values() for e in events if isinstance(e, Weights)]
+            return [*left, Done()]
+        new, self._waiting = self._waiting[: CAPACITY - num_live], self._waiting[CAPACITY - num_live :]
+        return [*map(Add, new), *(e for e in self._events.pop(step, []) if self._is_due(e))]
+
+    def _is_due(self, event: Event) -> bool:
+        return not isinstance(event, Abort) or event.name not in self.received
+
+    def receive(self, name: str, completion: Completion) -> None:
+        c = completion
+        assert name not in self.received
+        values = (c.token_ids, c.logprobs, c.weight_versions, *c.held.values())
+        self.received[name] = (c.end, [value.tobytes() for value in values])
+        self._num_left -= 1
+
+
+class Pair:
+    def __init__(self, checkpoint: str, tp: int, device):
+        # 16 blocks on each rank: enough for the requests that begin together, not for all cached prefixes.
+        rollout = Rollout(
+            tp=tp, max_response_tokens=64, max_concurrent_samples=CAPACITY, cpu_kv_cache_mib=2 // tp
+        )
+        model = Model(path=checkpoint, dtype="float32")
+        data = Data(max_prompt_tokens=192)
+        self.config = resolve(Config(model=model, data=data, training=Training(), rollout=rollout))
+        self.trainer = build_policy(
+            self.config, read_hf_config(checkpoint), build_grid(tp=1, pp=1, seed=1), device
+        )
+        self.weights = [parameter.detach().clone() for parameter in self.trainer.model.parameters()]
+        options = dict(dtype="float32", max_tokens=256, seed=1, device=device)
+        self.engines = [
+            RolloutEngine(
+                checkpoint,
+                replace(rollout, async_scheduling=is_async),
+                name=f"async-{is_async}",
+                parts=[Masks(), BitwiseNumerics()],
+                **options,
+            )
+            for is_async in (True, False)
+        ]
+        cores = [engine.llm.llm_engine.engine_core.engine_core for engine in self.engines]
+        assert [core.batch_queue is not None for core in cores] == [True, False]
+        self.seen: Counter[str] = Counter()
+
+    @torch.no_grad()
+    def give_weights(self, engine, version: int) -> None:
+        for parameter, first in zip(self.trainer.model.parameters(), self.weights):
+            parameter.copy_(first * (1 + 0.03 * (version % 7)))
+        refit(self.trainer, engine)
+
+    def compare(self, number: int) -> None:
+        """Run a generation on both engines; the samples, and on every rank the log, must be equal."""
+        kind = KINDS[number % len(KINDS)]
+        random = np.random.default_rng(number)
+        size = CAPACITY if kind in ("abort", "weights") else 3 * CAPACITY
+        stops = dict(stop=tuple("aeiou")) if number % 2 else dict(stop_token_ids=tuple(range(40, 60)))
+        sampling = replace(PLAIN, **stops)
+        replica = self.engines[0].replica
+        requests = [
+            Request(
+                f"{i}",
+                PROMPTS[int(random.integers(6))],
+                seed_of(number, i, replica),
+                int(random.integers(4, 40)),
+            )
+            for i in range(size)
+        ]
+        events: dict[int, list[Event]] = {}
+        if kind == "abort":
+            for i in range(CAPACITY):
+                events.setdefault(int(random.integers(1, 8)), []).append(Abort(f"{i}"))
+        if kind == "weights":  # at the same steps on all replicas, because a refit is a collective
+            events = {step: [Weights(100 + step)] for step in sorted({2, 3 + number % 5})}
+        stop_at = int(random.integers(2, 12)) if kind == "interrupt" else 10**9
+        results = [
+            self.generate(engine, number, requests, events, sampling, stop_at) for engine in self.engines
+        ]
+        if kind != "interrupt":
+            assert results[0] == results[1], f"generation {number}, {kind}"
+            self.seen.update(end for end, _ in results[0].values())
+
+    def generate(self, engine, number, requests, events, sampling, stop_at) -> dict:
+        self.give_weights(engine, number)
+        if KINDS[number % len(KINDS)] == "sleep":
+            engine.sleep()
+            engine.wake_weights()
+            engine.wake_cache()
+        script, records = Script(requests, events), iter(range(10**9))
+        with patch.object(rollout_engine, "INTERVAL", 1):
+            is_complete = engine.run(
+                script if engine.leads else None,
+                sampling,
+                interrupt=lambda: next(records) >= stop_at,
+                take_weights=lambda version: self.give_weights(engine, version),
+            )
+        core = engine.llm.llm_engine.engine_core.engine_core
+        assert not core.batch_queue and not core.scheduler.requests
+        digests = gather_objects((engine.replica, engine.events.digest, is_complete))
+        assert len({digest for digest in digests if digest[0] == engine.replica}) == 1
+        return script.received
+
+
+def main(checkpoint: str, tp: str, generations: str) -> None:
+    with session(RANKS) as device:
+        pair = Pair(checkpoint, int(tp), device)
+        for number in range(int(generations)):
+            pair.compare(number)
+        if pair.engines[0].leads:
+            assert all(pair.seen[end] >= 3 for end in ("stop", "length", "abort")), pair.seen
+        print("equal", dict(pair.seen), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

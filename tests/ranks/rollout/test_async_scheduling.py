@@ -1,0 +1,27 @@
+"""Asynchronous scheduling of the engine gives bitwise the samples of an engine without it, on two real ranks.
+
+Half of the generations end at stop strings, the others at stop tokens. In turn they are streams of requests,
+aborted by name, given other weights between two steps, interrupted, or begun after a sleep; every one begins
+with other weights. Tokens, log-probs, versions and sampling masks are compared, and the event log and all
+completions between the ranks of a replica. The overlap on a GPU is not covered: a CPU computes a step when it
+is scheduled, but the schedule, the order of outputs and the placeholders of tokens are those of CUDA.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import save_qwen2
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "async_worker.py"
+
+
+@pytest.mark.parametrize(
+    "tp, generations",
+    [(2, 10), pytest.param(2, 50, marks=pytest.mark.slow), pytest.param(1, 50, marks=pytest.mark.slow)],
+)
+def test_samples_are_those_of_steps_in_turn(tmp_path, tp, generations):
+    checkpoint = save_qwen2(tmp_path / "model", seed=4)
+    out = run_ranks(2, WORKER, checkpoint, tp, generations, timeout=120 + 20 * generations)
+    assert all(text.startswith("equal") for text in out)
