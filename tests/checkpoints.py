@@ -14,9 +14,11 @@ def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -
     return save_tiny("Qwen2ForCausalLM", directory, seed=seed, tie=tie, **sizes)
 
 
-def save_qwen2_classifier(directory: Path, *, seed: int) -> str:
+def save_qwen2_classifier(directory: Path, *, seed: int, **options) -> str:
     """Save a random Qwen2 classifier with one label, as reward models are; return the directory."""
-    language_model = transformers.AutoModelForCausalLM.from_pretrained(save_qwen2(directory, seed=seed))
+    language_model = transformers.AutoModelForCausalLM.from_pretrained(
+        save_qwen2(directory, seed=seed, **options)
+    )
     config = transformers.AutoConfig.from_pretrained(directory, num_labels=1)
     model = transformers.Qwen2ForSequenceClassification(config)
     model.model.load_state_dict(language_model.model.state_dict())

@@ -67,7 +67,7 @@ ONE_RANK = {
     "ep": 1,
     "etp": 0,
     "shared_prefix": "false",
-    "recompute": "false",
+    "recompute": "none",
     "overlap_gradients": "off",
     "head_chunk_tokens": 0,
     "micro_batch_tokens": 10**6,
@@ -112,6 +112,8 @@ def draw(number: int, models: Path, directory: Path) -> Draw:
     if not has_experts:
         layout["sequence_parallel"] = rng.choice(["true", "false"])
     layout |= {name: rng.choice(["true", "false"]) for name in ("shared_prefix", "recompute")}
+    kinds = random.Random(f"recompute {SEED} {number}").choice(["selective", "full"])
+    layout["recompute"] = "none" if layout["recompute"] == "false" else kinds
     layout["overlap_gradients"] = rng.choice(["on", "off"])
     layout["head_chunk_tokens"] = rng.choice([0, 5, 30])
     is_data, per_prompt = algorithm in FROM_DATA, rng.randint(1, 4)

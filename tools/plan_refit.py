@@ -74,7 +74,7 @@ def traffic_of(args: argparse.Namespace) -> RefitTraffic:
             "missing."
         )
     weights, num_layers, world = architecture(hf).weights(hf), hf["num_hidden_layers"], args.world_size
-    train = _layout("--train", args.train, {"tp", "pp", "ep", "etp"})
+    train = _layout("--train", args.train, {"tp", "pp", "vpp", "ep", "etp"})
     rollout = _layout("--rollout", args.rollout, {"tp", "pp", "ep"})
     sizes = {name: size for name, size in rollout.items() if name != "pp"}
     config = Config(training=Training(**train), rollout=Rollout(**sizes))
@@ -92,6 +92,7 @@ def traffic_of(args: argparse.Namespace) -> RefitTraffic:
             ep=training.ep,
             etp=training.expert_tp if experts else None,
             num_experts=experts,
+            vpp=training.vpp,
         ),
         RolloutPlacement(
             world,

@@ -84,7 +84,13 @@ def replay(ranks, args: argparse.Namespace) -> int:
         finish_imports(config, generate=True)
         training = config.training
         grid = build_grid(
-            tp=training.tp, pp=training.pp, cp=training.cp, ep=training.ep, etp=training.expert_tp, seed=0
+            tp=training.tp,
+            pp=training.pp,
+            cp=training.cp,
+            ep=training.ep,
+            etp=training.expert_tp,
+            vpp=training.vpp,
+            seed=0,
         )
         engines = build_engines(config, inputs, grid, device, generate=True)
         if saved is not None and not args.weights:

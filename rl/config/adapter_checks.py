@@ -22,7 +22,7 @@ def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
         pairs = adapters(weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora")
         num_layers = 1 + max(weight.layer for weight in weights if weight.layer is not None)
         layout = config.training
-        check_ranks(pairs, weights, num_layers=num_layers, pp=layout.pp, ep=layout.ep)
+        check_ranks(pairs, weights, num_layers=num_layers, pp=layout.pp, ep=layout.ep, vpp=layout.vpp)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if adapter.init == "pissa":

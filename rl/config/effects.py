@@ -88,6 +88,8 @@ READ_WITH = [
     ("teacher.divergence=jensen_shannon", "teacher.beta", ""),
     ("teacher.teacher_share", "teacher.gpu_memory_utilization", ""),
     ("teacher.self_taught=present|initial", "teacher.template teacher.max_prompt_tokens", ""),
+    ("training.recompute=selective", "training.recompute_modules", ""),
+    ("training.recompute=full", "training.recompute_every", ""),
     ("trace.steps", "trace.torch_profiler trace.memory_snapshot trace.nvtx", ""),
 ]
 """Feature, keys that are read only with it (* stands for all of a section), and the remedy.

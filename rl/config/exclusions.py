@@ -137,6 +137,16 @@ EXCLUSIONS = {
     "training.router_replay": {
         "not a policy loss": "only policy gradients replay experts; leave out training.router_replay"
     },
+    "recomputed experts": {
+        "training.router_replay": (
+            "the backward pass would replay the experts of another micro-batch; use training.recompute=full"
+        )
+    },
+    "recomputed latents": {
+        "training.cp": (
+            "context parallel ranks project the latents of the whole row; use training.recompute=full"
+        )
+    },
     "training.router_replay=old_policy": {
         "rollout_correction.bypass": (
             "bypass leaves out the pass whose experts are replayed; use training.router_replay=engine"
@@ -311,6 +321,8 @@ _NOT_BUILT = {
     "rollout.dp_attention": "roles, agents, adapters in the engine, reward.judge.path",
     "sampling masks": "run.mode=train_only",
     "training.router_replay=engine": "run.mode=train_only",
+    "recomputed experts": "training.router_replay",
+    "recomputed latents": "training.cp",
     "rollout.carry_over": "rollout.stop",
     "lag": "samples beside responses",
 }

@@ -195,6 +195,18 @@ NAMED = {
         lambda config: config.adapter.is_on and config.adapter.in_engine == "adapter",
         "adapter.in_engine=adapter",
     ),
+    "recomputed experts": Feature(
+        lambda config: (
+            config.training.recompute == "selective" and "moe" in config.training.recompute_modules
+        ),
+        "moe in training.recompute_modules",
+    ),
+    "recomputed latents": Feature(
+        lambda config: (
+            config.training.recompute == "selective" and "mla_up_proj" in config.training.recompute_modules
+        ),
+        "mla_up_proj in training.recompute_modules",
+    ),
     "merged adapters": Feature(
         lambda config: needs_engine(config) and config.adapter.in_engine == "merged",
         "adapter.in_engine=merged",

@@ -12,7 +12,7 @@ from rl.config.adapter_checks import check_layers
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.rollout import Rollout
-from rl.config.schema import Config, algorithm_of, learns_from_data, needs_engine
+from rl.config.schema import Config, Training, algorithm_of, learns_from_data, needs_engine
 from rl.models import BITWISE
 from rl.models.rope import positions
 from rl.models.sizes import expert_width, num_experts, num_kv_heads
@@ -114,7 +114,29 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
             f"training.pp={pp} leaves stages without a layer, the model has {layers}; use "
             f"{listed(fits, 'or')}."
         )
+    check_chunks(config.training, layers)
+    modules = config.training.recompute_modules if config.training.recompute == "selective" else []
+    if "mla_up_proj" in modules and not hf.get("kv_lora_rank"):
+        raise ConfigError(
+            "training.recompute_modules=mla_up_proj names projections from latents, but the model has none "
+            "(kv_lora_rank); leave it out."
+        )
     check_expert_grid(config, world_size, hf)
+
+
+def check_chunks(training: Training, layers: int) -> None:
+    """Raise ConfigError if the layers of a pipeline stage cannot be divided into `training.vpp` chunks."""
+    pp, vpp = training.pp, training.vpp
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"training.vpp={vpp} divides pipeline stages, but training.pp=1 has none; leave it out, or set "
+            "training.pp to 2 or more."
+        )
+    if pp * vpp > layers:
+        raise ConfigError(
+            f"training.vpp={vpp} with training.pp={pp} makes {pp * vpp} chunks, but the model has {layers} "
+            f"layers; use training.vpp={layers // pp} or less."
+        )
 
 
 def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> None:

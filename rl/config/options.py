@@ -278,6 +278,8 @@ def advice_on(value: Any, kind: Any) -> str:
         return "; put it in quotes."
     if kind is bool:
         return " (true or false)."
+    if type(value) is bool and get_args(kind)[:1] + get_args(kind)[-1:] == ("none", "full"):
+        return f"; write {'full' if value else 'none'}."
     if get_origin(kind) is Literal and isinstance(value, str):
         close = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
         return f"; did you mean {show(close[0])}?" if close else "."

@@ -156,12 +156,19 @@ class Optimizer:
     updates them there while the GPU updates the others."""
 
 
+Recomputed = Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "layernorm", "moe_act"]
+"""Parts of a layer whose activations can be recomputed."""
+
+
 @dataclass
 class Training:
     tp: Annotated[int, AT_LEAST_ONE] = 1
     """Tensor parallel size of the training grid."""
     pp: Annotated[int, AT_LEAST_ONE] = 1
     """Pipeline parallel size of the training grid. Data parallel size is world / (tp * cp * pp)."""
+    vpp: Annotated[int, AT_LEAST_ONE] = 1
+    """Chunks into which the layers of a pipeline stage are divided (interleaved schedule). A pipeline then
+    waits vpp times less while it fills and drains; its ranks exchange vpp times as many activations."""
     cp: Annotated[int, AT_LEAST_ONE] = 1
     """Context parallel size: number of ranks that share the tokens of each sequence, for long contexts."""
     ep: Annotated[int, AT_LEAST_ONE] = 1
@@ -183,8 +190,16 @@ class Training:
     shared_prefix: bool = True
     """Compute a prompt once for all of its samples in a micro-batch. Results agree up to rounding. No effect
     on groups of one sample, nor on CUDA in float32."""
-    recompute: bool = False
-    """Recompute every layer's activations in the backward pass (Megatron full recompute, uniform)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them: none; those of parts of a
+    layer (selective); all but the inputs of layers (full). Gradients are bitwise the same."""
+    recompute_modules: list[Recomputed] = field(default_factory=lambda: ["mlp", "moe"])
+    """selective: parts of a layer, by Megatron's names. core_attn: the attention between queries and keys;
+    with `training.cp` its gathered keys and values. mla_up_proj: MLA's projections from the latents. mlp: the
+    MLP of a dense layer. moe: router and experts. shared_experts. With Transformer Engine also layernorm (the
+    norms) and moe_act (the experts' activation)."""
+    recompute_every: Annotated[int, AT_LEAST_ONE] = 1
+    """full: one of every n layers is recomputed, the first ones of each pipeline stage."""
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
     router_replay: Literal["none", "old_policy", "engine"] = "none"
@@ -209,6 +224,11 @@ class Training:
     def row_tokens(self) -> int:
         """Return the maximum number of tokens of a micro-batch."""
         return self.micro_batch_tokens * self.cp
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Number of which a pass's micro-batches must be a multiple (`rl.training.interleaved`)."""
+        return self.pp if self.vpp > 1 else 1
 
     def head_chunk(self, rows: int) -> int:
         """Return `head_chunk_tokens` with 0 resolved. rows: vocabulary rows of the head on this rank."""

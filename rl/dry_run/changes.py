@@ -53,8 +53,8 @@ def cheapest_change(before: Estimate) -> Change | None:
 def single_changes(config: Config, world_size: int) -> Iterator[tuple[str, object]]:
     """Yield (key, new value) for each single change. Invalid layouts are rejected later."""
     training = config.training
-    if not training.recompute:
-        yield "training.recompute", True
+    if training.recompute != "full":
+        yield "training.recompute", "full"
     for divisor in (2, 4):
         if training.micro_batch_tokens // divisor >= 1024:
             yield "training.micro_batch_tokens", training.micro_batch_tokens // divisor

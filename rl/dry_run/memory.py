@@ -14,10 +14,11 @@ from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engine, count_stages
+from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
 from rl.dry_run.shape import Model
 from rl.models.adapters import adapters as adapters_of
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
-from rl.models.placement import RolloutPlacement, TrainingPlacement, training_ranges
+from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges
 from rl.models.sizes import num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -47,6 +48,7 @@ class Layout:
     rollout_ep: int
     """Ranks over which the engine spreads whole experts; 1: each expert is split over `rollout_tp`."""
     sequence_parallel: bool
+    vpp: int = 1
 
     @property
     def dp(self) -> int:
@@ -80,7 +82,7 @@ class Layout:
     def placement(self, model: Model) -> TrainingPlacement:
         """Return the placement of the model's weights in training."""
         experts = dict(ep=self.ep, etp=self.etp if model.num_experts else None, num_experts=model.num_experts)
-        return TrainingPlacement(self.world_size, self.tp, self.pp, model.num_layers, **experts)
+        return TrainingPlacement(self.world_size, self.tp, self.pp, model.num_layers, vpp=self.vpp, **experts)
 
     def rollout_placement(self, model: Model) -> RolloutPlacement:
         """Return the placement of the model's weights in generation."""
@@ -233,7 +235,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
     t = config.training
     train, rollout = map(len, role_ranks(config, world_size))
     grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp, config.rollout.ep
-    return Layout(world_size, train, rollout, *grids, t.sequence_parallel)
+    return Layout(world_size, train, rollout, *grids, t.sequence_parallel, vpp=t.vpp)
 
 
 def estimate_memory(
@@ -364,7 +366,20 @@ def num_micro_batches(config: Config, layout: Layout, tokens_per_sequence: float
     """Return the number of micro-batches of one mini-batch on one data parallel rank."""
     prompts = config.training.prompts_per_minibatch or config.data.prompts_per_step
     tokens = prompts * sequences_per_prompt(config) * tokens_per_sequence / layout.dp
-    return max(1, math.ceil(tokens / config.training.row_tokens))
+    number = max(1, math.ceil(tokens / config.training.row_tokens))
+    return math.ceil(number / layout.pp) * layout.pp if layout.vpp > 1 else number
+
+
+def micro_batches_in_flight(layout: Layout, stage: int, number: int) -> float:
+    """Return the number of micro-batches whose activations a stage keeps at once, of `number`.
+
+    1F1B keeps one for each stage from this one to the last. With chunks, each of which keeps 1/vpp, a stage
+    passes (vpp - 1) pp chunks forward before, and two for each following stage (Megatron's interleaving).
+    """
+    if layout.vpp == 1:
+        return min(layout.pp - stage, number)
+    chunks = (layout.vpp - 1) * layout.pp + 2 * (layout.pp - stage - 1) + 1
+    return min(chunks / layout.vpp, number)
 
 
 def sequences_per_prompt(config: Config) -> int:
@@ -383,16 +398,22 @@ def _activations(
     itemsize, row = ITEMSIZE[config.model.dtype], longest_row(config)
     tokens = math.ceil(row / layout.cp)
     kept_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
-    # 1F1B: a stage has as many micro-batches in flight as there are stages from it to the last.
-    in_flight = min(layout.pp - stage, num_micro_batches(config, layout, longest_sequence(config)))
+    number = num_micro_batches(config, layout, longest_sequence(config))
+    in_flight = micro_batches_in_flight(layout, stage, number)
     hidden, imbalance = model.hf["hidden_size"], hardware.expert_imbalance
-    own = range(*training_ranges(model.num_layers, layout.pp)[stage])
+    chunks = chunk_ranges(model.num_layers, layout.pp, layout.vpp)[stage]
+    own = [layer for first, stop in chunks for layer in range(first, stop)]
     layers = [layer_elements(model, layer, layout, tokens, imbalance) for layer in own]
-    if config.training.recompute:
-        saved = len(layers) * hidden * kept_tokens * itemsize
-        working = max(layers) * itemsize
-    else:
-        saved, working = sum(layers) * itemsize, 0.0
+    saved, working, kept_keys = kept_and_computed_again(
+        config.training,
+        layers,
+        [
+            layer_elements(model, layer, layout, tokens, imbalance, kept_parts(config.training))
+            for layer in own
+        ],
+        hidden * kept_tokens,
+    )
+    saved, working = saved * itemsize, working * itemsize
     # The gathered input of a tensor parallel region and the gradient of the widest activation.
     working += (hidden + max(_widest(model, layout), hidden / layout.tp)) * tokens * itemsize
     keys = _key_elements(model) / layout.tp * row * itemsize
@@ -400,7 +421,7 @@ def _activations(
         working += keys  # with the rotary part, and values of the width of keys
     if layout.cp > 1:
         # Keys and values of the whole row for the backward pass, and a copy in another order.
-        saved += keys * (1 if config.training.recompute else len(layers))
+        saved += keys * max(1, kept_keys)
         working += keys
     head = _head(config, layout, model, tokens, itemsize) if stage == layout.pp - 1 else 0.0
     if head > working:
@@ -408,10 +429,13 @@ def _activations(
     return saved * in_flight + working, 0.0
 
 
-def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imbalance: float) -> float:
+def layer_elements(
+    model: Model, layer: int, layout: Layout, tokens: float, imbalance: float, parts: Kept = EVERYTHING
+) -> float:
     """Return the number of elements that the backward pass of a layer needs on one rank.
 
     These are input and output of every matrix product, and queries and keys after the rotary embedding.
+    parts: those whose activations are kept. Of an MLP or of experts that are computed again, the input is.
     """
     tp, shared, experts = layout.tp, 0.0, 0.0
     cut_in = tp if layout.sequence_parallel else 1
@@ -419,6 +443,10 @@ def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imba
         if weight.layer != layer or len(weight.shapes[0]) < 2:
             continue
         rows, columns = sum(shape[0] for shape in weight.shapes), weight.shapes[0][1]
+        if not parts.holds(weight):
+            is_input = weight.expert is None and columns == model.hf["hidden_size"]
+            shared += columns / cut_in if is_input and "linear_fc1" in weight.megatron else 0
+            continue
         if weight.expert is not None:
             # Whole experts, or with etp a part of each for the tokens of etp ranks.
             is_down = len(weight.shapes) == 1
@@ -432,6 +460,7 @@ def layer_elements(model: Model, layer: int, layout: Layout, tokens: float, imba
             shared += columns / cut_in + rows / tp
     query, value = model.heads_width
     rotated = (query + num_kv_heads(model.hf) * query // model.hf["num_attention_heads"]) / tp
+    rotated *= parts.rotated
     per_rank = tokens / tp if layout.sequence_parallel else tokens
     # Inputs of the norms: the residual stream before the attention and before the MLP.
     norms = 2 * model.hf["hidden_size"] / cut_in

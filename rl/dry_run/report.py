@@ -1,13 +1,16 @@
 """The text that a dry run prints."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rl.dry_run.asynchrony import best, forms
 from rl.dry_run.changes import Change
 from rl.dry_run.estimate import Estimate
 from rl.dry_run.generation import seconds_between_nodes
 from rl.dry_run.hardware import GIB
+from rl.dry_run.memory import num_micro_batches
 from rl.dry_run.parameters import count_parameters, count_stages
+from rl.dry_run.timing import idle_share
 
 LEAST_STEP_S = 1.0
 """Shortest estimated step for which forms of asynchrony are compared, in seconds. Launches of kernels and
@@ -71,7 +74,8 @@ def _phases(estimate: Estimate) -> tuple[str, ...]:
 def _head(estimate: Estimate) -> str:
     config, layout, hardware = estimate.config, estimate.layout, estimate.hardware
     nodes = -(-layout.num_ranks // hardware.ranks_per_node)
-    grid = f"tp {layout.tp} x pp {layout.pp}{f' x cp {layout.cp}' if layout.cp > 1 else ''} x dp {layout.dp}"
+    grid = f"tp {layout.tp} x pp {layout.pp}{f' in {layout.vpp} chunks' if layout.vpp > 1 else ''}"
+    grid += f"{f' x cp {layout.cp}' if layout.cp > 1 else ''} x dp {layout.dp}"
     if estimate.models["policy"].num_experts:
         grid += f"; experts: ep {layout.ep} x etp {layout.etp} x dp {layout.expert_dp}"
     lines = [
@@ -207,6 +211,8 @@ def _work(estimate: Estimate) -> str:
             f"refit with adapter.in_engine={form}: {other.all_ranks / GIB:.1f} GiB received by all ranks, at "
             f"most {other.busiest / GIB:.2f} GiB by one, {other.seconds:.2f} s"
         )
+    if estimate.layout.pp > 1:
+        lines.append(_pipeline(estimate))
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
     lines += [
         f"seconds per step, estimated: {phases}; together {estimate.step_seconds:.0f}",
@@ -233,6 +239,22 @@ def _idle(estimate: Estimate) -> list[str]:
         if all_seconds:
             found.append(f"{seconds:.1f} s {words}, {seconds / all_seconds:.0%}")
     return found
+
+
+def _pipeline(estimate: Estimate) -> str:
+    """Return the idle share of the pipeline, and that of a plain schedule, or of two chunks per stage."""
+    config, layout, lengths = estimate.config, estimate.layout, estimate.lengths
+    layers = min(model.num_layers for model in estimate.models.values() if model.run.on_training_grid)
+    other = 1 if layout.vpp > 1 else 2
+    number = num_micro_batches(config, layout, lengths.total)
+    line = (
+        f"pipeline: {number} micro-batch{'es' if number > 1 else ''} per mini-batch, idle "
+        f"{100 * idle_share(config, layout, lengths):.0f} % of its work"
+    )
+    if layout.pp * other <= layers:
+        share = idle_share(config, replace(layout, vpp=other), lengths)
+        line += f"; with training.vpp={other} {100 * share:.0f} %"
+    return line
 
 
 def _aligned(rows: list[list[str]]) -> str:

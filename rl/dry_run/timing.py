@@ -24,6 +24,7 @@ from rl.dry_run.memory import (
     sequences_per_prompt,
 )
 from rl.dry_run.parameters import Part, count_parameters
+from rl.dry_run.recompute import attention_again, computed_again
 from rl.dry_run.shape import Model
 
 
@@ -72,7 +73,7 @@ def estimate_seconds(
     seconds: dict[str, float] = {}
     idle: dict[str, float] = {}
 
-    def add(phase: str, model: Model, per_parameter: int, times: float = 1.0) -> None:
+    def add(phase: str, model: Model, per_parameter: float, times: float = 1.0) -> None:
         one = training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
         seconds[phase] = seconds.get(phase, 0.0) + times * one.total
         idle[phase] = idle.get(phase, 0.0) + times * one.idle
@@ -80,7 +81,12 @@ def estimate_seconds(
     def update(phase: str, name: str, epochs: int = 1) -> None:
         """Add an update; frozen weights have no gradient."""
         model = models[name]
-        add(phase, model, 4 + 2 * config.training.recompute + 2 * (not model.adapters), epochs)
+        add(
+            phase,
+            model,
+            4 + 2 * computed_again(config.training, model, lengths.total) + 2 * (not model.adapters),
+            epochs,
+        )
         steps = (optimizer_seconds(stage.states[name], layout, hardware) for stage in memory.stages)
         seconds[phase] += epochs * _minibatches(config) * points * max(steps)
 
@@ -136,7 +142,7 @@ def training_pass(
     model: Model,
     sequences: float,
     lengths: Lengths,
-    per_parameter: int,
+    per_parameter: float,
     hardware: Hardware,
 ) -> Pass:
     """Return the seconds of one pass of all sequences of a step through a model on the training grid.
@@ -169,7 +175,7 @@ def training_pass(
         gathered *= _gathers(config, per_parameter)
         number = _gathers(config, per_parameter) * layers * passes
         messages += hardware.exchange_seconds(gathered, layout.cp, layout.tp, number)
-    return Pass(work, messages, (work + messages) * (layout.pp - 1) / micro_batches)
+    return Pass(work, messages, (work + messages) * idle_share(config, layout, lengths))
 
 
 def _minibatches(config: Config) -> int:
@@ -205,6 +211,14 @@ def optimizer_seconds(state: State, layout: Layout, hardware: Hardware) -> float
     return messages + max(device, host) + hardware.update_ms / 1e3
 
 
-def _gathers(config: Config, per_parameter: int) -> int:
+def idle_share(config: Config, layout: Layout, lengths: Lengths) -> float:
+    """Return the time for which a pipeline rank waits in a pass, in units of its own work.
+
+    (pp - 1) / (vpp m) for m micro-batches of a mini-batch (arXiv:2104.04473, section 2.2).
+    """
+    return (layout.pp - 1) / (layout.vpp * num_micro_batches(config, layout, lengths.total))
+
+
+def _gathers(config: Config, per_parameter: float) -> float:
     """Return the number of gathers and scatters of keys and values per layer in a pass."""
-    return 1 if per_parameter == 2 else 2 + config.training.recompute
+    return 1 if per_parameter == 2 else 2 + attention_again(config.training)

@@ -70,16 +70,16 @@ def adapters(
 
 
 def check_ranks(
-    pairs: Sequence[LowRank], weights: Sequence[Weight], *, num_layers: int, pp: int, ep: int
+    pairs: Sequence[LowRank], weights: Sequence[Weight], *, num_layers: int, pp: int, ep: int, vpp: int = 1
 ) -> None:
     """Raise ValueError if a rank has no adapter, and so nothing to learn. weights: all of the model."""
     experts_per_rank = count_experts(weights) // ep
-    for stage, (first, stop) in enumerate(training_ranges(num_layers, pp)):
+    for part, (first, stop) in enumerate(training_ranges(num_layers, pp * vpp)):
         experts = [pair.base.expert for pair in pairs if first <= (pair.base.layer or 0) < stop]
         ranks = {expert // experts_per_rank for expert in experts if expert is not None}
         if None not in experts and len(ranks) < ep:
             raise ValueError(
-                f"adapter.targets gives no adapter to ranks of pipeline stage {stage} (layers {first} to "
+                f"adapter.targets gives no adapter to ranks of pipeline stage {part % pp} (layers {first} to "
                 f"{stop - 1}) with training.pp={pp} and training.ep={ep}: they would have nothing to learn; "
                 "choose targets in every stage, and not only some experts."
             )

@@ -158,6 +158,11 @@ def stage_layers(num_layers: int, pp: int) -> list[int]:
     return [most - (stage in fewer) for stage in range(pp)]
 
 
+def recomputed_layers(num_layers: int, every: int) -> int:
+    """Return the number of a stage's layers that are recomputed, the first ones, if one of `every` is."""
+    return -(-num_layers // every)
+
+
 def padded_vocab(vocab_size: int, multiple: int) -> int:
     """Return the vocabulary size rounded up to a multiple."""
     return -(-vocab_size // multiple) * multiple

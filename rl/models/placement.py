@@ -64,9 +64,16 @@ class TrainingPlacement:
     """Number of routed experts of a layer."""
     ranks: JobRanks | None = None
     """None: the grid is the whole job."""
+    vpp: int = 1
+    """Chunks of the model on each rank: part v of the pp * vpp parts is chunk v // pp of stage v % pp."""
 
     def __post_init__(self):
         _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers)
+        if self.pp * self.vpp > self.num_layers:
+            raise ValueError(
+                f"training: pp={self.pp} x vpp={self.vpp} exceeds the {self.num_layers} layers of the model; "
+                "choose a smaller vpp."
+            )
         per_stage = self.world_size // self.pp
         if per_stage % (self.ep * self.expert_tp):
             raise ValueError(
@@ -88,9 +95,17 @@ class TrainingPlacement:
 
         A tied embedding is on the first stage, its owner, and as head on the last.
         """
-        ranges = training_ranges(self.num_layers, self.pp)
         ep_rank = None if weight.expert is None else weight.expert // (self.num_experts // self.ep)
-        return Place(_stages(weight, ranges), ep_rank)
+        return Place(tuple(part % self.pp for part in _stages(weight, self.ranges)), ep_rank)
+
+    @property
+    def ranges(self) -> Ranges:
+        """Layers of each part of the model, in its order."""
+        return training_ranges(self.num_layers, self.pp * self.vpp)
+
+    def part(self, weight: Weight, stage: int) -> int:
+        """Return the part of the model with which a stage holds the weight: chunk * pp + stage."""
+        return next(part for part in _stages(weight, self.ranges) if part % self.pp == stage)
 
     def cut_size(self, weight: Weight) -> int:
         """Return the number of ranks over which the weight is split."""
@@ -194,8 +209,14 @@ class RolloutPlacement:
 
 @functools.cache
 def training_ranges(num_layers: int, pp: int) -> Ranges:
-    """Return the layers of each stage as the trainer builds them."""
+    """Return the layers of each stage as the trainer builds them; pp * vpp parts have those of its chunks."""
     return _ranges(stage_layers(num_layers, pp))
+
+
+@functools.cache
+def chunk_ranges(num_layers: int, pp: int, vpp: int) -> tuple[Ranges, ...]:
+    """Return the layers of each chunk of each pipeline stage in training."""
+    return tuple(training_ranges(num_layers, pp * vpp)[stage::pp] for stage in range(pp))
 
 
 @functools.cache

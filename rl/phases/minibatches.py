@@ -12,7 +12,14 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
 from rl.training.loss import Totals
-from rl.training.micro_batch_plans import Cost, MicroBatches, MicroBatchPlan, Workload, plan_micro_batches
+from rl.training.micro_batch_plans import (
+    Cost,
+    MicroBatches,
+    MicroBatchPlan,
+    Workload,
+    next_multiple,
+    plan_micro_batches,
+)
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -66,6 +73,7 @@ class MinibatchPlanner:
     def __init__(self, config: Config, dp: int, cost: Cost, *, shares_prompts: bool):
         self._prompts_per_minibatch = config.training.prompts_per_minibatch or config.data.prompts_per_step
         self._training, self._dp, self._cost = config.training, dp, cost
+        self._multiple = config.training.micro_batch_multiple
         self._shares_prompts = shares_prompts
         self._batch: Callable[[], Batch | None] = lambda: None
         """Weak reference to the batch that was planned last; its columns are freed with the step."""
@@ -102,7 +110,7 @@ class MinibatchPlanner:
             limit = self._training.row_tokens
             plan = plan_micro_batches(work, indices=indices, dp=1, max_tokens=limit) if indices else [[]]
             ranks += plan
-        count = max(map(len, ranks))
+        count = next_multiple(max(map(len, ranks)), self._multiple)
         return [rank + [[]] * (count - len(rank)) for rank in ranks]
 
     def operations(self, batch: Batch, plans: list[MinibatchPlan], model: "TrainingEngine") -> int:
@@ -119,5 +127,6 @@ class MinibatchPlanner:
             dp=self._dp,
             max_tokens=self._training.row_tokens,
             samples_per_unit=samples_per_unit,
+            multiple=self._multiple,
         )
         return MinibatchPlan(plan, [[work.cost(micro) for micro in rank] for rank in plan])

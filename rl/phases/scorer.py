@@ -136,7 +136,11 @@ class Scorer:
             ids, [end] * count, groups=torch.arange(count), truncated=torch.zeros(count, dtype=torch.bool)
         )
         plan = plan_minibatch(
-            conversations, list(range(count)), dp=model.grid.dp, max_tokens=self.micro_batch_tokens
+            conversations,
+            list(range(count)),
+            dp=model.grid.dp,
+            max_tokens=self.micro_batch_tokens,
+            multiple=model.grid.micro_batch_multiple,
         )
         return model.forward(conversations, [plan], ("values",))[0]
 

@@ -73,8 +73,8 @@ class Teaching:
                 with context:
                     model.visit(read, plan, ("hidden",), partial(self._keep, targets, model))
                     if not goal.top_k and policy.grid.is_last_stage:
-                        wanted, group = len(policy.model.head_weight), policy.grid.groups.tp
-                        targets.heads.append(head_rows(model.model.head_weight, wanted, group))
+                        wanted, group = len(policy.chunks[-1].head_weight), policy.grid.groups.tp
+                        targets.heads.append(head_rows(model.chunks[-1].head_weight, wanted, group))
                 if not goal.top_k:
                     for sample in (i for rank in plan for micro in rank for i in micro):
                         teachers[sample] = number
@@ -86,12 +86,12 @@ class Teaching:
         if k:
             rows = top_k(
                 micro.hidden,
-                model.model.head_weight,
+                model.chunks[-1].head_weight,
                 k,
                 temperature=model.spec.temperature,
-                vocab_size=policy.model.real_vocab_size,  # a teacher may have more rows, of no token
+                vocab_size=policy.chunks[-1].real_vocab_size,  # a teacher may have more rows, of no token
                 group=policy.grid.groups.tp,
-                chunk=max(1, model.model.head_chunk_tokens // 4),
+                chunk=max(1, model.chunks[-1].head_chunk_tokens // 4),
             )
         parts = zip(*(row.cpu().split(micro.lengths.tolist()) for row in rows))
         targets.rows.update(zip(micro.samples, parts))

@@ -171,6 +171,7 @@ class Link:
             etp=grid.expert_tp,
             num_experts=count_experts(parts[0]),
             ranks=self.train,
+            vpp=grid.vpp,
         )
         maps = [None] * len(parts) if self._trainer is None else [v.weight_map for v in self._values()]
         held = [{}] * len(parts) if self._engine is None else _held(self._engine)

@@ -122,7 +122,13 @@ def make_grid(config: Config, device: Device) -> Grid:
     """Return the grid of the ranks that train. Collective over the world."""
     layout = config.training
     grid = build_grid(
-        tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.expert_tp, seed=config.run.seed
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.expert_tp,
+        vpp=layout.vpp,
+        seed=config.run.seed,
     )
     warm_up(device)
     start_up.mark("groups")

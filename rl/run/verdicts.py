@@ -374,7 +374,7 @@ def error(facts: Facts) -> Verdict | None:
 
 SLOW = {
     "gen": "rollout.max_concurrent_samples, rollout.tp, rollout.carry_over, or the section roles",
-    "update_actor": "training.micro_batch_tokens, training.recompute=false, the training grid",
+    "update_actor": "training.micro_batch_tokens, training.recompute=none, the training grid",
     "reward": "reward.workers, and the reward function itself",
     "update_weights": "the layouts of trainer and engine; the first refit also compares all weights",
 }
@@ -430,7 +430,7 @@ def memory(facts: Facts) -> Verdict | None:
     share = values["device GiB"] / values["device total GiB"]
     text += f"; GPU {values['device GiB']:.1f} of {values['device total GiB']:.1f} GiB in {name}"
     remedy = (
-        "longer samples will need more; lower training.micro_batch_tokens, or set training.recompute=true"
+        "longer samples will need more; lower training.micro_batch_tokens, or set training.recompute=full"
     )
     return graded("memory", share, (0.95, math.inf), text, remedy)
 

@@ -72,9 +72,10 @@ class Adapters(Part):
         parameters = {name: base.parameters[name] for name in learned}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in learned)
-        if hasattr(model, "embedding"):  # else nothing before the first adapter has a gradient to recompute
-            model.embedding.register_forward_hook(_require_gradient)
-        in_parts: bool = model.config.sequence_parallel
+        first = engine.chunks[0]
+        if first.pre_process:  # else nothing before the first adapter has a gradient to recompute
+            first.embedding.register_forward_hook(_require_gradient)
+        in_parts: bool = first.config.sequence_parallel
         self._sums: dict[tuple[str, ...], _Sum] = {}
         of_module = defaultdict(list)
         for weight, pairs in self._held().items():
@@ -128,7 +129,7 @@ class Adapters(Part):
         sums = {key: int(placed_checksum(engine.parts.value(*found))) for key, found in frozen.items()}
         self._sums_of_frozen = first = self._sums_of_frozen or sums
         moved = [key for key, value in sums.items() if value != first[key]]
-        owned = engine.wrapped.param_to_bucket_group
+        owned = {p for chunk in engine.wrapped for p in chunk.param_to_bucket_group}
         absent = [key for key, parameter in learned.items() if parameter not in owned]
         found = gather_objects((moved, absent))
         for number, what in enumerate(

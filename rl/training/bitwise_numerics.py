@@ -279,8 +279,9 @@ class BitwiseNumerics(Part):
     uses_te = False
 
     def attach(self, engine: "TrainingEngine") -> None:
-        if isinstance(engine.model, Policy):
-            make_bitwise(engine.model, engine.weight_map.hf)
+        for chunk in engine.chunks:
+            if isinstance(chunk, Policy):
+                make_bitwise(chunk, engine.weight_map.hf)
 
 
 def make_bitwise(model: Policy, hf: dict) -> None:

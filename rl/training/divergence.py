@@ -231,7 +231,7 @@ class TeacherTargets(Part):
     """Targets of the step and their batch, until the step's metrics are read."""
 
     def attach(self, engine: "TrainingEngine") -> None:
-        self._model = engine.model
+        self._model = engine.chunks[-1]
 
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         if "divergence" in self._model.outputs:

@@ -85,7 +85,7 @@ class TrainingEngine:
         self.num_updates = 0
         """Number of optimizer updates since the process started."""
         hf, dtype = value_model(spec.hf) if spec.has_values else spec.hf, DTYPES[spec.dtype]
-        model = build_model(
+        chunks = build_model(
             hf,
             training,
             dtype,
@@ -94,7 +94,9 @@ class TrainingEngine:
             uses_te=all(part.uses_te for part in self.parts),
             fuses_norms=all(part.fuses_norms for part in self.parts),
         )
-        self.model = model = model.to(device.torch)
+        self.chunks = [chunk.to(device.torch) for chunk in chunks]
+        """Parts of the model on this rank, in the order of their layers: several with `training.vpp`."""
+        self.model = model = self.chunks[0] if grid.vpp == 1 else torch.nn.ModuleList(self.chunks)
         self.shares_prompts = training.shared_prefix and can_share(device.torch, dtype)
         weights = value_weights(hf, needs_head=False) if spec.has_values else architecture(hf).weights(hf)
         self.weight_map = WeightMap(hf, weights, grid, model)
@@ -107,14 +109,15 @@ class TrainingEngine:
         """The weights that learn."""
         self.reference = Reference(self.learned) if spec.keeps_reference else None
         self.optimizer = None
-        self.wrapped: torch.nn.Module = model
+        self.wrapped: list = self.chunks
         if spec.optimizer is not None:
-            self.wrapped = with_gradients(model, training, grid)
+            self.wrapped = with_gradients(self.chunks, training, grid)
             self.optimizer = build_optimizer(spec.optimizer, dtype, self.wrapped)
             self._probe = ReductionProbe(self.learned_map, self.wrapped)
             self._state = StateSample()
         assert self.optimizer is not None or self.reference is None, "a frozen model is its own reference"
-        self.wrapped.train(self.optimizer is not None)
+        for chunk in self.wrapped:
+            chunk.train(self.optimizer is not None)
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
 
     @property
@@ -207,7 +210,8 @@ class TrainingEngine:
         """
         assert self.optimizer is not None and self.spec.optimizer is not None, "the model is frozen"
         assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._probe.begin(self.num_updates)
         sums: dict[str, Tensor] = {}
@@ -309,9 +313,10 @@ class TrainingEngine:
         CUDA nothing here waits for the device.
         """
         assert self.has_weights, "the weights are in host memory"
-        grid, config, device = self.grid, self.model.config, self.device.torch
+        grid, config, device = self.grid, self.chunks[0].config, self.device.torch
         self.parts.fetch(batch, plan, grid, device)
-        self.model.outputs = type(self.model).outputs if outputs is None else outputs
+        last = self.chunks[-1]
+        last.outputs = type(last).outputs if outputs is None else outputs
         config.timers = None if tracing.active is None else tracing.active.timers
         multiple = grid.tp if config.sequence_parallel else 1
         rows = [
@@ -328,19 +333,20 @@ class TrainingEngine:
         is_reference = self.reference is not None and self.reference.is_applied
         rows = self.parts.rows(batch, rows, is_reference=is_reference)
 
-        def step(iterator, model):
+        def step(iterator, wrapped):
+            chunk = wrapped.module if self.optimizer is not None else wrapped
             micro = with_columns(next(iterator), batch)
             if tracing.active is not None:
                 counts = dict(samples=len(micro.samples), tokens=micro.tokens.numel())
                 tracing.active.timers.micro_batch = counts
-            for part in self.parts if grid.is_last_stage else ():
+            for part in self.parts if chunk.post_process else ():
                 part.micro_batch(batch, micro)
-            if progress is not None:  # only the last stage computes the loss
+            if progress is not None and chunk is last:  # only the last stage computes the loss
                 progress.update(len(micro.samples) * grid.dp)
-            output = self.model.run(micro, self.spec.temperature)
+            output = chunk.run(micro, self.spec.temperature)
 
             def loss_function(output):
-                for name, value in zip(self.model.outputs, output):
+                for name, value in zip(last.outputs, output):
                     setattr(micro, name, value)
                 value, report = consume(micro)
                 return value, torch.zeros((), dtype=torch.int, device=device), report

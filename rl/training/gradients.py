@@ -19,8 +19,8 @@ from rl.training.optimizer import main_weights, owned_part
 from rl.training.weights import WeightMap
 
 
-def with_gradients(model, training: Training, grid: Grid) -> DistributedDataParallel:
-    """Wrap a model for training: float32 gradients, sharded over the data parallel ranks.
+def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[DistributedDataParallel]:
+    """Wrap the chunks of a model for training: float32 gradients, sharded over the data parallel ranks.
 
     With `training.overlap_gradients`, a bucket is reduced as soon as its gradients are complete, during the
     backward pass of the last micro-batch. Megatron can also overlap the all-gather of the parameters with the
@@ -29,30 +29,31 @@ def with_gradients(model, training: Training, grid: Grid) -> DistributedDataPara
 
     Collective over the world.
     """
-    config = model.config
-    on_cuda = next(model.parameters()).is_cuda
+    config = chunks[0].config
+    on_cuda = next(chunks[0].parameters()).is_cuda
     overlap = grid.replicas > 1 and (
         training.overlap_gradients == "on" or training.overlap_gradients == "auto" and on_cuda
     )
     config.finalize_model_grads_func = _finalize_without_division
-    wrapped = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
-        ),
-        model,
-        pg_collection=grid.groups,
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
     )
+    wrapped = [DistributedDataParallel(config, options, chunk, pg_collection=grid.groups) for chunk in chunks]
     if overlap:
-        config.no_sync_func = wrapped.no_sync
-    if config.transformer_impl == "transformer_engine" and next(model.decoder.parameters()).requires_grad:
-        _accumulate_in_products(model)
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    if config.transformer_impl == "transformer_engine":
+        for chunk in chunks:
+            if next(chunk.decoder.parameters()).requires_grad:
+                _accumulate_in_products(chunk)
     return wrapped
 
 
-def gradient_buffers(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
+def gradient_buffers(wrapped: Sequence[DistributedDataParallel]) -> list[torch.Tensor]:
     """Return the memory of all gradients of this rank."""
-    return [buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
+    return [
+        buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
 
 
 def _accumulate_in_products(model: torch.nn.Module) -> None:
@@ -99,10 +100,10 @@ class ReductionProbe:
     are not watched, because on CUDA the kernel of a product adds to their gradient directly.
     """
 
-    def __init__(self, learned: WeightMap, wrapped: DistributedDataParallel):
-        config = wrapped.config
+    def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]):
+        config = wrapped[0].config
         self._learned, self._config = learned, config
-        self._overlaps = wrapped.ddp_config.overlap_grad_reduce
+        self._overlaps = wrapped[0].ddp_config.overlap_grad_reduce
         self._weights = [w for w in learned.weights if not self._overlaps or len(w.shapes[0]) < 2]
         self._name, self._weight, self._share, self._reports = "", None, 0.0, False
         self._found: list[torch.Tensor] = []

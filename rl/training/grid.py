@@ -38,6 +38,8 @@ class Grid:
     etp: int = 1
     ep_rank: int = 0
     etp_rank: int = 0
+    vpp: int = 1
+    """Chunks of a model on this rank, between which other stages compute (`rl.training.interleaved`)."""
     context: "ContextGroup | None" = None
     """Context parallel group; None with cp=1, where a rank holds whole rows."""
 
@@ -64,6 +66,11 @@ class Grid:
         return self.pp_rank == self.pp - 1
 
     @property
+    def micro_batch_multiple(self) -> int:
+        """Number of which a pass's micro-batches must be a multiple (`rl.training.interleaved`)."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
     def reports_results(self) -> bool:
         """Whether this rank reports results for its data parallel replica.
 
@@ -73,12 +80,15 @@ class Grid:
         return self.is_last_stage and self.tp_rank == 0 and is_first
 
 
-def build_grid(*, tp: int, pp: int, cp: int = 1, ep: int = 1, etp: int | None = None, seed: int) -> Grid:
+def build_grid(
+    *, tp: int, pp: int, cp: int = 1, ep: int = 1, etp: int | None = None, vpp: int = 1, seed: int
+) -> Grid:
     """Create Megatron's groups and seed its RNG tracker; etp=None means tp. Collective over the world."""
     etp = etp or tp
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         create_gloo_process_groups=torch.cuda.is_available(),  # on CPU all groups use gloo
@@ -97,6 +107,7 @@ def build_grid(*, tp: int, pp: int, cp: int = 1, ep: int = 1, etp: int | None = 
         etp=etp,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        vpp=vpp,
         context=_context_group(tp, cp) if cp > 1 else None,
     )
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -19,7 +19,8 @@ from rl.runtime.collectives import exchange_bytes
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 
-Need = Callable[[int], slice | None]
+Index = slice | Sequence[int]
+Need = Callable[[int], Index | None]
 """pipeline stage -> the part of a value's first dimension that its ranks need: slice(None) for all of the
 value, None for nothing."""
 
@@ -30,7 +31,7 @@ class Move(NamedTuple):
     sample: int
     source: int
     target: int
-    part: slice
+    part: Index
     num_bytes: int
     """Size of the values, without the key."""
 
@@ -57,7 +58,7 @@ def plan_moves(
             for stage, part in parts:
                 size = sizes[sample]
                 if column.shape:
-                    size = size // column.shape[0] * len(range(*part.indices(column.shape[0])))
+                    size = size // column.shape[0] * _count(part, column.shape[0])
                 targets = ranks[stage, dp_rank].tolist()
                 moves += [Move(sample, holders[sample], target, part, size) for target in targets]
     return moves, dp_ranks
@@ -114,6 +115,11 @@ def _unpack(batch: Batch, name: str, moves: Sequence[Move], content: bytes) -> N
             )
         count = num_bytes // column.dtype.itemsize
         flat = np.frombuffer(content, column.dtype, count, first + KEY.itemsize)
-        width = (len(range(*part.indices(column.shape[0]))), *column.shape[1:]) if column.shape else ()
+        width = (_count(part, column.shape[0]), *column.shape[1:]) if column.shape else ()
         column.local[sample] = flat.reshape(int(column.lengths[sample]), *width)
         first += KEY.itemsize + num_bytes
+
+
+def _count(part: Index, size: int) -> int:
+    """Return the number of elements of a part of `size`."""
+    return len(range(*part.indices(size))) if isinstance(part, slice) else len(part)

@@ -37,9 +37,10 @@ def use_te(dtype: torch.dtype) -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config, *, fuses_norms: bool = True):
-    """Return the spec of this pipeline stage's transformer layers for a TransformerConfig.
+def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None):
+    """Return the spec of the transformer layers of a pipeline stage's chunk for a TransformerConfig.
 
+    vp_stage: number of the chunk; None if the stage is not divided.
     fuses_norms: let TE compute a norm and the linear layer after it in one layer, whose normed input an
     adapter could not read.
 
@@ -53,13 +54,15 @@ def block_spec(config, *, fuses_norms: bool = True):
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         if not fuses_norms:
             for layer in spec.layer_specs:
                 _separate_norms(layer.submodules)
         return replace_classes(spec, {TEDotProductAttention: te_attention(TEDotProductAttention)})
     kind = config.normalization
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=kind)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=kind, vp_stage=vp_stage
+    )
     return replace_classes(spec, LOCAL_CLASSES, latents=DuplicatedLinear)
 
 

@@ -145,12 +145,19 @@ class _Part(NamedTuple):
 
 
 def plan_micro_batches(
-    work: Workload, *, indices: Sequence[int], dp: int, max_tokens: int, samples_per_unit: int = 1
+    work: Workload,
+    *,
+    indices: Sequence[int],
+    dp: int,
+    max_tokens: int,
+    samples_per_unit: int = 1,
+    multiple: int = 1,
 ) -> MicroBatchPlan:
     """Return the micro-batches of each of `dp` ranks for the samples `indices`.
 
     samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order; `indices`
-    must contain whole units.
+    must contain whole units. multiple: the number of micro-batches is a multiple of it
+    (`Grid.micro_batch_multiple`); samples are divided further, and what is missing is empty.
 
     Groups, or parts of them, are assigned in descending order of cost, each to the rank with the least cost
     so far. A rank gets as few micro-batches as best-fit finds. They have about equal cost, and at most
@@ -163,7 +170,7 @@ def plan_micro_batches(
     units = _units(work, indices, samples_per_unit)
     ranks = [_by_group(members) for members in _spread_over_ranks(units, dp)]
     parts = [_parts(groups, max_tokens) for groups in ranks]
-    count = max(len(_best_fit(of_rank, max_tokens)) for of_rank in parts)
+    count = next_multiple(max(len(_best_fit(of_rank, max_tokens)) for of_rank in parts), multiple)
     plan = [
         [_samples(micro, samples_per_unit) for micro in _micro_batches(of_rank, count, max_tokens)]
         for of_rank in parts
@@ -179,12 +186,23 @@ def plan_minibatch(
     max_tokens: int,
     cost: Cost = Cost(),
     shared_prefix: bool = True,
+    multiple: int = 1,
 ) -> MicroBatchPlan:
     """Return `plan_micro_batches` for these samples of a batch."""
     work = Workload.of_batch(batch, cost=cost, shared_prefix=shared_prefix)
     return plan_micro_batches(
-        work, indices=samples, dp=dp, max_tokens=max_tokens, samples_per_unit=batch.samples_per_unit
+        work,
+        indices=samples,
+        dp=dp,
+        max_tokens=max_tokens,
+        samples_per_unit=batch.samples_per_unit,
+        multiple=multiple,
     )
+
+
+def next_multiple(count: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below `count`."""
+    return -(-count // multiple) * multiple
 
 
 def _units(work: Workload, indices: Sequence[int], size: int) -> list[_Unit]:

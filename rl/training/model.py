@@ -8,7 +8,7 @@ names of their weights for refit, checkpoints and export belong to `rl.training.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl.config.schema import Training
 from rl.models import architecture, form, rope
-from rl.models.layout import padded_vocab, stage_layers, vocab_multiple
+from rl.models.layout import padded_vocab, recomputed_layers, stage_layers, vocab_multiple
 from rl.models.sizes import is_tied
 from rl.training.attention import PackedRow
 from rl.training.form import ACTIVATIONS, give_form
@@ -67,9 +67,9 @@ class HeadRequest:
 
 
 class Packed(GPTModel):
-    """One pipeline stage of a model for packed rows.
+    """One pipeline stage of a model for packed rows, or with `training.vpp` one chunk of a stage.
 
-    The last stage returns a tensor float32 [R] for each name in `outputs`, which the training engine sets to
+    The last one returns a tensor float32 [R] for each name in `outputs`, which the training engine sets to
     those that a pass needs.
     """
 
@@ -207,7 +207,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
     if latent:
         fuses_rotation = of_model["rope_type"] == "yarn" and training.cp == 1
     kind = MLATransformerConfig if latent else TransformerConfig
-    layout = _pipeline_layout(of_model["num_layers"], training.pp) if training.pp > 1 else None
+    layout = _pipeline_layout(of_model["num_layers"], training.pp * training.vpp) if training.pp > 1 else None
     return kind(
         **of_model,
         transformer_impl="transformer_engine" if te else "local",
@@ -235,8 +235,9 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         variable_seq_lengths=training.pp > 1,  # see `rl.training.pipeline`
         # variable_seq_lengths raises with the default 'allgather', even for dense models.
         moe_token_dispatcher_type="alltoall",
-        # PP 2 and gloo: batched p2p pairs sends with the wrong receives, overlapped p2p reads freed buffers.
-        batch_p2p_comm=on_cuda,
+        # PP 2 with chunks, or gloo: batched p2p pairs sends with the wrong receives. Gloo: overlapped p2p
+        # reads freed buffers.
+        batch_p2p_comm=on_cuda and not (training.pp == 2 and training.vpp > 1),
         # True would wait for the device after each transfer, because of a race in torch before version 2.
         batch_p2p_sync=False,
         overlap_p2p_comm=False,
@@ -250,15 +251,32 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         moe_permute_fusion=has_experts and te,
         # The fused kernel does not ask for replayed experts.
         moe_router_fusion=has_experts and te and training.router_replay == "none",
-        recompute_granularity="full" if training.recompute else None,
-        recompute_method="uniform" if training.recompute else None,
-        recompute_num_layers=1 if training.recompute else None,
+        **_recompute(training, of_model["num_layers"], te=te),
     )
 
 
-def _pipeline_layout(num_layers: int, pp: int) -> list[list[str]]:
-    """Return the layer types of each stage; stages may have different numbers of layers."""
-    stages = [["decoder"] * count for count in stage_layers(num_layers, pp)]
+def _recompute(training: Training, num_layers: int, *, te: bool) -> dict[str, Any]:
+    """Return Megatron's settings for `training.recompute`. Raises ValueError for modules that only TE has."""
+    if training.recompute == "none":
+        return {}
+    if training.recompute == "selective":
+        modules = list(training.recompute_modules)
+        if not te and (missing := [name for name in modules if name in ("layernorm", "moe_act")]):
+            raise ValueError(
+                f"training.recompute_modules={missing[0]} requires Transformer Engine's layers (on CUDA, "
+                "with model.dtype=bfloat16); leave it out."
+            )
+        return dict(recompute_granularity="selective", recompute_modules=modules)
+    # Megatron's "block" recomputes the first layers of a stage, whose backward passes come last, when the
+    # activations of the others are free.
+    most = max(stage_layers(num_layers, training.pp * training.vpp))
+    number = recomputed_layers(most, training.recompute_every)
+    return dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=number)
+
+
+def _pipeline_layout(num_layers: int, num_parts: int) -> list[list[str]]:
+    """Return the layer types of each part of the model; parts may have different numbers of layers."""
+    stages = [["decoder"] * count for count in stage_layers(num_layers, num_parts)]
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
@@ -275,15 +293,32 @@ def build_model(
     values: bool,
     uses_te: bool = True,
     fuses_norms: bool = True,
-) -> Packed:
-    """Build this rank's part of a policy or a value model, with uninitialised weights.
+) -> list[Packed]:
+    """Build this rank's chunks of a policy or a value model, with uninitialised weights.
 
     hf: for a value model, the result of `rl.models.value_model`. uses_te: use Transformer Engine's layers if
     they support the dtype. fuses_norms: see `Part.fuses_norms`. Collective over the world (Megatron's tied
     embeddings).
     """
     config = transformer_config(hf, training, dtype, te=uses_te and use_te(dtype))
-    layers = block_spec(config, fuses_norms=fuses_norms)
+    return [
+        _chunk(hf, training, config, grid, chunk, values=values, fuses_norms=fuses_norms)
+        for chunk in range(grid.vpp)
+    ]
+
+
+def _chunk(
+    hf: dict,
+    training: Training,
+    config: TransformerConfig,
+    grid: Grid,
+    chunk: int,
+    *,
+    values: bool,
+    fuses_norms: bool,
+) -> Packed:
+    vp_stage = chunk if grid.vpp > 1 else None
+    layers = block_spec(config, fuses_norms=fuses_norms, vp_stage=vp_stage)
     if config.multi_latent_attention and training.cp > 1:
         from rl.training.gathered_latents import GatheredLatents
 
@@ -291,11 +326,12 @@ def build_model(
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=rope.positions(hf),
-        pre_process=grid.is_first_stage,
-        post_process=grid.is_last_stage,
+        pre_process=grid.is_first_stage and chunk == 0,
+        post_process=grid.is_last_stage and chunk == grid.vpp - 1,
         position_embedding_type="rope",
         rotary_base=rope.rope_theta(hf),
         pg_collection=grid.groups,
+        vp_stage=vp_stage,
     )
     with megatrons_names(config):
         if values:

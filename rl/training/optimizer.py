@@ -19,8 +19,10 @@ SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
 
 
-def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataParallel) -> MegatronOptimizer:
-    """Build Adam for the model, with a part of its state in host memory if `host_share` says so.
+def build_optimizer(
+    adam: Optimizer, dtype: torch.dtype, chunks: list[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """Build Adam for the chunks of a model, with a part of its state in host memory if `host_share` says so.
 
     Collective over the world.
     """
@@ -37,7 +39,7 @@ def build_optimizer(adam: Optimizer, dtype: torch.dtype, model: DistributedDataP
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=torch.cuda.is_available())
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=torch.cuda.is_available())
     if adam.moments != "float32" or adam.host_share:
         _replace_adam(optimizer, adam)
     return optimizer

@@ -5,7 +5,7 @@ waits for the device twice to read it. Here every stage packs the same micro-bat
 in advance. A stage receives activations, and later gradients, in the order of the micro-batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -16,34 +16,47 @@ from rl.training.packing import MicroBatch
 
 
 def run_schedule(
-    model: torch.nn.Module, rows: list[MicroBatch], step: Callable, grid: Grid, *, forward_only: bool
+    chunks: list[torch.nn.Module], rows: list[MicroBatch], step: Callable, grid: Grid, *, forward_only: bool
 ) -> None:
     """Run the rows through Megatron's schedule. Collective over the pipeline group.
 
-    step: Megatron's `forward_step_func`. On CUDA nothing here waits for the device.
+    chunks: parts of the model on this rank. step: Megatron's `forward_step_func`. On CUDA nothing here waits
+    for the device.
     """
+    if grid.vpp > 1:
+        from rl.training.interleaved import run_interleaved
+
+        return run_interleaved(chunks, rows, step, grid, forward_only=forward_only)
+    [model] = chunks
     get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(rows),
-        model=[model],
+        model=chunks,
         num_microbatches=len(rows),
         seq_length=1,  # unused: `KnownShapes` provides the shapes
         micro_batch_size=1,
         forward_only=forward_only,
-        p2p_communicator=KnownShapes(grid.groups.pp, model.config, rows),
+        p2p_communicator=KnownShapes(grid.groups.pp, model.config, rows, rows),
         pg_collection=grid.groups,
     )
 
 
 class KnownShapes(P2PCommunicator):
-    """Transfers of one run of the schedule over `rows`. Requires config.variable_seq_lengths."""
+    """Transfers of one run of the schedule. Requires config.variable_seq_lengths.
 
-    def __init__(self, pp_group, config, rows: list[MicroBatch]):
+    activations, gradients: the rows of the activations that the rank receives, and of the gradients, in the
+    order of the transfers.
+    """
+
+    def __init__(self, pp_group, config, activations: list[MicroBatch], gradients: list[MicroBatch]):
         super().__init__(pp_group=pp_group, config=config)
         assert callable(P2PCommunicator._communicate_shapes)  # with another Megatron, an error, not waits
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        shapes = [[row.tokens.numel() // parts, 1, config.hidden_size] for row in rows]
-        self._activations, self._gradients = iter(shapes), iter(shapes)
+
+        def shapes(rows: list[MicroBatch]) -> Iterator[list[int]]:
+            return iter([[row.tokens.numel() // parts, 1, config.hidden_size] for row in rows])
+
+        self._activations, self._gradients = shapes(activations), shapes(gradients)
 
     def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
         """Return the shapes of the tensors to receive from the previous and the next stage."""

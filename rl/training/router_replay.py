@@ -9,8 +9,9 @@ earlier ones, and recomputation calls the router again there (verl #7805). Here 
 micro-batch. A layer gives its router those of its packed row before every call, also in a recomputation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.models import architecture
-from rl.models.layout import stage_layers
+from rl.models.placement import chunk_ranges
 from rl.runtime.collectives import sum_over_world
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
@@ -97,16 +98,23 @@ class RouterReplay(Part):
 
     def attach(self, engine: "TrainingEngine") -> None:
         """Give the routers of this rank their choice of experts. Not collective."""
-        model, grid, self._device = engine.model, engine.grid, engine.device.torch
-        self._config, hf = model.config, engine.weight_map.hf
+        grid, self._device = engine.grid, engine.device.torch
+        self._config, hf = engine.chunks[0].config, engine.weight_map.hf
         frequencies = architecture(hf).megatron_config(hf)["moe_layer_freq"]  # by layer of the whole model
-        self._parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+        self._parts = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
         self._part = grid.tp_rank if self._parts > 1 else 0
-        ends = list(accumulate(stage_layers(len(frequencies), grid.pp), initial=0))
-        bounds = list(accumulate((sum(frequencies[a:b]) for a, b in pairwise(ends)), initial=0))
-        self._stages = [slice(a, b) for a, b in pairwise(bounds)]
-        layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
-        self._num_layers = self._stages[grid.pp_rank].stop - self._stages[grid.pp_rank].start
+        before = list(accumulate(frequencies, initial=0))  # layers of experts before each layer
+        self._stages = [
+            [i for first, stop in chunks for i in range(before[first], before[stop])]
+            for chunks in chunk_ranges(len(frequencies), grid.pp, grid.vpp)
+        ]
+        layers = [
+            layer
+            for chunk in engine.chunks
+            for layer in chunk.decoder.layers
+            if isinstance(layer.mlp, MoELayer)
+        ]
+        self._num_layers = len(self._stages[grid.pp_rank])
         assert self._num_layers == len(layers), "the stages hold other layers than planned"
         for number, layer in enumerate(layers):
             layer.mlp.router.router_replay = LayerReplay(number)
@@ -115,10 +123,9 @@ class RouterReplay(Part):
         """`Routes.counts` of the engine's routes since the last call of `metrics`."""
         self.needs = {"routes": self.need} if self.mode == "engine" else {}
 
-    def need(self, stage: int) -> slice | None:
-        """Return the part of a token's routes that a pipeline stage needs: its layers."""
-        layers = self._stages[stage]
-        return layers if layers.start < layers.stop else None
+    def need(self, stage: int) -> Sequence[int] | None:
+        """Return the part of a token's routes that a pipeline stage needs: its layers of experts."""
+        return self._stages[stage] or None
 
     def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
         """Return the row with the routes for a pass over it.

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl.models.boxes import Box, index
 from rl.models.files import TensorReader, tensor_files
 from rl.models.layout import FP8_BLOCK, Weight, assemble
-from rl.models.placement import Place, TrainingPlacement, count_experts, training_ranges
+from rl.models.placement import Place, TrainingPlacement, count_experts
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
 
@@ -34,6 +34,7 @@ class WeightMap:
             ep=grid.ep,
             etp=grid.etp,
             num_experts=count_experts(weights),
+            vpp=grid.vpp,
         )
         parameters = dict(model.named_parameters())
         self.parameters = parameters | dict(model.named_buffers())
@@ -76,13 +77,16 @@ class WeightMap:
     def local_name(self, weight: Weight, stage: int) -> str:
         """Return the name of the weight's parameter on a rank of that stage that holds it."""
         placement = self.placement
+        part = placement.part(weight, stage)
         if weight.layer is not None:
-            layer = weight.layer - training_ranges(placement.num_layers, placement.pp)[stage][0]
+            layer = weight.layer - placement.ranges[part][0]
             per_rank = placement.num_experts // placement.ep
             expert = None if weight.expert is None else weight.expert % per_rank
             name = weight.megatron.format(layer=layer, expert=expert)
         else:
             name = weight.megatron if stage == self.place(weight).stages[0] else "output_layer.weight"
+        if placement.vpp > 1:
+            name = f"{part // placement.pp}.{name}"
         return name if name in self.parameters else te_name(name)
 
     def local(self) -> Iterator[tuple[Weight, Tensor]]:

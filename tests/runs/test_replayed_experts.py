@@ -13,7 +13,7 @@ from tests.toy import train
 @pytest.mark.parametrize("mode", ["engine", pytest.param("old_policy", marks=pytest.mark.slow)])
 def test_a_run_replays_experts_in_every_update(config, tmp_path, mode):
     model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
-    layout = ("training.pp=2", "training.recompute=true", "training.epochs=2", "objective.kl_coef=0.01")
+    layout = ("training.pp=2", "training.recompute=full", "training.epochs=2", "objective.kl_coef=0.01")
     steps = train(2, config, f"model.path={model}", f"training.router_replay={mode}", *layout)
     assert len(steps) == 2
     for step in steps:

@@ -62,7 +62,7 @@ def config_of(model: str, tokens: int, optimizer: Optimizer) -> Config:
         rollout=Rollout(
             max_response_tokens=tokens - 1024, max_concurrent_samples=64, gpu_memory_utilization=0.85
         ),
-        training=Training(micro_batch_tokens=tokens, recompute=True, offload="all", optimizer=optimizer),
+        training=Training(micro_batch_tokens=tokens, recompute="full", offload="all", optimizer=optimizer),
     )
 
 

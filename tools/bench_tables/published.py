@@ -93,10 +93,10 @@ V3 = dict(
     prompts=32,
     samples=16,
     rollout_tp=32,
-    layout=dict(pp=16, ep=16, recompute=True),
+    layout=dict(pp=16, ep=16, recompute="full"),
 )
 Q235 = dict(model="qwen3-235b-a22b", longest=8192, prompts=16, samples=32)
-Q235 |= dict(rollout_tp=16, layout=dict(tp=2, cp=2, pp=8, ep=16, recompute=True))
+Q235 |= dict(rollout_tp=16, layout=dict(tp=2, cp=2, pp=8, ep=16, recompute="full"))
 Q30 = dict(model="qwen3-30b-a3b", longest=4096, prompts=64, samples=32, updates=4, rollout_tp=2)
 RUNS = [
     Published("NeMo-RL, DeepSeek-V3, 256", gpus=256, step_s=134, mean=701, **V3),
@@ -121,7 +121,7 @@ RUNS = [
         train=128,
         lag=1,
         memory_share=0.8,
-        **Q235 | dict(rollout_tp=8, layout=dict(tp=4, pp=8, ep=16, recompute=True)),
+        **Q235 | dict(rollout_tp=8, layout=dict(tp=4, pp=8, ep=16, recompute="full")),
     ),
     Published("NeMo-RL, Qwen3-30B-A3B, 32", gpus=32, step_s=192, mean=3203, layout=dict(ep=8), **Q30),
     Published(
@@ -157,7 +157,7 @@ RUNS = [
         prompt=200,
         longest_prompt=2048,
         layout=dict(
-            tp=8, pp=12, ep=8, recompute=True, optimizer=Optimizer(moments="bfloat16", host_share=1.0)
+            tp=8, pp=12, ep=8, recompute="full", optimizer=Optimizer(moments="bfloat16", host_share=1.0)
         ),
         rollout_tp=32,
         prompts=96,
@@ -169,11 +169,11 @@ RUNS = [
 ]
 
 
-V3_GB200 = V3 | dict(layout=dict(pp=8, ep=16, recompute=True), machine=GB200)
-Q235_GB200 = Q235 | dict(rollout_tp=8, layout=dict(tp=2, cp=2, pp=4, ep=16, recompute=True), machine=GB200)
+V3_GB200 = V3 | dict(layout=dict(pp=8, ep=16, recompute="full"), machine=GB200)
+Q235_GB200 = Q235 | dict(rollout_tp=8, layout=dict(tp=2, cp=2, pp=4, ep=16, recompute="full"), machine=GB200)
 Q30_GB200 = Q30 | dict(rollout_tp=1, machine=GB200)
 L8 = dict(model="llama-3.1-8b", longest=4096, prompts=64, samples=32, updates=4, rollout_tp=1)
-L8 |= dict(layout=dict(pp=2, recompute=True))
+L8 |= dict(layout=dict(pp=2, recompute="full"))
 Q32 = dict(model="qwen3-32b", longest=4096, prompts=64, samples=32, updates=4, rollout_tp=4)
 Q32 |= dict(layout=dict(tp=4, pp=4))
 
@@ -183,7 +183,7 @@ def one_off(train: int) -> dict:
     return dict(train=train, lag=1, memory_share=0.8)
 
 
-Q235_OFF = Q235_GB200 | dict(layout=dict(tp=4, pp=4, ep=16, recompute=True)) | one_off(64)
+Q235_OFF = Q235_GB200 | dict(layout=dict(tp=4, pp=4, ep=16, recompute="full")) | one_off(64)
 HELD_OUT = [
     Published("0.4, Llama-3.1-8B, 16 H100", gpus=16, step_s=97.7, mean=1060, **L8),
     Published("0.4, Llama-3.1-8B, 16, 1 off", gpus=16, step_s=74.6, mean=1129, **L8, **one_off(8)),

@@ -161,7 +161,7 @@ NOT_NEEDED = {
     r"override_transformer_config\.(?!pipeline|dsa|mhc|fp8)": (
         "the layer specification follows from config.json; pipeline stages may differ by one layer"
     ),
-    r"recompute_(method|num_layers|modules)$": "training.recompute recomputes every layer",
+    r"recompute_(method|num_layers|modules)$": "see training.recompute_modules and training.recompute_every",
     r"(balance_batch|balance_dp)$": "samples are always balanced over data parallel ranks",
     r"^trainer\.(project_name|n_gpus_per_node|nnodes|default_hdfs_dir|ray_wait.*|del_local_ckpt.*)$": (
         "runs are named by run.name, and the launcher gives the number of ranks"
@@ -204,7 +204,6 @@ NOT_NEEDED = {
 """Pattern of a setting -> why this project does without it."""
 
 MISSING = {
-    r"virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not supported",
     r"pipeline_model_parallel_layout|dsa_|mhc_": "stages are split by their layers' weights",
     r"activation_offload": "activations stay on the GPU; see training.recompute",
     r"lora": "see the section adapter (docs/adapters.md)",

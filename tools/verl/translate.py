@@ -284,11 +284,12 @@ def grid(
         return {
             "training.tp": get(f"{megatron}.tensor_model_parallel_size", 1),
             "training.pp": get(f"{megatron}.pipeline_model_parallel_size", 1),
+            "training.vpp": get(f"{megatron}.virtual_pipeline_model_parallel_size") or 1,
             "training.cp": get(f"{megatron}.context_parallel_size", 1),
             "training.ep": get(f"{megatron}.expert_model_parallel_size", 1),
             "training.etp": get(f"{megatron}.expert_tensor_parallel_size", 0),
             "training.sequence_parallel": get(f"{megatron}.sequence_parallel", True),
-            "training.recompute": granularity == "full",
+            "training.recompute": granularity or "none",
         }
     sharing = get(f"{part}ulysses_sequence_parallel_size", 1)
     tp = min(get("trainer.n_gpus_per_node", 8), max(sharing, at_least))
@@ -297,7 +298,7 @@ def grid(
         "also over dp. train_rl.py --dry-run says whether it fits, and which change is cheapest."
     )
     ep = get(f"{part}veomni.expert_parallel_size", 1)
-    return {"training.tp": tp, "training.ep": ep, "training.recompute": bool(recompute)}
+    return {"training.tp": tp, "training.ep": ep, "training.recompute": "full" if recompute else "none"}
 
 
 def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:

@@ -34,10 +34,11 @@ def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
     spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=adam)
     parts = adapter_parts(Adapter(kind=adapters, rank=4), seed=0)
     engine = TrainingEngine(spec, training, grid, device, parts)
-    engine.wrapped.zero_grad_buffer()
+    for chunk in engine.wrapped:
+        chunk.zero_grad_buffer()
     engine.optimizer.prepare_grads()
     clip_and_step(engine.optimizer, 1.0)  # Adam's moments are made in the first step
-    buffers = [*engine.wrapped.buffers, *engine.wrapped.expert_parallel_buffers]
+    buffers = [b for c in engine.wrapped for b in (*c.buffers, *c.expert_parallel_buffers)]
     parameters = list(engine.model.parameters())
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}
     stays = optimizer_bytes(engine.optimizer, weights, in_host=False)

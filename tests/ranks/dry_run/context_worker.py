@@ -1,9 +1,10 @@
 """One rank of test_context.py: bytes and memory of an update whose rows are shared by context parallel ranks.
 
-    context_worker.py CHECKPOINT OUT_DIR TOKENS CASE [CASE ...]        CASE is TPxPPxCP[+recompute]
+    context_worker.py CHECKPOINT OUT_DIR TOKENS CASE [CASE ...]     CASE is TPxPPxCP[+RECOMPUTE]
 
-Every rank saves OUT_DIR/CASE.RANK.json: the bytes received from the group in the forward and in the backward
-pass of the attention, and the maximum of the memory that an update allocates.
+RECOMPUTE as in tests.recompute. Every rank saves OUT_DIR/CASE.RANK.json: the bytes received from the group in
+the forward and in the backward pass of the attention, the maximum of the memory that an update allocates, and
+a checksum of each weight's gradient.
 """
 
 import json
@@ -25,6 +26,7 @@ from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.spec import ModelSpec
+from tests.recompute import recompute_of
 
 
 def one_sample(vocab_size: int, tokens: int) -> Batch:
@@ -40,12 +42,12 @@ def one_sample(vocab_size: int, tokens: int) -> Batch:
     )
 
 
-def measure(checkpoint: str, tokens: int, case: str, device) -> dict[str, int]:
+def measure(checkpoint: str, tokens: int, case: str, device) -> dict:
     sizes, _, recompute = case.partition("+")
     tp, pp, cp = map(int, sizes.split("x"))
     hf = read_hf_config(checkpoint)
     grid = new_grid(tp, pp, cp=cp)
-    training = Training(tp=tp, pp=pp, cp=cp, micro_batch_tokens=tokens, recompute=bool(recompute))
+    training = Training(tp=tp, pp=pp, cp=cp, micro_batch_tokens=tokens, **recompute_of(recompute))
     spec = ModelSpec(checkpoint, hf, "float32", optimizer=Optimizer(lr=1e-3))
     engine = TrainingEngine(spec, training, grid, device)
     batch = one_sample(hf["vocab_size"], tokens)
@@ -77,7 +79,11 @@ def measure(checkpoint: str, tokens: int, case: str, device) -> dict[str, int]:
     ):
         engine.update(batch, plan, loss, lr=0.0)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    return received | dict(peak=peak)
+    gradients = {
+        name: int(p.main_grad.view(torch.int32).sum(dtype=torch.int64))
+        for name, p in engine.model.named_parameters()
+    }
+    return received | dict(peak=peak, gradients=gradients)
 
 
 def main() -> None:

@@ -6,13 +6,12 @@ import train_rl
 
 
 def bytes_held(model) -> int:
+    from rl.training.gradients import gradient_buffers
     from rl.training.optimizer import optimizer_tensors
 
     tensors = [*model.model.parameters()]
     if model.optimizer is not None:
-        tensors += [
-            buffer.grad_data for buffer in (*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers)
-        ]
+        tensors += gradient_buffers(model.wrapped)
         tensors += optimizer_tensors(model.optimizer)
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 

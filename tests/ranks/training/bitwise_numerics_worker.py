@@ -45,7 +45,7 @@ def config_of(checkpoint: str, dtype: str, numerics: str, rollout_tp: int, layou
                 pp=pp,
                 micro_batch_tokens=96,
                 head_chunk_tokens=7,
-                recompute="r" in layout,
+                recompute="full" if "r" in layout else "none",
                 shared_prefix="p" not in layout,
                 optimizer=Optimizer(lr=EPS, eps=EPS, clip_grad=0.0),
             ),

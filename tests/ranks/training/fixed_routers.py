@@ -28,7 +28,8 @@ def loss(micro):
 
 def gradient(trainer, batch, plan) -> dict[str, torch.Tensor]:
     """Return this rank's gradient of each weight."""
-    trainer.wrapped.zero_grad_buffer()
+    for chunk in trainer.wrapped:
+        chunk.zero_grad_buffer()
     trainer._run(batch, plan, loss, forward_only=False, progress=None)
     return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
 

@@ -1,6 +1,6 @@
 """One rank of test_gradients.py: outputs, loss and gradient of one mini-batch, in layouts and packings.
 
-    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP[xCP]:MICRO_BATCH_TOKENS [...]   or NAME=hf, NAME=decay
+    gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP[xCP[xVPP]]:TOKENS [...]   or NAME=hf, NAME=decay
 
 The model is a policy, or a critic if the checkpoint is a classifier. The gradient is read off an optimizer
 step with an epsilon so large that Adam is gradient descent with learning rate 1: what is compared went
@@ -34,7 +34,9 @@ EPS = 1e7
 """The step is g / (1 + |g| / EPS) for a gradient g: below the rounding of float32 for gradients up to 1."""
 
 
-def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int, cp: int = 1) -> Config:
+def config_of(
+    checkpoint: str, tp: int, pp: int, micro_batch_tokens: int, cp: int = 1, vpp: int = 1
+) -> Config:
     optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
     return resolve(
         Config(
@@ -44,6 +46,7 @@ def config_of(checkpoint: str, tp: int, pp: int, micro_batch_tokens: int, cp: in
                 tp=tp,
                 pp=pp,
                 cp=cp,
+                vpp=vpp,
                 micro_batch_tokens=micro_batch_tokens,
                 head_chunk_tokens=11,
                 optimizer=optimizer,
@@ -111,14 +114,20 @@ def totals_of(batch: Batch) -> Totals:
 
 def megatron(config: Config, device) -> dict:
     hf, training = read_hf_config(config.model.path), config.training
-    grid = new_grid(training.tp, training.pp, cp=training.cp)
+    grid = new_grid(training.tp, training.pp, cp=training.cp, vpp=training.vpp)
     batch, name = with_columns_of_a_critic(fixed_batch(hf["vocab_size"])), "logprobs"
     if is_critic(hf):
         spec = ModelSpec(config.model.path, hf, "float32", has_values=True, optimizer=training.optimizer)
         trainer, loss, name = TrainingEngine(spec, training, grid, device), critic_loss, "values"
     else:
         trainer, loss = build_policy(config, hf, grid, device), policy_loss(config)
-    plan = plan_minibatch(batch, list(range(8)), dp=trainer.grid.dp, max_tokens=training.micro_batch_tokens)
+    plan = plan_minibatch(
+        batch,
+        list(range(8)),
+        dp=grid.dp,
+        max_tokens=training.micro_batch_tokens,
+        multiple=grid.micro_batch_multiple,
+    )
     (outputs,) = trainer.forward(batch, [plan], (name,))
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
     result = trainer.update(batch, plan, partial(loss, totals=totals_of(batch)), lr=EPS)
@@ -182,8 +191,8 @@ def main(checkpoint: str, out_dir: str, *cases: str) -> None:
         if how == "decay":
             return weight_decay(config_of(checkpoint, 1, 1, 4096), device)
         layout, _, tokens = how.partition(":")
-        tp, pp, *cp = map(int, layout.split("x"))
-        return megatron(config_of(checkpoint, tp, pp, int(tokens), *cp), device)
+        tp, pp, *more = map(int, layout.split("x"))
+        return megatron(config_of(checkpoint, tp, pp, int(tokens), *more), device)
 
     run_cases(out_dir, cases, results)
 

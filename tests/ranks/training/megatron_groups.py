@@ -17,13 +17,13 @@ from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import Grid, build_grid  # noqa: E402
 
 
-def new_grid(tp: int, pp: int, ep: int = 1, etp: int | None = None, cp: int = 1) -> Grid:
+def new_grid(tp: int, pp: int, ep: int = 1, etp: int | None = None, cp: int = 1, vpp: int = 1) -> Grid:
     """A grid in the place of the last one. Collective over the world."""
     from megatron.core import parallel_state
 
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    return build_grid(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, seed=1)
+    return build_grid(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp, seed=1)
 
 
 def run_cases(out_dir: str, cases: tuple[str, ...], results: Callable) -> None:

@@ -25,7 +25,7 @@ RANKS = discover()
 
 def storages(model: TrainingEngine) -> dict[str, int]:
     """Bytes on the device."""
-    buffers = [*model.wrapped.buffers, *model.wrapped.expert_parallel_buffers]
+    buffers = [b for c in model.wrapped for b in (*c.buffers, *c.expert_parallel_buffers)]
 
     def size(tensors) -> int:
         held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -62,7 +62,8 @@ def batch_of(groups, vocab_size: int) -> Batch:
 def gradients(trainer: TrainingEngine, batch: Batch, plan, loss, share: bool):
     """Return the gradients of this rank, the outputs in sample order, and figures of the rows."""
     trainer.shares_prompts = share
-    trainer.wrapped.zero_grad_buffer()
+    for chunk in trainer.wrapped:
+        chunk.zero_grad_buffer()
     outputs = torch.zeros(len(batch.mask))
     figures = {"tokens": 0}
 

@@ -49,7 +49,7 @@ CHUNK = 70
 """Tokens that the engine computes in a step, so that the long prompts come in several chunks."""
 
 
-def config_of(checkpoint: str, dtype: str, layout: str, replay: str, recompute: bool = False) -> Config:
+def config_of(checkpoint: str, dtype: str, layout: str, replay: str, recompute: str = "none") -> Config:
     tp, pp, ep = map(int, layout.split("x"))
     grid = Training(tp=tp, pp=pp, ep=ep, micro_batch_tokens=230, router_replay=replay, recompute=recompute)
     return resolve(
@@ -93,14 +93,14 @@ def expected_bytes(batch, plan, trainer) -> int:
     column, layers = batch.held["routes"], trainer.parts.get(RouterReplay).need(trainer.grid.pp_rank)
     if layers is None:
         return 0
-    size = (layers.stop - layers.start) * column.shape[1]
+    size = len(layers) * column.shape[1]
     mine = [i for micro in plan[trainer.grid.dp_rank] for i in micro]
     total = batch.prompt_lengths + batch.lengths - 1
     return sum(int(total[i]) * size + KEY.itemsize for i in mine if int(column.holders[i]) != RANKS.rank)
 
 
 def run_layout(checkpoint, dtype, layout, hf, batch, device) -> dict:
-    config = config_of(checkpoint, dtype, layout, "engine", recompute=layout[2] == "2")
+    config = config_of(checkpoint, dtype, layout, "engine", recompute="full" if layout[2] == "2" else "none")
     trainer = build_policy(config, hf, grid_of(config), device)
     everything = list(range(len(batch)))
     plan = plan_minibatch(batch, everything, dp=trainer.grid.dp, max_tokens=230)
@@ -132,7 +132,9 @@ def run_layout(checkpoint, dtype, layout, hf, batch, device) -> dict:
 
 def run_old_policy(checkpoint, layout, hf, batch, plan, device) -> dict:
     """Replay the first pass after the weights have changed: by an update, which also recomputes layers."""
-    config = config_of(checkpoint, "float32", layout, "old_policy", recompute=layout[2] == "2")
+    config = config_of(
+        checkpoint, "float32", layout, "old_policy", recompute="full" if layout[2] == "2" else "none"
+    )
     trainer = build_policy(config, hf, grid_of(config), device)
     bare = replace(batch, held={})
     maps = []

@@ -20,7 +20,7 @@ RANK, ALPHA = 4, 6.0
 LOGPROB = bounds.of_logits(layers=3, width=SIZES["hidden_size"])
 GRADIENT = bounds.of_gradient(3, SIZES["hidden_size"])
 DENSE = {
-    "tp2": "2x1x1;training.recompute=true",
+    "tp2": "2x1x1;training.recompute=full",
     "tp2_whole": "2x1x1;training.sequence_parallel=false",
     "pp2": "1x2x1",
     "dora": "2x1x1;adapter.kind=dora",

@@ -60,8 +60,8 @@ def test_values_depend_on_layouts_only_if_blocks_are_cut(kind, size, tp):
 @pytest.mark.parametrize(
     "family, layout, options",
     [
-        ("DeepseekV3ForCausalLM", "2x1x2", ["training.recompute=true"]),
-        pytest.param("Qwen2ForCausalLM", "1x2x1", ["training.recompute=false"], marks=pytest.mark.slow),
+        ("DeepseekV3ForCausalLM", "2x1x2", ["training.recompute=full"]),
+        pytest.param("Qwen2ForCausalLM", "1x2x1", ["training.recompute=none"], marks=pytest.mark.slow),
     ],
 )
 def test_a_base_in_fp8_is_its_dequantised_values(tmp_path, family, layout, options):

@@ -95,6 +95,8 @@ EXAMPLES = {
     "new rows": "agents.environment=game.py:Game agents.on_rewrite=new_row",
     "order of arrival": "agents.environment=game.py:Game agents.order=arrival",
     "adapters in the engine": "adapter.kind=lora adapter.in_engine=adapter",
+    "recomputed experts": "training.recompute=selective training.recompute_modules=[moe]",
+    "recomputed latents": "training.recompute=selective training.recompute_modules=[mla_up_proj]",
     "merged adapters": "adapter.kind=lora adapter.in_engine=merged",
     "a large rank": "adapter.kind=lora adapter.rank=1024",
     "lag": LAG,

@@ -460,6 +460,26 @@ def test_a_run_without_an_engine_is_not_held_to_a_rollout_layout():
     )
 
 
+def test_chunks_need_stages_and_a_layer_each():
+    check_layout(config_with("training.pp=2", "training.vpp=2"), 2, HF, SUPPORTED)
+    assert layout_error(2, "training.vpp=2") == (
+        "training.vpp=2 divides pipeline stages, but training.pp=1 has none; leave it out, or set "
+        "training.pp to 2 or more."
+    )
+    layers = HF["num_hidden_layers"]
+    assert layout_error(2, "training.pp=2", f"training.vpp={layers}") == (
+        f"training.vpp={layers} with training.pp=2 makes {2 * layers} chunks, but the model has {layers} "
+        f"layers; use training.vpp={layers // 2} or less."
+    )
+
+
+def test_recomputation_names_what_there_is():
+    with pytest.raises(ConfigError, match='"selective", "full"; write full[.]'):
+        config_with("training.recompute=true")
+    error = layout_error(1, "training.recompute=selective", "training.recompute_modules=[mla_up_proj]")
+    assert "but the model has none (kv_lora_rank); leave it out." in error
+
+
 def test_more_tokens_than_the_model_has_positions_are_an_error():
     assert layout_error(1, "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4000") == (
         "data.max_prompt_tokens=1024 and rollout.max_response_tokens=4000 add up to 5024 tokens, but the "

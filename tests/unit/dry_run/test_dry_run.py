@@ -129,12 +129,12 @@ class TestMemory:
         assert found(GRPO, 8, *LORA, "adapter.kind=dora", plan=True).other_refit is None
 
     def test_recompute_keeps_only_the_inputs_of_layers(self):
-        kept = found(GRPO, 8).memory.stages[0].activations
-        everything = found(GRPO, 8, "training.recompute=false").memory.stages[0].activations
+        kept = found(GRPO, 8, "training.recompute=full").memory.stages[0].activations
+        everything = found(GRPO, 8).memory.stages[0].activations
         assert everything > 5 * kept
 
     def test_earlier_stages_keep_more_micro_batches(self):
-        stages = found("ppo_deepseek671b", 512).memory.stages
+        stages = found("ppo_deepseek671b", 512, "training.vpp=1").memory.stages
         inputs = (
             4 * 7168 * 10240 / 8 * 2
         )  # of four layers: hidden, tokens of the longest row on a rank, bytes
@@ -185,13 +185,13 @@ class TestChanges:
         assert change.words(before) in verdict(before, change)
 
     def test_recompute_is_found_for_large_activations(self):
-        before = found(GRPO, 8, "training.recompute=false", "training.micro_batch_tokens=131072")
+        before = found(GRPO, 8, "training.recompute=none", "training.micro_batch_tokens=131072")
         assert "training needs" in before.problems[0]
         change = cheapest_change(before)
         assert change.world_size == 8 and change.estimate.problems == [] and len(change.values) == 1
 
     def test_more_ranks_are_the_last_resort(self):
-        before = found(GRPO, 8, gpu_memory_gib=20.0)
+        before = found(GRPO, 8, "training.recompute=full", gpu_memory_gib=20.0)
         change = cheapest_change(before)
         assert "training needs" in before.problems[0] and change.world_size == 16
 
@@ -201,7 +201,7 @@ class TestChanges:
 
     def test_every_kind_of_change_is_tried(self):
         config = load_config(
-            str(CONFIGS / f"{GRPO}.yaml"), ["training.offload=none", "training.recompute=false"]
+            str(CONFIGS / f"{GRPO}.yaml"), ["training.offload=none", "training.recompute=none"]
         )
         sizes = {
             f"training.{name}"
@@ -250,7 +250,7 @@ class TestCommand:
         assert "refit: NCCL" in out
 
     def test_it_does_not_fit(self, capsys):
-        assert self.run("--world-size", "8", "--gpu-memory-gib", "24") == 2
+        assert self.run("--world-size", "8", "--gpu-memory-gib", "24", "training.recompute=full") == 2
         out = capsys.readouterr().out
         assert "DOES NOT FIT" in out and "cheapest change" in out
 

@@ -7,7 +7,7 @@ from rl.config.options import ConfigError
 from tests.tables import cells
 
 VALUES = {"training.tp": 2, "training.pp": 4, "training.optimizer.lr": 1e-6}
-VALUES |= {"algorithm": "grpo", "training.recompute": True, "x": 0}
+VALUES |= {"algorithm": "grpo", "training.shared_prefix": True, "x": 0}
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ VALUES |= {"algorithm": "grpo", "training.recompute": True, "x": 0}
         ("1 < training.tp <= 2", True),
         ("1 < training.pp < 3", False),
         ("algorithm == 'grpo' and training.tp == 2", True),
-        ("algorithm in ['ppo', 'dapo'] or not training.recompute", False),
-        ("training.recompute == true", True),
+        ("algorithm in ['ppo', 'dapo'] or not training.shared_prefix", False),
+        ("training.shared_prefix == true", True),
         ("training.optimizer.lr < 2e-6", True),
         ("-training.tp + 3 == training.pp % 3", True),
         ("x == 0 or 1 / x > 0", True),  # what follows a decided part is not looked at

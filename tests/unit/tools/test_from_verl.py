@@ -182,7 +182,7 @@ RUNS = {
             training__micro_batch_tokens=22528 * 8,
         ),
     ),
-    "deepseek": ("deepseek-v3", 256, dict(training__pp=16, training__ep=16, training__recompute=True)),
+    "deepseek": ("deepseek-v3", 256, dict(training__pp=16, training__ep=16, training__recompute="full")),
 }
 
 

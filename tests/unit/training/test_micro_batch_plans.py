@@ -84,10 +84,10 @@ def test_a_plan_depends_on_its_samples_alone():
         assert plan_micro_batches(work, indices=indices, **options) == expected
 
 
-def plan(answers, dp, max_tokens, prompts=None, groups=None, unit=1, **options):
+def plan(answers, dp, max_tokens, prompts=None, groups=None, unit=1, multiple=1, **options):
     work = work_of(prompts or [0] * len(answers), answers, groups, **options)
-    everything = range(len(answers))
-    return plan_micro_batches(work, indices=everything, dp=dp, max_tokens=max_tokens, samples_per_unit=unit)
+    limits = dict(max_tokens=max_tokens, samples_per_unit=unit, multiple=multiple)
+    return plan_micro_batches(work, indices=range(len(answers)), dp=dp, **limits)
 
 
 def test_plans_by_hand():
@@ -95,6 +95,9 @@ def test_plans_by_hand():
     assert plan([12, 4, 3, 5], 2, 100) == [[[0]], [[1, 2, 3]]]
     # With more ranks than samples some ranks have an empty micro-batch.
     assert plan([5, 9], 4, 10) == [[[1]], [[0]], [[]], [[]]]
+    # A multiple of micro-batches: samples are divided further, and what is missing is empty.
+    assert plan([12, 4, 3, 5], 1, 100, multiple=3) == [[[0], [1, 2], [3]]]
+    assert [len(rank) for rank in plan([9, 3, 2], 2, 9, multiple=4)] == [4, 4]
     # Equal samples are distributed evenly.
     sizes = [[len(micro) for micro in rank] for rank in plan([10] * 8, 2, 20)]
     assert sizes == [[2, 2], [2, 2]]
