@@ -31,7 +31,7 @@ EXAMPLES = {
     "training.ep": "training.ep=2",
     "refit.changed_only": "refit.changed_only=true",
     "rollout.dp_attention": "rollout.ep=2 rollout.dp_attention=true",
-    "rollout.ep": "rollout.tp=2 rollout.ep=2",
+    "rollout.ep": "rollout.ep=2",
     "training.cp": "training.cp=2",
     "adapter.init=pissa": "adapter.init=pissa adapter.kind=lora",
     "adapter.base=fp8": "adapter.base=fp8 adapter.kind=lora",
