@@ -132,9 +132,9 @@ def base_trained_beside_the_adapter(bug: Bug) -> None:
 
     with_gradients = engine.with_gradients
 
-    def of_all(model, *args):
+    def of_all(chunks, *args):
         bug.acts()
-        return with_gradients(model.requires_grad_(), *args)
+        return with_gradients([chunk.requires_grad_() for chunk in chunks], *args)
 
     engine.with_gradients = of_all
 
@@ -154,14 +154,14 @@ def adapter_not_in_the_optimizer(bug: Bug) -> None:
                 parameter.requires_grad_(learns)
 
     @bug.replaces(engine, "with_gradients")
-    def without(with_gradients, model, *args):
-        later(model, False)
-        return with_gradients(model, *args)
+    def without(with_gradients, chunks, *args):
+        later(chunks[0], False)
+        return with_gradients(chunks, *args)
 
     @bug.replaces(engine, "build_optimizer")
     def too_early(build_optimizer, adam, dtype, wrapped):
         optimizer = build_optimizer(adam, dtype, wrapped)
-        later(wrapped.module, True)
+        later(wrapped[0].module, True)
         return optimizer
 
 
