@@ -178,7 +178,9 @@ NOT_NEEDED = {
     ),
     r"rollout\.(prompt_length|response_length)$": "lengths are those of the section data and rollout",
     r"^(actor_rollout_ref\.actor\.)?(veomni|automodel)\.": "Megatron replaces FSDP",
-    r"^engine\.": "Megatron replaces the engine",
+    r"(^|actor\.)engine\.": "Megatron replaces the engine",
+    r"^trainer\.seed$": "see run.seed",
+    r"^reward_model\.reward_kwargs\.": "the punishment to which it belongs is off",
     r"megatron\.(dtype|seed|use_megatron_fsdp)$|model\.torch_dtype$|master_weights|store_param_remainders": (
         "weights are model.dtype, and master weights and gradient sums float32"
     ),
@@ -189,7 +191,7 @@ NOT_NEEDED = {
     r"^reward_model\.(use_reward_loop|num_workers|rollout\.)|^reward\.num_workers": (
         "a reward model is a frozen model on the training grid, and functions run in reward.workers processes"
     ),
-    r"^data\.(val_batch_size|train_max_samples|max_token_len|ignore_input_ids|use_dynamic|train_batch)": (
+    r"^data\.(val_(batch_size|max_s)|train_max_s|max_token_len|ignore_input_ids|use_dynamic|enable$)": (
         "validation is one generation, and batches are packed"
     ),
     r"optim\.(optimizer_impl|lr_warmup_init|init_lr_ratio)|(overlap_cpu|decoupled_weight|precision_aware)": (

@@ -308,9 +308,11 @@ def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     if engine != "vllm":
         notes.append(f"{part}.name={engine}: vLLM generates instead.")
     experts, attention = get(f"{part}.expert_parallel_size", 1), get(f"{part}.data_parallel_size", 1)
+    tp = get(f"{part}.tensor_model_parallel_size", 2)
     ours = {
-        "rollout.tp": get(f"{part}.tensor_model_parallel_size", 2),
-        "rollout.ep": experts,
+        "rollout.tp": tp,
+        # vLLM spreads the experts over all ranks of an engine, whatever the number is.
+        "rollout.ep": tp * attention if experts > 1 else 1,
         "rollout.dp_attention": experts > 1 and attention > 1,
         "rollout.samples_per_prompt": get(f"{part}.n", 1),
         "rollout.temperature": get(f"{part}.temperature", 1.0),

@@ -16,6 +16,11 @@ def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
     get = settings.get
     longest = get("data.max_length", 1024)
     pairs = get("data.prompt_key") is not None
+    if not pairs and get("data.truncation", "error") == "left":
+        raise ValueError(
+            "data.truncation=left would cut the beginning of a conversation, whose end answers it; use "
+            "right, or error."
+        )
     ours: dict[str, Any] = {
         "algorithm": "sft",
         "model.path": get("model.path", ""),
