@@ -435,7 +435,8 @@ def layer_elements(
     """Return the number of elements that the backward pass of a layer needs on one rank.
 
     These are input and output of every matrix product, and queries and keys after the rotary embedding.
-    parts: those whose activations are kept. Of an MLP or of experts that are computed again, the input is.
+    parts: those whose activations are kept. Of an MLP, of experts and of up-projections that are computed
+    again, the input is; queries and keys are the attention's own copies.
     """
     tp, shared, experts = layout.tp, 0.0, 0.0
     cut_in = tp if layout.sequence_parallel else 1
@@ -444,8 +445,9 @@ def layer_elements(
             continue
         rows, columns = sum(shape[0] for shape in weight.shapes), weight.shapes[0][1]
         if not parts.holds(weight):
-            is_input = weight.expert is None and columns == model.hf["hidden_size"]
-            shared += columns / cut_in if is_input and "linear_fc1" in weight.megatron else 0
+            is_input = "linear_fc1" in weight.megatron and columns == model.hf["hidden_size"]
+            if weight.expert is None and (is_input or "_up_proj." in weight.megatron):
+                shared += columns / cut_in
             continue
         if weight.expert is not None:
             # Whole experts, or with etp a part of each for the tokens of etp ranks.
@@ -460,7 +462,6 @@ def layer_elements(
             shared += columns / cut_in + rows / tp
     query, value = model.heads_width
     rotated = (query + num_kv_heads(model.hf) * query // model.hf["num_attention_heads"]) / tp
-    rotated *= parts.rotated
     per_rank = tokens / tp if layout.sequence_parallel else tokens
     # Inputs of the norms: the residual stream before the attention and before the MLP.
     norms = 2 * model.hf["hidden_size"] / cut_in

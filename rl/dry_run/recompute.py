@@ -17,11 +17,6 @@ class Kept:
     without: frozenset[str] = frozenset()
     """Parts that are computed again, by the names of `training.recompute_modules`."""
 
-    @property
-    def rotated(self) -> bool:
-        """Whether queries and keys after the rotary embedding are kept."""
-        return "mla_up_proj" not in self.without
-
     def holds(self, weight: Weight) -> bool:
         """Return whether input and output of the weight's product are kept."""
         name = weight.megatron

@@ -221,6 +221,7 @@ PARAMETERS = {
     # The paper counts 15.29e9 without the token embedding and the head.
     "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
+    "qwen3-32b": pytest.approx(32.76e9, rel=1e-3),
 }
 """Elements as the model cards' safetensors metadata counts them, or as their text rounds them; without
 multi-token prediction."""

@@ -31,7 +31,7 @@ def dense(query, key, value, mask):
 
 @pytest.mark.parametrize(("kv_heads", "width"), [(4, DIM), (2, DIM), (4, 10)], ids=["mha", "gqa", "mla"])
 def test_values_and_gradients_equal_dense_attention(kv_heads, width):
-    attention = CoreAttention(CONFIG, softmax_scale=SCALE)
+    attention = CoreAttention(CONFIG, layer_number=1, softmax_scale=SCALE)
     for groups, end in rows(4):
         generator = torch.Generator().manual_seed(end)
         inputs = [
