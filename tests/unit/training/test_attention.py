@@ -15,7 +15,11 @@ from tests import bounds  # noqa: E402
 from tests.unit.training.test_rows import CPU, expected_mask, rows  # noqa: E402
 
 CONFIG = SimpleNamespace(
-    softmax_type="vanilla", window_size=None, context_parallel_size=1, attention_dropout=0.0
+    softmax_type="vanilla",
+    window_size=None,
+    window_attn_skip_freq=None,
+    context_parallel_size=1,
+    attention_dropout=0.0,
 )
 DIM, SCALE = 16, 0.3
 
