@@ -120,7 +120,7 @@ REFUSED = {
 """Pattern of a setting without which the run would be another one -> what is needed instead."""
 
 MODELS = {
-    r"VL-|-VL\b|4\.1V|MiniCPM-[oV]|Omni": "models that see or hear are not supported; choose a text model.",
+    r"VL-|-VL\b|4\.\dV|MiniCPM-[oV]|Omni": "models that see or hear are not supported; choose a text model.",
     r"DeepSeek-V(3\.2|4)|GLM-?5": "sparse attention is not supported; docs/models.md lists what is.",
     r"Nemotron": "Mamba layers are not supported; docs/models.md lists what is.",
     r"Qwen1\.5-MoE|Hy3|MiMo|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
@@ -158,10 +158,9 @@ NOT_NEEDED = {
     r"(use_mbridge|vanilla_mbridge|use_dist_checkpointing|dist_checkpointing|use_distributed_optimizer)": (
         "Hugging Face weights are read directly, and checkpoints are sharded"
     ),
-    r"override_transformer_config\.(?!pipeline|dsa|mhc|fp8)": (
+    r"override_transformer_config\.(?!pipeline|dsa|mhc|fp8|\w*offload)": (
         "the layer specification follows from config.json; pipeline stages may differ by one layer"
     ),
-    r"recompute_(method|num_layers|modules)$": "see training.recompute_modules and training.recompute_every",
     r"(balance_batch|balance_dp)$": "samples are always balanced over data parallel ranks",
     r"^trainer\.(project_name|n_gpus_per_node|nnodes|default_hdfs_dir|ray_wait.*|del_local_ckpt.*)$": (
         "runs are named by run.name, and the launcher gives the number of ranks"
@@ -207,7 +206,9 @@ NOT_NEEDED = {
 
 MISSING = {
     r"pipeline_model_parallel_layout|dsa_|mhc_": "stages are split by their layers' weights",
-    r"activation_offload": "activations stay on the GPU; see training.recompute",
+    r"activation_offload|override_transformer_config\.\w*offload": (
+        "activations stay on the GPU; see training.recompute"
+    ),
     r"lora": "see the section adapter (docs/adapters.md)",
     r"exclude_modules": "name the layers in adapter.targets",
     r"(multi_turn|tool_config_path|interaction_config|agent)": "see agents.* (docs/agents.md)",

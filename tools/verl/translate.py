@@ -280,7 +280,6 @@ def grid(
     get, megatron = settings.get, f"{part}megatron"
     engines = (get("model_engine"), get("engine"), get(f"{part}model_engine"))
     if {"megatron", "mlite"} & set(engines) or any(key.startswith(f"{megatron}.") for key in settings.given):
-        granularity = get(f"{megatron}.override_transformer_config.recompute_granularity")
         return {
             "training.tp": get(f"{megatron}.tensor_model_parallel_size", 1),
             "training.pp": get(f"{megatron}.pipeline_model_parallel_size", 1),
@@ -289,7 +288,7 @@ def grid(
             "training.ep": get(f"{megatron}.expert_model_parallel_size", 1),
             "training.etp": get(f"{megatron}.expert_tensor_parallel_size", 0),
             "training.sequence_parallel": get(f"{megatron}.sequence_parallel", True),
-            "training.recompute": granularity or "none",
+            **recomputation(settings, f"{megatron}.override_transformer_config.recompute", notes),
         }
     sharing = get(f"{part}ulysses_sequence_parallel_size", 1)
     tp = min(get("trainer.n_gpus_per_node", 8), max(sharing, at_least))
@@ -299,6 +298,22 @@ def grid(
     )
     ep = get(f"{part}veomni.expert_parallel_size", 1)
     return {"training.tp": tp, "training.ep": ep, "training.recompute": "full" if recompute else "none"}
+
+
+def recomputation(settings: Settings, part: str, notes: list[str]) -> dict[str, Any]:
+    """Translate what Megatron's backward pass computes again. part: prefix of its settings."""
+    granularity, modules, method, number = (
+        settings.get(f"{part}_{name}") for name in ("granularity", "modules", "method", "num_layers")
+    )
+    if granularity == "selective":
+        modules = listed(["core_attn"] if modules is None else modules)
+        return {"training.recompute": "selective", "training.recompute_modules": modules}
+    if granularity == "full" and method == "block":
+        notes.append(
+            f"{part}_num_layers={number}: all layers of a stage are computed again; "
+            "training.recompute_every=n does it for one of n."
+        )
+    return {"training.recompute": granularity or "none"}
 
 
 def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:

@@ -240,6 +240,30 @@ def test_a_yaml_with_references_and_overrides_is_read(tmp_path, capsys):
     assert "no counterpart" not in capsys.readouterr().err
 
 
+def test_recomputation_chunks_and_offload_of_megatron(tmp_path, capsys):
+    given, out = tmp_path / "verl.yaml", tmp_path / "ours.yaml"
+    part = "actor_rollout_ref.actor.megatron"
+    again = f"+{part}.override_transformer_config"
+    given.write_text("algorithm: {adv_estimator: grpo}\n")
+
+    def translated(*settings: str):
+        """Return the section training, and the lines of the report about each kind of setting."""
+        assert from_verl.main([str(given), "--out", str(out), *settings]) == 0
+        return load_config(str(out)).training, capsys.readouterr().err.partition("no counterpart:")
+
+    sizes = (f"{part}.pipeline_model_parallel_size=4", f"{part}.virtual_pipeline_model_parallel_size=2")
+    training, _ = translated(*sizes, f"{again}.recompute_granularity=selective")
+    assert (training.pp, training.vpp, training.recompute) == (4, 2, "selective")
+    assert training.recompute_modules == ["core_attn"]  # verl's default
+    chosen = (f"{again}.recompute_granularity=selective", f"{again}.recompute_modules=[mlp,layernorm]")
+    training, (_, missing, _) = translated(*chosen)
+    assert training.recompute_modules == ["mlp", "layernorm"] and not missing
+    whole = [f"{again}.recompute_{name}" for name in ("granularity=full", "num_layers=3", "method=block")]
+    training, (notes, _, lines) = translated(*whole, f"{again}.fine_grained_activation_offloading=True")
+    assert training.recompute == "full" and "recompute_num_layers=3: all layers of a stage" in notes
+    assert "fine_grained_activation_offloading=True: activations stay on the GPU" in lines
+
+
 def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
     given, out = tmp_path / "verl.yaml", tmp_path / "ours.yaml"
     given.write_text(
