@@ -11,9 +11,9 @@ class Rollout:
     tp: Annotated[int, AT_LEAST_ONE] = 1
     """Tensor parallel size of one vLLM replica; there are world / tp replicas."""
     ep: Annotated[int, AT_LEAST_ONE] = 1
-    """Expert parallel size in the engine: so many adjacent ranks hold whole experts, each the same number.
-    They are the ranks of a replica, `rollout.tp`, or with dp_attention several replicas. 1: every rank of a
-    replica holds a part of every expert."""
+    """Expert parallel size in the engine: number of adjacent ranks that hold whole experts, each the same
+    number. They are the ranks of a replica, `rollout.tp`, or with dp_attention those of several replicas.
+    1: every rank of a replica holds a part of every expert."""
     dp_attention: bool = False
     """With ep a multiple of tp: ep / tp replicas share one copy of the experts. Each has its own requests,
     attention and KV cache, and all take every engine step together, an idle one a dummy step."""

@@ -1,4 +1,4 @@
-"""What sets a model's layers apart from those that Megatron's config can express. Plain data."""
+"""Differences of a model's layers from those that Megatron's config can express, as plain data."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """Gemma 3, text: norms before and after attention and MLP, most layers with a sliding window.
 
 Layers with a window have their own rotary embedding. Norms multiply by 1 + weight, the embedding by the root
-of the hidden size. Read are the models of one modality (1B, 270M, and others with this class).
+of the hidden size. Only models of one modality are read (1B, 270M, and others with this class).
 """
 
 from rl.models import dense

@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense: Llama's decoder with four factors.
+"""Granite 3, dense: Llama's decoder with four factors.
 
 They multiply the embedding, the scores of the attention, the outputs of attention and MLP before they are
 added to the residual, and divide the logits.

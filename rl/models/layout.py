@@ -217,7 +217,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
 
 @functools.cache
 def joined(cut: Cut, rows: tuple[int, ...]) -> Cut:
-    """Return the cut of one Hugging Face tensor that holds those of `cut` as blocks of so many rows."""
+    """Return the cut of one Hugging Face tensor that holds those of `cut` as blocks of `rows` rows."""
 
     def of(pieces: Callable[..., list[Piece]]) -> Callable[..., list[Piece]]:
         def of_whole(names, shapes, tp, rank):

@@ -34,7 +34,7 @@ class ChangedOnly:
     def __init__(self, itemsize: int):
         self._unit = UNITS[itemsize]
         self._last: dict[int, list[Tensor]] = {}
-        """What was sent last, in host memory, by the number of the batch."""
+        """Contents sent last, in host memory, by the number of the batch."""
 
     def exchange(
         self,

@@ -119,7 +119,7 @@ class Link:
         self._planned: list[WeightPlan] = []
         """The plan of the weights, and that of the adapters beside them."""
         self._changes: list[ChangedOnly | None] = []
-        """What each plan's messages leave out (`refit.changed_only`)."""
+        """Messages that each plan sent last (`refit.changed_only`)."""
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
         self._engine: RolloutEngine | None = None

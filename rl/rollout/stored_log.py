@@ -52,7 +52,7 @@ class Recorder:
 
 @dataclass
 class _Part:
-    """What a replica generates with one version of the weights."""
+    """Events and completions of a replica under one version of the weights."""
 
     version: int
     first_step: int
@@ -145,7 +145,7 @@ class VersionRecorder:
 def recorder(
     run_dir: str, numbers: Iterator[int], source: Source, engine: "RolloutEngine", sampling: Sampling
 ) -> VersionRecorder:
-    """Return what stores the logs of a stream. numbers: distinguish the files of a version."""
+    """Return the recorder of a stream's logs. numbers: distinguish the files of a version."""
 
     def path_of(version: int) -> Path:
         name = f"train.{version + 1}_replica_{engine.replica}.{next(numbers)}.events"

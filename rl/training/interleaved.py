@@ -6,7 +6,7 @@ relative to its work on m micro-batches, is (pp - 1) / (vpp m) instead of (pp - 
 section 2.2). In exchange vpp times as many activations travel between ranks, and the first ranks hold the
 activations of more micro-batches.
 
-m must be a multiple of pp (`Grid.micro_batch_multiple`), which the plans of micro-batches see to.
+m must be a multiple of pp (`Grid.micro_batch_multiple`); the plans of micro-batches ensure it.
 """
 
 from collections.abc import Callable

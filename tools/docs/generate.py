@@ -66,7 +66,7 @@ COMMON_KEYS = (
     "objective.entropy_coef",
     "objective.reward_kl.coef",
 )
-"""Keys of many algorithms; an algorithm's page has only their defaults."""
+"""Keys of many algorithms; an algorithm's page has only their names."""
 TOY_RUN = dict(start="the quickstart's warm-up", config="configs/toy/NAME.yaml")
 DISTILL_RUN = TOY_RUN | dict(start="the quickstart's warm-up, with the quickstart's result as teacher")
 SFT_RUN = dict(start="random weights", config="configs/quickstart_sft.yaml")
@@ -131,11 +131,11 @@ def blocks(name: str) -> dict[str, str]:
 
 
 def page_keys(name: str, algorithm: declarations.Algorithm) -> str:
-    """Return the keys that the algorithm reads, and the defaults of those that many algorithms read."""
+    """Return the keys that the algorithm reads; of those that many algorithms read, the names alone."""
     keys, defaults = own_keys(name, algorithm), flatten(Config()) | algorithm.defaults
-    common = ", ".join(f"`{key}: {show(defaults[key])}`" for key in keys if key in COMMON_KEYS)
+    common = ", ".join(f"`{key}`" for key in keys if key in COMMON_KEYS)
     listed = key_list([key for key in keys if key not in COMMON_KEYS], defaults)
-    return wrapped(f"Common keys, with defaults: {common}.") + (f"\n\n{listed}" if listed else "")
+    return wrapped(f"Common keys: {common}.") + (f"\n\n{listed}" if listed else "")
 
 
 def own_keys(name: str, algorithm: declarations.Algorithm) -> list[str]:
