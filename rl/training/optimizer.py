@@ -159,6 +159,11 @@ def _main_values(part: MegatronOptimizer) -> Iterator[Tensor]:
             yield part.optimizer.state.get(weight, {}).get(MASTER, weight)
 
 
+def _on(device: torch.device, value: Tensor) -> Tensor:
+    """Return a value on the device; only one that belongs to state in host memory moves."""
+    return value if value.device == device else value.to(device, non_blocking=True)
+
+
 class StateSample:
     """Compares about SAMPLED elements of each of the optimizer's tensors, which only updates may change."""
 
@@ -180,7 +185,7 @@ class StateSample:
         if self._noted is None:
             return torch.zeros((), dtype=torch.int64, device=device)
         present = zip(self._elements(optimizer), self._noted)
-        return sum((new != old).sum().to(device) for new, old in present)
+        return sum(_on(device, (new != old).sum()) for new, old in present)
 
     def _elements(self, optimizer: MegatronOptimizer) -> list[Tensor]:
         """Return the elements, one tensor per device and dtype."""
@@ -198,5 +203,5 @@ class StateSample:
 def weights_sum(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
     """Return the sum of the bits of this rank's main weights, int64 []; a change of any weight changes it."""
     weights = [weight for part in optimizer_parts(optimizer) for weight in _main_values(part)]
-    sums = [weight.view(-1).view(torch.int32).sum(dtype=torch.int64).to(device) for weight in weights]
+    sums = [_on(device, weight.view(-1).view(torch.int32).sum(dtype=torch.int64)) for weight in weights]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)

@@ -153,7 +153,7 @@ class Checks:
         path = self.directory / "log.events"
         if counts is not None:
             assert counts["trajectories"] == 4 * num_prompts
-            store(path, self.sampling, self.engine.events, recorder.completions)
+            store(path, self.sampling, self.engine.events.records, recorder.completions)
             log = load(path)
             turns = len(log.completions)
             assert turns == TURNS * 4 * num_prompts
