@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl.models.sizes import num_experts
 from rl.refit.transfer import checksum
 from tests.checkpoints import save_qwen2, save_tiny
 from tests.spawn import run_ranks
@@ -35,12 +36,15 @@ def check_results(results: list[list[dict]]) -> None:
         assert sum(case["received"] for case in cases) == sum(case["sent"] for case in cases)
 
 
-def check_corruptions(results: list[list[dict]], weight: str) -> None:
+def check_corruptions(results: list[list[dict]], weight: str, num_experts: int = 0) -> None:
+    """weight: name, in which EXPERT stands for the second one on rank 3."""
     for cases in zip(*results):
         column = cases[-1]["changed"]["first_column"] + 3
+        ep = int(cases[-1]["rollout_tp"].partition("x")[2] or 1)
+        weight_here = weight.replace("EXPERT", str(3 % ep * num_experts // ep + 1))
         for rank, case in enumerate(cases):
             for change in ("element", "exchange"):
-                text, where = case["changed"][change], f"{weight}[0, {column}] on rank 3: engine "
+                text, where = case["changed"][change], f"{weight_here}[0, {column}] on rank 3: engine "
                 assert where in text and "on rank 0" not in text, (rank, change, text)
             assert "(1 of" in case["changed"]["element"] and "(2 of" in case["changed"]["exchange"]
 
@@ -93,14 +97,15 @@ def experts(request, tmp_path_factory):
     """DeepSeek has two weights in one parameter of vLLM, and a float32 buffer in the refit."""
     directory = tmp_path_factory.mktemp("experts")
     checkpoint = save_tiny(request.param, directory / "model", seed=1)
-    last_layer = json.loads((directory / "model" / "config.json").read_text())["num_hidden_layers"] - 1
-    return last_layer, run_layouts(directory, checkpoint, "plain:2x2,4x4,1x4,1,2,4", EXPERTS)
+    hf = json.loads((directory / "model" / "config.json").read_text())
+    return hf, run_layouts(directory, checkpoint, "plain:2x2,4x4,1x4,1,2,4", EXPERTS)
 
 
 def test_routed_experts_move_once_too(experts):
-    last_layer, results = experts
+    hf, results = experts
     check_results(results)
-    check_corruptions(results, f"model.layers.{last_layer}.mlp.experts.1.down_proj.weight")
+    weight = f"model.layers.{hf['num_hidden_layers'] - 1}.mlp.experts.EXPERT.down_proj.weight"
+    check_corruptions(results, weight, num_experts(hf))
 
 
 @pytest.mark.slow
