@@ -58,7 +58,8 @@ class _Part:
     first_step: int
     path: Path
     begun: dict[str, Request]
-    """Requests that began under older weights, by name; after their end with their tokens until then."""
+    """Requests that began under older weights and continue, by name; after their end with their tokens until
+    then."""
     records: list[tuple[int, list[Event]]] = field(default_factory=list)
     completions: dict[str, Completion] = field(default_factory=dict)
 
@@ -76,6 +77,9 @@ class _Part:
         self.open.remove(name)
         if name in self.begun:
             before = int((versions < self.version).sum())
+            if before == len(versions) and completion.end != "abort":
+                del self.begun[name]  # the step that was in flight before these weights finished it
+                return
             ids = np.concatenate([request.token_ids, completion.token_ids[:before]])
             left, num_begun = request.max_tokens - before, request.num_begun + before
             self.begun[name] = replace(request, token_ids=ids, max_tokens=left, num_begun=num_begun)

@@ -87,9 +87,10 @@ def test_logs_of_later_steps_are_removed_at_a_resume(tmp_path):
 
 
 def test_each_version_of_a_stream_has_its_own_log(tmp_path):
-    """The first request has one token of version 0 and two of version 1; the second waits until version 1."""
+    """The first request has one token of version 0 and two of version 1; the second waits until version 1.
+    The fourth is finished by the step that was in flight when version 1 came."""
     events = {
-        0: [Add(request(0, 1, 2)), Add(request(1, 5))],
+        0: [Add(request(0, 1, 2)), Add(request(1, 5)), Add(request(3, 4))],
         1: [Weights(1), Add(request(2, 6))],
         9: [Weights(1)],  # the weights that it has
     }
@@ -104,15 +105,15 @@ def test_each_version_of_a_stream_has_its_own_log(tmp_path):
     recorder = VersionRecorder(Stream(), 0, SAMPLING, lambda version: tmp_path / f"{version}.events")
     for step in (0, 1, 8):
         recorder.next_events(0, step)
-    for turn, versions in ((0, (0, 1, 1)), (1, (1,)), (2, (1, 1))):
+    for turn, versions in ((3, (0, 0)), (0, (0, 1, 1)), (1, (1,)), (2, (1, 1))):
         found = completion("stop", *range(7, 7 + len(versions)))
         recorder.receive(f"0.0.{turn}", replace(found, weight_versions=np.array(versions, np.int32)))
     recorder.next_events(0, 9)
     recorder.finish()
     old, new = (load(tmp_path / f"{version}.events") for version in (0, 1))
     assert [step for step, _ in old.records] == [0, 1]
-    assert old.records[1][1] == [Abort("0.0.0"), Abort("0.0.1"), Done()]
-    assert [old.completions[f"0.0.{turn}"].token_ids.tolist() for turn in (0, 1)] == [[7], []]
+    assert old.records[1][1] == [Abort("0.0.0"), Abort("0.0.1"), Abort("0.0.3"), Done()]
+    assert [old.completions[f"0.0.{turn}"].token_ids.tolist() for turn in (0, 1, 3)] == [[7], [], [7, 8]]
     [(step, added)] = new.records
     assert step == 0 and [event.request.token_ids.tolist() for event in added] == [[1, 2, 7], [5], [6]]
     assert (added[0].request.max_tokens, added[0].request.num_begun) == (8, 1)
