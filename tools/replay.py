@@ -73,6 +73,8 @@ def replay(ranks, args: argparse.Namespace) -> int:
                 f"RUN_DIR={args.run_dir} has no event log of step {args.step}; name a step of a run with the "
                 "section agents and agents.order=arrival, which stores one."
             )
+        rollout = replace(config.rollout, async_scheduling=load(files[0]).is_async)
+        config = replace(config, rollout=rollout)
         store = CheckpointStore(config)
         saved = {saved.step: saved for saved in complete(store.directory)}.get(args.step - 1)
         if saved is None and args.step > 1 and not args.weights:

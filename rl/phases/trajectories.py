@@ -88,7 +88,9 @@ class TrajectoryDialogues(Dialogues):
         if is_complete and timing != "testing" and self._config.agents.order == "arrival":
             name = f"step_{self._step.number}/{purpose}_replica_{engine.replica}.events"
             path = Path(self._config.run.dir, DIRECTORY, name)
-            store(path, sampling, engine.events.records, recorder.completions)  # no validation is repeated
+            is_async = engine.config.async_scheduling
+            # No validation is repeated.
+            store(path, sampling, engine.events.records, recorder.completions, is_async)
         return is_complete
 
     def sent(self, prompt: Prompt) -> Prompt:

@@ -87,12 +87,12 @@ class _Part:
         columns = {column: getattr(completion, column)[own] for column in COLUMNS}
         self.completions[name] = replace(completion, **columns, held={})
 
-    def store(self, sampling: Sampling) -> None:
+    def store(self, sampling: Sampling, is_async: bool) -> None:
         if self.completions:
             events = list(map(Add, self.begun.values()))
             if self.records and self.records[0][0] == 0:
                 events += self.records.pop(0)[1]
-            store(self.path, sampling, [(0, events), *self.records], self.completions)
+            store(self.path, sampling, [(0, events), *self.records], self.completions, is_async)
 
 
 class VersionRecorder:
@@ -105,10 +105,14 @@ class VersionRecorder:
         version: that of the engine's weights.
         sampling: sampling parameters of all requests.
         path_of: returns the file of the next log of a version.
+        is_async: as in `StoredLog`.
     """
 
-    def __init__(self, source: Source, version: int, sampling: Sampling, path_of: Callable[[int], Path]):
+    def __init__(
+        self, source: Source, version: int, sampling: Sampling, path_of: Callable[[int], Path], is_async: bool
+    ):
         self._source, self._sampling, self._path_of = source, sampling, path_of
+        self._is_async = is_async
         self._live: dict[str, Request] = {}
         self._parts = [_Part(version, 0, path_of(version), {})]
         """Those that are not written; the last one is that of the present weights."""
@@ -142,7 +146,7 @@ class VersionRecorder:
 
     def _write(self, number: int) -> None:
         for part in [part for part in self._parts[:number] if not part.open]:
-            part.store(self._sampling)
+            part.store(self._sampling, self._is_async)
             self._parts.remove(part)
 
 
@@ -155,7 +159,8 @@ def recorder(
         name = f"train.{version + 1}_replica_{engine.replica}.{next(numbers)}.events"
         return Path(run_dir, DIRECTORY, f"step_{version + 1}", name)
 
-    return VersionRecorder(source, engine.weights_version, sampling, path_of)
+    is_async = engine.config.async_scheduling
+    return VersionRecorder(source, engine.weights_version, sampling, path_of, is_async)
 
 
 @dataclass(frozen=True)
@@ -166,10 +171,16 @@ class StoredLog:
     records: list[tuple[int, list[Event]]]
     """Engine step and events of every record that is not empty."""
     completions: dict[str, Completion]
+    is_async: bool
+    """`rollout.async_scheduling` of the engine: with it a request is seen to end one step later."""
 
 
 def store(
-    path: Path, sampling: Sampling, logged: list[tuple[int, list[Event]]], completions: dict[str, Completion]
+    path: Path,
+    sampling: Sampling,
+    logged: list[tuple[int, list[Event]]],
+    completions: dict[str, Completion],
+    is_async: bool,
 ) -> None:
     """Write a log. A killed process leaves no file of that name. logged: as `StoredLog.records`."""
     last: dict[str, Request] = {}
@@ -191,7 +202,7 @@ def store(
             entries.append(event)
         records.append((step, entries))
     samples = [Sample(0, 0, (Segment.of(c),), c.end) for c in completions.values()]
-    content = [sampling, records, bases, list(completions), pack(samples, held=False)]
+    content = [sampling, records, bases, list(completions), pack(samples, held=False), is_async]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_bytes(gzip.compress(encode(content, Sampling, *EVENT_TYPES), 6))
@@ -201,7 +212,7 @@ def store(
 def load(path: Path) -> StoredLog:
     """Return what `store` wrote; the completions have no values of held columns."""
     content = decode(gzip.decompress(path.read_bytes()), Sampling, *EVENT_TYPES)
-    sampling, records, bases, names, packed = content
+    sampling, records, bases, names, packed, *scheduling = content
     samples = zip(names, unpack(packed))
     completions = {name: Completion(s.token_ids, s.logprobs, s.end, s.weight_versions) for name, s in samples}
     requests: dict[str, Request] = {}
@@ -216,7 +227,9 @@ def load(path: Path) -> StoredLog:
         requests[request.name] = request
         return Add(request)
 
-    return StoredLog(sampling, [(step, list(map(whole, own))) for step, own in records], completions)
+    whole_records = [(step, list(map(whole, own))) for step, own in records]
+    is_async = any(scheduling)  # a log of an older version has none, and its engine scheduled step by step
+    return StoredLog(sampling, whole_records, completions, is_async)
 
 
 class Replay:
