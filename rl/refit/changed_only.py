@@ -78,9 +78,9 @@ class ChangedOnly:
 
     def _payload(self, number: int, place: int, packed: Tensor) -> tuple[int, Tensor]:
         """Return the header and the content of a message."""
-        if number not in self._last:
-            return WHOLE, packed
         bits = packed.view(self._unit)
+        if number not in self._last or len(bits) > torch.iinfo(POSITION).max:
+            return WHOLE, packed
         differs = bits != self._last[number][place].to(packed.device).view(self._unit)
         count = int(differs.sum())
         if self._size(count) >= packed.nbytes:
