@@ -20,7 +20,7 @@ from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
-from rl.training.optimizer import MASTER, optimizer_parts
+from rl.training.optimizer import MASTER, optimizer_parts, release_masters
 from rl.training.weights import WeightMap
 
 WEIGHT, REFERENCE, BASE = "weight", "reference", "base"
@@ -210,6 +210,8 @@ def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step:
         start, tensors = _optimizer_tensors(optimizers, parameter)
         for part, tensor in tensors.items():
             _fill(reader, f"{name}/{part}", tensor, _views(engine, weight, parameter, tensor, start))
+    if engine.optimizer is not None:
+        release_masters(engine.optimizer)  # the step with dummy values took memory for them
 
 
 def _views(

@@ -74,6 +74,9 @@ def scaled(hf: dict, scaling: dict) -> dict:
     if kind == "yarn":
         out["rope_scaling"] = {"original_max_position_embeddings": _original_context(hf)} | scaling
         out["max_position_embeddings"] = positions(out)
+    elif _is_gemma(hf) and isinstance(factor := scaling.get("factor"), int | float):
+        before = float(rope_parameters(hf).get("factor") or 1.0)
+        out["max_position_embeddings"] = int(hf["max_position_embeddings"] / before * factor)
     return out
 
 
@@ -91,14 +94,21 @@ def positions(hf: dict) -> int:
     """Return the number of positions of the model, which no sequence may exceed.
 
     YaRN multiplies the original context, whichever of the two `max_position_embeddings` is; vLLM's table of
-    rotations has this size. Linear scaling multiplies `max_position_embeddings`, as in vLLM. Dynamic scaling
-    adds none: its frequencies depend on the final length of a sequence, so the probabilities with which its
-    tokens are generated one after another are not those that the trainer computes for the whole.
+    rotations has this size. Linear scaling multiplies `max_position_embeddings`, as in vLLM, except in Gemma
+    3, whose `max_position_embeddings` are the scaled ones. Dynamic scaling adds none: its frequencies depend
+    on the final length of a sequence, so the probabilities with which its tokens are generated one after
+    another are not those that the trainer computes for the whole.
     """
     rope, given = rope_parameters(hf), hf["max_position_embeddings"]
     if rope["rope_type"] == "yarn":
         given = _original_context(hf)
-    return int(given * float(rope.get("factor") or 1.0)) if rope["rope_type"] in ("yarn", "linear") else given
+    elif rope["rope_type"] != "linear" or _is_gemma(hf):
+        return given
+    return int(given * float(rope.get("factor") or 1.0))
+
+
+def _is_gemma(hf: dict) -> bool:
+    return "gemma3" in hf.get("model_type", "")
 
 
 def _original_context(hf: dict) -> float:
@@ -157,7 +167,8 @@ def engine_fields(hf: dict) -> dict:
     elif rope["rope_type"] == "linear":
         rope["factor"] = float(rope["factor"])
     if has_local(hf):
-        return {"rope_parameters": {GLOBAL: rope, LOCAL: rope_parameters(hf, local=True)}}
+        kinds = {GLOBAL: rope, LOCAL: rope_parameters(hf, local=True)}
+        return {"rope_parameters": kinds, "max_position_embeddings": positions(hf)}
     return {"rope_parameters": rope}
 
 

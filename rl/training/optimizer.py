@@ -56,10 +56,10 @@ def _replace_adam(optimizer: MegatronOptimizer, adam: Optimizer) -> None:
         masters = [weight for weight in held if id(weight) in copies]
         dtype = getattr(torch, adam.moments)
         part.optimizer = CompactAdam(groups, moments=dtype, in_host=held, masters=masters)
-    _release_masters(optimizer)
+    release_masters(optimizer)
 
 
-def _release_masters(optimizer: MegatronOptimizer) -> None:
+def release_masters(optimizer: MegatronOptimizer) -> None:
     """Free the device memory of main weights that are in host memory."""
     for part in optimizer_parts(optimizer):
         for weight, state in part.optimizer.state.items():
@@ -80,7 +80,7 @@ def reload_main_weights(optimizer: MegatronOptimizer) -> None:
     optimizer.reload_model_params()
     for weight, master in held:
         master.copy_(weight)
-    _release_masters(optimizer)
+    release_masters(optimizer)
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -122,7 +122,7 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
-    _release_masters(optimizer)
+    release_masters(optimizer)
 
 
 def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor]) -> list[str]:

@@ -41,6 +41,7 @@ from rl.models import read_hf_config  # noqa: E402
 from rl.runtime.device import Device  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
+from rl.training.optimizer import main_weights  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 
@@ -79,6 +80,11 @@ def weights_of(trainer) -> dict:
     return {name: tensor.clone() for name, tensor in trainer.full_weights()}
 
 
+def bytes_of_masters(trainer) -> int:
+    """Device memory of the main weights of this rank."""
+    return sum(main.untyped_storage().nbytes() for _, main in main_weights(trainer.optimizer))
+
+
 def furthest(a: dict, b: dict) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
@@ -97,7 +103,9 @@ def layouts(device: Device, model: str, directory: str, dtypes: str, *names: str
         expected = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch), weights_of(trainer)
         for layout in names:
             trainer = trainer_of(model, layout, device, dtype)
+            empty = bytes_of_masters(trainer)
             store.load(store.newest(), {"policy": trainer}, seed=0)
+            assert bytes_of_masters(trainer) == empty
             loaded, scored, metrics = weights_of(trainer), logprobs(trainer, batch), update(trainer, batch)
             moved = weights_of(trainer)
             found[f"{dtype} {layout}"] = {

@@ -296,6 +296,12 @@ def test_gemma_has_a_rotary_embedding_for_each_kind_of_layer(hf):
     scaled = rope.scaled(hf, {"rope_type": "linear", "factor": 2})
     assert torch.equal(rope.frequencies(scaled, local=True), rope.frequencies(hf, local=True))
     assert rope.rope_parameters(scaled)["factor"] == 2
+    # vLLM does not multiply Gemma's max_position_embeddings; the tiny model's are 8 times the original ones.
+    positions = hf["max_position_embeddings"]
+    original = positions // rope.rope_parameters(hf).get("factor", 1)
+    again = rope.scaled(scaled, {"rope_type": "linear", "factor": 4})
+    assert [rope.positions(x) for x in (hf, scaled, again)] == [positions, 2 * original, 4 * original]
+    assert rope.engine_fields(again)["max_position_embeddings"] == 4 * original
 
 
 def test_which_layers_have_windows_or_no_rotation():
