@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 
 
 class DecodeScheduler(AsyncScheduler):
@@ -102,7 +103,7 @@ class DecodeScheduler(AsyncScheduler):
         if any(request.sampling_params.detokenize for request, _ in live):
             return super().update_from_output(scheduler_output, model_runner_output)
         logprobs = model_runner_output.logprobs.logprobs[:, 0].tolist() if live else []
-        outputs, finished = [], set()
+        outputs, finished, preempted = [], set(), set()
         for request, num_tokens in live:  # without those that ended while this step was in flight
             name = request.request_id
             row = model_runner_output.req_id_to_index[name]
@@ -124,10 +125,13 @@ class DecodeScheduler(AsyncScheduler):
             self.logprobs.setdefault(name, []).append(logprobs[row])
             is_accepted = self.structured_output_manager.accept_tokens(request, sampled)
             assert is_accepted, f"{name}: token {sampled[0]} was sampled against the request's grammar"
+            is_running = request.status == RequestStatus.RUNNING
             if check_stop(request, self.max_model_len):
                 outputs.append(self._finish(request))
-                finished.add(request)
+                (finished if is_running else preempted).add(request)
         self.running = remove_all(self.running, finished)
+        self.waiting.remove_requests(preempted)
+        self.deferred_waiting.difference_update(preempted)
         return {0: EngineCoreOutputs(outputs=outputs)}
 
     def _finish(self, request) -> EngineCoreOutput:

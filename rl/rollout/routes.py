@@ -90,8 +90,11 @@ class CpuRoutes:
     def _keep(self, request) -> None:
         """Copy the routes of a request whose blocks of the cache will be freed."""
         known = self._freed.get(request.request_id, self._slots[:0])
-        positions = np.arange(len(known), request.num_tokens - 1)
-        if not request.num_output_tokens or request.num_computed_tokens < request.num_tokens - 1:
+        # A request that is preempted also keeps the token that the step in flight has sampled.
+        in_flight = 0 if request.is_finished() else request.num_output_placeholders
+        end = request.num_tokens - 1 + in_flight
+        positions = np.arange(len(known), end)
+        if not request.num_output_tokens + in_flight or request.num_computed_tokens < end:
             return  # it has no tokens, or was preempted and has not computed its context again
         blocks = np.array(self._blocks_of(request.request_id)[0], np.int64)
         slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size

@@ -33,7 +33,7 @@ from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
 
-KINDS = ("stream", "abort", "weights", "interrupt", "sleep")
+KINDS = ("stream", "abort", "weights", "preempt", "interrupt", "sleep")
 CAPACITY = 7
 PROMPTS = [np.roll(np.arange(6, 102, dtype=np.int32).repeat(2), 7 * i)[: 100 + 9 * i] for i in range(6)]
 """Some fill a block of 128 tokens of the KV cache, which later requests find in the prefix cache."""
@@ -105,7 +105,8 @@ class Pair:
         kind = KINDS[number % len(KINDS)]
         random = np.random.default_rng(number)
         size = CAPACITY if kind in ("abort", "weights") else 3 * CAPACITY
-        stops = dict(stop=tuple("aeiou")) if number % 2 else dict(stop_token_ids=tuple(range(40, 60)))
+        is_text = number // len(KINDS) % 2
+        stops = dict(stop=tuple("aeiou")) if is_text else dict(stop_token_ids=tuple(range(40, 60)))
         sampling = replace(PLAIN, **stops)
         replica = self.engines[0].replica
         requests = [
@@ -137,6 +138,10 @@ class Pair:
             engine.sleep()
             engine.wake_weights()
             engine.wake_cache()
+        core = engine.llm.llm_engine.engine_core.engine_core
+        pool, taken = core.scheduler.kv_cache_manager.block_pool, []
+        if KINDS[number % len(KINDS)] == "preempt":
+            taken = pool.get_new_blocks(9)  # the others do not suffice for all requests
         script, records = Script(requests, events), iter(range(10**9))
         with patch.object(rollout_engine, "INTERVAL", 1):
             is_complete = engine.run(
@@ -145,7 +150,7 @@ class Pair:
                 interrupt=lambda: next(records) >= stop_at,
                 take_weights=lambda version: self.give_weights(engine, version),
             )
-        core = engine.llm.llm_engine.engine_core.engine_core
+        pool.free_blocks(taken)
         assert not core.batch_queue and not core.scheduler.requests
         digests = gather_objects((engine.replica, engine.events.digest, is_complete))
         assert len({digest for digest in digests if digest[0] == engine.replica}) == 1

@@ -1,10 +1,11 @@
 """Asynchronous scheduling of the engine gives bitwise the samples of an engine without it, on two real ranks.
 
 Half of the generations end at stop strings, the others at stop tokens. In turn they are streams of requests,
-aborted by name, given other weights between two steps, interrupted, or begun after a sleep; every one begins
-with other weights. Tokens, log-probs, versions and sampling masks are compared, and the event log and all
-completions between the ranks of a replica. The overlap on a GPU is not covered: a CPU computes a step when it
-is scheduled, but the schedule, the order of outputs and the placeholders of tokens are those of CUDA.
+aborted by name, given other weights between two steps, preempted because the KV cache is full, interrupted,
+or begun after a sleep; every one begins with other weights. Tokens, log-probs, versions and sampling masks
+are compared, and the event log and all completions between the ranks of a replica. The overlap on a GPU is
+not covered: a CPU computes a step when it is scheduled, but the schedule, the order of outputs and the
+placeholders of tokens are those of CUDA.
 """
 
 from pathlib import Path

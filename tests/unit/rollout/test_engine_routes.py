@@ -1,11 +1,14 @@
-"""Routes of the engine on the ranks that do not lead a replica, with vLLM's own connector."""
+"""Routes of the engine, with vLLM's own connector and requests."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
-from rl.rollout.routes import read_no_routes
+from rl.rollout.routes import CpuRoutes, read_no_routes
 
 
 def test_ranks_that_do_not_lead_schedule_without_routes():
@@ -16,3 +19,18 @@ def test_ranks_that_do_not_lead_schedule_without_routes():
     read_no_routes(SimpleNamespace(aux_output_connector=connector))
     assert connector.take_output(request, None) is None
     read_no_routes(SimpleNamespace(aux_output_connector=None))
+
+
+def test_a_request_that_is_preempted_keeps_the_routes_of_the_token_in_flight():
+    routes = CpuRoutes.__new__(CpuRoutes)
+    routes._slots, routes._block_size, routes._freed = np.arange(8)[:, None, None], 4, {}
+    routes._blocks_of = lambda name: ([1, 0],)
+    request = Request("0", [5, 6, 7], SamplingParams(max_tokens=2), None)
+    request.append_output_token_ids(8)
+    request.num_computed_tokens, request.num_output_placeholders = 4, 1  # as it is preempted
+    routes._keep(request)
+    request.append_output_token_ids(9)
+    request.num_computed_tokens = request.num_output_placeholders = 0
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    routes._keep(request)
+    assert routes.take("0").flatten().tolist() == [4, 5, 6, 7]
