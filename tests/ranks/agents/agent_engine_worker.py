@@ -153,7 +153,8 @@ class Checks:
         path = self.directory / "log.events"
         if counts is not None:
             assert counts["trajectories"] == 4 * num_prompts
-            store(path, self.sampling, self.engine.events.records, recorder.completions)
+            is_async = self.engine.config.async_scheduling
+            store(path, self.sampling, self.engine.events.records, recorder.completions, is_async)
             log = load(path)
             turns = len(log.completions)
             assert turns == TURNS * 4 * num_prompts
