@@ -18,6 +18,8 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 """Keys of the rotary parameters of layers without and with a window, where they differ."""
 PARTIAL = "partial_rotary_factor"
 """Key of the rotated part of a head's channels, in config.json or its rotary parameters."""
+BASES = {"Gemma3ForCausalLM": 1e6, "SmolLM3ForCausalLM": 2e6, "MixtralForCausalLM": 1e6}
+"""Architecture -> base of the rotary embedding if the config has none, as in transformers; 1e4 for others."""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": LLAMA3, "yarn": ("factor",)}
 """Supported rope_type -> parameters that its config must have."""
@@ -36,17 +38,18 @@ def rope_parameters(hf: dict, *, local: bool = False) -> dict:
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     nested = hf.get("rope_parameters") or {}
     if local and has_local(hf):
-        given = nested.get(LOCAL) or {"rope_theta": hf["rope_local_base_freq"]}
+        given = nested.get(LOCAL) or {"rope_theta": hf.get("rope_local_base_freq", 10000.0)}
     elif GLOBAL in given:
         given = given[GLOBAL]
     kind = given.get("rope_type") or given.get("type") or "default"
     part = {} if hf.get(PARTIAL) is None else {PARTIAL: hf[PARTIAL]}
-    return {"rope_theta": hf.get("rope_theta", 10000.0)} | part | given | {"rope_type": kind}
+    base = next((BASES[name] for name in hf.get("architectures") or () if name in BASES), 10000.0)
+    return {"rope_theta": hf.get("rope_theta", base)} | part | given | {"rope_type": kind}
 
 
 def has_local(hf: dict) -> bool:
     """Return whether layers with a window have their own rotary parameters."""
-    return "rope_local_base_freq" in hf or LOCAL in (hf.get("rope_parameters") or {})
+    return _is_gemma(hf) or "rope_local_base_freq" in hf or LOCAL in (hf.get("rope_parameters") or {})
 
 
 def scaled(hf: dict, scaling: dict) -> dict:

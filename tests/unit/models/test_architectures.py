@@ -330,6 +330,17 @@ def test_rope_base_is_read_from_old_and_new_configs():
         architecture(config(name)).check(config(name) | {"rope_parameters": default | {"rope_theta": 5e5}})
 
 
+@EACH
+def test_a_config_without_a_base_has_that_of_transformers(name):
+    keys = ("rope_theta", "rope_parameters", "rope_local_base_freq", "rope_scaling")
+    hf = {key: value for key, value in config(name).items() if key not in keys}
+    kind = "Gemma3Text" if name == GEMMA else name.removesuffix("ForCausalLM")
+    expected = getattr(transformers, f"{kind}Config").from_dict(hf).rope_parameters
+    kinds = (expected["full_attention"], expected["sliding_attention"]) if name == GEMMA else (expected,)
+    for local, of_kind in enumerate(kinds):
+        assert rope.rope_parameters(hf, local=bool(local))["rope_theta"] == of_kind["rope_theta"]
+
+
 def test_window_of_every_scaling():
     windows = {name: rope.positions(hf) for name, hf in ROTATIONS.items() if not name.startswith("llama")}
     assert windows == {
