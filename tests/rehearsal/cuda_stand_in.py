@@ -38,8 +38,8 @@ GIB = 1 << 30
 STATEMENTS = {(statement.file, statement.line) for statement in cuda_statements()}
 reached: set[tuple[str, int]] = set()
 """File and line of those of STATEMENTS that this process has reached."""
-EVENT = torch.cuda.Event
-"""torch's class, before vLLM on CPU replaces it."""
+EVENT, STREAM = torch.cuda.Event, torch.cuda.Stream
+"""torch's classes, before vLLM on CPU replaces them."""
 
 
 class Stream:
@@ -48,7 +48,7 @@ class Stream:
     def __init__(self, *args, **options): ...
 
     def __getattr__(self, name: str):
-        real = getattr(torch.cuda.Stream, name, None) or getattr(EVENT, name)
+        real = getattr(STREAM, name, None) or getattr(EVENT, name)
         assert callable(real), name
         return lambda *args, **options: 0.0 if name == "elapsed_time" else self
 

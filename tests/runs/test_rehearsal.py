@@ -26,6 +26,7 @@ RUN = (
     "trace.torch_profiler=[refit]",
     "trace.memory_snapshot=true",
     "trace.nvtx=true",
+    "training.optimizer.host_share=0.5",
 )
 
 
