@@ -26,7 +26,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import checks, configs, control, full_fine_tuning, published, sweep  # noqa: E402
+from tools.bench_tables import checks, configs, control, full_fine_tuning, host, published, sweep  # noqa: E402
 from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -55,6 +55,12 @@ TABLES = {
         "carry-over / synchronous, trajectories per second of whole steps",
         configs.add_carried_agents_arguments,
         configs.measure_carried_agents,
+    ),
+    "host": Table(
+        "An engine step of a model that costs nothing: scheduling, outputs and bookkeeping",
+        "Lockstep / vLLM's scheduler, milliseconds per step",
+        host.add_arguments,
+        host.measure,
     ),
     "numerics": Table(
         "A GRPO step with model.numerics=bitwise against fast",

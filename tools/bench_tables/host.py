@@ -1,0 +1,157 @@
+"""Host time of an engine step: decoding steps of a model that computes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from tools.bench_tables.report import ROOT, Row, middle
+from tools.bench_tables.sides import BenchFailed
+from tools.bench_tables.tasks import save_task
+
+SHORT, LONG = 64, 320
+"""Response lengths of the two generations whose difference is the time of decoding steps."""
+OURS, THEIRS = "Lockstep", "vLLM's scheduler"
+
+
+def add_arguments(add) -> None:
+    add("--requests", nargs="+", type=int, default=[256, 512], help="requests that run (256 512)")
+    add("--rounds", type=int, default=5, help="counted generations of each length (5)")
+
+
+def measure(args: Namespace, runs: Path) -> list[Row]:
+    """Return the milliseconds of an engine step without the model, with both schedulers, by requests."""
+    task = save_task(runs / "tiny", "tiny", mean_length=SHORT, max_length=LONG)
+    rows = []
+    for requests in args.requests:
+        for is_async in (True, False):
+            spec = {
+                "model": str(task / "model"),
+                "requests": requests,
+                "rounds": args.rounds,
+                "is_async": is_async,
+            }
+            step, outside = run(spec | {"is_ours": True})
+            theirs, _ = run(spec | {"is_ours": False})
+            columns: dict[str, float | int | str] = {
+                "ms per step": middle(step),
+                "of these outside vLLM's step": middle(outside),
+                "ms per step with vLLM's scheduler": middle(theirs),
+            }
+            name = f"{requests} requests, {'asynchronous' if is_async else 'synchronous'}"
+            rows.append(Row(name, columns, middle(step) / middle(theirs), {OURS: step, THEIRS: theirs}))
+    return rows
+
+
+def run(spec: dict) -> tuple[list[float], list[float]]:
+    """Return what `measure_engine` returns, from a process of its own. spec: its arguments."""
+    command = [sys.executable, "-m", "tools.bench_tables.host", json.dumps(spec)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchFailed(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+    step, outside = json.loads(done.stdout.splitlines()[-1])
+    return step, outside
+
+
+def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is_ours: bool) -> list:
+    """Return two lists over the rounds: milliseconds per step, and those of them outside vLLM's step."""
+    from rl.runtime.ranks import discover
+    from train_rl import prepare_environment
+
+    ranks = discover()
+    prepare_environment(ranks)
+    import time
+
+    import numpy as np
+
+    from rl.config.rollout import Rollout
+    from rl.rollout.engine import RolloutEngine
+    from rl.rollout.sampling import Sampling
+    from rl.runtime.session import session
+
+    prompts = [np.arange(6, 14, dtype=np.int32)] * requests
+    in_vllm = 0.0
+    with session(ranks) as device:
+        rollout = Rollout(
+            max_concurrent_samples=requests,
+            cpu_kv_cache_mib=512,
+            deterministic=True,
+            async_scheduling=is_async,
+        )
+        engine = RolloutEngine(
+            model, rollout, dtype="float32", max_tokens=LONG + 8, seed=1, device=device, frozen=True
+        )
+        core = engine.llm.llm_engine.engine_core.engine_core
+        compute_nothing(core.model_executor)
+        if not is_ours:
+            use_scheduler_of_vllm(core.scheduler)
+        step_of_vllm = engine.llm.llm_engine.step
+
+        def timed_step():
+            nonlocal in_vllm
+            start = time.perf_counter()
+            outputs = step_of_vllm()
+            in_vllm += time.perf_counter() - start
+            return outputs
+
+        engine.llm.llm_engine.step = timed_step
+
+        def seconds(max_tokens: int) -> np.ndarray:
+            """Return the seconds of one generation, in all and outside vLLM's step, [2]."""
+            nonlocal in_vllm
+            engine.llm.reset_prefix_cache()
+            sampling = Sampling(1, 1.0, 1.0, 0, 0.0, max_tokens, (), ())
+            start, in_vllm = time.perf_counter(), 0.0
+            engine.generate(prompts, sampling, [1] * requests)
+            whole = time.perf_counter() - start
+            return np.array([whole, whole - in_vllm])
+
+        seconds(SHORT)
+        pairs = [1e3 * (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) for _ in range(rounds)]
+    return np.stack(pairs, axis=1).tolist()
+
+
+def compute_nothing(executor) -> None:
+    """Replace the model by one that returns the same token for each request, with log-prob -1."""
+    from concurrent.futures import Future
+
+    import numpy as np
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+
+    plans: list = []
+
+    def ready(value) -> Future:
+        future: Future = Future()
+        future.set_result(value)
+        return future
+
+    def execute_model(plan, non_block=False):
+        if not plan.total_num_scheduled_tokens:  # nothing is sampled
+            return ready(EMPTY_MODEL_RUNNER_OUTPUT)
+        plans.append(plan)
+        return ready(None)
+
+    def sample_tokens(grammar_output, non_block=False):
+        names = list(plans.pop().num_scheduled_tokens)
+        column = np.full((len(names), 1), 7)
+        logprobs = LogprobsLists(column, -np.ones((len(names), 1), np.float32), column[:, 0])
+        places = {name: place for place, name in enumerate(names)}
+        output = ModelRunnerOutput(names, places, [[7] for _ in names], logprobs)
+        return ready(output) if non_block else output
+
+    executor.execute_model, executor.sample_tokens = execute_model, sample_tokens
+
+
+def use_scheduler_of_vllm(scheduler) -> None:
+    """Replace the methods of a `DecodeScheduler` by those of vLLM's class."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    for name in ("schedule", "update_from_output"):
+        setattr(scheduler, name, getattr(AsyncScheduler, name).__get__(scheduler))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_engine(**json.loads(sys.argv[1]))))
