@@ -65,6 +65,17 @@ COMMON_KEYS = (
     "objective.kl_coef",
     "objective.entropy_coef",
     "objective.reward_kl.coef",
+    "objective.gamma",
+    "objective.normalize_by_std",
+    "critic.optimizer.lr",
+    "implicit_reward.optimizer.lr",
+    "data.response_key",
+    "data.label_key",
+    "data.chosen_key",
+    "data.rejected_key",
+    "preference.beta",
+    "preference.loss",
+    "preference.label_smoothing",
 )
 """Keys of many algorithms; an algorithm's page has only their names."""
 TOY_RUN = dict(start="the quickstart's warm-up", config="configs/toy/NAME.yaml")
