@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tools.tiny_models import PARTICULAR, PUBLISHED, SIZES, save_tiny, tiny_config  # noqa: F401
 
@@ -26,6 +27,21 @@ def save_qwen2_classifier(directory: Path, *, seed: int, **options) -> str:
         model.score.weight.copy_(torch.randn_like(model.score.weight) * 0.3)
     model.save_pretrained(directory)
     return str(directory)
+
+
+def quantise_experts(directory: Path) -> None:
+    """Replace the experts of a gpt-oss checkpoint by random ones in MXFP4, the published format."""
+    file, config = directory / "model.safetensors", directory / "config.json"
+    tensors, generator = load_file(file), torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = experts, rows, columns // 32
+        for suffix, low, high, size in (("blocks", 0, 256, (*shape, 16)), ("scales", 122, 126, shape)):
+            values = torch.randint(low, high, size, generator=generator, dtype=torch.uint8)
+            tensors[f"{name}_{suffix}"] = values
+    save_file(tensors, file, metadata={"format": "pt"})
+    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
 
 
 def assert_same_checkpoint(a: Path, b: Path) -> None:

@@ -38,6 +38,7 @@ MODELS = (
     "glm4_moe_lite",
     "granite",
     "gemma3",
+    "gpt_oss",
     "phi3",
 )
 """Architectures of tests/checkpoints.py, in transformers and, but for the last, in vLLM."""

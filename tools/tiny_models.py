@@ -52,6 +52,15 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
+GPT_OSS_ROPE = dict(
+    rope_type="yarn",
+    rope_theta=150000.0,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+)
 GEMMA3 = dict(
     head_dim=64,
     query_pre_attn_scalar=48,
@@ -113,6 +122,15 @@ PARTICULAR: dict[str, dict] = {
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Phi3ForCausalLM": {},
+    "GptOssForCausalLM": dict(
+        head_dim=64,
+        intermediate_size=128,  # vLLM on CPU requires a multiple of 32 per rank
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        num_hidden_layers=3,
+        sliding_window=12,
+        rope_parameters=GPT_OSS_ROPE,
+    ),
     "Glm4MoeLiteForCausalLM": LATENTS
     | dict(
         q_lora_rank=48,
@@ -164,7 +182,7 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
     model = getattr(transformers, architecture)(tiny_config(architecture, tie=tie, **options))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.ndim == 1 and "inv_freq" not in name:
+            if (tensor.ndim == 1 or name.endswith("_bias")) and "inv_freq" not in name:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl.checkpoint.contents import exported_checksums
+from rl.models.boxes import whole
+from rl.models.files import TensorReader, as_stored, stored_shapes
+from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import broadcast_object
 from rl.training.engine import TrainingEngine
@@ -53,13 +55,13 @@ def export_hf(
         files.append(name)
         index.update(dict.fromkeys(pending, name))
 
-    for name, tensor in trainer.full_weights():
-        if not writes:
-            continue
+    weights = trainer.weight_map.weights
+    tensors = ((name, tensor.cpu()) for name, tensor in trainer.full_weights() if writes)
+    for name, tensor in as_stored(weights, tensors):
         if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
             flush()
             pending, pending_bytes = {}, 0
-        pending[name] = tensor.cpu().contiguous()
+        pending[name] = tensor.contiguous()
         pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     if writes:
@@ -67,7 +69,7 @@ def export_hf(
     problem = None
     expected = exported_checksums(trainer)
     if writes:
-        problem = _problem(partial, files, expected)
+        problem = _problem(partial, index, weights, expected)
     if problem := broadcast_object(problem):
         raise WronglyExported(f"{partial}: {problem}; the model itself is unchanged.")
     if writes:
@@ -79,13 +81,21 @@ def export_hf(
     dist.barrier()
 
 
-def _problem(directory: Path, files: list[str], expected: dict[str, int]) -> str | None:
-    """Return a message that names tensors of the files that differ from the model's, or None."""
-    found: dict[str, int] = {}
-    for name in files:
-        with safe_open(directory / name, "pt") as file:
-            found |= {tensor: int(placed_checksum(file.get_tensor(tensor))) % 2**64 for tensor in file.keys()}
-    wrong = [name for name, value in expected.items() if found.get(name) != value]
+def _problem(
+    directory: Path, index: dict[str, str], weights: list[Weight], expected: dict[str, int]
+) -> str | None:
+    """Return a message that names tensors of the files that differ from the model's, or None.
+
+    index: name of each tensor in the files -> its file. expected: checksums of the model's tensors.
+    """
+    files = {name: directory / file for name, file in index.items()}
+    reader, wrong = TensorReader(files, weights), []
+    for weight in weights:
+        for name, shape in zip(weight.hf, weight.shapes):
+            if not files.keys() >= stored_shapes(weight).keys():
+                wrong.append(name)
+            elif int(placed_checksum(reader.read(name, whole(shape)).contiguous())) % 2**64 != expected[name]:
+                wrong.append(name)
     return (
         f"{', '.join(wrong[:4])} in the files differ from the model's, {len(wrong)} in all" if wrong else None
     )

@@ -90,7 +90,7 @@ def check_loaded(name: str, model: TrainingEngine) -> None:
             if tensor in files:
                 kinds.setdefault(re.sub(r"\d+", "*", tensor), []).append(tensor)
     chosen = [members[len(kinds) * 7 % len(members)] for members in kinds.values()]
-    reader, mine = TensorReader(files), dict[str, int]()
+    reader, mine = TensorReader(files, weights.weights), dict[str, int]()
     for tensor in chosen[dist.get_rank() :: dist.get_world_size()]:
         shape, dtype = expected[tensor]
         mine[tensor] = int(placed_checksum(reader.read(tensor, tuple((0, n) for n in shape)).to(dtype)))

@@ -15,7 +15,7 @@ from rl.config.rollout import Rollout
 from rl.config.schema import Config, Training, algorithm_of, learns_from_data, needs_engine
 from rl.models import BITWISE
 from rl.models.rope import positions
-from rl.models.sizes import expert_width, num_experts, num_kv_heads
+from rl.models.sizes import expert_width, has_expert_biases, num_experts, num_kv_heads
 
 
 def check_layout(
@@ -162,6 +162,11 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
             f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, which "
             f"does not divide the world of {world_size} ranks; use a product of "
             f"{listed(divisors(world_size), 'or')}."
+        )
+    if etp > 1 and has_expert_biases(hf):
+        raise ConfigError(
+            f"training.etp={etp} (training.tp={tp}, training.ep={ep}) splits experts, whose biases Megatron "
+            "then adds once per rank; use training.tp=1, or training.ep above 1 with training.etp=1."
         )
     # megatron-core 0.16.1 then adds up the experts' gradients over data parallel ranks only, not over tensor
     # parallel ones.

@@ -451,7 +451,7 @@ def layer_elements(
             continue
         if weight.expert is not None:
             # Whole experts, or with etp a part of each for the tokens of etp ranks.
-            is_down = len(weight.shapes) == 1
+            is_down = "linear_fc2" in weight.megatron
             inner, outer = (columns, rows) if is_down else (rows, columns)
             experts += outer * layout.etp + inner
         elif not weight.cut.split:

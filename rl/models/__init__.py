@@ -13,6 +13,7 @@ from rl.models import (
     deepseek,
     gemma3,
     glm4_moe,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -28,7 +29,7 @@ from rl.models.form import Form
 from rl.models.layout import REPLICATED, Weight
 
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
-_FILES = (*_WITH_BITWISE, seed_oss, smollm3, granite, gemma3, phi3)
+_FILES = (*_WITH_BITWISE, seed_oss, smollm3, granite, gemma3, phi3, gpt_oss)
 SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
 """Architectures by their name in config.json."""
 BITWISE = tuple(name for file in _WITH_BITWISE for name in file.ARCHITECTURES)

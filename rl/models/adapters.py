@@ -90,9 +90,12 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _linear_layers(weights: Sequence[Weight]) -> Iterator[tuple[Weight, int]]:
-    """Yield (weight, index of its tensor) of every linear layer but routers, embedding and head."""
+    """Yield (weight, index of its tensor) of every linear layer but routers, embedding and head.
+
+    Experts whose tensors the checkpoint holds as one have no adapters: peft has one for all of them there.
+    """
     for weight in weights:
-        is_matrix = weight.layer is not None and len(weight.shapes[0]) == 2
+        is_matrix = weight.layer is not None and len(weight.shapes[0]) == 2 and weight.stored is None
         if is_matrix and ".router." not in weight.megatron:
             yield from ((weight, part) for part in range(len(weight.hf)))
 

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,21 +17,56 @@ MAPPED_BYTES = 256 << 20
 """Bytes read from a file before it is opened again, which releases the pages read so far from memory."""
 
 
+MXFP4_BLOCK = 32
+"""Number of values that share a power of two in MXFP4."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""End of the names of an MXFP4 tensor's codes and exponents."""
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the codes 0 to 7; those of 8 to 15 are their negatives."""
+
+
+def mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Return the values float32 [..., blocks x 32] of an MXFP4 tensor (OCP Microscaling Formats, 1.0).
+
+    codes: uint8 [..., blocks, 16], two each, the lower four bits first. exponents: uint8 [..., blocks], of
+    two, plus 127.
+    """
+    table = torch.tensor([*FP4, *(-value for value in FP4)])
+    pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    return torch.ldexp(table[pairs.int()], exponents[..., None].int() - 127).flatten(-2)
+
+
 class TensorReader:
     """Reads parts of a checkpoint's tensors. Keeps one file open and limits its mapped memory.
 
     Args:
         files: tensor name -> its file, as returned by `tensor_files`.
+        weights: those whose tensors the files may hold as parts of others.
     """
 
-    def __init__(self, files: dict[str, Path]):
+    def __init__(self, files: dict[str, Path], weights: Iterable[Weight] = ()):
         self.files = files
+        self._stored = {weight.hf[0]: weight.stored for weight in weights if weight.stored is not None}
         self._path: Path | None = None
         self._opened: Any = None
         self._num_bytes = 0
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the box of the tensor, in the dtype of the file."""
+        """Return the box of the tensor, in the dtype of the file; MXFP4 is dequantised to float32."""
+        stored = self._stored.get(name)
+        if stored is None:
+            return self._read(name, box)
+        if stored.name in self.files:
+            part = self._read(stored.name, stored.box(box))[0]
+            return part.t() if stored.transposed else part
+        rows, (first, last) = box
+        expert = (stored.index, stored.index + 1)
+        blocks = expert, rows, (first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK))
+        codes = self._read(stored.name + BLOCKS, (*blocks, (0, MXFP4_BLOCK // 2)))[0]
+        values = mxfp4(codes, self._read(stored.name + SCALES, blocks)[0])
+        return values.narrow(-1, first % MXFP4_BLOCK, last - first)
+
+    def _read(self, name: str, box: Box) -> Tensor:
         if self._path != self.files[name] or self._num_bytes > MAPPED_BYTES:
             self._path, self._num_bytes = self.files[name], 0
             self._opened = safe_open(self._path, framework="pt")
@@ -65,7 +101,7 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     expected = {
         name: shape
         for weight in weights
-        for name, shape in zip(weight.hf, weight.shapes)
+        for name, shape in stored_shapes(weight, files).items()
         if name in files or not weight.optional
     }
     if missing := [name for name in expected if name not in files]:
@@ -79,7 +115,39 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
         raise ValueError(
             f"{directory} has {len(odd)} tensors whose shape differs from config.json: {_few(odd)}."
         )
-    return files
+    parts = [weight for weight in weights if weight.stored is not None]
+    return files | {weight.hf[0]: files[next(iter(stored_shapes(weight, files)))] for weight in parts}
+
+
+def stored_shapes(weight: Weight, names: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the files' tensors that hold the weight, by name.
+
+    names: those in the files, which decide whether they are MXFP4.
+    """
+    if weight.stored is None:
+        return dict(zip(weight.hf, weight.shapes))
+    (shape,), name = weight.shapes, weight.stored.name
+    if name in names or name + BLOCKS not in names:
+        return {name: weight.stored.shape(shape)}
+    blocks = (weight.stored.count, *shape[:-1], shape[-1] // MXFP4_BLOCK)
+    return {name + BLOCKS: (*blocks, MXFP4_BLOCK // 2), name + SCALES: blocks}
+
+
+def as_stored(
+    weights: Iterable[Weight], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the (name, tensor) of the files, given those of `weights` in their order."""
+    places = {weight.hf[0]: weight.stored for weight in weights if weight.stored is not None}
+    parts: list[Tensor] = []
+    for name, tensor in tensors:
+        if (place := places.get(name)) is None:
+            yield name, tensor
+            continue
+        assert place.index == len(parts), f"{name} comes before other experts' tensors of {place.name}"
+        parts.append(tensor.t() if place.transposed else tensor)
+        if len(parts) == place.count:
+            yield place.name, torch.stack(parts)
+            parts = []
 
 
 def _paths(directory: Path) -> list[Path]:
@@ -114,16 +182,18 @@ def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf
     critic), computed buffers, scales of FP8 blocks, and the layers for multi-token prediction after the last
     layer (DeepSeek-V3).
     """
+    found = set(names)
     known = {name for weight in weights for name in weight.hf} | {"lm_head.weight"}
+    known |= {name for weight in weights for name in stored_shapes(weight, found)}
     first, count = hf["num_hidden_layers"], hf.get("num_nextn_predict_layers") or 0
     predicting = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
-    extra = [
+    extra = sorted(
         name
-        for name in names
+        for name in found
         if name.removesuffix("_scale_inv") not in known
         and not name.endswith(".inv_freq")
         and not name.startswith(predicting)
-    ]
+    )
     if extra:
         raise ValueError(
             f"{directory} has {len(extra)} tensors that {hf['architectures'][0]} does not have: "

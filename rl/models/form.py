@@ -16,6 +16,8 @@ class Form:
     post_norms: bool = False
     """Whether the outputs of attention and MLP are normed before the residual sum."""
     activation: str = "silu"
-    """Activation of the gate of an MLP: silu or gelu_tanh."""
+    """Activation of the gate of an MLP: silu, gelu_tanh or quick_gelu."""
+    rows_alternate: bool = False
+    """Whether rows of gate and up alternate in the experts' weights; else gate is before up."""
     windowed: tuple[bool, ...] = ()
     """For each layer, whether its rotary embedding is that of layers with a window; (): one for all."""

@@ -53,6 +53,27 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """The place of an expert's tensor in one that the files hold for all experts of a layer."""
+
+    name: str
+    index: int
+    """Index of the expert in the first dimension."""
+    count: int
+    """Number of experts."""
+    transposed: bool = False
+    """Whether the files hold the matrix with rows and columns exchanged."""
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor in the files. shape: that of one expert's tensor."""
+        return (self.count, *(reversed(shape) if self.transposed else shape))
+
+    def box(self, box: Box) -> Box:
+        """Return the box of the tensor in the files. box: of one expert's tensor."""
+        return ((self.index, self.index + 1), *(reversed(box) if self.transposed else box))
+
+
+@dataclass(frozen=True)
 class Weight:
     """One parameter of the model, with its names in Hugging Face, Megatron and vLLM."""
 
@@ -83,6 +104,8 @@ class Weight:
     """Whether Megatron and vLLM hold it in float32 for every dtype of the model."""
     tied_to_head: bool = False
     """Whether the embedding is also the head. The last pipeline stage holds a copy, output_layer.weight."""
+    stored: Stored | None = None
+    """Place of its only tensor in a tensor of all experts; None: the files hold it under its own name."""
 
     @property
     def num_elements(self) -> int:
@@ -265,6 +288,19 @@ def expert_gate_up(expert: int) -> Cut:
 def expert_down(expert: int) -> Cut:
     """Return the cut of an expert's down: Megatron [H, F/etp] each, vLLM [E, H, F/tp] for all."""
     return Cut(_row, _stacked(_row, expert))
+
+
+def _on_first(names, shapes, tp, rank):
+    return _whole(names, shapes, tp, rank) if rank == 0 else []
+
+
+@functools.cache
+def expert_down_bias(expert: int) -> Cut:
+    """Return the cut of the bias [H] of an expert's down: Megatron whole, vLLM [E, H] on the first rank.
+
+    vLLM adds the ranks' outputs, so the others hold zeros.
+    """
+    return Cut(_whole, _stacked(_on_first, expert), split=False)
 
 
 def cuts_fp8_blocks(weight: Weight, tp: int) -> bool:

@@ -18,7 +18,12 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 """Keys of the rotary parameters of layers without and with a window, where they differ."""
 PARTIAL = "partial_rotary_factor"
 """Key of the rotated part of a head's channels, in config.json or its rotary parameters."""
-BASES = {"Gemma3ForCausalLM": 1e6, "SmolLM3ForCausalLM": 2e6, "MixtralForCausalLM": 1e6}
+BASES = {
+    "Gemma3ForCausalLM": 1e6,
+    "SmolLM3ForCausalLM": 2e6,
+    "MixtralForCausalLM": 1e6,
+    "GptOssForCausalLM": 150000.0,
+}
 """Architecture -> base of the rotary embedding if the config has none, as in transformers; 1e4 for others."""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": LLAMA3, "yarn": ("factor",)}

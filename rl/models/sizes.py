@@ -38,3 +38,8 @@ def num_experts(hf: dict) -> int:
 def expert_width(hf: dict) -> int:
     """Return the intermediate size of one routed expert."""
     return hf.get("moe_intermediate_size") or hf["intermediate_size"]
+
+
+def has_expert_biases(hf: dict) -> bool:
+    """Return whether the linear layers of the routed experts have biases."""
+    return "GptOssForCausalLM" in hf["architectures"]

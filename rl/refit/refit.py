@@ -56,6 +56,8 @@ class WeightPlan:
     """The weights of the plan, by index."""
     fallback: list[Weight]
     """Weights that the engine's loader reads."""
+    empty: tuple[str, ...]
+    """vLLM's names of parameters of which this rank holds no part of a weight: they are 0."""
 
 
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -97,10 +99,12 @@ def refit(
             )
         done += transfer(planned.plan, part.sources, part.destinations, engine.device.torch)
         clear_padding(engine, planned.in_place, part.destinations)
+        for name in planned.empty:
+            part.held[name].detach().zero_()
         if planned.fallback:
             itemsize = part.values.weight_map.dtype.itemsize
             done.fallback += sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
-            engine.load_weights(part.values.gathered(planned.fallback))
+            engine.load_weights(_for_loader(planned.fallback, part.values.gathered(planned.fallback)))
             fallback = True
     if slots is not None:
         slots.has_base, slots.versions[adapter] = True, trainer.version
@@ -250,10 +254,22 @@ def plan_weights(
     fallback = [weights[number] for number in sorted(left_out)]
     equality = plan_equality(in_place, training, rollout, rank)
     modules = {_module(weight.vllm) for weight in fallback}
-    texts = uncompared(equality, in_place, {n: t for n, t in held.items() if _module(n) not in modules})
+    filled = {w.vllm for w in in_place} if engine is None else _extents(in_place, engine).keys()
+    empty = tuple(sorted({w.vllm for w in in_place if w.expert is not None} - filled))
+    modules.update(empty)
+    texts = uncompared(
+        equality, in_place, {n: t for n, t in held.items() if modules.isdisjoint((n, _module(n)))}
+    )
     if found := [text for texts in gather_objects(texts, group) for text in texts]:
         raise RefitMismatch(f"{len(found)} weights cannot be compared: " + "; ".join(found[:MAX_SHOWN]))
-    return WeightPlan(plan, equality, in_place, fallback)
+    return WeightPlan(plan, equality, in_place, fallback, empty)
+
+
+def _for_loader(weights: list[Weight], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors with rows and columns exchanged where the checkpoint's files have them so."""
+    transposed = {weight.hf[0] for weight in weights if weight.stored and weight.stored.transposed}
+    for name, tensor in tensors:
+        yield name, tensor.t() if name in transposed else tensor
 
 
 def _not_writable(
@@ -313,6 +329,8 @@ def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> 
     if weight.cut is VOCAB:  # a rank may hold padding rows, even only those
         rows, *rest = extent or (0, *weight.shapes[0][1:])
         return rows <= parameter.shape[0] and list(parameter.shape[1:]) == rest
+    if extent is None:  # this rank holds no part of it: a bias that only the first rank adds
+        return weight.expert is not None and not weight.cut.split
     return tuple(parameter.shape) == extent
 
 

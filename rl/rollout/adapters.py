@@ -43,6 +43,11 @@ def _module(pair: LowRank) -> str:
     return pair.base.vllm.removesuffix(".weight")
 
 
+def _layer(pair: LowRank) -> str:
+    """Return vLLM's name of the adapted layer, which may be a part of the one that computes it."""
+    return f"{_module(pair).rpartition('.')[0]}.{pair.module.rpartition('.')[2]}"
+
+
 def _lora_request(index: int):
     """Return the part of a request that names an adapter."""
     from vllm.lora.request import LoRARequest
@@ -86,12 +91,13 @@ class AdapterSlots(Part):
             for name, module in self._manager.modules.items()
             for number, part in enumerate(self._manager.packed_modules.get(name, [name]))
         }
-        if absent := [pair.module for pair in self.pairs if pair.module not in held]:
+        names = [_layer(pair) for pair in self.pairs]
+        if absent := [name for name in names if name not in held]:
             raise ConfigError(
                 f"adapter.in_engine=adapter, but vLLM applies no adapter to {absent[0]} ({len(absent)} such "
                 "layers); use adapter.in_engine=merged."
             )
-        self._layers = [held[pair.module] for pair in self.pairs]
+        self._layers = [held[name] for name in names]
         for index in range(len(self._adapters)):
             self._add(index)
 

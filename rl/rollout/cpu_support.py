@@ -98,6 +98,20 @@ def _keep_experts_alive() -> None:
     CPUUnquantizedExperts.apply = _live_experts
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _swiglu_of_gpt_oss(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+_ACTIVATIONS = {"silu": _silu, "swigluoai": _swiglu_of_gpt_oss}
+"""vLLM's name of an activation -> function of gate and up [T, 2F]."""
+
+
 def _live_experts(
     self,
     *,
@@ -118,13 +132,15 @@ def _live_experts(
     topk_weights, topk_ids: [T, k]. expert_map: with expert parallelism the index in w1 and w2 of each expert
     of the layer, -1 for those of other ranks, whose outputs vLLM adds.
     """
-    assert activation.value == "silu" and not apply_router_weight_on_input
+    assert not apply_router_weight_on_input
+    activate, biases = _ACTIVATIONS[activation.value], (self.w1_bias, self.w2_bias)
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     own = topk_ids if expert_map is None else expert_map[topk_ids.long()]
     for expert in own[own >= 0].unique().tolist():
         token, choice = (own == expert).nonzero(as_tuple=True)
-        gate, up = torch.nn.functional.linear(hidden_states[token], w1[expert]).chunk(2, -1)
-        out = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+        first, second = (None if bias is None else bias[expert] for bias in biases)
+        inner = activate(torch.nn.functional.linear(hidden_states[token], w1[expert], first))
+        out = torch.nn.functional.linear(inner, w2[expert], second)
         total.index_add_(0, token, out * topk_weights[token, choice, None].float())
     output.copy_(total)
 

@@ -30,5 +30,6 @@ def install() -> None:
             # On CUDA, bfloat16 weights have kernels that accumulate and return float32.
             if not self.is_unquantized or self.allow_cublas_router_gemm:
                 return super().forward(x)
-            logits = torch.nn.functional.linear(x.float(), self.weight.float())
+            bias = None if self.bias is None else self.bias.float()
+            logits = torch.nn.functional.linear(x.float(), self.weight.float(), bias)
             return (logits, None) if self.return_bias else logits

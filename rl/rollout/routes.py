@@ -69,6 +69,7 @@ class CpuRoutes:
         config, scheduler = engine.llm.llm_engine.model_config, engine.scheduler
         manager = scheduler.kv_cache_manager
         self._blocks_of, self._block_size = manager.get_block_ids, scheduler.block_size
+        self._group, self._layer = _group_without_window(scheduler.kv_cache_config.kv_cache_groups)
         self._place = {layer: place for place, layer in enumerate(layers)}
         slots = manager.block_pool.num_gpu_blocks * self._block_size
         dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
@@ -82,7 +83,7 @@ class CpuRoutes:
         """Store the choices of one layer for the tokens of an engine step; called by vLLM's routers."""
         from vllm.forward_context import get_forward_context
 
-        slots = next(iter(get_forward_context().slot_mapping.values()))
+        slots = get_forward_context().slot_mapping[self._layer]
         assert len(slots) == len(topk_ids), "the engine pads its steps"
         real = slots >= 0  # a dummy step has no slots
         self._slots[slots[real].numpy(), self._place[layer_id]] = topk_ids[real].numpy()
@@ -96,7 +97,7 @@ class CpuRoutes:
         positions = np.arange(len(known), end)
         if not request.num_output_tokens + in_flight or request.num_computed_tokens < end:
             return  # it has no tokens, or was preempted and has not computed its context again
-        blocks = np.array(self._blocks_of(request.request_id)[0], np.int64)
+        blocks = np.array(self._blocks_of(request.request_id)[self._group], np.int64)
         slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
         self._freed[request.request_id] = np.concatenate([known, self._slots[slots]])
 
@@ -107,3 +108,15 @@ class CpuRoutes:
     def clear(self) -> None:
         """Forget the routes of requests that no completion was made of."""
         self._freed.clear()
+
+
+def _group_without_window(groups) -> tuple[int, str]:
+    """Return the index and a layer of the first group of vLLM's caches that keeps the whole context.
+
+    A group of layers with a window frees the blocks of tokens that have left it.
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    whole = (i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, SlidingWindowSpec))
+    index = next(whole, 0)
+    return index, groups[index].layer_names[0]

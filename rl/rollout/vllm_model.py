@@ -2,6 +2,7 @@
 
 import os
 import random
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,6 +43,11 @@ def build_llm(
     for name in set(hf["architectures"]) & set(SUPPORTED):
         # Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    if "GptOssForCausalLM" in hf["architectures"]:
+        from vllm.model_executor.models import gpt_oss
+
+        # Its only use divides the experts' width by the ranks of the job, which are not those of a replica.
+        gpt_oss.dist = types.SimpleNamespace(is_initialized=lambda: False)
     if not frozen:
         # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
         unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}

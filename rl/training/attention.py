@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl.training.rows import Prefix, RowAttention, Run, select_rows, windowed
 
@@ -61,13 +61,20 @@ class PackedRow(PackedSeqParams):
 class CoreAttention(MegatronModule):
     """Causal attention over packed rows (thd), with grouped queries.
 
+    With softmax_type learnable the softmax of a head has one more score, a parameter, which has no value: a
+    sink (arXiv:2309.17453, gpt-oss).
+
     On CUDA with 16-bit types it calls torch's variable-length flash attention once. On the CPU it calls
     torch's flash attention a few times on parts of the row, without copies of the inputs.
     """
 
     def __init__(self, config, layer_number, attention_dropout=None, softmax_scale=None, **_):
         super().__init__(config=config)
-        assert config.softmax_type == "vanilla"
+        assert config.softmax_type in ("vanilla", "learnable")
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        has_sinks = config.softmax_type == "learnable"
+        sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype)) if has_sinks else None
+        self.register_parameter("softmax_offset", sinks)
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if has_window else None
         assert config.context_parallel_size == 1
@@ -85,7 +92,7 @@ class CoreAttention(MegatronModule):
         if query.shape[-1] != width:  # MLA: flash attention requires one width
             value = F.pad(value, (0, query.shape[-1] - width))
         if not query.is_cuda:
-            out = _AttendOnCpu.apply(query, key, value, row, self.scale)
+            out = _AttendOnCpu.apply(query, key, value, self.softmax_offset, row, self.scale)
         elif query.dtype is torch.float32:  # flash attention supports only 16 bits
             out = self._float32(query, key, value, row)
         else:
@@ -97,6 +104,9 @@ class CoreAttention(MegatronModule):
 
         if row.kv_index is not None:
             key, value = (select_rows(x, row.kv_index) for x in (key, value))
+        if self.softmax_offset is not None:
+            window = (-1 if self.window is None else self.window - 1, 0)
+            return _VarlenWithSinks.apply(query, key, value, self.softmax_offset, row, self.scale, window)
         options: dict[str, bool] = {}
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older versions of torch need no flag
             options.update(enable_gqa=query.shape[1] != key.shape[1])
@@ -120,6 +130,9 @@ class CoreAttention(MegatronModule):
         out = []
         for run, *parts in zip(row.runs, *(x.split(sizes) for x in (query, key, value))):
             q, k, v = (x.unflatten(0, (run.count, run.length)).transpose(1, 2) for x in parts)
+            if self.softmax_offset is not None:
+                out.append(self._with_sink_key(q, k, v, run.mask).transpose(1, 2).flatten(0, 1))
+                continue
             attended = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -131,6 +144,17 @@ class CoreAttention(MegatronModule):
             )
             out.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(out)
+
+    def _with_sink_key(self, q, k, v, mask):
+        """Compute the attention of blocks [count, heads, length, d] with a last key, scored by the sinks."""
+        length = q.shape[2]
+        if mask is None:
+            mask = torch.full((1, 1, length, length), float("-inf"), device=q.device).triu(1)
+        mask = mask.expand(len(q), q.shape[1], length, length)
+        sinks = self.softmax_offset.float()[:, None, None].expand(len(q), -1, length, 1)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        mask, grouped = torch.cat([mask, sinks], -1), q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
 
 
 def te_attention(te_class: type) -> type:
@@ -185,7 +209,7 @@ class _AttendOnCpu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, row, scale):
+    def forward(ctx, query, key, value, sinks, row, scale):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)  # [T, heads]
         for run in row.runs:
@@ -202,13 +226,15 @@ class _AttendOnCpu(torch.autograd.Function):
             weight = torch.sigmoid(lse_more - _one(lse[queries]))
             _one(out[queries]).lerp_(more, weight[..., None].to(more.dtype))
             _one(lse[queries]).copy_(torch.logaddexp(_one(lse[queries]), lse_more))
-        ctx.save_for_backward(query, key, value, out, lse)
+        if sinks is not None:
+            lse = _take_share(out, lse, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.row, ctx.scale = row, scale
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
         if len(key) > len(query):  # the runs cover only the keys of these queries
@@ -228,7 +254,52 @@ class _AttendOnCpu(torch.autograd.Function):
             found = _backward(*parts, 0.0, False, attn_mask=mask, scale=ctx.scale)
             for whole, at, more in zip(grads, (queries, keys, keys), found):
                 _one(whole[at]).add_(more)
-        return *grads, None, None
+        of_sinks = None if sinks is None else _sinks_gradient(grad, out, lse, sinks)
+        return *grads, of_sinks, None, None
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """torch's variable-length flash attention, with sinks.
+
+    As in `_AttendOnCpu`, the kernel's backward pass is exact if it gets output and log-sum-exp with sinks.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, row, scale, window):
+        from torch.nn.attention import varlen
+
+        places = row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv
+        mask = dict(is_causal=window == (-1, 0), scale=scale, window_size=list(window))
+        grouped = query.shape[1] != key.shape[1]
+        out, lse, state = varlen._varlen_attn(query, key, value, *places, **mask, enable_gqa=grouped)
+        lse = _take_share(out, lse.t(), sinks)  # the kernel's is [heads, T]
+        ctx.save_for_backward(query, key, value, sinks, out, lse, state)
+        ctx.places, ctx.mask = places, mask
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        from torch.nn.attention import varlen
+
+        query, key, value, sinks, out, lse, state = ctx.saved_tensors
+        inputs = grad.contiguous(), query, key, value, out, lse.t().contiguous()
+        grads = varlen._varlen_attn_backward(*inputs, *ctx.places, rng_state=state, **ctx.mask)
+        return *grads, _sinks_gradient(grad, out, lse, sinks), None, None, None
+
+
+def _take_share(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Scale out [T, heads, d] in place by what the sinks [heads] leave it; return the new log-sum-exp.
+
+    lse: float32 [T, heads], of the scores without sinks.
+    """
+    out.mul_(torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype))
+    return torch.logaddexp(lse, sinks.float())
+
+
+def _sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks [heads]. out, lse: with sinks."""
+    shares = torch.exp(sinks.float() - lse)  # [T, heads]
+    return -(shares * (grad.float() * out.float()).sum(-1)).sum(0).to(sinks.dtype)
 
 
 def _blocks(x: Tensor, run: Run, start: int | None = None) -> Tensor:

@@ -3,8 +3,10 @@
 import functools
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from rl.models.form import Form
@@ -14,6 +16,7 @@ from rl.training.layer_spec import Norm
 ACTIVATIONS = {
     "silu": nn.functional.silu,
     "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
 }
 """Name of an activation in a form -> function."""
 
@@ -58,6 +61,10 @@ def give_form(model: nn.Module, form: Form) -> None:
     """
     if form.embedding_scale != 1.0 and model.pre_process:
         model.embedding.register_forward_hook(functools.partial(_scale_embedding, form.embedding_scale))
+    if form.rows_alternate:
+        for layer in model.modules():
+            if isinstance(layer, MoELayer):
+                _let_rows_alternate(layer.experts)
     if not form.post_norms and form.output_scale == 1.0 and not any(form.windowed):
         return
     for layer in model.decoder.layers:
@@ -68,6 +75,18 @@ def give_form(model: nn.Module, form: Form) -> None:
             module.post_norm = _norm(module.config) if form.post_norms else nn.Identity()
         windowed = form.windowed or (False,) * layer.layer_number
         layer.self_attention.rotates_locally = windowed[layer.layer_number - 1]
+
+
+def _let_rows_alternate(experts: nn.Module) -> None:
+    for mlp in getattr(experts, "local_experts", [experts]):  # one for all with Transformer Engine
+        mlp.linear_fc1.register_forward_hook(_gate_before_up)
+        # For an expert on one rank Megatron's layer returns a view, to which its MLP cannot add a bias.
+        mlp.linear_fc2.explicit_expert_comm = True
+
+
+def _gate_before_up(module, args, out: tuple) -> tuple:
+    """Return output and bias [..., 2F] of gate and up whose elements alternate, with gate before up."""
+    return tuple(x if x is None else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in out)
 
 
 def _norm(config) -> nn.Module:

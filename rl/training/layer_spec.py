@@ -58,7 +58,9 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
         if not fuses_norms:
             for layer in spec.layer_specs:
                 _separate_norms(layer.submodules)
-        return replace_classes(spec, {TEDotProductAttention: te_attention(TEDotProductAttention)})
+        # TE's attention has no sinks for packed rows.
+        own = CoreAttention if config.softmax_type == "learnable" else te_attention(TEDotProductAttention)
+        return replace_classes(spec, {TEDotProductAttention: own})
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=kind, vp_stage=vp_stage
@@ -111,7 +113,7 @@ def te_name(name: str) -> str:
     """
     for local, fused in _FUSED_NORMS.items():
         name = name.replace(local, fused)
-    return re.sub(r"\.local_experts\.(\d+)\.(linear_fc.)\.(weight|lora_\w+\.\w+)$", r".\2.\3\1", name)
+    return re.sub(r"\.local_experts\.(\d+)\.(linear_fc.)\.(weight|bias|lora_\w+\.\w+)$", r".\2.\3\1", name)
 
 
 # Used only where the model has no parameter of the local name; the norm before experts, for example, is not

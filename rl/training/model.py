@@ -243,7 +243,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         overlap_p2p_comm=False,
         deallocate_pipeline_outputs=on_cuda,
         bias_activation_fusion=te and activation == "silu",
-        bias_dropout_fusion=te,
+        bias_dropout_fusion=te and not of_model["add_bias_linear"],
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,

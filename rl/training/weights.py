@@ -117,17 +117,19 @@ def mark_split_weights(weight_map: WeightMap) -> None:
             # Megatron's optimizer compares with the other layers' tensor parallel group.
             parameter.tensor_model_parallel = True
             parameter.shared = weight_map.grid.etp_rank > 0
+        if weight.expert is not None:  # Megatron would sum an expert's bias over tensor parallel ranks
+            parameter.sequence_parallel = False
 
 
 @torch.no_grad()
 def load_hf(directory: str, weight_map: WeightMap) -> None:
     """Fill this rank's parameters from a checkpoint's safetensors files. Not collective.
 
-    Padding rows of the vocabulary become 0. FP8 weights with a scale per block, as in DeepSeek-V3, are
-    dequantised. Raises ValueError as `tensor_files` does.
+    Padding rows of the vocabulary become 0. FP8 weights with a scale per block, as in DeepSeek-V3, and
+    MXFP4 are dequantised. Raises ValueError as `tensor_files` does.
     """
     files = tensor_files(directory, weight_map.weights)
-    reader = TensorReader(files)
+    reader = TensorReader(files, weight_map.weights)
     for weight, parameter in weight_map.local():
         parameter.zero_()
         for piece in weight.megatron_pieces(*weight_map.tensor_split(weight)):

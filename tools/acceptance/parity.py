@@ -5,6 +5,7 @@ follow from that dtype (tools/bounds.py). In bfloat16, rounding changes the sele
 a mixture of experts. There the median is bounded, and the share of tokens beyond the bound.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -111,6 +112,7 @@ class _Case:
         from megatron.core import parallel_state
 
         from rl.engines.engines import build_policy
+        from rl.models.files import as_stored
         from rl.training.grid import build_grid
         from rl.training.micro_batch_plans import plan_minibatch
 
@@ -131,7 +133,8 @@ class _Case:
         samples = list(range(len(self.batch)))
         plan = plan_minibatch(self.batch, samples, dp=grid.dp, max_tokens=config.training.micro_batch_tokens)
         (found,) = trainer.forward(self.batch, [plan], ("logprobs",))
-        before = {name: tensor.cpu().float() for name, tensor in trainer.full_weights()}
+        in_files = functools.partial(as_stored, trainer.weight_map.weights)
+        before = {name: tensor.cpu().float() for name, tensor in in_files(trainer.full_weights())}
         gaps: list[float] = []
 
         def loss(micro):
@@ -141,7 +144,7 @@ class _Case:
             return value, {"loss": value}
 
         norm = trainer.update(self.batch, plan, loss, lr=SCALE * EPS).grad_norm
-        after = {name: tensor.cpu().float() for name, tensor in trainer.full_weights()}
+        after = {name: tensor.cpu().float() for name, tensor in in_files(trainer.full_weights())}
         if dist.get_rank() == 0:
             self._bounded("Megatron log-probs", found, self.expected)
             if gaps:  # only the last pipeline stage has log-probs

@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "seed-oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi4": "Phi3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
 """Architectures that --quick and --rehearse cover."""

@@ -126,7 +126,6 @@ MODELS = {
     r"Qwen1\.5-MoE|Hy3|MiMo|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
     r"gemma-(1|2|7)": "Gemma 1 and 2 are not supported; docs/models.md lists what is.",
     r"Qwen3\.5|Qwen3-Next": "gated delta nets are not supported; docs/models.md lists what is.",
-    r"gpt-oss": "attention sinks are not supported; docs/models.md lists what is.",
 }
 """Pattern of the name of a published model -> why it cannot be trained."""
 

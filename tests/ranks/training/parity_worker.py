@@ -25,6 +25,7 @@ from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, 
 from rl.engines import rollout_engines
 from rl.engines.engines import build_policy
 from rl.models import architecture, read_hf_config
+from rl.models.files import as_stored
 from rl.refit.refit import check_refit, refit
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
@@ -77,7 +78,7 @@ def config_of(
 def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
     """The same of Megatron, from an optimizer step that is gradient descent, and its norm as Megatron has it.
     Changes the trainer's weights."""
-    before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
+    before = {name: tensor.clone() for name, tensor in in_files(trainer)}
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
 
     def minus_logprobs(micro):
@@ -85,7 +86,11 @@ def gradient_of(trainer, batch) -> tuple[dict[str, torch.Tensor], float]:
         return loss, {"loss": loss}
 
     norm = trainer.update(batch, plan, minus_logprobs, lr=EPS).grad_norm
-    return {name: tensor - before[name] for name, tensor in trainer.full_weights()}, norm
+    return {name: tensor - before[name] for name, tensor in in_files(trainer)}, norm
+
+
+def in_files(trainer):
+    return as_stored(trainer.weight_map.weights, trainer.full_weights())
 
 
 def largest_difference(found: dict, expected: dict) -> tuple[float, str]:

@@ -12,7 +12,13 @@ from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "prefix_worker.py"
 CASES = {
-    1: ["dense=QWEN:1x1:losses", "latents=DEEPSEEK:1x1", "values=QWEN:1x1:values", "windows=GEMMA:1x1"],
+    1: [
+        "dense=QWEN:1x1:losses",
+        "latents=DEEPSEEK:1x1",
+        "values=QWEN:1x1:values",
+        "windows=GEMMA:1x1",
+        "sinks=OSS:1x1",
+    ],
     2: ["tp2=QWEN:2x1", "tp2_plain=QWEN:2x1:plain", "pp2=QWEN:1x2", "latents_tp2=DEEPSEEK:2x1"],
 }
 LAYERS, WIDTH = 3, SIZES["hidden_size"]
@@ -26,6 +32,7 @@ def results(tmp_path_factory):
         "QWEN": save_qwen2(directory / "qwen2", seed=2, tie=False),
         "DEEPSEEK": save_tiny("DeepseekV3ForCausalLM", directory / "deepseek", seed=1),
         "GEMMA": save_tiny("Gemma3ForCausalLM", directory / "gemma", seed=1),
+        "OSS": save_tiny("GptOssForCausalLM", directory / "oss", seed=1),
     }
     found = {}
     for world_size, cases in CASES.items():

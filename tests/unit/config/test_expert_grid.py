@@ -1,5 +1,8 @@
 """Expert parallel layouts that a config may have."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from rl.config.checks import check
@@ -7,6 +10,7 @@ from rl.config.layout_checks import check_has_experts, check_layout
 from rl.config.options import ConfigError
 from rl.config.schema import Training, load_config
 
+ROOT = Path(__file__).resolve().parents[3]
 MOE = dict(
     architectures=["Qwen3MoeForCausalLM"],
     num_hidden_layers=4,
@@ -90,6 +94,15 @@ def test_an_engine_of_whole_experts_needs_ranks_that_divide_them():
 
 def test_etp_other_than_tp_requires_ep():
     assert "training.etp=1 differs from training.tp=2" in refuse(2, "training.tp=2", "training.etp=1")
+
+
+def test_experts_with_biases_are_whole():
+    hf = json.loads((ROOT / "configs" / "models" / "gpt-oss-20b" / "config.json").read_text())
+    config = ["model.path=/models/toy", "data.train=train.jsonl", "data.prompts_per_step=64", "training.tp=2"]
+    text = r"training.etp=2 \(training.tp=2, training.ep=1\) splits experts, whose biases"
+    with pytest.raises(ConfigError, match=text):
+        check_layout(load_config(None, config), 4, hf, hf["architectures"])
+    check_layout(load_config(None, [*config, "training.ep=2"]), 4, hf, hf["architectures"])
 
 
 def test_tensor_parallel_experts_need_sequence_parallelism():

@@ -1,12 +1,16 @@
 """Reading the tensors of a checkpoint, and errors about missing, wrong or additional ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from rl.models import architecture, read_hf_config
 from rl.models import files as files_module
-from rl.models.files import TensorReader, refuse_extra, tensor_files
-from rl.models.layout import COLUMN, Weight
+from rl.models.files import TensorReader, as_stored, refuse_extra, tensor_files
+from rl.models.layout import COLUMN, Stored, Weight
+from tests.checkpoints import quantise_experts, save_tiny
 
 
 def weights(*names: str) -> list[Weight]:
@@ -82,3 +86,39 @@ def test_an_index_names_the_files_that_are_read(tmp_path):
         ValueError, match="lacks model-2.safetensors, which its model.safetensors.index.json names"
     ):
         tensor_files(str(tmp_path), weights("a"))
+
+
+def test_experts_are_read_from_one_tensor_or_from_mxfp4(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    directory = save_tiny("GptOssForCausalLM", tmp_path, seed=1)
+    hf = read_hf_config(directory)
+    of_model = architecture(hf).weights(hf)
+    whole = load_file(tmp_path / "model.safetensors")
+    reader = TensorReader(tensor_files(directory, of_model), of_model)
+    name, up = "model.layers.1.mlp.experts.3.gate_up_proj", "model.layers.1.mlp.experts.gate_up_proj"
+    box = ((7, 70), (33, 100))
+    assert torch.equal(reader.read(name, box), whole[up][3].t()[7:70, 33:100])
+    bias = reader.read(name + "_bias", ((8, 16),))
+    assert torch.equal(bias, whole[up + "_bias"][3, 8:16])
+
+    quantise_experts(tmp_path)
+    codes = load_file(tmp_path / "model.safetensors")
+    expected = convert_moe_packed_tensors(codes[up + "_blocks"], codes[up + "_scales"], dtype=torch.float32)
+    files = tensor_files(directory, of_model)
+    refuse_extra(directory, files, of_model, hf)
+    assert torch.equal(TensorReader(files, of_model).read(name, box), expected[3].t()[7:70, 33:100])
+    del codes["model.layers.2.mlp.experts.down_proj_scales"]
+    save_file(codes, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks 1 tensors.*layers.2.mlp.experts.down_proj_scales"):
+        tensor_files(directory, of_model)
+
+
+def test_experts_are_stacked_in_the_order_of_their_weights():
+    def stored(expert):
+        return replace(weights(f"e{expert}")[0], stored=Stored("all", expert, 2, transposed=True))
+
+    a, b, c = (torch.arange(8.0).view(4, 2) + number for number in range(3))
+    both = [*weights("w"), stored(0), stored(1)]
+    found = dict(as_stored(both, [("w", c), ("e0", a), ("e1", b)]))
+    assert found.keys() == {"w", "all"} and torch.equal(found["all"], torch.stack([a.t(), b.t()]))

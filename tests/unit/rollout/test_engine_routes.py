@@ -24,7 +24,7 @@ def test_ranks_that_do_not_lead_schedule_without_routes():
 def test_a_request_that_is_preempted_keeps_the_routes_of_the_token_in_flight():
     routes = CpuRoutes.__new__(CpuRoutes)
     routes._slots, routes._block_size, routes._freed = np.arange(8)[:, None, None], 4, {}
-    routes._blocks_of = lambda name: ([1, 0],)
+    routes._blocks_of, routes._group = lambda name: ([1, 0],), 0
     request = Request("0", [5, 6, 7], SamplingParams(max_tokens=2), None)
     request.append_output_token_ids(8)
     request.num_computed_tokens, request.num_output_placeholders = 4, 1  # as it is preempted
