@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tools.tiny_models import PARTICULAR, PUBLISHED, SIZES, save_tiny, tiny_config  # noqa: F401
+from tools.tiny_models import PARTICULAR, PUBLISHED, SIZES, VISION, save_tiny, tiny_config  # noqa: F401
 
 
 def save_qwen2(directory: Path, *, seed: int, tie: bool = False, **sizes: int) -> str:

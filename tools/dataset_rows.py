@@ -83,6 +83,28 @@ def math_row(record: Mapping[str, Any], *, split: str, index: int) -> Row:
     )
 
 
+# ---- geo3k: rl.rewards.math ----
+
+GEO3K_INSTRUCTION = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in "
+    "\\boxed{}."
+)
+
+
+def geo3k_row(record: Mapping[str, Any], *, split: str, index: int) -> Row:
+    """Return the row of a problem of Geometry3K with its images (hiyouga/geometry3k), as in verl.
+
+    Raises ValueError if it has another number of images than of anchors.
+    """
+    problem, answer, images = _text(record, "problem"), _text(record, "answer"), record.get("images") or []
+    if problem.count("<image>") != len(images):
+        raise ValueError(f"{problem.count('<image>')} anchors <image> and {len(images)} images")
+    info = {"split": split, "index": index, "answer": answer, "question": problem}
+    row = verl_row("hiyouga/geometry3k", f"{problem} {GEO3K_INSTRUCTION}", "math", answer, info)
+    return row | {"images": images}
+
+
 # ---- dapo-math and aime: rl.rewards.dapo ----
 
 DAPO_PREFIX = (

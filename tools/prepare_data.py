@@ -6,6 +6,7 @@
     python tools/prepare_data.py aime      --source DIR_OR_FILE --out DIR [--data-source aime_2025]
     python tools/prepare_data.py countdown --out DIR [--num-train 16384] [--num-test 512] [--seed 0]
     python tools/prepare_data.py hh-rlhf   --source DIR_OR_FILE --out DIR
+    python tools/prepare_data.py geo3k     --source DIR_OR_FILE --out DIR
     python tools/prepare_data.py code      --source DIR_OR_FILE --out DIR [--data-source apps]
 
 Nothing is downloaded, except with `--from-hub [ID]` instead of --source, on a machine with internet access.
@@ -16,6 +17,7 @@ Nothing is downloaded, except with `--from-hub [ID]` instead of --source, on a m
     dapo-math  parquet or JSONL of DAPO-Math-17k                           BytedTsinghua-SIA/DAPO-Math-17k
     aime       parquet or JSONL with problem and answer                    HuggingFaceH4/aime_2024
     hh-rlhf    SUBSET/{train,test}.jsonl.gz of Anthropic/hh-rlhf           Anthropic/hh-rlhf
+    geo3k      parquet of Geometry3K with images                           hiyouga/geometry3k
     code       JSONL or parquet of APPS, TACO or CodeContests              deepmind/code_contests
 
 Files may be .parquet, .jsonl, .jsonl.gz or .json, in nested folders. The split of a file is given by a folder
@@ -35,8 +37,10 @@ OUT/{train,test}.parquet with the columns:
     aime       the answer, an integer              rl.rewards.dapo:score       question
     countdown  {"target": int, "numbers": [int]}   rl.rewards.countdown:score
     hh-rlhf    the chosen response                 a reward model
+    geo3k      the answer                          rl.rewards.math:score       answer, question
     code       JSON of inputs, outputs[, fn_name]  rl.rewards.code:score       difficulty
 
+geo3k also has the column `images`, {bytes, path} for each anchor <image> in the problem (data.image_key).
 hh-rlhf also has the columns `chosen` and `rejected`, for dpo and reward models. For sft on the solutions of
 gsm8k and math set `data.response_key: extra_info.answer`. DAPO-Math-17k has 1.79 million rows, about a
 hundred copies of each of 17 thousand problems: each problem is written once, and dropped if its copies have
@@ -366,6 +370,11 @@ DATASETS = {
         "pairs of responses with a preference",
         "Anthropic/hh-rlhf",
         _rows(dataset_rows.hh_rlhf_row, "a pair of transcripts"),
+    ),
+    "geo3k": Dataset(
+        "geometry problems with figures",
+        "hiyouga/geometry3k",
+        _rows(dataset_rows.geo3k_row, "a geometry problem with images"),
     ),
     "code": Dataset(
         "programming problems with tests",

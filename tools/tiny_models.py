@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from tools.make_image_toy import PREPROCESSOR, build_image_tokenizer, image_tokens
 from tools.make_toy import build_tokenizer
 
 SIZES = dict(
@@ -159,10 +160,20 @@ PUBLISHED = {
     "Glm4MoeLiteForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1),
 }
 """Keys of published configs that transformers 5 omits and vLLM reads."""
+TOWER = dict(depth=2, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=SIZES["hidden_size"])
+VISION: dict[str, tuple[dict, dict]] = {
+    "Qwen2_5_VLForConditionalGeneration": (
+        dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6])),
+        TOWER | dict(window_size=56, fullatt_block_indexes=[1]),
+    )
+}
+"""Architecture with a vision tower -> keys of its tiny text and vision configs in addition to SIZES."""
 
 
 def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
     """Return the config of a random model of 2 or 3 layers, 4 heads, 2 KV heads and the toy's vocabulary."""
+    if architecture in VISION:
+        return _tiny_vision_config(architecture, tie=tie, **options)
     name = architecture.removesuffix("ForCausalLM")
     kind = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     return kind(
@@ -176,6 +187,22 @@ def tiny_config(architecture: str, *, tie: bool = False, **options) -> transform
     )
 
 
+def _tiny_vision_config(architecture: str, *, tie: bool, **options) -> transformers.PreTrainedConfig:
+    """Return the config of a model with a vision tower. options: of its text model."""
+    text, vision = VISION[architecture]
+    tokenizer = build_image_tokenizer()
+    special = dict(bos_token_id=2, eos_token_id=1, pad_token_id=0)
+    kind = getattr(transformers, architecture.removesuffix("ForConditionalGeneration") + "Config")
+    return kind(
+        architectures=[architecture],
+        text_config=dict(vocab_size=len(tokenizer), **special, **SIZES | text | options),
+        vision_config=vision,
+        tie_word_embeddings=tie,
+        **image_tokens(tokenizer),
+        **special,
+    )
+
+
 def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options) -> str:
     """Save a random model of `tiny_config` with the toy's tokenizer; return the directory."""
     torch.manual_seed(seed)
@@ -185,7 +212,11 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
             if (tensor.ndim == 1 or name.endswith("_bias")) and "inv_freq" not in name:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
+    if architecture in VISION:
+        build_image_tokenizer().save_pretrained(directory)
+        Path(directory, "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    else:
+        build_tokenizer().save_pretrained(directory)
     config = Path(directory, "config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | PUBLISHED.get(architecture, {})))
     return str(directory)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rl.checkpoint.contents import exported_checksums
+from rl.models import as_written
 from rl.models.boxes import whole
 from rl.models.files import TensorReader, as_stored, stored_shapes
 from rl.models.layout import Weight
@@ -118,14 +119,21 @@ def _name_files(directory: Path, files: list[str], index: dict[str, str], total_
 
 
 def _copy_config(model: WeightMap, source: Path, target: Path) -> None:
-    config = dict(model.hf)
+    config = dict(as_written(model.hf))
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # weights are written in the dtype of training
     if config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0  # these layers are not exported
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    for pattern in ("*token*", "generation_config.json", "vocab*", "merges.txt", "*.jinja"):
+    for pattern in (
+        "*token*",
+        "generation_config.json",
+        "vocab*",
+        "merges.txt",
+        "*.jinja",
+        "*processor_config.json",
+    ):
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copy(path, target / path.name)

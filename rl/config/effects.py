@@ -29,6 +29,7 @@ def readers() -> dict[str, tuple[str, list[str]]]:
 
 
 READ_WITH = [
+    ("data.image_key", "model.vision data.max_pixels", ""),
     (
         "generation",
         "rollout.tp rollout.ep rollout.stop rollout.stop_token_ids rollout.deterministic "

@@ -20,6 +20,7 @@ WHOLE_DISTRIBUTION = (
     "sample from the whole distribution (rollout.top_p=1, top_k=0, min_p=0), or accept biased ratios by "
     "rollout.biased_truncation=true"
 )
+NO_IMAGES = "leave out data.image_key, or use text only"
 OLDER = "other losses do not correct for tokens of older weights"
 CORRECT = "set rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true"
 
@@ -40,6 +41,22 @@ EXCLUSIONS = {
             "a conversation has no answer to score; set validation.greedy=false, "
             "validation.samples_per_prompt=0 and validation.loss=true"
         ),
+    },
+    "data.image_key": {
+        "data.overlong_prompts=truncate_left": "that would cut images in two; use drop or error",
+        "data.messages_key": (
+            "conversations are read without images; use prompts with a response (data.response_key)"
+        ),
+        "whole responses, needs critic, reward.model.path, a teacher": (
+            f"only a policy that learns from its own samples or by sft reads images; {NO_IMAGES}"
+        ),
+        "agents": f"environments neither see nor return images; {NO_IMAGES}",
+        "adapters": f"the layers of the tower would get adapters too; {NO_IMAGES}",
+        "roles, rollout.carry_over, a sweep": f"pixels do not travel with its samples; {NO_IMAGES}",
+        "run.mode=train_only": f"stored samples have no pixels; {NO_IMAGES}",
+        "training.cp": "a rank would divide images before they are merged; use training.cp=1",
+        "training.vpp": "chunks of the first stage would wait for its images; use training.vpp=1",
+        "model.numerics=bitwise": "the tower has other kernels in the engine; use model.numerics=fast",
     },
     "not data.messages_key": {
         "data.train_on, data.overlong_prompts=truncate_right": (
@@ -310,6 +327,11 @@ EXCLUSIONS = {
 
 
 _NOT_BUILT = {
+    "data.image_key": (
+        "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, agents, adapters, "
+        "roles, rollout.carry_over, a sweep, run.mode=train_only, training.cp, training.vpp, "
+        "model.numerics=bitwise"
+    ),
     "roles": "rollout.carry_over, rollout.longest_first",
     "adapter.base=fp8": "adapter.kind=dora, critic.share_base, a sweep",
     "adapters in the engine": "adapter.kind=dora",

@@ -37,6 +37,17 @@ def check_layout(
             f"The model in {path or config.model.path} has the architecture "
             f"{', '.join(architectures) or '(none)'}; supported: {listed(sorted(supported), 'and')}."
         )
+    sees, key = "vision_config" in hf, config.data.image_key
+    if sees and path is not None:
+        raise ConfigError(
+            f"The model in {path} has a vision tower, but only the policy reads images; use a text model."
+        )
+    if path is None and sees != bool(key):
+        way = "leave it out" if key else "set it to a column such as images; rows without images are text"
+        tower = "a vision tower" if sees else "no vision tower"
+        raise ConfigError(
+            f"data.image_key={key or '(empty)'}, but the model in {config.model.path} has {tower}; {way}."
+        )
     if config.training.router_replay != "none" and path is None and not num_experts(hf):
         raise ConfigError(
             f"training.router_replay={config.training.router_replay} replays the choice of experts, but the "

@@ -78,6 +78,8 @@ class Model:
     """Rotary scaling of this model in place of that of config.json, for sequences beyond its window
     (docs/models.md); {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768} for Qwen3.
     Empty: as in config.json."""
+    vision: Literal["frozen", "train"] = "frozen"
+    """Whether the vision tower of a model that reads images (`data.image_key`) learns."""
     numerics: Literal["fast", "bitwise"] = "fast"
     """Kernels of the policy's forward passes. bitwise: slower ones, with which the trainer and the engine
     compute bitwise equal log-probs. The run ends if they differ (docs/fidelity.md)."""
@@ -99,6 +101,11 @@ class Data:
     prompt_key: str = "prompt"
     """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
     without a template)."""
+    image_key: str = ""
+    """Column with a prompt's images, for a model with a vision tower: a list of {bytes, path}, paths or data
+    URIs, one for each anchor <image> in the messages (docs/vision.md). Empty: text only."""
+    max_pixels: Annotated[int, NOT_NEGATIVE] = 0
+    """Maximum pixels of an image; larger ones are scaled down. 0: that of preprocessor_config.json."""
     response_key: str = ""
     """sft, spin and distill with a share of the data: column with the target response. Empty:
     `reward_model.ground_truth`. kto: column with the response, whose default is completion."""

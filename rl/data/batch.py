@@ -297,7 +297,10 @@ def data_responses(prompts: Sequence[Prompt]) -> Batch:
     """Return the data's own responses to prompts that have one."""
     ids, responses = [p.token_ids for p in prompts], [p.response_ids for p in prompts]
     masks = [prompt.response_mask for prompt in prompts if prompt.response_mask is not None]
-    return given_responses(ids, responses, masks)
+    batch = given_responses(ids, responses, masks)
+    if any(prompt.images for prompt in prompts):
+        batch.prompts = list(prompts)
+    return batch
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

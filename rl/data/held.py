@@ -19,6 +19,9 @@ columns belong to the tokens of the response."""
 SAMPLING_MASKS = ("kept_ids", "kept_counts")
 """Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.sampling_masks`)."""
 
+PIXELS = "pixels"
+"""Column of the pixels of a sample's images end to end, height * width * 3 bytes each (`rl.vision`)."""
+
 
 class Row(NamedTuple):
     """The values of one sample."""

@@ -11,13 +11,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rl.data.reading import Row, describe, first_line, read_rows
+
+if TYPE_CHECKING:  # runs without images do not import it
+    from rl.data.images import Image, ImageReader
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,27 @@ class Prompt:
     """Index of its file in `files`."""
     draw: int = -1
     """Number of prompts that the run had drawn before it; -1 if the run does not number its draws."""
+    images: tuple["Image", ...] = ()
+    """Its images in their order (`rl.data.images`); `token_ids` has the tokens of each."""
+
+    @property
+    def placed_pixels(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Places of the images, int32 [images, 3], and their pixels end to end, uint8; None without images.
+
+        A place is the index of the first token, height and width.
+        """
+        if not self.images:
+            return None
+        places = [(image.offset, image.height, image.width) for image in self.images]
+        return np.array(places, np.int32), np.concatenate([image.pixels.ravel() for image in self.images])
+
+    @property
+    def rendered_ids(self) -> np.ndarray:
+        """The prompt with one token for each image, int32, as the chat template gives it."""
+        kept = np.ones(len(self.token_ids), bool)
+        for image in self.images:
+            kept[image.offset + 1 : image.offset + image.num_tokens] = False
+        return self.token_ids[kept]
 
     @classmethod
     def of_tokens(cls, token_ids: np.ndarray) -> "Prompt":
@@ -91,6 +115,7 @@ def load_prompts(
     overlong: str,
     response_key: str | None = None,
     max_prompts: int = 0,
+    images: "ImageReader | None" = None,
 ) -> list[Prompt]:
     """Read `files` in order and tokenize the prompts.
 
@@ -101,6 +126,7 @@ def load_prompts(
     response_key: None for RL; for sft, the column with the target, or a dotted path into one
         (`extra_info.answer`); "" stands for `reward_model.ground_truth`.
     max_prompts: maximum number of rows to read, before overlong prompts are dropped; 0 reads all.
+    images: reads the images of the rows; None: there are none.
 
     Raises ValueError for an invalid file, a missing column, a prompt or target that is not text, a tokenizer
     that cannot render messages, and overlong prompts according to `overlong`.
@@ -109,16 +135,23 @@ def load_prompts(
     rows = read_rows(
         files,
         required={prompt_key: "name the column with the prompt in data.prompt_key"},
-        optional=["data_source", "reward_model", "extra_info", *AGENT_COLUMNS, *(target_path or [])[:1]],
+        optional=["data_source", "reward_model", "extra_info", *AGENT_COLUMNS, *(target_path or [])[:1]]
+        + ([images.column] if images else []),
         max_rows=max_prompts,
     )
     messages = [to_messages(row.values[prompt_key], row, column=prompt_key) for row in rows]
+    pictures: list[Sequence[Image]] = [images.of(row) if images else () for row in rows]
+    if images:
+        messages = [images.anchored(*each) for each in zip(messages, pictures, rows)]
     texts = [
         row.values[prompt_key] if chat is None else render(chat, tokenizer, row, column=prompt_key)
         for row, chat in zip(rows, messages, strict=True)
     ]
     templated = [chat is not None for chat in messages]
     token_ids = tokenize(texts, templated, tokenizer, rows, column=prompt_key)
+    if images:
+        expanded = [images.expanded(*each) for each in zip(token_ids, pictures, rows)]
+        token_ids, pictures = [ids for ids, _ in expanded], [placed for _, placed in expanded]
     if target_path is None:
         response_ids = [None] * len(rows)
     else:
@@ -136,6 +169,7 @@ def load_prompts(
             response_ids=response_ids[index],
             messages=messages[index],
             source=rows[index].source,
+            images=tuple(pictures[index]),
         )
         for index in np.flatnonzero(kept).tolist()
     ]
@@ -163,9 +197,9 @@ def num_shared(prompts: Sequence[Any], others: Sequence[Prompt]) -> int:
 
 
 def _content(prompt: Prompt) -> bytes:
-    """Return the token ids of a prompt, or of a whole conversation, because many begin equally."""
+    """Return token ids and images of a prompt, or of a whole conversation, because many begin equally."""
     if prompt.response_mask is None or prompt.response_ids is None:
-        return prompt.token_ids.tobytes()
+        return b"".join((prompt.token_ids.tobytes(), *(image.content for image in prompt.images)))
     return np.concatenate([prompt.token_ids, prompt.response_ids]).tobytes()
 
 

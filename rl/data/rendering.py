@@ -31,13 +31,14 @@ def check_rendering(
         chosen = [prompt for prompt in prompts if (prompt.messages is not None) == rendered]
         for prompt in _chosen(chosen, tokenizer):
             expected = _tokens(prompt, tokenizer)
-            if not np.array_equal(prompt.token_ids, expected[-max_prompt_tokens:]):
-                what = _difference(prompt.token_ids, expected, tokenizer)
+            ids = prompt.rendered_ids
+            if not np.array_equal(ids, expected[-max_prompt_tokens:]):
+                what = _difference(ids, expected, tokenizer)
                 raise ValueError(
                     f"prompt check: prompt {prompt.index} of {key} {what}; "
                     f"the {'chat template' if rendered else 'tokenizer'} of {tokenizer.name_or_path} gives "
                     f"{expected[:4].tolist()} ... {expected[-4:].tolist()}, the prompt has "
-                    f"{prompt.token_ids[:4].tolist()} ... {prompt.token_ids[-4:].tolist()}."
+                    f"{ids[:4].tolist()} ... {ids[-4:].tolist()}."
                 )
 
 

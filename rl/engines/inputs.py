@@ -178,7 +178,17 @@ class Inputs:
             overlong=data.overlong_prompts,
             response_key=data.response_key if responses else None,
             max_prompts=max_prompts,
+            images=self._image_reader(),
         )
+
+    def _image_reader(self):
+        """Return what reads the images of rows; None if the run has none."""
+        data, model = self.config.data, self.models["policy"]
+        if not data.image_key:
+            return None
+        from rl.data.images import ImageReader, image_format
+
+        return ImageReader(data.image_key, image_format(model.path, model.hf, max_pixels=data.max_pixels))
 
     def _preferences(self):
         data = self.config.data

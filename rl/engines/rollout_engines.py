@@ -67,6 +67,14 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
         from rl.rollout.bitwise_numerics import BitwiseNumerics
 
         parts.append(BitwiseNumerics())
+    if config.data.image_key:
+        from rl.data.images import image_format
+        from rl.vision.requests import ImageRequests
+
+        path = config.model.path
+        parts.append(
+            ImageRequests(image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels))
+        )
     return parts
 
 

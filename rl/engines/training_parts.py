@@ -40,6 +40,10 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
         adapter = config.adapter if model.name == "policy" else replace(config.adapter, path="")
         in_weights = config.model.numerics == "bitwise" and model.name == "policy"
         parts += adapter_parts(adapter, seed=config.run.seed, in_weights=in_weights)
+    if config.data.image_key and model.name == "policy":
+        from rl.vision.tower import VisionTower  # imports transformers' model
+
+        parts.append(VisionTower(learns=config.model.vision == "train"))
     return parts
 
 

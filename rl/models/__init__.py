@@ -5,6 +5,7 @@ layouts of all weights), and `form` if its layers are not all Megatron's. `_FILE
 docs/extending.md has a worked example.
 """
 
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,9 @@ from rl.models.layout import REPLICATED, Weight
 
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
 _FILES = (*_WITH_BITWISE, seed_oss, smollm3, granite, gemma3, phi3, gpt_oss)
-SUPPORTED = tuple(name for file in _FILES for name in file.ARCHITECTURES)
+VISION = {"Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl"}
+"""Architectures with a vision tower -> their file, which only a run with such a model imports."""
+SUPPORTED = (*(name for file in _FILES for name in file.ARCHITECTURES), *VISION)
 """Architectures by their name in config.json."""
 BITWISE = tuple(name for file in _WITH_BITWISE for name in file.ARCHITECTURES)
 """Those whose layers model.numerics=bitwise computes."""
@@ -67,6 +70,8 @@ def architecture(hf: dict) -> ModuleType:
     Raises ValueError for an unsupported architecture.
     """
     name = hf["architectures"][0]
+    if name in VISION:
+        return importlib.import_module(f"rl.models.{VISION[name]}")
     for file in _FILES:
         if name in file.ARCHITECTURES:
             return file
@@ -82,10 +87,20 @@ def form(hf: dict) -> Form:
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     """Return config.json of a Hugging Face checkpoint directory.
 
+    The keys of `text_config`, if there is one, are also those of the whole; `as_written` undoes it.
+
     key: config key that the ValueError names if there is no such file.
     """
     path = Path(directory, "config.json")
     if not path.is_file():
         problem = "has no config.json" if path.parent.is_dir() else "is not a directory"
         raise ValueError(f"{key}={directory} {problem}; it must be a Hugging Face checkpoint directory.")
-    return json.loads(path.read_text())
+    written = json.loads(path.read_text())
+    if "vision_config" not in written:
+        return written
+    return {**written.get("text_config", {}), **written, "as_written": written}
+
+
+def as_written(hf: dict) -> dict:
+    """Return the content of the file of which `read_hf_config` returned `hf`."""
+    return hf.get("as_written", hf)

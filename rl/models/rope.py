@@ -47,6 +47,7 @@ def rope_parameters(hf: dict, *, local: bool = False) -> dict:
     elif GLOBAL in given:
         given = given[GLOBAL]
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind  # Qwen2.5-VL's name for it, see `axes`
     part = {} if hf.get(PARTIAL) is None else {PARTIAL: hf[PARTIAL]}
     base = next((BASES[name] for name in hf.get("architectures") or () if name in BASES), 10000.0)
     return {"rope_theta": hf.get("rope_theta", base)} | part | given | {"rope_type": kind}
@@ -140,6 +141,15 @@ def frequencies(hf: dict, *, local: bool = False) -> Tensor:
     return 1.0 / powers / (float(rope["factor"]) if rope["rope_type"] == "linear" else 1.0)
 
 
+def axes(hf: dict) -> list[int]:
+    """Return the axis of an image's positions (time, row, column) by which each pair of channels is rotated.
+
+    []: text has one axis. The sections are `mrope_section` (arXiv:2409.12191, section 2.1).
+    """
+    rope = rope_parameters(hf)
+    return [axis for axis, size in enumerate(rope.get("mrope_section") or ()) for _ in range(size)]
+
+
 def magnitude(hf: dict) -> float:
     """Return the factor of cosines and sines, `attention_factor` in transformers; 1 except with YaRN.
 
@@ -166,6 +176,8 @@ def engine_fields(hf: dict) -> dict:
     requires a float.
     """
     rope = {name: value for name, value in rope_parameters(hf).items() if name != "type"}
+    if axes(hf):
+        return {}  # the published parameters, within `text_config`
     if rope["rope_type"] == "yarn":
         rope["original_max_position_embeddings"] = _original_context(hf)
         return {"rope_parameters": rope, "max_position_embeddings": positions(hf)}

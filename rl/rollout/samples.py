@@ -40,6 +40,8 @@ class Request:
     """Number of tokens at the end of the context that were sampled for the same turn before an abort."""
     adapter: int = 0
     """Index of the low-rank adapter of an engine that has several."""
+    images: tuple[np.ndarray, np.ndarray] | None = None
+    """`rl.data.prompts.Prompt.placed_pixels` of the context; None: it has no images."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class PackedRow(PackedSeqParams):
     """This rank's part, if context parallel ranks share the row."""
     routes: Any = None
     """`MicroBatch.routes`."""
+    images: Any = None
+    """`MicroBatch.images`."""
 
     def keys(self, x: Tensor) -> Tensor:
         """Return keys or values of the whole row, [W, ...]. x: those of this rank's part, or of the row.

@@ -94,6 +94,8 @@ class TrainingEngine:
             uses_te=all(part.uses_te for part in self.parts),
             fuses_norms=all(part.fuses_norms for part in self.parts),
         )
+        for part in self.parts:
+            part.extend(hf, chunks)
         self.chunks = [chunk.to(device.torch) for chunk in chunks]
         """Parts of the model on this rank, in the order of their layers: several with `training.vpp`."""
         self.model = model = self.chunks[0] if grid.vpp == 1 else torch.nn.ModuleList(self.chunks)

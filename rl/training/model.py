@@ -89,6 +89,7 @@ class Packed(GPTModel):
             local_rotation=self.rotary.local_of(micro.position_ids),
             position_ids=micro.position_ids,
             routes=micro.routes,
+            images=micro.images,
             part=micro.part,
         )
         request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.masks, micro.teacher)

@@ -34,7 +34,7 @@ class MicroBatch:
     tokens: Tensor
     """int64 [1, T]."""
     position_ids: Tensor
-    """int64 [1, T], restarting at 0 in each sequence."""
+    """int64 [1, T], restarting at 0 in each sequence; [3, T] in a row with images (`rl.vision`)."""
     bounds: Tensor
     """int32 [2]: 0 and T."""
     attention: RowAttention
@@ -66,6 +66,8 @@ class MicroBatch:
     """The teachers' distributions at the response tokens; only for a divergence."""
     routes: Any = None
     """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
+    images: Any = None
+    """Images of the row (`rl.vision.tower.RowImages`), on the first stage; None: there are none."""
     starts: np.ndarray | None = None
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
     part: "Part | None" = None

@@ -23,6 +23,7 @@ from rl.training.weights import WeightMap
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
+    from rl.training.model import Packed
 
 
 class Part:
@@ -40,6 +41,12 @@ class Part:
     """The weights that learn; None: those of the model."""
 
     # Construction
+
+    def extend(self, hf: dict, chunks: list["Packed"]) -> None:
+        """Add modules to this rank's chunks of the model, before its weights are read. Not collective.
+
+        hf: the model's config.json.
+        """
 
     def load(self, weight_map: WeightMap) -> bool:
         """Fill the model's weights instead of its checkpoint; return whether this was done."""

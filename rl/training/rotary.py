@@ -26,6 +26,7 @@ class RowRotary(nn.Module):
         self.fused = fused
         self.frequencies, self.scale = rope.frequencies(hf), rope.magnitude(hf)
         self.local = rope.frequencies(hf, local=True) if rope.has_local(hf) else None
+        self.axes = torch.tensor(rope.axes(hf), dtype=torch.int64, device="cpu")
 
     def local_of(self, position_ids: Tensor) -> Tensor | None:
         """Return `of` for layers with a window, if they have their own frequencies."""
@@ -41,10 +42,16 @@ class RowRotary(nn.Module):
         """Return the rotation of each token: cosines and sines side by side, float32 [T, 1, d].
 
         For fused kernels: the angles, or for MLA's cosines and sines, each float32 [T, 1, 1, d].
+
+        position_ids: int64 [1, T], or of a row with images [3, T] (`rl.models.rope.axes`).
         """
         if self.frequencies.device != position_ids.device:
             self.frequencies = self.frequencies.to(position_ids.device)
-        angles = torch.outer(position_ids.flatten().float(), self.frequencies)
+            self.axes = self.axes.to(position_ids.device)
+        if len(position_ids) > 1:
+            angles = position_ids.float()[self.axes].t() * self.frequencies
+        else:
+            angles = torch.outer(position_ids.flatten().float(), self.frequencies)
         if not self.fused:
             return torch.cat([angles.cos() * self.scale, angles.sin() * self.scale], -1)[:, None]
         whole = torch.cat([angles, angles], -1)[:, None, None]

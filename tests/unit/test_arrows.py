@@ -13,7 +13,7 @@ FLOORS = (
     ("algorithms",),
     ("phases",),
     ("engines", "checkpoint", "agents", "checks"),
-    ("refit",),
+    ("refit", "vision"),
     ("training", "rollout"),
     ("stopping", "faults"),
     ("run_directory", "runtime", "data", "rewards"),

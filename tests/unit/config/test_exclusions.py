@@ -15,6 +15,9 @@ TEACHER = "teacher.self_taught=present teacher.advantage_coef=0.1"
 CHATS = "algorithm=sft data.messages_key=messages data.val=[v.jsonl]"
 TRUNCATE = "rollout_correction.truncate_tokens=2"
 EXAMPLES = {
+    "data.image_key": "data.image_key=images",
+    "training.vpp": "training.vpp=2 training.pp=2",
+    "needs critic": "algorithm=ppo",
     "data.curriculum": "data.curriculum=own:order",
     "data.train_weights": "data.train_weights=[1.0]",
     "run.rollouts": "run.mode=score_only run.rollouts=runs/other",

@@ -16,7 +16,7 @@ from rl.models import SUPPORTED, architecture, form, rope, value_model, value_we
 from rl.models.boxes import extent, index, volume
 from rl.models.files import stored_shapes
 from rl.models.layout import VOCAB, Weight
-from tests.checkpoints import PARTICULAR, PUBLISHED, tiny_config
+from tests.checkpoints import PARTICULAR, PUBLISHED, VISION, tiny_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "models"
 DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
@@ -44,8 +44,8 @@ def published(model: str) -> dict:
 
 
 def test_every_architecture_accepts_its_tiny_model():
-    assert set(SUPPORTED) == PARTICULAR.keys()
-    for name in SUPPORTED:
+    assert set(SUPPORTED) == {*PARTICULAR, *VISION}
+    for name in PARTICULAR:
         architecture(config(name)).check(config(name))
     with pytest.raises(ValueError, match="MambaForCausalLM is not supported; supported are Qwen2ForCausalLM"):
         architecture({"architectures": ["MambaForCausalLM"]})
@@ -228,6 +228,7 @@ PARAMETERS = {
     # The paper counts 15.29e9 without the token embedding and the head.
     "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
+    "qwen2.5-vl-7b": 8_292_166_656,
     "qwen3-32b": pytest.approx(32.76e9, rel=1e-3),
 }
 """Elements as the model cards' safetensors metadata counts them, or as their text rounds them; without

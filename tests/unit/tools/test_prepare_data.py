@@ -359,3 +359,17 @@ def test_rows_of_gsm8k_have_whole_numbers(tmp_path):
     for split in ("train", "test"):
         for number in truths(pq.read_table(tmp_path / f"{split}.parquet").to_pylist()):
             assert number == str(int(number))
+
+
+def test_a_geometry_problem_keeps_its_images(tmp_path):
+    image = {"bytes": b"png", "path": None}
+    records = [{"images": [image], "problem": "<image>Find x.", "answer": "2 \\sqrt{221}"}]
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(records), tmp_path / f"{split}-00000.parquet")
+    main(["geo3k", "--source", str(tmp_path), "--out", str(tmp_path / "out")])
+    (row,) = pq.read_table(tmp_path / "out" / "test.parquet").to_pylist()
+    assert row["images"] == [image] and row["prompt"][0]["content"].startswith("<image>Find x. You FIRST")
+    assert row["reward_model"]["ground_truth"] == "2 \\sqrt{221}"
+    pq.write_table(pa.Table.from_pylist([records[0] | {"images": []}]), tmp_path / "test-00000.parquet")
+    with pytest.raises(SystemExit):
+        main(["geo3k", "--source", str(tmp_path), "--out", str(tmp_path / "other")])

@@ -1,0 +1,263 @@
+"""Images of prompts: the rows' columns, sizes, decoded pixels and the patches of a vision tower.
+
+A row has images in a column such as `images`, and an anchor `<image>` in its messages for each of them, in
+their order (verl's format). In a row without images `<image>` is text. Every rank reads the encoded images;
+pixels are decoded when a request or a micro-batch needs them. Resizing and patches follow transformers'
+Qwen2VLImageProcessorPil bitwise (tests/unit/data/test_images.py).
+"""
+
+import base64
+import binascii
+import functools
+import io
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image as Pillow
+from PIL import ImageOps
+
+from rl.data.reading import Row, describe, first_line
+
+ANCHOR = "<image>"
+MAX_RATIO = 200
+"""Maximum ratio of an image's sides, as in transformers."""
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """What a model's vision tower reads, from config.json and preprocessor_config.json."""
+
+    token_id: int
+    """Token that stands for each output of the tower."""
+    patch: int
+    """Side of a patch, in pixels."""
+    merge: int
+    """Side of the square of patches that gives one token."""
+    frames: int
+    """Frames of a patch; a still image is repeated."""
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def unit(self) -> int:
+        """Side of the square of pixels that gives one token."""
+        return self.patch * self.merge
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) to which an image is resized: multiples of `unit` within the limits.
+
+        It is `smart_resize` of transformers.
+        """
+        if max(height, width) > MAX_RATIO * min(height, width):
+            raise ValueError(f"an image of {width} x {height} pixels has a ratio above {MAX_RATIO}")
+        unit = self.unit
+        rows, columns = round(height / unit) * unit, round(width / unit) * unit
+        if rows * columns > self.max_pixels:
+            factor = math.sqrt(height * width / self.max_pixels)
+            rows, columns = (max(unit, math.floor(n / factor / unit) * unit) for n in (height, width))
+        elif rows * columns < self.min_pixels:
+            factor = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(n * factor / unit) * unit for n in (height, width))
+        return rows, columns
+
+    def patches(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the normalised patches of an image uint8 [H, W, 3], float32 [patches, 3 frames patch^2].
+
+        The patches of one token are adjacent.
+        """
+        height, width, channels = pixels.shape
+        # As in transformers: scaled by 1 / 255, rounded to float32, and normalised.
+        scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+        scaled = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        merge, patch = self.merge, self.patch
+        parts = scaled.reshape(height // self.unit, merge, patch, width // self.unit, merge, patch, channels)
+        parts = parts.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
+        shape = (*parts.shape[:5], self.frames, patch, patch)
+        return np.broadcast_to(parts, shape).reshape(height * width // patch**2, -1)
+
+
+def image_format(directory: str, hf: dict, *, max_pixels: int = 0) -> ImageFormat:
+    """Return the format of the images of a checkpoint. hf: its config.json. max_pixels: 0 for its own limit.
+
+    Raises ValueError for a model without preprocessor_config.json, and for a limit that is too small.
+    """
+    path = Path(directory, "preprocessor_config.json")
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} has no preprocessor_config.json, which says how images are resized and normalised; "
+            "copy it from the published checkpoint."
+        )
+    own, vision = json.loads(path.read_text()), hf["vision_config"]
+    size = own.get("size") or {}
+    smallest = own.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    largest = own.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    found = ImageFormat(
+        hf["image_token_id"],
+        vision["patch_size"],
+        vision["spatial_merge_size"],
+        vision["temporal_patch_size"],
+        smallest,
+        max_pixels or largest,
+        tuple(own["image_mean"]),
+        tuple(own["image_std"]),
+    )
+    if found.max_pixels < (least := max(found.min_pixels, found.unit**2)):
+        raise ValueError(
+            f"data.max_pixels={found.max_pixels} is less than the {least} pixels to which the model enlarges "
+            "small images; use a larger number."
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """One image of a prompt."""
+
+    content: bytes = field(repr=False)
+    """The encoded file."""
+    height: int
+    """In pixels after resizing, as `width`."""
+    width: int
+    format: ImageFormat
+    offset: int = -1
+    """Index of its first token in the prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.height * self.width // self.format.unit**2
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Numbers of rows and columns of patches."""
+        return self.height // self.format.patch, self.width // self.format.patch
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """Decoded and resized, uint8 [height, width, 3]."""
+        return _decoded(self)
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """32-bit hash of `pixels`."""
+        return zlib.crc32(self.pixels)
+
+
+@functools.lru_cache(maxsize=128)
+def _decoded(image: Image) -> np.ndarray:
+    with Pillow.open(io.BytesIO(image.content)) as opened:
+        upright = ImageOps.exif_transpose(opened).convert("RGB")
+    pixels = np.asarray(upright.resize((image.width, image.height), Pillow.Resampling.BICUBIC)).copy()
+    pixels.setflags(write=False)
+    return pixels
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images of rows. column: data.image_key."""
+
+    column: str
+    format: ImageFormat
+
+    def of(self, row: Row) -> list[Image]:
+        """Return the images of a row, [] if it has none. Raises ValueError for one that cannot be read."""
+        value = row.values.get(self.column)
+        if value is None:
+            return []
+        items = value if isinstance(value, list) else [value]
+        return [self._read(item, row, number) for number, item in enumerate(items, start=1)]
+
+    def _read(self, item: Any, row: Row, number: int) -> Image:
+        try:
+            content = _content(item, row.path.parent)
+            with Pillow.open(io.BytesIO(content)) as opened:
+                opened.verify()
+            with Pillow.open(io.BytesIO(content)) as opened:
+                width, height = opened.size
+                if opened.getexif().get(0x0112, 1) >= 5:  # turned by 90 degrees
+                    width, height = height, width
+            return Image(content, *self.format.size(height, width), self.format)
+        except (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
+            raise ValueError(
+                f"{row.place}: image {number} of column {self.column!r} cannot be read: {first_line(error)}."
+            ) from error
+
+    def anchored(self, messages: list[dict] | None, images: Sequence[Image], row: Row) -> list[dict] | None:
+        """Return the messages with a part {type: image} in place of each anchor; unchanged without images.
+
+        Raises ValueError if the numbers of anchors and images differ.
+        """
+        if not images:
+            return messages
+        if messages is None:
+            raise ValueError(
+                f"{row.place}: a prompt with images must be a list of messages, because the chat template "
+                "writes the tokens around an image."
+            )
+        found = [{**message, "content": _parts(message.get("content"))} for message in messages]
+        count = sum(part["type"] == "image" for message in found for part in message["content"])
+        if count != len(images):
+            raise ValueError(
+                f"{row.place}: the prompt has {count} anchors {ANCHOR}, but column {self.column!r} has "
+                f"{len(images)} images; they must agree."
+            )
+        return found
+
+    def expanded(
+        self, token_ids: np.ndarray, images: Sequence[Image], row: Row
+    ) -> tuple[np.ndarray, tuple[Image, ...]]:
+        """Return the prompt with the tokens of its images, int32 [P], and the images with their offsets.
+
+        token_ids: with one token for each image. Raises ValueError if the text has the images' token, too.
+        """
+        if not images:
+            return token_ids, ()
+        places = np.flatnonzero(token_ids == self.format.token_id)
+        if len(places) != len(images):
+            raise ValueError(
+                f"{row.place}: the rendered prompt has {len(places)} tokens {self.format.token_id} for "
+                f"{len(images)} images; remove the images' special token from the text, or use the chat "
+                "template of a vision-language model."
+            )
+        counts = np.ones(len(token_ids), np.int64)
+        counts[places] = [image.num_tokens for image in images]
+        offsets = (counts.cumsum() - counts)[places].tolist()
+        placed = tuple(replace(image, offset=offset) for image, offset in zip(images, offsets))
+        return token_ids.repeat(counts), placed
+
+
+def _parts(content: Any) -> list[dict]:
+    """Return the content of a message as a list of parts, without keys that are None."""
+    if isinstance(content, list):
+        return [{key: value for key, value in part.items() if value is not None} for part in content]
+    parts: list[dict] = []
+    for number, text in enumerate(str(content or "").split(ANCHOR)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _content(item: Any, directory: Path) -> bytes:
+    """Return the encoded file of {bytes, path}, {image: ...}, a path, a data URI, or bytes.
+
+    directory: to which paths are relative.
+    """
+    if isinstance(item, dict):
+        item = next((item[key] for key in ("bytes", "path", "image") if item.get(key) is not None), None)
+    if isinstance(item, bytes):
+        return item
+    if not isinstance(item, str) or item.startswith(("http:", "https:")):
+        raise ValueError(f"it must be bytes, a path or a data URI, not {describe(item)}")
+    if item.startswith("data:"):
+        try:
+            return base64.b64decode(item.partition(";base64,")[2], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"its data URI is not base64: {error}") from error
+    return Path(directory, item.removeprefix("file://")).read_bytes()

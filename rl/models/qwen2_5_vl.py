@@ -1,0 +1,76 @@
+"""Qwen2.5-VL: a vision tower, whose outputs replace the embeddings of image tokens, before a Qwen2.
+
+Every rank of the first pipeline stage holds the whole tower, and so does every rank of an engine.
+"""
+
+from dataclasses import replace
+
+from rl.models import dense, qwen2
+from rl.models.layout import REPLICATED, Weight, rows_from
+from rl.models.rope import rope_parameters
+
+ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
+TOWER = "visual."
+"""Begins the names of the tower's weights in Megatron and vLLM."""
+
+megatron_config = qwen2.megatron_config
+
+
+def check(hf: dict) -> None:
+    """Raise ValueError for a config with an unsupported option."""
+    check_axes(hf, "Qwen2.5-VL")
+    qwen2.check(hf)
+    if hf["vision_config"].get("hidden_act", "silu") != "silu":
+        raise ValueError("Qwen2.5-VL with another activation than silu in its vision tower is not supported.")
+
+
+def check_axes(hf: dict, family: str) -> None:
+    """Raise ValueError unless the rotary embedding is the plain one with three axes."""
+    rope = rope_parameters(hf)
+    if rope["rope_type"] != "default" or len(rope.get("mrope_section") or ()) != 3:
+        raise ValueError(
+            f"{family} with rope_type {rope['rope_type']} and mrope_section {rope.get('mrope_section')} is "
+            "not supported; only the published default with three sections is."
+        )
+
+
+def weights(hf: dict) -> list[Weight]:
+    """Return every parameter: those of the tower, then those of the text model."""
+    text = [replace(w, vllm=f"language_model.{w.vllm}") for w in dense.weights(hf, qkv_bias=True)]
+    return [*tower(hf["vision_config"]), *text]
+
+
+def tower(vision: dict) -> list[Weight]:
+    """Return the weights of the tower. `D` its width, `F` its intermediate size, `m` patches per token."""
+    width, ffn, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
+    size, frames = vision["patch_size"], vision["temporal_patch_size"]
+    channels = vision.get("in_channels", vision.get("in_chans", 3))
+    out = [in_tower("patch_embed.proj.weight", (width, channels, frames, size, size))]
+    for layer in range(vision["depth"]):
+        block = f"blocks.{layer}."
+        out += [in_tower(f"{block}{name}.weight", (width,)) for name in ("norm1", "norm2")]
+        out += linear(f"{block}attn.qkv", 3 * width, width) + linear(f"{block}attn.proj", width, width)
+        for number, name in enumerate(("gate_proj", "up_proj")):  # vLLM holds both in one parameter
+            fused = dict(vllm=f"{block}mlp.gate_up_proj", first_row=number * ffn)
+            out += linear(f"{block}mlp.{name}", ffn, width, **fused)
+        out += linear(f"{block}mlp.down_proj", width, ffn)
+    out.append(in_tower("merger.ln_q.weight", (width,)))
+    out += linear("merger.mlp.0", merged * width, merged * width)
+    return out + linear("merger.mlp.2", vision["out_hidden_size"], merged * width)
+
+
+def linear(name: str, rows: int, columns: int, *, vllm: str = "", first_row: int = 0) -> list[Weight]:
+    """Return weight [rows, columns] and bias [rows] of a layer of the tower.
+
+    vllm: the name of vLLM's layer, if it is another; `first_row`: where it holds this one.
+    """
+    cut = rows_from(first_row) if vllm else REPLICATED
+    return [
+        in_tower(f"{name}.{kind}", shape, vllm=f"{vllm or name}.{kind}", cut=cut)
+        for kind, shape in (("weight", (rows, columns)), ("bias", (rows,)))
+    ]
+
+
+def in_tower(name: str, shape: tuple[int, ...], *, vllm: str = "", cut=REPLICATED) -> Weight:
+    """Return a weight of the tower, given its name within it."""
+    return Weight((TOWER + name,), (shape,), TOWER + name, TOWER + (vllm or name), cut, first_stage=True)

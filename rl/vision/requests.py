@@ -1,0 +1,137 @@
+"""Images in the generation engine: vLLM encodes the pixels that the trainer will read.
+
+vLLM is given the patches of `rl.data.images` instead of files, so that neither its processor nor torchvision
+is needed and both sides compute with the same numbers. Each rank of a replica holds the whole tower.
+"""
+
+import hashlib
+import importlib.util
+import sys
+
+import numpy as np
+import torch
+
+from rl.data.held import PIXELS
+from rl.data.images import ImageFormat
+from rl.rollout.calls import Call
+from rl.rollout.parts import Part
+from rl.rollout.samples import Request
+
+MAX_IMAGES = 1024
+"""Maximum number of images of a prompt; its tokens are limited by data.max_prompt_tokens."""
+
+
+class ImageRequests(Part):
+    """Gives requests their images, and completions the held column PIXELS on the replica's leader."""
+
+    def __init__(self, format: ImageFormat):
+        self.format = format
+        self._pixels: dict[str, np.ndarray] = {}
+        """Those of running requests, by name."""
+
+    def options(self, engine):
+        _replace_processor(engine.hf["architectures"][0], self.format)
+        return dict(
+            limit_mm_per_prompt={"image": MAX_IMAGES},
+            mm_encoder_tp_mode="data",
+            mm_device_do_normalize=False,  # the patches are normalised
+            mm_processor_cache_gb=0,
+            skip_mm_profiling=not engine.device.is_cuda,
+        )
+
+    def begin(self, engine):
+        self._pixels.clear()
+
+    def request(self, engine, request: Request, call: Call):
+        self._pixels[request.name] = np.zeros(0, np.uint8)
+        if request.images is not None:
+            places, pixels = request.images
+            self._pixels[request.name] = pixels
+            call.prompt |= image_input(self.format, call.prompt["prompt_token_ids"], places, pixels)
+
+    def completion(self, engine, internal_id, output):
+        pixels = self._pixels.pop(internal_id.rpartition("-")[0])
+        return {PIXELS: pixels} if engine.leads else {}
+
+    def weights_changed(self, engine):
+        engine.llm.llm_engine.reset_mm_cache()
+        engine.llm.llm_engine.reset_encoder_cache()
+
+
+def image_input(format: ImageFormat, token_ids: list[int], places: np.ndarray, pixels: np.ndarray) -> dict:
+    """Return vLLM's input of a prompt with images.
+
+    places: int32 [images, 3]: index of the first token, height and width. pixels: those of all images.
+    """
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    sizes = [height * width * 3 for _, height, width in places.tolist()]
+    parts = np.split(pixels, np.cumsum(sizes)[:-1])
+    patches, grids, hashes, ranges = [], [], [], []
+    for (offset, height, width), part in zip(places.tolist(), parts, strict=True):
+        patches.append(format.patches(part.reshape(height, width, 3)))
+        grids.append((1, height // format.patch, width // format.patch))
+        hashes.append(
+            hashlib.blake2b(part.tobytes(), digest_size=16, salt=b"%dx%d" % (height, width)).hexdigest()
+        )
+        ranges.append(PlaceholderRange(offset=offset, length=height * width // format.unit**2))
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(
+            "image", torch.tensor([len(p) for p in patches])
+        ),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    values = {
+        "pixel_values": torch.from_numpy(np.concatenate(patches)),
+        "image_grid_thw": torch.tensor(grids),
+    }
+    items = MultiModalKwargsItems.from_hf_inputs(values, fields)
+    return dict(mm_input(token_ids, items, {"image": hashes}, {"image": ranges}))
+
+
+def _replace_processor(architecture: str, format: ImageFormat) -> None:
+    """Let vLLM build the model without its processor, which needs torchvision: only `image_input` is used."""
+    from vllm import ModelRegistry
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
+
+    if importlib.util.find_spec("torchvision") is None:
+        # vLLM's model imports a function from there, which is also in Pillow's version.
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pillows
+
+        sys.modules.setdefault(pillows.__name__.replace("_pil_", "_"), pillows)
+    side = max(1, int((format.max_pixels**0.5) // format.unit))  # of the largest square image, in tokens
+
+    class Info(BaseProcessingInfo):
+        def get_supported_mm_limits(self):
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, seq_len, mm_counts):
+            return {"image": min(format.max_pixels // format.unit**2, seq_len)}
+
+    class Dummy(BaseDummyInputsBuilder):
+        def get_dummy_text(self, mm_counts):
+            raise NotImplementedError
+
+        def get_dummy_mm_data(self, seq_len, mm_counts, mm_options):
+            raise NotImplementedError
+
+    class Processor(BaseMultiModalProcessor):
+        def get_dummy_mm_inputs(self, mm_counts, *, cache=None, scheduler_config=None):
+            """Return a prompt of one image of the largest size, for vLLM's estimate of its memory."""
+            height = width = side * format.unit
+            tokens = [format.token_id] * side**2
+            pixels = np.zeros(height * width * 3, np.uint8)
+            return image_input(format, tokens, np.array([(0, height, width)]), pixels)
+
+        def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):
+            raise NotImplementedError
+
+        def _get_prompt_updates(self, mm_items, hf_processor_mm_kwargs, out_mm_kwargs):
+            raise NotImplementedError
+
+    model = ModelRegistry.models[architecture].load_model_cls()
+    if "_processor_factory" in vars(model):
+        del model._processor_factory
+    MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummy)(model)

@@ -1,0 +1,174 @@
+"""The vision tower in training: a part of the policy's first pipeline stage.
+
+The tower is that of transformers. Every tensor parallel rank computes it whole, so that its gradient needs no
+sum over them. Its outputs replace the embeddings of the images' tokens before the row is divided (sequence
+parallelism). Positions are computed on every stage, from the prompts alone.
+
+The engine's samples come with the pixels that the engine saw, a held column (uint8), which only ranks of the
+first stage receive. They are compared with those of the prompt that the rank reads itself. Responses in the
+data have no such column; their pixels are those of the prompt.
+"""
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from rl.data.batch import Batch
+from rl.data.held import PIXELS
+from rl.data.images import Image
+from rl.models.qwen2_5_vl import TOWER
+from rl.training.packing import MicroBatch
+from rl.training.parts import Part
+from rl.vision.positions import row_positions
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
+
+
+class WrongImages(RuntimeError):
+    """Raised if the images that came with a sample are not those of its prompt."""
+
+
+@dataclass
+class RowImages:
+    """Images of a packed row."""
+
+    images: list[Image]
+    pixels: list[np.ndarray]
+    """Those of each image, uint8 [height, width, 3]."""
+    places: Tensor
+    """int64 [n]: positions in the row of the tower's outputs."""
+
+    def patches(self) -> Tensor:
+        """Return the patches of all images, float32 [patches, channels], on the CPU."""
+        parts = [image.format.patches(own) for image, own in zip(self.images, self.pixels)]
+        return torch.from_numpy(np.concatenate(parts))
+
+    def grids(self) -> Tensor:
+        """Return frames, rows and columns of patches of each image, int64 [images, 3]."""
+        return torch.tensor([(1, *image.grid) for image in self.images])
+
+
+class VisionTower(Part):
+    """Lets a policy read images. learns: whether the tower is trained, too."""
+
+    needs = {PIXELS: lambda stage: slice(None) if stage == 0 else None}
+
+    def __init__(self, *, learns: bool):
+        self.learns = learns
+        self._tower: torch.nn.Module | None = None
+        self._row: RowImages | None = None
+        """Images of the micro-batch that runs."""
+
+    def extend(self, hf, chunks):
+        """Build the tower on the first stage, and merge its outputs after the embedding."""
+        [first, *_] = chunks
+        if not first.pre_process:
+            return
+        with torch.random.fork_rng(devices=[]):
+            first.visual = self._tower = _tower_class(hf)._from_config(
+                _vision_config(hf), dtype=first.config.params_dtype, attn_implementation="sdpa"
+            )
+        self._tower.requires_grad_(self.learns)
+        # The row is divided after the images are in it.
+        embedding = first.embedding
+        for module in (embedding, embedding.word_embeddings):
+            module.reduce_scatter_embeddings = False
+        embedding.scatter_to_sequence_parallel = False
+        embedding.register_forward_hook(self._merge)
+        first.register_forward_pre_hook(self._take_row, with_kwargs=True)
+        self._config, self._group = first.config, first.pg_collection.tp
+
+    def attach(self, engine: "TrainingEngine") -> None:
+        if self.learns:
+            return
+        whole = engine.weight_map
+        text = [weight for weight in whole.weights if not weight.megatron.startswith(TOWER)]
+        own = {name: tensor for name, tensor in whole.parameters.items() if TOWER not in name}
+        self.learned_map = whole.over(text, own)
+
+    def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
+        """Return the row with the positions of its tokens and, on the first stage, its images."""
+        images = [batch.prompts[group].images for group in batch.groups[row.samples].tolist()]
+        if not any(images):
+            return row
+        assert row.starts is not None
+        prompts, device = batch.prompt_lengths[row.samples].numpy(), row.tokens.device
+        lengths = np.stack([prompts, batch.lengths[row.samples].numpy()])
+        positions = row_positions(row.tokens.numel(), row.starts, lengths, images)
+        row = replace(row, position_ids=torch.from_numpy(positions).to(device))
+        return row if self._tower is None else replace(row, images=_images_of(batch, row, images))
+
+    def _take_row(self, module, args, options) -> None:
+        self._row = options["packed_seq_params"].images
+
+    def _merge(self, module, args, out: Tensor) -> Tensor:
+        """Return the embeddings [T, 1, H] with the tower's outputs, or this rank's part of them."""
+        assert self._tower is not None
+        row, self._row = self._row, None
+        if row is not None:
+            with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
+                patches, grids = (x.to(out.device) for x in (row.patches(), row.grids()))
+                outputs = self._tower(patches, grid_thw=grids).pooler_output
+            places = row.places.to(out.device)
+            out = out.index_copy(0, places, outputs.to(out.dtype)[:, None])
+        elif self.learns and torch.is_grad_enabled():  # every parameter must have a gradient
+            out = out + sum(parameter.sum() for parameter in self._tower.parameters()) * 0.0
+        if self._config.sequence_parallel:
+            out = tensor_parallel.scatter_to_sequence_parallel_region(out, group=self._group)
+        return out
+
+
+def _tower_class(hf: dict) -> type:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+
+    return modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
+
+
+def _vision_config(hf: dict):
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+
+    return Qwen2_5_VLVisionConfig(**hf["vision_config"])
+
+
+def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[Image, ...]]) -> RowImages:
+    """Return the images of a row. Samples that share a prompt share its images."""
+    assert row.starts is not None
+    found: dict[int, tuple[Image, np.ndarray]] = {}
+    for sample, start, own in zip(row.samples, row.starts[0].tolist(), images, strict=True):
+        for image, pixels in zip(own, _pixels_of(batch, sample, own)):
+            found[start + image.offset] = image, pixels
+    places = [np.arange(place, place + image.num_tokens) for place, (image, _) in found.items()]
+    return RowImages(
+        [image for image, _ in found.values()],
+        [pixels for _, pixels in found.values()],
+        torch.from_numpy(np.concatenate(places)),
+    )
+
+
+def _pixels_of(batch: Batch, sample: int, images: tuple[Image, ...]) -> list[np.ndarray]:
+    """Return the pixels of a sample's images, those that came with it if the engine generated it.
+
+    Raises WrongImages if these are not the prompt's.
+    """
+    if PIXELS not in batch.held:
+        return [image.pixels for image in images]
+    values, sizes = batch.held[PIXELS].local[sample], [image.height * image.width * 3 for image in images]
+    if len(values) != sum(sizes):
+        raise WrongImages(
+            f"image check: sample {sample} came with {len(values)} bytes of pixels, but the {len(images)} "
+            f"images of its prompt have {sum(sizes)}: an image is missing, doubled, or of another size."
+        )
+    parts = np.split(values, np.cumsum(sizes)[:-1]) if images else []
+    for number, (part, image) in enumerate(zip(parts, images), start=1):
+        if zlib.crc32(part) != image.digest:
+            raise WrongImages(
+                f"image check: image {number} of sample {sample} has other pixels than that of its prompt: "
+                "images were exchanged on the way, or ranks decode the file differently."
+            )
+    return [part.reshape(image.height, image.width, 3) for part, image in zip(parts, images)]

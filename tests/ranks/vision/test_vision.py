@@ -1,0 +1,47 @@
+"""Models with a vision tower: transformers, Megatron in all layouts and vLLM after a refit agree."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import bounds
+from tests.checkpoints import SIZES, VISION, save_tiny
+from tests.ranks.training.test_parity import assert_same_tensors
+from tests.spawn import run_ranks
+
+WORKER = Path(__file__).parent / "vision_worker.py"
+LAYERS = 4  # of the text model and the tower
+LOGPROB = bounds.of_logits(LAYERS, SIZES["hidden_size"])
+GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
+EACH = pytest.mark.parametrize("architecture", VISION)
+
+
+def run_vision(directory: Path, architecture: str, world_size: int, vision: str, *layouts: str) -> dict:
+    checkpoints = [save_tiny(architecture, directory / name, seed=seed) for seed, name in enumerate("ab")]
+    rollout_tp = min(world_size, 2)
+    run_ranks(world_size, WORKER, *checkpoints, directory, rollout_tp, vision, *layouts, timeout=500)
+    results = json.loads((directory / "out.json").read_text())
+    for case, found in results.items():
+        assert found["sampled_tokens"] > 50
+        for side in ("megatron", "vllm", "gap"):
+            assert found[side] <= LOGPROB * found["largest"], (case, side, found[side])
+        received, planned = found["bytes"]
+        # Of two ranks that share a replica, the first generates, and it is the first stage.
+        assert received == planned and (received > 0) == (world_size > 2)
+        assert found.get("gradient", 0.0) <= GRADIENT, case
+        if "tower_moved" in found:
+            assert (found["tower_moved"] > 0) == (vision == "train")
+    return results
+
+
+@pytest.mark.slow
+@EACH
+def test_every_layout_serves_replicas_of_tp_2(tmp_path, architecture):
+    run_vision(tmp_path, architecture, 4, "train", "1x1", "2x1", "1x2", "2x2")
+    assert_same_tensors(tmp_path / "export", tmp_path / "b")
+
+
+def test_a_frozen_tower_gets_no_gradient(tmp_path):
+    """The tower of weights a is written over that of weights b: a stale cache of images would be seen."""
+    run_vision(tmp_path, "Qwen2_5_VLForConditionalGeneration", 2, "frozen", "1x2")

@@ -1,0 +1,100 @@
+"""Runs with images: learning, resuming and exporting; runs without them import nothing of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.checkpoints import assert_same_checkpoint
+from tests.records import comparable
+from tests.spawn import run_ranks
+from tests.toy import train
+from tools.make_image_toy import make_image_toy
+
+SCRIPT = Path(__file__).parent / "text_imports.py"
+GRPO = (
+    "algorithm=grpo",
+    "validation.loss=false",
+    "validation.greedy=true",
+    "training.optimizer.lr=3.0e-4",
+    "objective.entropy_coef=0.02",
+    "rollout.samples_per_prompt=16",
+    "rollout.deterministic=true",
+    "rollout.cpu_kv_cache_mib=64",
+    "reward.workers=1",
+)
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory) -> Path:
+    return make_image_toy(tmp_path_factory.mktemp("squares"), rows=2000)
+
+
+def write_config(directory: Path, squares: Path) -> Path:
+    """Return the config of a supervised run on the squares."""
+    config = {
+        "algorithm": "sft",
+        "run": {"name": "squares", "max_steps": 30},
+        "model": {"path": f"{squares}/model", "dtype": "float32", "vision": "train"},
+        "data": {
+            "train": [f"{squares}/train.parquet"],
+            "val": [f"{squares}/test.parquet"],
+            "image_key": "images",
+            "max_prompt_tokens": 32,
+            "prompts_per_step": 32,
+        },
+        "training": {"micro_batch_tokens": 2048, "optimizer": {"lr": 1.0e-3}},
+        "rollout": {"max_response_tokens": 8},
+        "validation": {"every": 30},
+        "logging": {"tensorboard": False},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.dump(config))
+    return path
+
+
+def test_a_text_run_imports_nothing_of_images(config, tmp_path):
+    run_ranks(1, SCRIPT, tmp_path / "out", "--config", config, "run.max_steps=1")
+    assert (tmp_path / "out").read_text() == ""
+
+
+@pytest.mark.slow
+def test_colours_are_learned_from_images_only(tmp_path, squares):
+    config = write_config(tmp_path, squares)
+    shuffled = f"data.train=[{squares}/shuffled.parquet]"
+    *_, learned = train(1, config, "run.max_steps=60", run=tmp_path / "sft")
+    assert learned["val/loss"] < 0.05
+    # It answers with some colour: -ln(1/4) over five or six tokens.
+    *_, guessed = train(1, config, shuffled, "checkpoint.export_hf=true", run=tmp_path / "start")
+    assert guessed["val/loss"] > 0.2
+    start = f"model.path={tmp_path / 'start' / 'hf'}"
+    for data, run in (((), "grpo"), ((shuffled,), "grpo-shuffled")):
+        found = train(
+            1, config, start, *GRPO, *data, "run.max_steps=60", "validation.every=60", run=tmp_path / run
+        )
+        accuracy = [each for record in found for name, each in record.items() if "/acc/mean@1" in name]
+        assert accuracy[0] < 0.4
+        assert accuracy[-1] >= 0.9 if run == "grpo" else accuracy[-1] < 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["train", "frozen"])
+def test_a_resumed_run_continues_exactly(tmp_path, squares, vision):
+    config = write_config(tmp_path, squares)
+    keys = (
+        *GRPO,
+        f"model.vision={vision}",
+        "checkpoint.every=2",
+        "checkpoint.keep_last=0",
+        "validation.every=0",
+    )
+    keys += ("data.prompts_per_step=8", "rollout.samples_per_prompt=4", "training.pp=2")
+    whole = train(2, config, *keys, "run.max_steps=3", run=tmp_path / "whole")
+    train(2, config, *keys, "run.max_steps=2", run=tmp_path / "parts")
+    train(2, config, *keys, "run.max_steps=3", run=tmp_path / "parts")
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+    assert_same_checkpoint(*(tmp_path / name / "checkpoints" / "step_000003" for name in ("whole", "parts")))
+    assert whole[-1]["perf/held_bytes_received"] == whole[-1]["perf/held_bytes_planned"]
+    exported = train(2, config, *keys, "run.max_steps=3", "checkpoint.export_hf=true", run=tmp_path / "parts")
+    assert exported and json.loads((tmp_path / "parts" / "hf" / "config.json").read_text())["vision_config"]
