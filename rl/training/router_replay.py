@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 
-MAX_MISMATCH = 0.5
-"""Maximum share of (token, layer) for which the present router may choose other experts than the routes.
-Rounding and updates change the choice for a few per cent; routes of other tokens nearly always differ."""
+MAX_MISMATCH, MAX_OF_NEIGHBOURS = 0.2, 0.9
+"""Limits on the share of (token, layer) for which the present router chooses other experts than the routes:
+one absolute, one relative to the share with the routes of the neighbouring token. Rounding changes few
+choices and updates some, but routes of other tokens, layers or samples fit no better than a neighbour's."""
 
 
 class WrongRoutes(RuntimeError):
@@ -54,8 +55,9 @@ class Routes:
     chosen: set[int] = field(default_factory=set)
     """Layers whose choice is in `experts`."""
     counts: Tensor | None = None
-    """Sums to which the first pass over each layer adds, float64 [2]: the number of given tokens for which
-    the present router selects other experts, and that of all given tokens. None: not counted."""
+    """Sums to which the first pass over each layer adds, float64 [4]: the number of given tokens for which
+    the present router selects other experts than those given, the numbers for which it selects others than
+    those of the token before and of the token after, and that of all given tokens. None: not counted."""
     counted: set[int] = field(default_factory=set)
     """Layers that `counts` includes."""
 
@@ -68,8 +70,10 @@ class Routes:
         chosen = torch.where(self.given, self.experts[layer].long(), own)
         if self.counts is not None and layer not in self.counted:
             self.counted.add(layer)
-            different = (chosen.sort().values != own.sort().values).any(-1).sum()
-            self.counts += torch.stack([different, self.given.sum()])
+            given, own_sets = self.given.flatten(), own.sort().values
+            sets = chosen.sort().values
+            others = [(given & (sets.roll(shift, 0) != own_sets).any(-1)).sum() for shift in (0, 1, -1)]
+            self.counts += torch.stack([*others, given.sum()])
         return chosen
 
 
@@ -119,7 +123,7 @@ class RouterReplay(Part):
         for number, layer in enumerate(layers):
             layer.mlp.router.router_replay = LayerReplay(number)
             layer.register_forward_pre_hook(_give_routes, with_kwargs=True)
-        self._counts = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._counts = torch.zeros(4, dtype=torch.float64, device=self._device)
         """`Routes.counts` of the engine's routes since the last call of `metrics`."""
         self.needs = {"routes": self.need} if self.mode == "engine" else {}
 
@@ -193,14 +197,14 @@ class RouterReplay(Part):
         """
         if not self.needs:
             return {}
-        different, given = sum_over_world(self._counts.cpu(), self._device).tolist()
+        different, before, after, given = sum_over_world(self._counts.cpu(), self._device).tolist()
         self._counts.zero_()
-        mismatch = different / max(given, 1.0)
-        if mismatch > MAX_MISMATCH:
+        mismatch, of_neighbours = different / max(given, 1.0), min(before, after)
+        if mismatch > MAX_MISMATCH and different > MAX_OF_NEIGHBOURS * of_neighbours:
             raise WrongRoutes(
                 f"the present router chooses other experts for {mismatch:.0%} of the tokens and layers than "
-                "those recorded for the engine, more than rounding and updates explain: the "
-                "routes are those of other tokens, layers or samples."
+                f"those recorded for the engine, and for {of_neighbours / given:.0%} than those of the "
+                "neighbouring token: the routes are those of other tokens, layers or samples."
             )
         return {"training/router_mismatch": mismatch}
 

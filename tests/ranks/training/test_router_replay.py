@@ -37,7 +37,6 @@ def test_trainer_uses_the_experts_of_the_engine(tmp_path, name, engine, layouts,
             # Tokens of another position or sample would mostly have other experts.
             assert own["without"] < 0.2 if dtype == "bfloat16" else own["without"] < 0.01
         if dtype == "bfloat16":
-            assert found[0]["without"] > 0
             continue
         assert sum(own["calls"] for own in found) > 0
         for own in found:
