@@ -139,8 +139,9 @@ def hf_logprobs(model, batch: Batch, *, by_place: bool = False) -> torch.Tensor:
     return torch.cat(found)
 
 
-def gradient_of(trainer, batch: Batch) -> dict[str, torch.Tensor]:
-    """The gradient of the sum of log-probs, from an optimizer step that is gradient descent."""
+def gradient_of(trainer, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The gradient of the sum of log-probs, from an optimizer step that is gradient descent, and the error by
+    which the weights round it."""
     before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
 
@@ -149,7 +150,10 @@ def gradient_of(trainer, batch: Batch) -> dict[str, torch.Tensor]:
         return loss, {"loss": loss}
 
     trainer.update(batch, plan, minus_logprobs, lr=EPS)
-    return {name: tensor - before[name] for name, tensor in trainer.full_weights()}
+    after = dict(trainer.full_weights())
+    eps = torch.finfo(torch.float32).eps
+    rounding = {name: float(tensor.norm()) * eps for name, tensor in after.items()}
+    return {name: tensor - before[name] for name, tensor in after.items()}, rounding
 
 
 def main(checkpoint_a, checkpoint_b, out_dir, rollout_tp, vision, *layouts) -> None:
@@ -211,14 +215,19 @@ def main(checkpoint_a, checkpoint_b, out_dir, rollout_tp, vision, *layouts) -> N
                 results[f"{layout} {name}"] = sides
             if layout == layouts[-1]:
                 export_hf(trainer, checkpoint_b, f"{out_dir}/export")
-            found = gradient_of(trainer, batch)
+            found, rounding = gradient_of(trainer, batch)
             if RANKS.rank == 0:
                 towers = {name for name in gradient if "visual." in name}
                 learned = gradient.keys() - (towers if vision == "frozen" else set())
+                differences = {
+                    n: (float((found[n] - gradient[n]).norm()) - rounding[n])
+                    / (float(gradient[n].norm()) + 1e-3)
+                    for n in learned
+                }
+                worst = max(differences, key=lambda n: differences[n])
                 results[f"{layout} b"] |= {
-                    "gradient": max(
-                        float((found[n] - gradient[n]).norm() / (gradient[n].norm() + 1e-3)) for n in learned
-                    ),
+                    "gradient": differences[worst],
+                    "worst_gradient": worst,
                     "tower_moved": max(float(found[n].norm()) for n in towers),
                 }
     if RANKS.rank == 0:
