@@ -14,7 +14,7 @@ from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, rope, sizes, value_model, value_weights
-from rl.models.layout import VOCAB, Weight
+from rl.models.layout import Weight
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Directory of published config.json files, for models whose checkpoints are on other machines."""
@@ -65,14 +65,14 @@ class Model:
         """Number of parameters in the products of one token.
 
         Of the routed experts, only those of the token count. The token embedding counts only if it is also
-        the head.
+        the head, and a vision tower not at all, because only patches of images pass it.
         """
         total = 0
         for part in self.parts:
             weight = part.weight
             if weight.expert is not None:
                 total += part.elements * self.experts_per_token // self.num_experts
-            elif weight.cut is not VOCAB or not weight.first_stage or weight.tied_to_head:
+            elif not weight.first_stage or weight.tied_to_head:
                 total += part.elements
         return total
 

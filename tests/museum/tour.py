@@ -37,16 +37,20 @@ MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
+    "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
 }
 """Name -> architecture and options of tools/tiny_models.py: random models of 2 or 3 layers."""
 SAVE_TOY = """
 import sys
 from pathlib import Path
+import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.toy import save_toy
+from tools.make_image_toy import rows_of
 from tools.make_toy import write_split
 
 toy = save_toy(Path(sys.argv[1]))
+pq.write_table(pa.Table.from_pylist(rows_of("train", 4, 0)), toy / "squares.parquet")
 write_split(toy / "long.parquet", "train", [(10 ** 70 + i, 10 ** 70) for i in range(4)])
 """
 SAVE_MODEL = """
