@@ -3,6 +3,7 @@
     python tools/make_tasks.py reasoning-gym --name chain_sum,countdown --out DIR
     python tools/make_tasks.py reasoning-gym --name chain_sum --options '{"max_terms": 3}' --out DIR
     python tools/make_tasks.py seeds --name game:GuessTheNumber-v0-easy --out DIR
+    python tools/make_tasks.py harbor --options '{"tasks": "DIRECTORY"}' --num-test 8 --out DIR
     PYTHON tools/make_tasks.py verifiers --options '{"taskset": {"id": "my-taskset"}}' --out DIR
 
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
@@ -11,6 +12,8 @@ Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test r
                    rl.agents.integrations.reasoning_gym
     seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
                    for gem, textarena, and any environment that makes its task from a seed
+    harbor         the directories below "tasks" in --options, in the format of Harbor or Terminal-Bench; for
+                   rl.agents.integrations.harbor. The first ones are test.jsonl's
     verifiers      the tasks of the taskset in --options, which is verifiers' block [env]; PYTHON is the
                    interpreter that has verifiers. The first tasks are test.jsonl's
 """
@@ -65,15 +68,25 @@ def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
         yield row(env["taskset"]["id"], prompt, "", task=task, index=i)
 
 
+def harbor_rows(options: Row) -> Iterator[Row]:
+    """Yield a row per task directory. Raises ValueError for a task that cannot be run."""
+    from rl.agents.integrations.harbor import is_task, read_task
+
+    top = Path(options.get("tasks", "")).resolve()
+    for i, path in enumerate(sorted(path for path in top.iterdir() if is_task(path))):
+        yield row(top.name, read_task(path).instruction, "", task=str(path), index=i)
+
+
 def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:
     """Return the rows of each split. Raises ValueError for options that do not fit."""
     kind, names, options = arguments.kind, arguments.name.split(","), json.loads(arguments.options)
     sizes = {"test": arguments.num_test, "train": arguments.num_train}
-    if kind == "verifiers":
-        rows = list(verifiers_rows(options, sum(sizes.values())))
+    if kind in ("harbor", "verifiers"):
+        found = harbor_rows(options) if kind == "harbor" else verifiers_rows(options, sum(sizes.values()))
+        rows = list(islice(found, sum(sizes.values())))
         if len(rows) <= sizes["test"]:
             raise ValueError(
-                f"--num-test={sizes['test']} leaves no tasks for training, because the taskset has only "
+                f"--num-test={sizes['test']} leaves no tasks for training, because there are only "
                 f"{len(rows)}; use a smaller --num-test."
             )
         return {"test": rows[: sizes["test"]], "train": rows[sizes["test"] :]}
@@ -93,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("kind", choices=("reasoning-gym", "seeds", "verifiers"))
+    parser.add_argument("kind", choices=("harbor", "reasoning-gym", "seeds", "verifiers"))
     parser.add_argument("--name", default="", help="generators or env_ids, separated by commas")
     parser.add_argument("--options", default="{}", help="JSON object")
     parser.add_argument("--out", type=Path, required=True)

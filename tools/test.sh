@@ -9,9 +9,9 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 bash tools/install_cpu.sh --mpi
 
-# tests/slurm starts a Slurm cluster on this machine and runs shellcheck; without these programs its tests are skipped.
-packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge shellcheck)
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v shellcheck; } >/dev/null; then
+# tests/slurm starts a Slurm cluster on this machine and runs shellcheck, and tests of containers start some; without these programs its tests are skipped.
+packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge shellcheck charliecloud bubblewrap squashfs-tools)
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v shellcheck && command -v ch-run && command -v bwrap; } >/dev/null; then
     echo "test: apt-get install ${packages[*]}"
     { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}"; } >/dev/null ||
         echo "test: they could not be installed (above); tests that need them will be skipped" >&2

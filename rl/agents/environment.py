@@ -278,7 +278,7 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
 
     Raises ValueError, with the config's key, for what is missing or cannot be used.
     """
-    cls, methods = None, {}
+    cls, methods, kwargs = None, {}, dict(spec.kwargs)
     if spec.environment:
         key = f"{spec.key}.environment={spec.environment!r}"
         cls = load_function(spec.environment, key=f"{spec.key}.environment")
@@ -287,11 +287,15 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
                 f"{key} must name a class, not a {type(cls).__name__}; name tools in agents.tools."
             )
         try:
-            inspect.signature(cls).bind(**spec.kwargs)
+            if "container" in inspect.signature(cls).parameters:
+                kwargs = {"container": spec.container, **kwargs}
+            inspect.signature(cls).bind(**kwargs)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{key} does not accept {spec.key}.kwargs={dict(spec.kwargs)}: {error}."
             ) from error
+        if hasattr(cls, "prepare"):
+            cls.prepare(**kwargs)
         has_tools = not hasattr(cls, "step") and not hasattr(cls, "run")
         methods = {
             name: make_tool(method, key=key, is_method=True)
@@ -313,4 +317,4 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
                 f"{tool.key}={tool.function!r}: a second tool has the name {made.name}; rename it."
             )
         functions[made.name] = configured
-    return LoadedEnvironment(cls, spec.kwargs, functions, methods)
+    return LoadedEnvironment(cls, kwargs, functions, methods)

@@ -3,14 +3,13 @@
 import logging
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from rl.agents.chat import Chat
 from rl.agents.pool import EnvironmentPool
-from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
 from rl.config.schema import Config
 from rl.data.prompts import end_token_ids
@@ -97,8 +96,12 @@ def start_environments(config: Config, tokenizer) -> Environments | None:
         template_kwargs=agents.template_kwargs,
     )
     log.info("tokens between turns: %s", chat.description)
+    if agents.container.image:
+        from rl.sandbox.container import describe
+
+        log.info("%s", describe(**asdict(agents.container)))
     pool = EnvironmentPool(
-        make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources),
+        agents.plan,
         workers=agents.workers or default_workers(leaders),
         timeout_s=agents.timeout_s,
         memory_mib=agents.memory_mib,

@@ -20,6 +20,8 @@ from typing import Any
 from rl.config.functions import FORM
 
 SOURCE_KEYS = ("environment", "kwargs", "tools")
+CONTAINER_ENVIRONMENT = "rl.agents.shipped.container:ContainerEnvironment"
+"""The environment of a run that names only an image."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class EnvironmentSpec:
     """`package.module:Class` or `path/to/file.py:Class`; empty: the data set's prompts, with `tools`."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[ToolSpec, ...] = ()
+    container: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of containers, for a class that has the parameter `container`."""
     key: str = "agents"
     """Key in the config, for error messages: `agents` or `agents.sources.<source>`."""
 
@@ -67,13 +71,20 @@ class AgentPlan:
 
 
 def make_agent_plan(
-    environment: str, kwargs: Mapping[str, Any], tools: Sequence[Any], sources: Mapping[str, Any]
+    environment: str,
+    kwargs: Mapping[str, Any],
+    tools: Sequence[Any],
+    sources: Mapping[str, Any],
+    container: Mapping[str, Any] | None = None,
 ) -> AgentPlan:
-    """Return the plan of agents.environment, .kwargs, .tools and .sources. Imports none of them.
+    """Return the plan of agents.environment, .kwargs, .tools, .sources and .container. Imports none of them.
 
     Raises ValueError for a malformed entry, naming its key.
     """
-    default = _to_spec("agents", {"environment": environment, "kwargs": kwargs, "tools": tools})
+    container = container or {}
+    if container.get("image"):
+        environment = environment or CONTAINER_ENVIRONMENT
+    default = _to_spec("agents", {"environment": environment, "kwargs": kwargs, "tools": tools}, container)
     if kwargs and not environment:
         raise ValueError(
             f"agents.kwargs={dict(kwargs)!r:.80} needs agents.environment; name a class, or omit the kwargs."
@@ -87,18 +98,18 @@ def make_agent_plan(
             raise ValueError(f"{key}={entry!r:.80} must be package.module:Class, or a mapping.")
         for unknown in [k for k in entry if k not in SOURCE_KEYS]:
             raise ValueError(f"{key}.{unknown} is unknown; an entry has the keys {', '.join(SOURCE_KEYS)}.")
-        found[name] = _to_spec(key, {"tools": tools, **entry})
+        found[name] = _to_spec(key, {"tools": tools, **entry}, container)
     return AgentPlan(default, found)
 
 
-def _to_spec(key: str, entry: Mapping[str, Any]) -> EnvironmentSpec:
+def _to_spec(key: str, entry: Mapping[str, Any], container: Mapping[str, Any]) -> EnvironmentSpec:
     environment, kwargs, tools = entry.get("environment", ""), entry.get("kwargs", {}), entry["tools"]
     if environment:
         _check_name(f"{key}.environment", environment)
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(f"{key}.tools={tools!r:.80} must be a list of functions.")
     checked = tuple(_to_tool(f"{key}.tools[{i}]", tool) for i, tool in enumerate(tools))
-    return EnvironmentSpec(environment, _keywords(f"{key}.kwargs", kwargs), checked, key)
+    return EnvironmentSpec(environment, _keywords(f"{key}.kwargs", kwargs), checked, container, key)
 
 
 def _to_tool(key: str, entry: Any) -> ToolSpec:

@@ -1,8 +1,10 @@
 """The section of the configuration for environments and tools."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
+from rl.config.agent_plan import AgentPlan, make_agent_plan
+from rl.config.container import Container
 from rl.config.ranges import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 
 
@@ -21,6 +23,9 @@ class Agents:
     tools: list[Any] = field(default_factory=list)
     """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
     values of its keyword-only parameters."""
+    container: Container = field(default_factory=Container)
+    """Container of each trajectory, for environments that have the parameter `container`. Without
+    `agents.environment` an image names the environment `rl.agents.shipped.container`."""
     max_turns: Annotated[int, AT_LEAST_ONE] = 8
     """Maximum number of turns of the policy in a trajectory."""
     max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0
@@ -62,6 +67,13 @@ class Agents:
     wrong."""
 
     @property
+    def plan(self) -> AgentPlan:
+        """Return what the workers load. Raises ValueError for a malformed entry, naming its key."""
+        return make_agent_plan(
+            self.environment, self.kwargs, self.tools, self.sources, asdict(self.container)
+        )
+
+    @property
     def is_on(self) -> bool:
-        """Return whether the section names an environment or a tool."""
-        return bool(self.environment or self.sources or self.tools)
+        """Return whether the section names an environment, a tool or an image."""
+        return bool(self.environment or self.sources or self.tools or self.container.image)

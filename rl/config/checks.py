@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl.config.agent_plan import make_agent_plan
 from rl.config.durations import seconds_of
 from rl.config.effects import check_effects, replay_warnings
 from rl.config.exclusions import check_exclusions
@@ -186,7 +185,13 @@ def check_stored(run: Run) -> None:
 def check_agents(config: Config) -> None:
     """Raise ConfigError, or ValueError for a malformed entry, if the section agents cannot be used."""
     agents, rollout = config.agents, config.rollout
-    make_agent_plan(agents.environment, agents.kwargs, agents.tools, agents.sources)
+    _ = agents.plan  # raises ValueError for a malformed entry
+    if agents.container.image and agents.container.wall_s >= agents.timeout_s:
+        raise ConfigError(
+            f"agents.container.wall_s={agents.container.wall_s:g} must be below "
+            f"agents.timeout_s={agents.timeout_s:g}, at which the whole trajectory fails; raise "
+            "agents.timeout_s."
+        )
     if config.watchdog.limits.environments <= agents.timeout_s:
         raise ConfigError(
             f"watchdog.limits.environments={config.watchdog.limits.environments:g} must exceed "

@@ -5,6 +5,7 @@ in the program's own process: a program that replaces __eq__ or inspects its cal
 without a solution. Exiting early (sys.exit, os._exit) does not count as passing.
 """
 
+import functools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from rl.config.container import read_container
 from rl.sandbox.sandbox import Limits, Outcome, run_program
 
 PRELUDE = """from typing import *
@@ -85,6 +87,7 @@ def score(
     memory_mib: int = 1024,
     interpreter: str | None = None,
     allow_unprotected: bool = False,
+    container: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> dict[str, float]:
     """Return `score`, `acc` (1.0 if all tests pass), and the fractions `passed` and `timed_out` of the tests.
@@ -105,6 +108,8 @@ def score(
         wall_s, cpu_s, memory_mib: limits of one test, see sandbox.Limits.
         interpreter: the Python that runs the programs, see sandbox.run_program.
         allow_unprotected: run programs even if nothing keeps them from the network and the user's files.
+        container: settings of `rl.config.container.Container`: each test runs in a fresh container, by its
+            `python3` or by `interpreter`, a path in the image. Its limits replace `cpu_s` and `memory_mib`.
 
     Raises:
         ValueError: the ground truth is malformed or holds no test; this machine cannot confine programs.
@@ -122,7 +127,12 @@ def score(
             break
         limits = Limits(wall_s=min(wall_s, left_s), cpu_s=math.ceil(cpu_s), memory_mib=memory_mib)
         outcome, right = run_case(
-            program, case, limits=limits, interpreter=interpreter, allow_unprotected=allow_unprotected
+            program,
+            case,
+            limits=limits,
+            interpreter=interpreter,
+            allow_unprotected=allow_unprotected,
+            container=container,
         )
         passed += right
         timed_out += outcome.end == "time"
@@ -226,19 +236,27 @@ def run_case(
     limits: Limits,
     interpreter: str | None = None,
     allow_unprotected: bool = False,
+    container: Mapping[str, Any] | None = None,
 ) -> tuple[Outcome, bool]:
     """Run a program on one test; return how it ended and whether it passed. Raises as `run_program`."""
-    how = {"limits": limits, "interpreter": interpreter, "allow_unprotected": allow_unprotected}
+    how: dict[str, Any] = {"limits": limits, "interpreter": interpreter}
+    run = functools.partial(run_program, **how, allow_unprotected=allow_unprotected)
+    if container is not None:
+        from rl.sandbox.container import run_program_in
+        from rl.sandbox.images import unpack
+
+        settings = read_container(container, key="reward.kwargs.container")
+        run = functools.partial(run_program_in, unpack(settings["image"]), settings, **how)
     if case.stdin is not None:
-        outcome = run_program(program, stdin=case.stdin, **how)
+        outcome = run(program, stdin=case.stdin)
         return outcome, outcome.ok and same_output(outcome.stdout, case.expected)
     job = {"prelude": PRELUDE, "solution": program}
     if case.test is not None:
         token = secrets.token_hex(16)
-        outcome = run_program(_HARNESS, stdin=json.dumps({**job, "test": case.test, "token": token}), **how)
+        outcome = run(_HARNESS, stdin=json.dumps({**job, "test": case.test, "token": token}))
         return outcome, outcome.ok and outcome.stdout == token
     job |= {"fn_name": case.fn_name, "arguments": case.arguments}
-    outcome = run_program(_HARNESS, stdin=json.dumps(job), **how)
+    outcome = run(_HARNESS, stdin=json.dumps(job))
     return outcome, outcome.ok and _returned(outcome.stdout, case.expected)
 
 

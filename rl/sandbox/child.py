@@ -112,15 +112,28 @@ def _rule(index: int, listed: list[int], *, if_listed: int = _ALLOW, otherwise: 
     return [_load_arg(index), *tests, _op(_RETURN, otherwise)]
 
 
+def _clone_rule(*bits: tuple[int, int], otherwise: int) -> list[bytes]:
+    """Return the rule for clone: the verdict of the first mask with a bit of the flags, else another."""
+    tests = [op for mask, verdict in bits for op in (_op(_BITS, mask, 0, 1), _op(_RETURN, verdict))]
+    return [_load_arg(0), *tests, _op(_RETURN, otherwise)]
+
+
+def container_filter(machine: str, denied_calls: list[int], missing_calls: list[int]) -> bytes:
+    """Return the BPF program for commands in a container: no namespaces, no signal to process 1."""
+    bodies = {
+        "clone": _clone_rule((_CLONE_NEW, _DENY), otherwise=_ALLOW),
+        "kill": _rule(0, [1], if_listed=_DENY, otherwise=_ALLOW),  # the kernel would ignore it silently
+    }
+    return _assemble(machine, bodies, denied_calls, missing_calls)
+
+
 def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_calls: list[int]) -> bytes:
     """Return the BPF program for the process `pid` (in its own PID namespace), 8 bytes per instruction.
 
     `denied_calls` fail with EPERM, `missing_calls` with ENOSYS, and some others depend on their arguments.
     """
-    bits = ((_CLONE_NEW, _DENY), (_CLONE_THREAD, _ALLOW))
-    clone = [op for mask, verdict in bits for op in (_op(_BITS, mask, 0, 1), _op(_RETURN, verdict))]
     bodies = {
-        "clone": [_load_arg(0), *clone, _op(_RETURN, _DENY)],
+        "clone": _clone_rule((_CLONE_NEW, _DENY), (_CLONE_THREAD, _ALLOW), otherwise=_DENY),
         "kill": _rule(0, [pid, 0]),  # 0 is its own group, of which it is the only member
         "tgkill": _rule(0, [pid]),
         # Without the death signal it would outlive a killed watcher, which cannot count the open files of a
@@ -136,6 +149,13 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
         # It exceeds the largest size of a file. With this error posix_fallocate(3) writes to the blocks.
         "fallocate": [_op(_RETURN, _FAIL | errno.EOPNOTSUPP)],
     }
+    return _assemble(machine, bodies, denied_calls, missing_calls)
+
+
+def _assemble(
+    machine: str, bodies: dict[str, list[bytes]], denied_calls: list[int], missing_calls: list[int]
+) -> bytes:
+    """Return a BPF program: a body per system call of _CALLS, EPERM, ENOSYS, and any other is allowed."""
     program = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
     if machine == "x86_64":  # the x32 calls are a second set of numbers for the same calls
         program += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _KILL)]
@@ -147,8 +167,8 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
     return b"".join([*program, _op(_RETURN, _ALLOW)])
 
 
-def apply_seccomp(denied_calls: list[int], missing_calls: list[int]) -> None:
-    code = seccomp_filter(platform.machine(), os.getpid(), denied_calls, missing_calls)
+def apply_seccomp(code: bytes) -> None:
+    """Filter the system calls of this process and its descendants by a BPF program."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(_PR_SET_SECCOMP, "seccomp", 2, ctypes.c_char_p(program))
@@ -310,7 +330,8 @@ def become_program(
     if "landlock" in job["layers"]:
         apply_landlock(job["readable"], job["devices"], box)
     if "seccomp" in job["layers"]:
-        apply_seccomp(job["denied_calls"], job["missing_calls"])
+        calls = job["denied_calls"], job["missing_calls"]
+        apply_seccomp(seccomp_filter(platform.machine(), os.getpid(), *calls))
     environment = {**job["environment"], "HOME": box, "TMPDIR": box}
     os.execve(job["arguments"][0], [*job["arguments"], f"{box}/program.py"], environment)
 

@@ -36,21 +36,9 @@ _GRACE_S = 20.0
 """Seconds beyond the wall time for the start of two interpreters on a busy node and for the clean-up."""
 _MACHINES = ("x86_64", "aarch64")
 
-_DENIED = """\
-# Sockets of every family: AF_UNIX reaches munged, dockerd and D-Bus. Without a socket, bind, connect and the
-# rest have no effect. socketpair stays allowed for AF_UNIX, because asyncio needs it.
-socket 41 198
-# Processes: the program is one process with threads (clone's flags are checked), so it leaves no descendants.
-fork 57 -, vfork 58 -, unshare 272 97, setns 308 268
-# Signals to other processes (kill and tgkill are checked), and their priority and processors.
-tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424
-sched_setaffinity 203 122, sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274
-setpriority 141 140, ioprio_set 251 30
-# Memory and state of other processes.
-ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434
-pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, migrate_pages 256 238
-move_pages 279 239, perf_event_open 298 241, userfaultfd 323 282
-# Mounts.
+DENIED_EVERYWHERE = """\
+# Namespaces and mounts.
+unshare 272 97, setns 308 268
 mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, open_tree 428 428, move_mount 429 429
 fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, mount_setattr 442 442
 open_tree_attr 467 467
@@ -59,13 +47,29 @@ bpf 321 280, kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, f
 delete_module 176 106, reboot 169 142, swapon 167 224, swapoff 168 225, acct 163 89, quotactl 179 60
 quotactl_fd 443 443, syslog 103 116, settimeofday 164 170, clock_settime 227 112, clock_adjtime 305 266
 adjtimex 159 171, sethostname 170 161, setdomainname 171 162, vhangup 153 58, iopl 172 -, ioperm 173 -
-modify_ldt 154 -, personality 135 92
+modify_ldt 154 -, personality 135 92, perf_event_open 298 241, userfaultfd 323 282
 # The session's keys: Kerberos tickets and credentials of file systems.
 keyctl 250 219, add_key 248 217, request_key 249 218
-# Access to files without their path, and memory and files that no limit counts: sendmsg can put descriptors
-# of unlinked files into a socket.
-name_to_handle_at 303 264, open_by_handle_at 304 265, memfd_create 319 279, memfd_secret 447 447
-sendmsg 46 211, sendmmsg 307 269
+# Access to files without their path.
+name_to_handle_at 303 264, open_by_handle_at 304 265"""
+"""System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
+_DENIED = f"""\
+{DENIED_EVERYWHERE},
+# Sockets of every family: AF_UNIX reaches munged, dockerd and D-Bus. Without a socket, bind, connect and the
+# rest have no effect. socketpair stays allowed for AF_UNIX, because asyncio needs it.
+socket 41 198
+# Processes: the program is one process with threads (clone's flags are checked), so it leaves no descendants.
+fork 57 -, vfork 58 -
+# Signals to other processes (kill and tgkill are checked), and their priority and processors.
+tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424
+sched_setaffinity 203 122, sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274
+setpriority 141 140, ioprio_set 251 30
+# Memory and state of other processes.
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434
+pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, migrate_pages 256 238
+move_pages 279 239
+# Memory and files that no limit counts: sendmsg can put descriptors of unlinked files into a socket.
+memfd_create 319 279, memfd_secret 447 447, sendmsg 46 211, sendmmsg 307 269
 # Events of files that the program may not read, which Landlock does not restrict.
 fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27
 # Objects that outlive the process, and those of the user's other processes.
@@ -77,7 +81,7 @@ fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 1
 fremovexattr 199 16, setxattrat 463 463, removexattrat 466 466, file_setattr 469 469, utime 132 -
 utimes 235 -, futimesat 261 -, utimensat 280 88"""
 """System calls that fail with EPERM, see `call_numbers`."""
-_MISSING = "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
+MISSING = "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
 """System calls that fail with ENOSYS, so that callers use older ones.
 
 io_uring opens sockets that no filter sees; clone3 passes its flags behind a pointer, which no filter can
@@ -326,7 +330,7 @@ def _job(
         "readable": _readable(interpreter, described),
         "devices": [device for device in _DEVICES if os.path.exists(device)],
         "denied_calls": call_numbers(_DENIED, machine) if layers else [],
-        "missing_calls": call_numbers(_MISSING, machine) if layers else [],
+        "missing_calls": call_numbers(MISSING, machine) if layers else [],
     }
 
 

@@ -69,6 +69,7 @@ OPTIONAL = (
     "rl.numerics|bitwise_numerics",
     "rl.rollout.(adapters|routes|sampling_masks)",
     "trace_recorder|run.first_step",
+    "rl.sandbox.(container|images)|shipped.container|integrations.harbor",
 )
 """Modules of features, as regular expressions. Others import them inside of functions."""
 

@@ -18,7 +18,10 @@ SERVERS = (
     "tests/unit/runtime/test_cache_directories.py "
     "tests/unit/runtime/test_job_key.py tests/ranks/runtime/test_job_store.py"
 )
-POOLS = "tests/ranks/rewards/test_code_reward.py tests/ranks/agents/test_environment_pool.py"
+POOLS = (
+    "tests/ranks/rewards/test_code_reward.py tests/ranks/agents/test_environment_pool.py "
+    "tests/ranks/sandbox/test_container.py"
+)
 
 
 @pytest.mark.parametrize("files", [f"{SANDBOX} {SERVERS}", pytest.param(POOLS, marks=pytest.mark.slow)])

@@ -419,7 +419,7 @@ ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 
 def decide(machine, number, *arguments, audit=None):
     """Interpret the filter for process 77 and return its verdict on a system call."""
-    tables = sandbox._DENIED, sandbox._MISSING
+    tables = sandbox._DENIED, sandbox.MISSING
     code = seccomp_filter(machine, 77, *(sandbox.call_numbers(table, machine) for table in tables))
     program = [struct.unpack_from("HBBI", code, at) for at in range(0, len(code), 8)]
     audit = audit or {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]

@@ -1,0 +1,184 @@
+"""Tasks in the format of Harbor (harborframework.com) or Terminal-Bench: a directory per task.
+
+    python tools/make_tasks.py harbor --options '{"tasks": "TASKS"}' --out DIR
+
+    agents:
+      environment: rl.agents.integrations.harbor:Task
+      container: {image: /images/debian.sif}       # for tasks whose image `images` does not name
+      kwargs: {images: {"python:3.12": /images/py.sif}}
+
+A node without Docker builds no image. `images` names one on disk for a task's directory, for task.toml's
+docker_image, or for FROM of the Dockerfile. In the last case its WORKDIR, ENV, COPY, ADD and RUN are carried
+out when a trajectory begins; images that were built before need only WORKDIR and ENV. A test is run as the
+format says: tests/ lies at /tests, and test.sh writes /logs/verifier/reward.txt or reward.json, while
+Terminal-Bench's run-tests.sh ends with a status.
+"""
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl.agents.integrations.rows import task_of
+from rl.agents.shipped.container import ContainerEnvironment
+
+REWARDS = ["/logs/verifier/reward.txt", "/logs/verifier/reward.json"]
+_IGNORED = (
+    "CMD",
+    "ENTRYPOINT",
+    "EXPOSE",
+    "LABEL",
+    "USER",
+    "SHELL",
+    "HEALTHCHECK",
+    "VOLUME",
+    "STOPSIGNAL",
+    "MAINTAINER",
+)
+
+
+@dataclass(frozen=True)
+class TaskDirectory:
+    """A task as its files describe it."""
+
+    path: Path
+    instruction: str
+    built: tuple[str, ...]
+    """Names of an image that holds the task's files: the directory's, and docker_image."""
+    base: str
+    """Name of the image in FROM; empty without a Dockerfile."""
+    steps: tuple[tuple[str, str], ...]
+    """Instructions of the Dockerfile after FROM with their arguments."""
+    context: Path
+    """Directory of the Dockerfile."""
+    test: str
+    reward_files: tuple[str, ...]
+    variables: Mapping[str, str]
+    """Environment variables of the test."""
+
+
+def is_task(path: Path) -> bool:
+    """Return whether a directory is a task of one of the two formats."""
+    return (path / "instruction.md").is_file() or (path / "task.yaml").is_file()
+
+
+def read_task(path: Path) -> TaskDirectory:
+    """Return a task. Raises ValueError for a directory that is none, or that needs what is not supported."""
+    is_harbor = (path / "instruction.md").is_file()
+    if not is_task(path):
+        raise ValueError(f"{path} is no task: it has neither instruction.md nor task.yaml.")
+    if is_harbor:
+        described = tomllib.loads((path / "task.toml").read_text()) if (path / "task.toml").is_file() else {}
+        instruction, context = (path / "instruction.md").read_text(), path / "environment"
+        test, rewards = "bash /tests/test.sh", tuple(REWARDS)
+    else:
+        described = yaml.safe_load((path / "task.yaml").read_text())
+        instruction, context = described["instruction"], path
+        test, rewards = "bash /tests/run-tests.sh", ()
+    needed = path / ("tests/test.sh" if is_harbor else "run-tests.sh")
+    if not needed.is_file():
+        raise ValueError(f"{path} has no {needed.relative_to(path)}, which scores the task.")
+    file = context / "Dockerfile"
+    steps = read_dockerfile(file.read_text(), file) if file.is_file() else []
+    base = next((arguments.split()[0] for kind, arguments in steps if kind == "FROM"), "")
+    stated = described.get("environment", {}).get("docker_image")
+    return TaskDirectory(
+        path,
+        instruction.strip(),
+        built=tuple(filter(None, (path.name, stated))),
+        base=base,
+        steps=tuple(step for step in steps if step[0] != "FROM"),
+        context=context,
+        test=test,
+        reward_files=rewards,
+        variables={"TEST_DIR": "/tests", **described.get("verifier", {}).get("env", {})},
+    )
+
+
+def read_dockerfile(text: str, file: Path) -> list[tuple[str, str]]:
+    """Return the instructions of a Dockerfile of one stage. Raises ValueError for others."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    steps = []
+    for line in re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines():
+        kind, _, arguments = line.strip().partition(" ")
+        if not kind or kind.upper() in _IGNORED:
+            continue
+        kind, arguments = kind.upper(), arguments.strip()
+        if kind not in ("FROM", "WORKDIR", "ENV", "ARG", "COPY", "ADD", "RUN") or "<<" in arguments:
+            raise ValueError(f"{file}: {line.strip():.80} is not supported; build the image before the run.")
+        if kind in ("COPY", "ADD") and ("--from" in arguments or "://" in arguments):
+            raise ValueError(f"{file}: {line.strip():.80} needs a build; build the image before the run.")
+        steps.append((kind, arguments))
+    if sum(kind == "FROM" for kind, _ in steps) != 1:
+        raise ValueError(f"{file} must have one FROM; build the image before the run.")
+    return steps
+
+
+class Task(ContainerEnvironment):
+    """A task's container; `extra_info.task` of a row is the task's directory."""
+
+    def __init__(self, *, container: Mapping[str, Any], images: Mapping[str, str] | None = None) -> None:
+        super().__init__(container=container)
+        self._images = images or {}
+
+    def reset(self, row: dict[str, Any]) -> Any:
+        task = self._read = read_task(Path(task_of(row)["task"]))
+        name = next((name for name in (*task.built, task.base) if name in self._images), "")
+        self.start(self._images.get(name) or self._settings["image"])
+        is_built = name in task.built
+        for kind, arguments in task.steps:
+            self._carry_out(kind, arguments, is_built)
+        return [{"role": "user", "content": task.instruction}]
+
+    def _carry_out(self, kind: str, arguments: str, is_built: bool) -> None:
+        """Carry out an instruction of the Dockerfile; in an image that was built, only WORKDIR and ENV."""
+        if kind == "WORKDIR":
+            at = Path(self.directory or "/", shlex.split(arguments)[0])
+            self.directory = "/"
+            self.check(self.command(f"mkdir -p -- {shlex.quote(str(at))}"), f"WORKDIR {at}")
+            self.directory = str(at)
+        elif kind in ("ENV", "ARG"):
+            words = shlex.split(arguments)
+            pairs = [word.split("=", 1) for word in words if "=" in word] or [[words[0], " ".join(words[1:])]]
+            self.variables = {**self.variables, **{key: value for key, value in pairs}}
+        elif kind == "RUN" and not is_built:
+            command = shlex.join(json.loads(arguments)) if arguments.startswith("[") else arguments
+            self.check(self.command(re.sub(r"^(--\S+\s+)+", "", command)), f"RUN {arguments:.80}")
+        elif kind in ("COPY", "ADD") and not is_built:
+            words = json.loads(arguments) if arguments.startswith("[") else shlex.split(arguments)
+            *sources, target = [word for word in words if not word.startswith("--")]
+            for source in sources:
+                for found in (
+                    sorted(self._read.context.glob(source.lstrip("/")))
+                    if source != "."
+                    else [self._read.context]
+                ):
+                    self._copy(
+                        found, target, is_directory=target.endswith("/") or target == "." or len(sources) > 1
+                    )
+
+    def _copy(self, source: Path, target: str, *, is_directory: bool) -> None:
+        """Copy a file, or the content of a directory, of this machine into the container."""
+        if source.is_dir():
+            for file in sorted(path for path in source.rglob("*") if path.is_file()):
+                name = f"{target.rstrip('/')}/{file.relative_to(source)}"
+                self.put(name, file.read_bytes(), mode=file.stat().st_mode & 0o777)
+        else:
+            name = f"{target.rstrip('/')}/{source.name}" if is_directory else target
+            self.put(name, source.read_bytes(), mode=source.stat().st_mode & 0o777)
+
+    def score(self) -> dict[str, float]:
+        task = self._read
+        self.check(self.command("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier"), "test")
+        if (task.path / "tests").is_dir():
+            self._copy(task.path / "tests", "/tests", is_directory=True)
+        if not task.reward_files:
+            self._copy(task.path / "run-tests.sh", "/tests", is_directory=True)
+        self.variables = {**self.variables, **task.variables}
+        return self.judge(task.test, list(task.reward_files))

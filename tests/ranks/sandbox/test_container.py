@@ -1,0 +1,233 @@
+"""Containers with each runtime of this machine: what programs in them can reach, and what they leave."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rl.agents.shipped.container import ContainerEnvironment
+from rl.config.container import Container as Settings
+from rl.config.container import read_container
+from rl.rewards.code import score
+from rl.sandbox.container import RUNTIMES, Container, Image, Limits
+from rl.sandbox.images import unpack
+from tests.container_image import build_image
+
+INSTALLED = [runtime.name for runtime in RUNTIMES if shutil.which(runtime.program)]
+SMALL = Limits(wall_s=20, memory_mib=512, disk_mib=48, files=500, tasks=24, output_bytes=10_000)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    return build_image(tmp_path_factory.mktemp("image") / "root")
+
+
+@pytest.fixture(params=INSTALLED or [pytest.param("", marks=pytest.mark.skip(reason="no runtime"))])
+def runtime(request, image):
+    try:
+        Container(Image(str(image)), runtime=request.param).close()
+    except ValueError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+HOSTILE = {
+    "the parent's environment": ("open('/proc/1/environ').read()", "PermissionError"),
+    "the parent's files": ("import os; os.listdir('/proc/1/root')", "PermissionError"),
+    "kills its parent": ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+    "a socket": ("import socket; socket.create_connection(('192.0.2.1', 80), 9)", "unreachable"),
+    "an abstract socket": (
+        "import socket; socket.socket(socket.AF_UNIX).connect('\\0lockstep-test')",
+        "ConnectionRefusedError",
+    ),
+    "forks without end": ("import os\nwhile True: os.fork()", "limit tasks|BlockingIOError"),
+    "fills the disk": (
+        "f = open('/app/x', 'wb')\nfor _ in range(99): f.write(bytes(1 << 20))",
+        "No space left",
+    ),
+    "fills shared memory": (
+        "f = open('/dev/shm/x', 'wb')\nfor _ in range(99): f.write(bytes(1 << 20))",
+        "No space left",
+    ),
+    "fills memory": ("x = bytearray(1 << 30)", "MemoryError"),
+    "fills memory together": (
+        "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (150 << 20); time.sleep(60)",
+        "limit memory",
+    ),
+    "prints without end": ("while True: print('x' * 99)", "limit output"),
+    "a device of the host": ("import os; os.chmod('/dev/null', 0)", "OSError"),
+    "settings of the host": ("open('/proc/sys/kernel/core_pattern', 'w')", "OSError"),
+    "mounts": (
+        "import ctypes, os\nif ctypes.CDLL(None).unshare(0x10020000): raise PermissionError",
+        "PermissionError",
+    ),
+}
+
+
+@pytest.fixture
+def container(runtime, image):
+    with Container(Image(str(image)), runtime=runtime, limits=SMALL) as started:
+        yield started
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_a_hostile_program_gets_an_error(container, attack):
+    source, error = HOSTILE[attack]
+    outcome = container.run(["python3", "-c", source], merge=True)
+    assert not outcome.ok and re.search(error, f"{outcome.stdout} limit {outcome.end}"), outcome
+    after = container.run(["/bin/sh", "-c", "echo alive; ps -e | grep -c python3"])
+    assert after.stdout.startswith("alive"), after
+
+
+def processes_of(pid):
+    found = [pid]
+    for one in found:
+        for task in Path(f"/proc/{one}/task").glob("*/children"):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def test_twenty_at_a_time_see_nothing_of_each_other_and_leave_nothing(runtime, image, tmp_path):
+    secret = tmp_path / "run" / "secret"
+    secret.parent.mkdir()
+    secret.write_text("the run's")
+    mounts = Path("/proc/self/mountinfo").read_text()
+    shared = sorted(os.listdir("/dev/shm"))
+    source = (
+        "import os, sys, time\n"
+        "open('/tmp/' + sys.argv[1], 'w').write('mine'); open('/dev/shm/' + sys.argv[1], 'w')\n"
+        "if os.fork() == 0:\n    os.setsid(); os.close(1); os.close(2); time.sleep(600)\n"
+        "time.sleep(0.5)\n"
+        "print(os.listdir('/tmp'), os.listdir('/dev/shm'), os.path.exists(sys.argv[2]), 'KEY' in os.environ)"
+    )
+    limits = Limits(wall_s=60, memory_mib=256, disk_mib=8, files=100, tasks=8, output_bytes=1000)
+
+    def trajectory(number):
+        container = Container(Image(str(image)), runtime=runtime, limits=limits)
+        arguments = ["python3", "-c", source, f"t{number}", str(secret)]
+        return container, container.run(arguments, merge=True)
+
+    with ThreadPoolExecutor(20) as pool:
+        ended = list(pool.map(trajectory, range(20)))
+    for number, (_, outcome) in enumerate(ended):
+        assert outcome.stdout == f"['t{number}'] ['t{number}'] False False\n", outcome
+    pids = [pid for container, _ in ended for pid in processes_of(container._process.pid)]
+    assert len(pids) >= 60  # the starter, process 1 and the daemon of each
+    for container, _ in ended:
+        container.close()
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+    assert sorted(os.listdir("/dev/shm")) == shared and list(tmp_path.iterdir()) == [secret.parent]
+    assert not (image / "tmp").exists()
+
+
+def test_the_end_of_the_caller_ends_the_container(runtime, image):
+    code = (
+        "import os, sys\nfrom rl.sandbox.container import *\n"
+        f"c = Container(Image({str(image)!r}), runtime={runtime!r})\n"
+        "c.run(['sh', '-c', 'sleep 600 >/dev/null 2>&1 &']); print(c._process.pid, flush=True); input()"
+    )
+    caller = subprocess.Popen(
+        [shutil.which("python"), "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    pids = processes_of(int(caller.stdout.readline()))
+    assert len(pids) >= 3
+    caller.kill()
+    caller.communicate()
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+
+
+def test_renewal_leaves_no_file_and_no_process(container):
+    container.run(["sh", "-c", "echo x > /app/x; echo x > /tmp/x; sleep 600 >/dev/null 2>&1 &"])
+    assert "sleep" in container.run(["ps", "-e"]).stdout
+    container.renew()
+    assert container.run(["ls", "/app", "/tmp"]).stdout == "/app:\n\n/tmp:\n"
+    assert "sleep" not in container.run(["ps", "-e"]).stdout
+
+
+def test_the_environment_has_tools_and_a_score(runtime, image):
+    settings = asdict(Settings(image=str(image), runtime=runtime, reuse=2))
+    environment = ContainerEnvironment(
+        container=settings, setup="mkdir /work", test="test -f /work/done", reward_file="/work/reward"
+    )
+    for _ in range(3):  # the second one uses the process of the first one again
+        environment.reset({"prompt": "do it", "extra_info": {}})
+        assert environment.bash("ls /work; false") == "[exit status 1]"
+        assert environment.write("/work/a b/x", "text\n") == "5 characters were written to /work/a b/x"
+        assert environment.read("/work/a b/x") == "text\n"
+        with pytest.raises(ValueError, match="No such file"):
+            environment.read("/work/none")
+        assert environment.score()["score"] == 0.0
+        environment.write("/work/reward", '{"reward": 0.5, "parts": 2}')
+        assert environment.score().items() >= {"score": 0.5, "parts": 2.0, "acc": 0.0}.items()
+        environment.close()
+
+
+def test_the_code_reward_runs_in_an_image(runtime, image):
+    container = {"image": str(image), "runtime": runtime}
+    truth = {"inputs": ["1\n", "2\n"], "outputs": ["2", "3"]}
+    right = score("", "```python\nprint(int(input()) + 1)\n```", truth, container=container)
+    wrong = score("", "```python\nimport os; print(os.listdir('/work'))\n```", truth, container=container)
+    assert right["acc"] == 1.0 and wrong["acc"] == 0.0
+    call = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
+    assert score("", "def f(x): return x + 1", call, container=container)["acc"] == 1.0
+
+
+@pytest.mark.parametrize("bad", [{}, {"image": "x", "memory": 1}, {"image": "x", "tasks": 0}, {"image": 3}])
+def test_bad_settings_name_their_key(bad):
+    with pytest.raises(ValueError, match=r"^reward\.kwargs\.container"):
+        read_container(bad, key="reward.kwargs.container")
+
+
+def test_an_archive_is_unpacked_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_IMAGES", str(tmp_path))
+    layers = {
+        "1": {"bin/sh": "", "app/old": "old", "app/kept": "kept"},
+        "2": {"app/.wh.old": "", "app/new": "new"},
+    }
+    blobs = tmp_path / "oci/blobs/sha256"
+    blobs.mkdir(parents=True)
+    for name, files in layers.items():
+        for file, text in files.items():
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        with tarfile.open(blobs / name, "w:gz") as layer:
+            layer.add(tmp_path / name, ".")
+    config = {"config": {"Env": ["A=b=c"], "WorkingDir": "/app"}}
+    manifest = {"layers": [{"digest": f"sha256:{n}"} for n in layers], "config": {"digest": "sha256:config"}}
+    (blobs / "config").write_text(json.dumps(config))
+    (blobs / "manifest").write_text(json.dumps(manifest))
+    index = {"manifests": [{"digest": "sha256:manifest"}]}
+    (tmp_path / "oci/index.json").write_text(json.dumps(index))
+    with tarfile.open(tmp_path / "image.tar", "w") as archive:
+        archive.add(tmp_path / "oci", ".")
+    found = unpack(str(tmp_path / "image.tar"))
+    assert (found.variables, found.directory) == ({"A": "b=c"}, "/app")
+    assert {path.name for path in Path(found.root, "app").iterdir()} == {"kept", "new"}
+    Path(found.root, "app/mark").touch()
+    assert Path(unpack(str(tmp_path / "image.tar")).root, "app/mark").exists()
+    assert Path(found.root).parents[1].stat().st_mode & 0o077 == 0
+
+
+def test_a_squashfs_file_is_an_image(runtime, tmp_path, monkeypatch, image):
+    if shutil.which("mksquashfs") is None:
+        pytest.skip("mksquashfs is not installed")
+    monkeypatch.setenv("LOCKSTEP_IMAGES", str(tmp_path))
+    (tmp_path / "root/bin").mkdir(parents=True)
+    (tmp_path / "root/bin/hello").write_text("hello")
+    subprocess.run(["mksquashfs", tmp_path / "root", tmp_path / "x.sqfs", "-quiet"], check=True)
+    sif = b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0".ljust(8192, b"\0")
+    (tmp_path / "x.sif").write_bytes(sif + (tmp_path / "x.sqfs").read_bytes())
+    for name in ("x.sqfs", "x.sif"):
+        assert Path(unpack(str(tmp_path / name)).root, "bin/hello").read_text() == "hello"
