@@ -107,8 +107,8 @@ TARGETS = {
 """Megatron's linear layers -> those of the checkpoint, for adapter.targets."""
 
 REFUSED = {
-    r"^data\.(image|video|audio)_key$": "models that see or hear are not supported; train on text.",
-    r"\.vision": "models that see are not supported; train on text.",
+    r"^data\.(video|audio)_key$": "videos and sounds are not supported; train on text or images.",
+    r"^data\.image_key$|\.vision": "models that see are not translated; docs/vision.md has the keys.",
     r"multi_turn\.(enable|tool_config_path|interaction_config)|agent_loop_config_path": (
         "a tool or an interaction of verl is a class that has to be written again as an environment "
         "(docs/agents.md), named in agents.environment."
@@ -215,7 +215,7 @@ MISSING = {
     r"override_config": "edit the model's config.json",
     r"apply_chat_template_kwargs": "edit the tokenizer's template; for agents see agents.template_kwargs",
     r"(wandb|mlflow|swanlab|log_val_generations|rollout_data_dir)": "see logging.rollouts",
-    r"(image|video|multi_modal|freeze_vision|mm_)": "vision models are not supported",
+    r"(image|video|multi_modal|freeze_vision|mm_)": "vision models are not translated; see docs/vision.md",
     r"resume_from_path": "verl's checkpoints cannot be read; export one to Hugging Face as model.path",
     r"(profiler|trace)": "see the section trace (docs/traces.md)",
     r"prometheus": "not offered",
