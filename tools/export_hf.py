@@ -13,6 +13,7 @@ from the files with the policy's.
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 # Python searches only tools/ for modules when it runs this file as a script.
@@ -20,9 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.runtime.ranks import discover  # noqa: E402
 from train_rl import leave, prepare_environment  # noqa: E402
-
-MAX_CHECKED = 4 << 30
-"""Parameters up to which the exported model is loaded and compared with the policy."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,6 +58,7 @@ def export(ranks, args: argparse.Namespace) -> None:
         from rl.checkpoint.hf import export_hf
         from rl.checkpoint.peft import export_peft
         from rl.checkpoint.store import CheckpointStore
+        from rl.checks.exports import wrong_forward
         from rl.engines.training_parts import adapter_parts
         from rl.training.engine import TrainingEngine
         from rl.training.grid import build_grid
@@ -87,44 +86,10 @@ def export(ranks, args: argparse.Namespace) -> None:
         if args.adapter:
             export_peft(policy, config.model.path, args.out)
         else:
-            export_hf(policy, config.model.path, args.out)
-            check_forward(policy, args.out)
+            export_hf(policy, config.model.path, args.out, check=partial(wrong_forward, policy))
         if ranks.rank == 0:
             kind = "the adapters" if args.adapter else "a Hugging Face checkpoint"
             print(f"wrote {args.out}, {kind} of step {saved.step}")
-
-
-def check_forward(policy, directory: str) -> None:
-    """Compare log-probs of the exported model in transformers with the policy's, if it is small enough.
-
-    Raises ValueError on rank 0 if they differ by more than rounding. Collective over the world.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from rl.checks.logprobs import rounding_limit
-    from rl.training.micro_batch_plans import plan_minibatch
-    from tools.hf_reference import hf_logprobs, random_batch
-
-    hf, weights = policy.weight_map.hf, policy.weight_map.weights
-    if sum(weight.num_elements for weight in weights) > MAX_CHECKED:
-        return
-    batch = random_batch(hf["vocab_size"])
-    samples = list(range(len(batch)))
-    plan = plan_minibatch(batch, samples, dp=policy.grid.dp, max_tokens=4096)
-    (found,) = policy.forward(batch, [plan], ("logprobs",))
-    if discover().rank:
-        return
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        expected = hf_logprobs(model, batch)[0]
-    gap = float((found.double() - expected).abs().mean())
-    limit = rounding_limit(hf, policy.weight_map.dtype) * max(1.0, float(expected.abs().mean()))
-    if gap > limit:
-        raise ValueError(
-            f"--out {directory}: transformers computes log-probs that differ from the policy's by {gap:.3g} "
-            f"nats per token, more than rounding ({limit:.2g}); do not use the checkpoint."
-        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ them, because the distributed optimizer shards them. Nothing is sent between ran
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,15 +95,24 @@ def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
     return summed(mine)
 
 
-def exported_checksums(engine: TrainingEngine) -> dict[str, int]:
-    """Return the checksum of every Hugging Face tensor of the model, with adapters merged.
+def exported_checksums(
+    engine: TrainingEngine,
+    weight_map: WeightMap,
+    value: Callable[[Weight, Tensor], Tensor] = lambda weight, parameter: parameter,
+    shift: Callable[[str], Sequence[int]] = lambda name: (),
+) -> dict[str, int]:
+    """Return the checksum of every Hugging Face tensor of the weights, as parts of exported tensors.
 
     Tensors are not gathered, so the comparison also finds errors of gathering. Collective over the world.
+
+    value: maps a weight and its parameter to what is exported. shift: position of a weight's first element in
+        the exported tensor, by its name; the origin if it is empty.
     """
-    value, mine = engine.parts.merging(), dict[str, int]()
-    for weight, parameter, writes in _written_weights(engine, engine.weight_map):
+    mine: dict[str, int] = {}
+    for weight, parameter, writes in _written_weights(engine, weight_map):
         for region, view in _views(engine, weight, parameter, value(weight, parameter), 0) if writes else ():
             start = [first for first, _ in region.box]
+            start = [first + more for first, more in zip(start, shift(region.hf) or [0] * len(start))]
             mine[region.hf] = mine.get(region.hf, 0) + int(placed_checksum(view, start))
     return summed(mine)
 

@@ -29,7 +29,12 @@ MAX_FILE_BYTES = 4 << 30
 
 
 def export_hf(
-    trainer: TrainingEngine, source: str, target: str, *, fence: Callable[[], None] = lambda: None
+    trainer: TrainingEngine,
+    source: str,
+    target: str,
+    *,
+    fence: Callable[[], None] = lambda: None,
+    check: Callable[[Path], str | None] = lambda directory: None,
 ) -> None:
     """Write the trainer's weights to `target`, with config and tokenizer files of the checkpoint `source`.
 
@@ -37,6 +42,8 @@ def export_hf(
     in its files is that of the model. Raises WronglyExported on every rank if one is not.
 
     fence: called on rank 0 before files are written or replaced; an exception from it ends the export.
+    check: called on every rank with the complete directory before it gets its name; returns on rank 0 what is
+        wrong with it, if anything is.
     """
     writes = dist.get_rank() == 0
     final, partial = Path(target), Path(target + ".partial")
@@ -67,15 +74,15 @@ def export_hf(
         total_bytes += tensor.nbytes
     if writes:
         flush()
-    problem = None
-    expected = exported_checksums(trainer)
+    expected, problem = exported_checksums(trainer, trainer.weight_map, trainer.parts.merging()), None
     if writes:
         problem = _problem(partial, index, weights, expected)
-    if problem := broadcast_object(problem):
-        raise WronglyExported(f"{partial}: {problem}; the model itself is unchanged.")
-    if writes:
         _name_files(partial, files, index, total_bytes)
         _copy_config(trainer.weight_map, Path(source), partial)
+    problem = broadcast_object(problem) or broadcast_object(check(partial))
+    if problem:
+        raise WronglyExported(f"{partial}: {problem}; the model itself is unchanged.")
+    if writes:
         fence()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from rl.checkpoint.contents import exported_checksums
+from rl.checkpoint.hf import WronglyExported
+from rl.models.layout import Weight
 from rl.models.peft import CONFIG, TENSORS, peft_config
+from rl.runtime.checksum import placed_checksum
+from rl.runtime.collectives import broadcast_object
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
@@ -24,7 +29,8 @@ def export_peft(
     the rank, [B, -B0] [A; A0], so that they belong to the original W.
 
     Collective over the world; rank 0 writes, and needs memory for all adapters. The directory gets its name
-    when it is complete. fence: as in `export_hf`.
+    when it is complete and every tensor in its file is that of the model; else every rank raises
+    WronglyExported. fence: as in `export_hf`.
     """
     adapters = trainer.parts.get(Adapters)
     assert adapters is not None, "the model has no adapters"
@@ -52,6 +58,32 @@ def export_peft(
             source=source,
         )
         (partial / CONFIG).write_text(json.dumps(config, indent=2))
+    expected = exported_checksums(trainer, adapters.learned_map)
+    if initial is not None:
+        rank = adapters.config.rank
+
+        def negated(weight: Weight, parameter: torch.Tensor) -> torch.Tensor:
+            return -parameter if ".lora_B." in weight.hf[0] else parameter
+
+        def behind(name: str) -> list[int]:
+            return [rank, 0] if ".lora_A." in name else [0, rank]
+
+        for name, more in exported_checksums(trainer, initial, negated, behind).items():
+            expected[name] = (expected[name] + more) % 2**64
+    written = (
+        {name: int(placed_checksum(t)) % 2**64 for name, t in load_file(partial / TENSORS).items()}
+        if writes
+        else {}
+    )
+    differ = (
+        [name for name in expected | written if written.get(name) != expected.get(name)] if writes else []
+    )
+    if names := broadcast_object(differ):
+        raise WronglyExported(
+            f"{partial}: {', '.join(names[:4])} in the files differ from the model's, {len(names)} in all; the "
+            "model itself is unchanged."
+        )
+    if writes:
         fence()
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

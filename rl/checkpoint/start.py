@@ -94,7 +94,7 @@ def check_loaded(name: str, model: TrainingEngine) -> None:
     for tensor in chosen[dist.get_rank() :: dist.get_world_size()]:
         shape, dtype = expected[tensor]
         mine[tensor] = int(placed_checksum(reader.read(tensor, tuple((0, n) for n in shape)).to(dtype)))
-    own = exported_checksums(model)
+    own = exported_checksums(model, weights, model.parts.merging())
     if wrong := [tensor for tensor, value in summed(mine).items() if own.get(tensor) != value]:
         raise ChangedSinceStart(
             f"{', '.join(wrong[:4])} of the {name} are not those in the files of {model.spec.path}, "

@@ -34,6 +34,7 @@ from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.faults.agreement import check_master_weights, check_replicas
+from rl.refit.refit import what_is_equal
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine, UpdateResult
 from rl.training.learning_rate import RateSchedule
@@ -214,6 +215,7 @@ class Checks:
             limit=self._limit,
             routes=self._policy.weight_map.placement.num_experts > 0,
             ranks=ranks,
+            weights=what_is_equal(self._policy),
         )
         if entropy is not None and rollout.temperature and not self._selects:
             self._entropy.check(batch, entropy, counted, slack=self._limit / ENTROPY_SLACK)

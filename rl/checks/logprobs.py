@@ -63,7 +63,14 @@ def sample_gaps(batch: Batch, logprobs: Tensor, counted: Tensor) -> tuple[Tensor
 
 
 def check_engine(
-    batch: Batch, logprobs: Tensor, counted: Tensor, *, limit: float, routes: bool, ranks: list[list[int]]
+    batch: Batch,
+    logprobs: Tensor,
+    counted: Tensor,
+    *,
+    limit: float,
+    routes: bool,
+    ranks: list[list[int]],
+    weights: str,
 ) -> dict[str, float]:
     """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
 
@@ -77,6 +84,7 @@ def check_engine(
         routes: whether the model routes tokens to experts. The sample with the largest difference is then
             left out, because a rounding error may route one of its tokens elsewhere.
         ranks: samples of each data parallel rank of the trainer, for the message.
+        weights: sentence on the weights that were compared (`rl.refit.refit.what_is_equal`).
     """
     by_sample, counts = sample_gaps(batch, logprobs, counted)
     kept = counts > 0
@@ -97,8 +105,8 @@ def check_engine(
         f"the engine's log-probs differ from the trainer's by {mean:.2g} nats in the mean over tokens, more "
         f"than rounding explains ({limit:.2g}); by data parallel rank of the trainer: {by_rank}; largest at "
         f"token {worst - int(batch.offsets[sample])} of sample {sample}: engine {engine:.4g}, trainer "
-        f"{trainer:.4g}. The weights are equal, so model, positions, attention, labels, temperature or "
-        "cache differ. If the engine computes in another precision, raise agreement.logprob_slack."
+        f"{trainer:.4g}. {weights}. Model, positions, attention, labels, temperature or cache differ "
+        "otherwise. If the engine computes in another precision, raise agreement.logprob_slack."
     )
 
 

@@ -141,16 +141,22 @@ def _common(
     return found
 
 
-def uncompared(equality: Equality, weights: Sequence[Weight], held: Mapping[str, Tensor]) -> list[str]:
-    """Return a message for each engine parameter of which an element is not compared on this rank.
-
-    held: the parameters that must be compared, by vLLM's name.
-    """
-    counts: Counter = Counter()
+def coverage(equality: Equality, weights: Sequence[Weight]) -> Counter[str]:
+    """Return the number of elements of this rank's engine that are compared, by vLLM's name."""
+    counts: Counter[str] = Counter()
     for copy in equality.own:
         counts[weights[copy.weight].vllm] += volume(copy.destination)
     for part in equality.held:
         counts[weights[part.weight].vllm] += volume(part.piece.local_box)
+    return counts
+
+
+def uncompared(counts: Mapping[str, int], weights: Sequence[Weight], held: Mapping[str, Tensor]) -> list[str]:
+    """Return a message for each engine parameter of which an element is not compared on this rank.
+
+    counts: elements that are compared (`coverage`). held: the parameters that must be compared, by vLLM's
+    name.
+    """
     padded = {weight.vllm for weight in weights if weight.cut is VOCAB}
     return [
         f"{name} on rank {dist.get_rank()}: {counts[name]} of its {tensor.numel()} elements are compared"

@@ -17,6 +17,7 @@ import socket
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from rl.config.options import ConfigError
 from rl.models.layout import VOCAB, Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement
 from rl.refit import gather
-from rl.refit.equality import Equality, differing, plan_equality, uncompared
+from rl.refit.equality import Equality, coverage, differing, plan_equality, uncompared
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
@@ -39,7 +40,7 @@ from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
 
-__all__ = ["RefitMismatch", "check_refit", "check_weights", "refit", "traffic_metrics"]
+__all__ = ["RefitMismatch", "check_refit", "check_weights", "refit", "traffic_metrics", "what_is_equal"]
 
 MAX_SHOWN = 8
 """Maximum number of differing weights that a check gathers to report their first differing element."""
@@ -58,10 +59,17 @@ class WeightPlan:
     """Weights that the engine's loader reads."""
     empty: tuple[str, ...]
     """vLLM's names of parameters of which this rank holds no part of a weight: they are 0."""
+    num_compared: int
+    """Elements of all engines that the equality covers."""
+    num_elements: int
+    """Elements of all engines, without padding."""
 
 
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """Engine -> weight map -> buffer in MiB -> WeightPlan. The plan depends only on these."""
+_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""Trainer -> version of its weights that `check_weights` compared last, what was compared, number of compared
+elements of all engines, and number of their elements."""
 
 
 class Part(NamedTuple):
@@ -159,14 +167,34 @@ def check_weights(
 
     with_base: compare also the base, which several adapters share.
     """
-    parts = _parts(trainer, engine, buffer_mib, adapter, with_base=with_base)
-    device = engine.device.torch
+    wrong, compared, total, device = False, 0, 0, engine.device.torch
     with tracing.span("compare weights"):
-        wrong = [differing(p.planned.equality, p.sources, p.destinations, device) for p in parts]
-        differ = any_rank(any(wrong))
+        for part in _parts(trainer, engine, buffer_mib, adapter, with_base=with_base):
+            planned = part.planned
+            wrong |= bool(differing(planned.equality, part.sources, part.destinations, device))
+            compared, total = compared + planned.num_compared, total + planned.num_elements
+        differ = any_rank(wrong)
+    subject = "weights" if with_base else "weights of the adapter"
+    _compared[trainer] = trainer.version, subject, compared, total
     if differ:
         check_refit(trainer, engine, buffer_mib=buffer_mib, adapter=adapter)
         raise RefitMismatch("the weights of engine and trainer differed, and were equal when compared again")
+
+
+def what_is_equal(trainer: TrainingEngine) -> str:
+    """Return a sentence on how many elements of the engines equal those of the trainer's present weights.
+
+    Not collective; identical on all ranks.
+    """
+    version, subject, compared, total = _compared.get(trainer, (None, "", 0, 0))
+    if version != trainer.version or not compared:
+        return "The weights of this version were not all compared, so they may differ"
+    if compared == total:
+        return f"The {subject} are equal (all {total} elements in the engines were compared)"
+    return (
+        f"Only {compared} of the {total} elements of the {subject} in the engines were compared and are "
+        "equal; vLLM's loader wrote the others, which may differ"
+    )
 
 
 def _parts(
@@ -257,12 +285,23 @@ def plan_weights(
     filled = {w.vllm for w in in_place} if engine is None else _extents(in_place, engine).keys()
     empty = tuple(sorted({w.vllm for w in in_place if w.expert is not None} - filled))
     modules.update(empty)
+    covered = coverage(equality, in_place)
     texts = uncompared(
-        equality, in_place, {n: t for n, t in held.items() if modules.isdisjoint((n, _module(n)))}
+        covered, in_place, {n: t for n, t in held.items() if modules.isdisjoint((n, _module(n)))}
     )
-    if found := [text for texts in gather_objects(texts, group) for text in texts]:
+    padded = {weight.vllm: prod(weight.shapes[0]) for weight in in_place if weight.cut is VOCAB}
+    own = {name: covered[name] for name in padded}, sum(covered.values())
+    without = {*padded, *empty}
+    elements = own[1] + sum(t.numel() - covered[n] for n, t in held.items() if n not in without)
+    reports = gather_objects((texts, *own, elements), group)
+    found = [text for texts, *_ in reports for text in texts]
+    for name, size in padded.items():  # padding hides what is missing on one rank, but not in the sum
+        if more := sum(counts[name] for _, counts, *_ in reports) % size:
+            found.append(f"{name}: {more} elements of it are not in whole copies of {size} on the ranks")
+    if found:
         raise RefitMismatch(f"{len(found)} weights cannot be compared: " + "; ".join(found[:MAX_SHOWN]))
-    return WeightPlan(plan, equality, in_place, fallback, empty)
+    compared, total = sum(report[2] for report in reports), sum(report[3] for report in reports)
+    return WeightPlan(plan, equality, in_place, fallback, empty, compared, total)
 
 
 def _for_loader(weights: list[Weight], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -147,3 +147,46 @@ def exported_head_is_the_embedding(bug: Bug, save_file, tensors, path, **options
     """The head of a model whose head is its own was written as the embedding."""
     head = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | {"lm_head.weight": head}, path, **options)
+
+
+@exhibit("OpenEuroLLM/oellm-autoexp#54", overrides=("checkpoint.export_hf=true",), at=3)
+@caught_by(
+    "exported tensors", r"WronglyExported: .*transformers computes log-probs from the files that differ"
+)
+def exported_config_with_another_rotary_base(bug: Bug) -> None:
+    """The exported weights were right, but the config beside them gave the rotary embedding another base."""
+    import json
+
+    from rl.checkpoint import hf
+
+    @bug.replaces(hf, "_copy_config")
+    def other(copy_config, model, source, target):
+        copy_config(model, source, target)
+        config = json.loads((target / "config.json").read_text())
+        for rope in (config, config.get("rope_parameters") or {}):
+            if "rope_theta" in rope:
+                rope["rope_theta"] = 10.0
+        (target / "config.json").write_text(json.dumps(config))
+
+
+@exhibit(
+    "redai-studio/Relax#262",
+    overrides=(
+        "checkpoint.export_hf=true",
+        "adapter.kind=lora",
+        "adapter.init=pissa",
+        "model.dtype=bfloat16",
+    ),
+    at=3,
+)
+@caught_by(
+    "exported tensors", r"WronglyExported: .*lora_B.weight in the files differ from the model's, 1 in all"
+)
+def exported_adapter_lacks_a_part(bug: Bug) -> None:
+    """A layer's adapter was exported empty, because its name differed in the file."""
+    from rl.checkpoint import peft
+
+    @bug.replaces(peft, "save_file")
+    def some(save_file, tensors, path, **options):
+        name = next(name for name in tensors if ".lora_B." in name)
+        return save_file(tensors | {name: tensors[name] * 0}, path, **options)
