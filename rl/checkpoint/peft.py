@@ -80,8 +80,8 @@ def export_peft(
     )
     if names := broadcast_object(differ):
         raise WronglyExported(
-            f"{partial}: {', '.join(names[:4])} in the files differ from the model's, {len(names)} in all; the "
-            "model itself is unchanged."
+            f"{partial}: {', '.join(names[:4])} in the files differ from the model's, {len(names)} in all; "
+            "the model itself is unchanged."
         )
     if writes:
         fence()

@@ -228,6 +228,7 @@ class Checks:
             of_ranks["generated"] = batch.generated_by
         of_ranks = {kind: of[has_tokens] for kind, of in of_ranks.items()}
         self.gaps.check(gaps[has_tokens] / numbers[has_tokens], of_ranks, limit=self._limit)
+        self.gaps.check_positions(batch, counted, limit=self._limit)
         return found
 
     def _objective(self, batch: Batch, loss: Loss) -> None:

@@ -55,9 +55,9 @@ def hf_logprobs(model, batch: Batch, *, temperature: float = 1.0) -> tuple[Tenso
 def wrong_forward(policy: TrainingEngine, directory: Path) -> str | None:
     """Return on rank 0 how log-probs of a checkpoint in transformers differ from the policy's, if they do.
 
-    Both compute log-probs of random tokens. They are not compared for models that read
-    images, or of more than MAX_CHECKED parameters. With routed experts the sample with the largest difference is left out, because a rounding
-    error may route its tokens elsewhere. Collective over the world.
+    Both compute log-probs of random tokens. They are not compared for models that read images, or of more
+    than MAX_CHECKED parameters. With routed experts the sample with the largest difference is left out,
+    because a rounding error may route its tokens elsewhere. Collective over the world.
     """
     hf, weights = policy.weight_map.hf, policy.weight_map.weights
     if "vision_config" in hf or sum(weight.num_elements for weight in weights) > MAX_CHECKED:

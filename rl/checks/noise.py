@@ -29,6 +29,14 @@ DEVIATIONS = 9.0
 distribution, whose tail is 1e-19 there."""
 MIN_FACTOR = 2.0
 """Factor by which the gaps of a rank must exceed those of the others: ranks may have other devices."""
+POSITION_FACTOR = 4.0
+"""The same for tokens at some positions, whose rounding depends on the context."""
+UNITS = {
+    "generated": "samples that rank {} generated as in those of other ranks",
+    "trained on": "samples that rank {} trained on as in those of other ranks",
+    "position": "tokens at positions from 2 ** {} up to its double as at others",
+}
+"""Kind of a number -> what has it, and what it is compared with."""
 SLOPE = 0.3
 """Share of the distance from the reference by which engine and trainer may differ systematically."""
 MIN_DISTANCE = 1.5
@@ -96,6 +104,33 @@ class Gaps:
         sample, int64 [n]. limit: bound of rounding, which is the unit of what counts as equal.
         """
         logs = (gaps + FLOOR * limit).log()
+        self._add(logs, ranks, limit)
+
+    def check_positions(self, batch: Batch, counted: Tensor, *, limit: float) -> None:
+        """Raise LogprobMismatch if the gaps of tokens at some positions are larger than at the others.
+
+        Positions count from the first token of the prompt, and are grouped by their binary logarithm. An
+        error of the logits moves the log-prob of a token of probability p in proportion to 1 - p, within a
+        factor of sqrt(2), so gaps are compared in relation to it. The units are the tokens of a sample in one
+        group.
+
+        counted: bool [T], the tokens that are compared. limit: as in `check`.
+        """
+        assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
+        starts = (batch.prompt_lengths - batch.offsets[:-1]).repeat_interleave(batch.lengths)
+        groups = (torch.arange(len(counted)) + starts + 1).log2().long()[counted]
+        samples = torch.arange(len(batch)).repeat_interleave(batch.lengths)[counted]
+        units, unit = torch.stack((samples, groups), 1).unique(dim=0, return_inverse=True)
+        terms = torch.stack(
+            (
+                (batch.old_logprobs - batch.rollout_logprobs).abs()[counted].double() + FLOOR * limit,
+                -torch.expm1(batch.rollout_logprobs[counted].double()).clamp(max=0.0) + FLOOR,
+            )
+        )
+        gaps, sizes = torch.zeros(2, len(units), dtype=torch.float64).index_add_(1, unit, terms)
+        self._add((gaps / sizes).log(), {"position": units[:, 1]}, limit)
+
+    def _add(self, logs: Tensor, ranks: dict[str, Tensor], limit: float) -> None:
         logs = logs - logs.mean() if len(logs) else logs
         for kind, of in ranks.items():
             step = {}
@@ -119,13 +154,14 @@ class Gaps:
                 for sums in (own, rest)
             )
             error = math.sqrt(spread / own[0] + spread_of_rest / rest[0])
-            if mean - mean_of_rest > max(DEVIATIONS * error, math.log(MIN_FACTOR)):
+            least = math.log(POSITION_FACTOR if kind == "position" else MIN_FACTOR)
+            if mean - mean_of_rest > max(DEVIATIONS * error, least):
                 factor, deviations = math.exp(mean - mean_of_rest), (mean - mean_of_rest) / max(error, 1e-9)
                 raise LogprobMismatch(
-                    f"the log-probs of engine and trainer differ {factor:.1f} times as much in samples that "
-                    f"rank {rank} {kind} as in those of other ranks, {deviations:.0f} standard errors over "
-                    f"{own[0]:.0f} samples, although all are below the bound of rounding ({limit:.2g}): "
-                    "weights, cache, adapters or sampling of this rank differ from the others'."
+                    f"the log-probs of engine and trainer differ {factor:.1f} times as much in "
+                    f"{UNITS[kind].format(rank)}, {deviations:.0f} standard errors over "
+                    f"{own[0]:.0f} samples, although all are below the bound of rounding "
+                    f"({limit:.2g}): weights, cache, positions, adapters or sampling are other ones there."
                 )
 
     def jump(self, mean: float) -> str:

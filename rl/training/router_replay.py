@@ -55,7 +55,7 @@ class Routes:
     chosen: set[int] = field(default_factory=set)
     """Layers whose choice is in `experts`."""
     counts: Tensor | None = None
-    """Sums to which the first pass over each layer adds, float64 [4]: the number of given tokens for which
+    """Sums to which the first pass over each layer adds, float64 [4, L]: the number of given tokens for which
     the present router selects other experts than those given, the numbers for which it selects others than
     those of the token before and of the token after, and that of all given tokens. None: not counted."""
     counted: set[int] = field(default_factory=set)
@@ -73,7 +73,7 @@ class Routes:
             given, own_sets = self.given.flatten(), own.sort().values
             sets = chosen.sort().values
             others = [(given & (sets.roll(shift, 0) != own_sets).any(-1)).sum() for shift in (0, 1, -1)]
-            self.counts += torch.stack([*others, given.sum()])
+            self.counts[:, layer] += torch.stack([*others, given.sum()])
         return chosen
 
 
@@ -118,12 +118,13 @@ class RouterReplay(Part):
             for layer in chunk.decoder.layers
             if isinstance(layer.mlp, MoELayer)
         ]
-        self._num_layers = len(self._stages[grid.pp_rank])
+        self._stage = grid.pp_rank
+        self._num_layers = len(self._stages[self._stage])
         assert self._num_layers == len(layers), "the stages hold other layers than planned"
         for number, layer in enumerate(layers):
             layer.mlp.router.router_replay = LayerReplay(number)
             layer.register_forward_pre_hook(_give_routes, with_kwargs=True)
-        self._counts = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._counts = torch.zeros(4, self._num_layers, dtype=torch.float64, device=self._device)
         """`Routes.counts` of the engine's routes since the last call of `metrics`."""
         self.needs = {"routes": self.need} if self.mode == "engine" else {}
 
@@ -197,14 +198,22 @@ class RouterReplay(Part):
         """
         if not self.needs:
             return {}
-        different, before, after, given = sum_over_world(self._counts.cpu(), self._device).tolist()
+        of_all = torch.zeros(4, sum(map(len, self._stages)), dtype=torch.float64)
+        of_all[:, self._stages[self._stage]] = self._counts.cpu()
+        of_all = sum_over_world(of_all, self._device).cpu()
         self._counts.zero_()
-        mismatch, of_neighbours = different / max(given, 1.0), min(before, after)
-        if mismatch > MAX_MISMATCH and different > MAX_OF_NEIGHBOURS * of_neighbours:
+        given = of_all[3].clamp(min=1.0)
+        share, of_neighbours = of_all[0] / given, of_all[1:3].min(0).values / given
+        mismatch = float((share * given).sum() / given.sum())
+        wrong = (share > MAX_MISMATCH) & (share > MAX_OF_NEIGHBOURS * of_neighbours)
+        if wrong.any():
+            worst = int(torch.where(wrong, share, -1.0).argmax())
             raise WrongRoutes(
-                f"the present router chooses other experts for {mismatch:.0%} of the tokens and layers than "
-                f"those recorded for the engine, and for {of_neighbours / given:.0%} than those of the "
-                "neighbouring token: the routes are those of other tokens, layers or samples."
+                f"the present router chooses other experts for {float(share[worst]):.0%} of the tokens in layer "
+                f"{worst} of those with experts, and for {mismatch:.0%} in all of them, than those recorded for "
+                f"the engine, and in that layer for {float(of_neighbours[worst]):.0%} than those of the "
+                f"neighbouring token: the routes of {int(wrong.sum())} of {len(share)} layers are those of other "
+                "tokens, layers or samples."
             )
         return {"training/router_mismatch": mismatch}
 

@@ -211,10 +211,42 @@ def penalty_on_one_rank(bug: Bug, call_of, *args):
 
 
 @exhibit("NovaSky-AI/SkyRL#1908", model="qwen3-moe", overrides=(HALF, "training.router_replay=engine"), at=1)
-@caught_by("routes of the engine", r"WrongRoutes: the present router chooses other experts for \d+%")
+@caught_by(
+    "routes of the engine",
+    r"WrongRoutes: the present router chooses other experts for \d+% of the tokens in layer 0",
+)
 @replaces("rl.training.router_replay.RouterReplay._given")
 def routes_of_the_token_before(bug: Bug, given, self, batch, row):
     """The routes were shifted by one token, which the bound of bfloat16 hides."""
     routes = given(self, batch, row)
     routes.experts = routes.experts.roll(1, dims=1)
     return routes
+
+
+@exhibit(
+    "radixark/miles#3229", model="qwen3-moe-only", overrides=(HALF, "training.router_replay=engine"), at=1
+)
+@caught_by("routes of the engine", r"WrongRoutes: .* in layer 1 of those .*: the routes of 1 of \d layers")
+@replaces("rl.training.router_replay.RouterReplay._given")
+def routes_of_the_token_before_in_one_layer(bug: Bug, given, self, batch, row):
+    """Only the last layer's routes were shifted by one token."""
+    routes = given(self, batch, row)
+    routes.experts[-1] = routes.experts[-1].roll(1, dims=0)
+    return routes
+
+
+@exhibit(
+    "NVIDIA-NeMo/RL#2981",
+    at=0,
+    overrides=(HALF, "rollout.samples_per_prompt=32", "rollout.max_response_tokens=24"),
+)
+@caught_by(ODD_RANK, r"LogprobMismatch: .* times as much in tokens at positions from 2 \*\* [45] up")
+def wrong_rotary_base_behind_a_position(bug: Bug) -> None:
+    """The engine's rotary embedding was wrong for later positions only; bfloat16 hid it."""
+
+    def change(model):
+        for module in model.modules():
+            if hasattr(module, "cos_sin_cache"):
+                module.cos_sin_cache[16:] *= 1.2
+
+    after_building(bug, change)

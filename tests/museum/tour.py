@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie": True}),
     "llama": ("LlamaForCausalLM", {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
+    "qwen3-moe-only": ("Qwen3MoeForCausalLM", {"mlp_only_layers": []}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
 }

@@ -72,6 +72,16 @@ def test_the_rank_with_larger_gaps_is_named():
             compare(gaps, odd, ranks)
 
 
+def test_the_positions_with_larger_gaps_are_named():
+    rng, gaps = np.random.default_rng(5), Gaps()
+    for _ in range(200):
+        gaps.check_positions(batch := batch_of(rng), batch.mask > 0, limit=LIMIT)
+    late = torch.arange(LENGTH).repeat(SAMPLES) + LENGTH >= 31  # the prompt has LENGTH tokens too
+    batch.rollout_logprobs[late] += 0.12 * torch.randn(int(late.sum()), generator=torch.manual_seed(0))
+    with pytest.raises(LogprobMismatch, match=r"tokens at positions from 2 \*\* 5 up to its double"):
+        gaps.check_positions(batch, batch.mask > 0, limit=LIMIT)
+
+
 def test_a_jump_of_the_gap_is_a_warning():
     gaps = Gaps()
     assert not any(gaps.jump(0.01 + 0.005 * (step % 3)) for step in range(30))
