@@ -33,7 +33,8 @@ def main() -> int:
     exhibits = load_exhibits()
     if args.list:
         for exhibit in sorted(exhibits.values(), key=lambda exhibit: exhibit.caught_by.lower()):
-            print(f"{exhibit.caught_by}: {exhibit.name} ({exhibit.peer})\n    {exhibit.saw}")
+            tokens = f"\n    bfloat16, within {exhibit.tokens} tokens" if exhibit.is_bfloat16 else ""
+            print(f"{exhibit.caught_by}: {exhibit.name} ({exhibit.peer})\n    {exhibit.saw}{tokens}")
         return 0
     if unknown := set(args.names) - (set(CLEAN) if args.clean else set(exhibits)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")

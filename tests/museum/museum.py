@@ -17,6 +17,7 @@ such functions, because the collection of tests imports it too.
 import functools
 import importlib
 import inspect
+import math
 import os
 import pkgutil
 from collections.abc import Callable
@@ -55,6 +56,23 @@ class Exhibit:
     @property
     def name(self) -> str:
         return self.inject.__name__.replace("_", " ")
+
+    @property
+    def tokens(self) -> int:
+        """Maximum number of tokens of a step, within which the bug is named, by the config of tour.py."""
+        given = {
+            "rollout.samples_per_prompt": 4,
+            "rollout.max_response_tokens": 6,
+            "data.prompts_per_step": 4,
+        }
+        for key, _, value in (override.partition("=") for override in self.overrides):
+            if key in given:
+                given[key] = int(value)
+        return math.prod(given.values())
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return "model.dtype=bfloat16" in self.overrides
 
     @property
     def saw(self) -> str:

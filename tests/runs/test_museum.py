@@ -33,6 +33,12 @@ def test_the_page_describes_every_check():
     assert {exhibit.caught_by for exhibit in EXHIBITS.values()} <= described
 
 
+def test_the_page_states_tokens_for_each_exhibit_in_bfloat16():
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    stated = {name: int(tokens) for tokens, names in rows for name in names.split(", ")}
+    assert stated == {exhibit.name: exhibit.tokens for exhibit in EXHIBITS.values() if exhibit.is_bfloat16}
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow, id=n) for n in EXHIBITS]
 )
