@@ -209,11 +209,11 @@ class RouterReplay(Part):
         if wrong.any():
             worst = int(torch.where(wrong, share, -1.0).argmax())
             raise WrongRoutes(
-                f"the present router chooses other experts for {float(share[worst]):.0%} of the tokens in layer "
-                f"{worst} of those with experts, and for {mismatch:.0%} in all of them, than those recorded for "
-                f"the engine, and in that layer for {float(of_neighbours[worst]):.0%} than those of the "
-                f"neighbouring token: the routes of {int(wrong.sum())} of {len(share)} layers are those of other "
-                "tokens, layers or samples."
+                f"the present router chooses other experts for {float(share[worst]):.0%} of the tokens in "
+                f"layer {worst} of those with experts, and for {mismatch:.0%} in all of them, than those "
+                "recorded for the engine, and in that layer for "
+                f"{float(of_neighbours[worst]):.0%} than those of the neighbouring token: the routes of "
+                f"{int(wrong.sum())} of {len(share)} layers are those of other tokens, layers or samples."
             )
         return {"training/router_mismatch": mismatch}
 

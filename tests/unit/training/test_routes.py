@@ -10,11 +10,11 @@ OWN = torch.tensor([[1, 0], [2, 1], [3, 2]])
 
 
 def test_differences_are_counted_in_the_first_pass_over_a_layer():
-    given, counts = torch.tensor([[True], [True], [False]]), torch.zeros(2, 1, dtype=torch.float64)
+    given, counts = torch.tensor([[True], [True], [False]]), torch.zeros(4, 1, dtype=torch.float64)
     routes = Routes(ENGINE.clone(), given, chosen={0}, counts=counts)
     for _ in range(2):  # an update, or a recomputation, calls the router again
         assert routes.choose(0, OWN).tolist() == [[0, 1], [2, 3], [3, 2]]
-    assert counts.tolist() == [[1], [2]]
+    assert counts.tolist() == [[1], [2], [2], [2]]
 
 
 def test_the_first_pass_is_recorded_and_replayed():
