@@ -54,7 +54,7 @@ keyctl 250 219, add_key 248 217, request_key 249 218
 name_to_handle_at 303 264, open_by_handle_at 304 265"""
 """System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
 _DENIED = f"""\
-{DENIED_EVERYWHERE},
+{DENIED_EVERYWHERE}
 # Sockets of every family: AF_UNIX reaches munged, dockerd and D-Bus. Without a socket, bind, connect and the
 # rest have no effect. socketpair stays allowed for AF_UNIX, because asyncio needs it.
 socket 41 198
