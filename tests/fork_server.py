@@ -39,6 +39,7 @@ MODELS = (
     "granite",
     "gemma3",
     "gpt_oss",
+    "minimax_m2",
     "phi3",
 )
 """Architectures of tests/checkpoints.py, in transformers and, but for the last, in vLLM."""

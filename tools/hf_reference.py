@@ -19,11 +19,13 @@ def hf_gradient(model, logprobs: Tensor, directory: Path) -> dict[str, Tensor]:
     `directory`.
     """
     gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = {
+        name.rpartition(".")[2] for name, _ in model.named_buffers()
+    }  # files may name the block otherwise
     model = copy.deepcopy(model)
     with torch.no_grad():
         for parameter, gradient in zip(model.parameters(), gradients):
             parameter.copy_(gradient)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
-    return {name: tensor for name, tensor in tensors.items() if name not in buffers}
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in buffers}

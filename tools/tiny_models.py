@@ -123,6 +123,7 @@ PARTICULAR: dict[str, dict] = {
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Phi3ForCausalLM": {},
+    "MiniMaxM2ForCausalLM": dict(head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3),
     "GptOssForCausalLM": dict(
         head_dim=64,
         intermediate_size=128,  # vLLM on CPU requires a multiple of 32 per rank
@@ -157,6 +158,7 @@ CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 """Classes of configs that are not named after the model."""
 PUBLISHED = {
     "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    "MiniMaxM2ForCausalLM": dict(scoring_func="sigmoid", use_routing_bias=True, rotary_dim=32),
     "Glm4MoeLiteForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1),
 }
 """Keys of published configs that transformers 5 omits and vLLM reads."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from rl.checkpoint.contents import exported_checksums
 from rl.models import as_written
 from rl.models.boxes import whole
-from rl.models.files import TensorReader, as_stored, stored_shapes
+from rl.models.files import PREDICTING, TensorReader, as_stored, stored_shapes
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import broadcast_object
@@ -130,8 +130,7 @@ def _copy_config(model: WeightMap, source: Path, target: Path) -> None:
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # weights are written in the dtype of training
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # these layers are not exported
+    config |= {key: 0 for key in PREDICTING if config.get(key)}  # these layers are not exported
     (target / "config.json").write_text(json.dumps(config, indent=2))
     for pattern in (
         "*token*",

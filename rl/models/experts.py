@@ -57,7 +57,7 @@ def after_dense(hf: dict, first_dense: int) -> list[bool]:
 
 def shared_fields(hf: dict) -> dict:
     """Return Megatron's field for the shared experts, which are one MLP of their total width."""
-    width = (hf.get("n_shared_experts") or 0) * hf["moe_intermediate_size"]
+    width = (hf.get("n_shared_experts") or 0) * expert_width(hf)
     return dict(moe_shared_expert_intermediate_size=width) if width else {}
 
 

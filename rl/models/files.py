@@ -17,6 +17,8 @@ MAPPED_BYTES = 256 << 20
 """Bytes read from a file before it is opened again, which releases the pages read so far from memory."""
 
 
+PREDICTING = ("num_nextn_predict_layers", "num_mtp_modules")
+"""Keys of config.json for the number of layers for multi-token prediction."""
 MXFP4_BLOCK = 32
 """Number of values that share a power of two in MXFP4."""
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -185,7 +187,7 @@ def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf
     found = set(names)
     known = {name for weight in weights for name in weight.hf} | {"lm_head.weight"}
     known |= {name for weight in weights for name in stored_shapes(weight, found)}
-    first, count = hf["num_hidden_layers"], hf.get("num_nextn_predict_layers") or 0
+    first, count = hf["num_hidden_layers"], max(hf.get(key) or 0 for key in PREDICTING)
     predicting = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
     extra = sorted(
         name

@@ -15,6 +15,8 @@ class Form:
     """Factor of the logits."""
     post_norms: bool = False
     """Whether the outputs of attention and MLP are normed before the residual sum."""
+    norms_all_heads: bool = False
+    """Whether an RMSNorm of queries and keys is over all heads of a token, not over each head."""
     activation: str = "silu"
     """Activation of the gate of an MLP: silu, gelu_tanh or quick_gelu."""
     rows_alternate: bool = False

@@ -239,6 +239,18 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
 
 
 @functools.cache
+def kv_heads(num_kv_heads: int, head_dim: int) -> Cut:
+    """Return the cut of a weight [kv heads x channels]; vLLM's ranks repeat it as they repeat key heads."""
+
+    def vllm(names, shapes, tp, rank):
+        count = max(1, num_kv_heads // tp) * head_dim
+        first = rank * num_kv_heads // tp * head_dim
+        return [_rows(names[0], shapes[0], first, first + count, 0)]
+
+    return Cut(_column, vllm)
+
+
+@functools.cache
 def joined(cut: Cut, rows: tuple[int, ...]) -> Cut:
     """Return the cut of one Hugging Face tensor that holds those of `cut` as blocks of `rows` rows."""
 

@@ -23,6 +23,7 @@ BASES = {
     "SmolLM3ForCausalLM": 2e6,
     "MixtralForCausalLM": 1e6,
     "GptOssForCausalLM": 150000.0,
+    "MiniMaxM2ForCausalLM": 5e6,
 }
 """Architecture -> base of the rotary embedding if the config has none, as in transformers; 1e4 for others."""
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -49,6 +50,8 @@ def rope_parameters(hf: dict, *, local: bool = False) -> dict:
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "default" if kind == "mrope" else kind  # Qwen2.5-VL's name for it, see `axes`
     part = {} if hf.get(PARTIAL) is None else {PARTIAL: hf[PARTIAL]}
+    if hf.get("rotary_dim"):  # MiniMax-M2
+        part = {PARTIAL: hf["rotary_dim"] / head_dim(hf)}
     base = next((BASES[name] for name in hf.get("architectures") or () if name in BASES), 10000.0)
     return {"rope_theta": hf.get("rope_theta", base)} | part | given | {"rope_type": kind}
 

@@ -22,6 +22,7 @@ def install() -> None:
         cpu_async.install()
         _keep_weights_alive()
         _keep_experts_alive()
+        _choose_experts_by_sigmoid()
         _shared_memory_names_of_this_job()
 
 
@@ -96,6 +97,20 @@ def _keep_experts_alive() -> None:
     assert {"process_weights_after_loading", "apply"} <= vars(CPUUnquantizedExperts).keys()
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = _live_experts
+
+
+def _choose_experts_by_sigmoid() -> None:
+    """Make a router with a sigmoid choose from one group of all experts: the CPU build has it with groups."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    build = CPURouter.__init__
+
+    def build_with_group(self, *args, **options):
+        build(self, *args, **options)
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    CPURouter.__init__ = build_with_group
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
@@ -47,6 +48,46 @@ class FormedMLP(MLP):
         return _formed(self, *super().forward(hidden_states, *args, **options))
 
 
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over all heads of a token, of which tensor parallel ranks hold parts."""
+
+    def __init__(self, attention: SelfAttention, heads: int):
+        super().__init__()
+        config = attention.config
+        self.eps, self.group = config.layernorm_epsilon, attention.pg_collection.tp
+        self.weight = nn.Parameter(torch.ones(heads * config.kv_channels, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., heads/tp, channels] in its dtype.
+
+        Collective over the tensor parallel group: a sum of 1 float32 per token, forward and backward.
+        """
+        flat = x.flatten(-2).float()
+        square = _MeanOverRanks.apply(flat.square().mean(-1, keepdim=True), self.group)
+        out = flat * torch.rsqrt(square + self.eps) * self.weight.float()
+        return out.to(x.dtype).view_as(x)
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """The mean over a group's ranks, which all use it: its gradient is the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _mean_over_ranks(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _mean_over_ranks(grad, ctx.group), None
+
+
+def _mean_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total / group.size()
+
+
 def _formed(module, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
     assert bias is None, "a bias would be added after the norm"
     if module.output_scale != 1.0:
@@ -61,6 +102,11 @@ def give_form(model: nn.Module, form: Form) -> None:
     """
     if form.embedding_scale != 1.0 and model.pre_process:
         model.embedding.register_forward_hook(functools.partial(_scale_embedding, form.embedding_scale))
+    if form.norms_all_heads:
+        for layer in model.decoder.layers:
+            attention = layer.self_attention
+            attention.q_layernorm = AllHeadsNorm(attention, attention.num_attention_heads_per_partition)
+            attention.k_layernorm = AllHeadsNorm(attention, attention.num_query_groups_per_partition)
     if form.rows_alternate:
         for layer in model.modules():
             if isinstance(layer, MoELayer):

@@ -12,7 +12,13 @@ from tests.toy import train
 
 FAMILIES = (
     *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM"),
-    *("SeedOssForCausalLM", "SmolLM3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM"),
+    *(
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Phi3ForCausalLM",
+        "GptOssForCausalLM",
+        "MiniMaxM2ForCausalLM",
+    ),
 )
 STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")
 MORE = {"GptOssForCausalLM": ("training.router_replay=engine", "rollout.max_response_tokens=24")}

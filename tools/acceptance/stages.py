@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "phi4": "Phi3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
 }
 FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
 """Architectures that --quick and --rehearse cover."""

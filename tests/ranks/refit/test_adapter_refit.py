@@ -21,6 +21,7 @@ CASES = {
     "phi4": ("Phi3ForCausalLM", "dora", "qkv_proj,o_proj,gate_up_proj,down_proj", ["1x1x1", "2x1x1"]),
     "gemma3": ("Gemma3ForCausalLM", "lora", DENSE, ["1x1x1", "2x1x1"]),
     "gpt-oss": ("GptOssForCausalLM", "rslora", ATTENTION, ["1x1x1", "1x2x1", "1x1x2"]),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", "lora", ATTENTION, ["1x1x1", "2x1x1", "1x1x2"]),
     "deepseek-v3": ("DeepseekV3ForCausalLM", "dora", LATENTS, ["1x1x1", "2x1x1", "1x1x2"]),
 }
 """Name -> architecture, kind of the merged adapters, layers with an adapter beside the weights, training

@@ -38,6 +38,7 @@ CASES = {
     "granite": ("GraniteForCausalLM", True, FEW),
     "phi4": ("Phi3ForCausalLM", False, FEW),
     "gemma3": ("Gemma3ForCausalLM", True, DENSE),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", False, ["2x1x1", "1x1x2x2", "2x2x2", "2x1x2x0x2"]),
     "gpt-oss": ("GptOssForCausalLM", False, ["1x1x1", "1x2x1", "1x1x2", "2x1x2", "2x2x2", "2x1x2x0x2"]),
     "moonlight": ("DeepseekV3ForCausalLM", False, EXPERTS),
     "glm4-moe": ("Glm4MoeForCausalLM", False, EXPERTS),

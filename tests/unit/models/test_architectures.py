@@ -25,7 +25,7 @@ V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
 GEMMA, PHI, GRANITE, SEED, SMOL = (
     f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Granite", "SeedOss", "SmolLM3")
 )
-OSS = "GptOssForCausalLM"
+OSS, MINIMAX = "GptOssForCausalLM", "MiniMaxM2ForCausalLM"
 GLM, GLM_LITE = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 EACH = pytest.mark.parametrize("name", PARTICULAR)
 
@@ -111,7 +111,7 @@ def test_vllm_ranks_tile_their_parameters(name, tp):
             if "qkv_proj" in key:
                 assert (count[hf["hidden_size"] :] == copies).all()
                 count = count[: hf["hidden_size"]]
-            of_kv = "k_proj" in key or ".v_proj" in key
+            of_kv = "k_proj" in key or "k_norm" in key or ".v_proj" in key
             whole = 1 if weight.expert is not None else tp  # a bias that only the first rank adds
             assert (count == ((copies if of_kv else 1) if weight.cut.split else whole)).all(), (key, tp)
 
@@ -224,6 +224,7 @@ PARAMETERS = {
     "gemma-3-1b": 999_885_952,
     "phi-4": 14_659_507_200,
     "gpt-oss-20b": 20_914_757_184,
+    "minimax-m2": pytest.approx(228.7e9, rel=1e-3),
     "gpt-oss-120b": 116_829_156_672,
     # The paper counts 15.29e9 without the token embedding and the head.
     "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
@@ -272,6 +273,8 @@ ROTATIONS = {
     "glm-yarn": rope.scaled(published("glm-4.5-air"), {"rope_type": "yarn"} | WINDOW),
     "glm-parameters-yarn": rope.scaled(config(GLM), {"rope_type": "yarn", "factor": 2.0}),
     "kimi-k2": published("kimi-k2") | {"model_type": "deepseek_v3"},
+    "minimax": config(MINIMAX),
+    "minimax-m2": published("minimax-m2"),
     "gpt-oss": config(OSS),
     "gpt-oss-20b": published("gpt-oss-20b"),
     "linear": scaled("Qwen3MoeForCausalLM", type="linear", factor=4),
@@ -284,7 +287,9 @@ def test_rotations_are_those_of_transformers(name):
     hf = ROTATIONS[name]
     architecture(hf).check(hf)
     kind = hf["architectures"][0].removesuffix("ForCausalLM")
-    assert rope.rope_parameters(hf).get("partial_rotary_factor", 1.0) == (0.5 if kind == "Glm4Moe" else 1.0)
+    assert rope.rope_parameters(hf).get("partial_rotary_factor", 1.0) == (
+        0.5 if kind in ("Glm4Moe", "MiniMaxM2") else 1.0
+    )
     module = "mixtral" if kind == "Mixtral" else hf["model_type"]
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     read = getattr(transformers, f"{kind}Config").from_dict(hf)
@@ -365,6 +370,8 @@ def test_window_of_every_scaling():
         "qwen3-8b-yarn": 4 * 40960,
         "qwen2.5-7b-yarn": 4096,
         "yarn-default-window": 8192,
+        "minimax": 256,
+        "minimax-m2": 196608,
         "gpt-oss": 256,
         "gpt-oss-20b": 131072,
         "linear": 4 * 4096,
@@ -454,6 +461,14 @@ REFUSED = [
     (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
     (GEMMA, {"layer_types": ["chunked_attention"] * 4}, "chunked_attention in layer_types"),
     (GEMMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type yarn is not supported"),
+    (MINIMAX, {"scoring_func": "softmax"}, "scoring_func softmax is not supported; only sigmoid"),
+    (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size 64 is not supported"),
+    (MINIMAX, {"attn_type_list": [0, 1]}, "attn_type_list .0, 1. is not supported"),
+    (
+        MINIMAX,
+        {"rotary_dim": None, "rope_parameters": None, "partial_rotary_factor": None},
+        "requires partial_rotary_factor",
+    ),
     (OSS, {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported: vLLM computes only 7.0"),
     (OSS, {"sliding_window": None}, "sliding_window None is not supported"),
     (OSS, {"attention_bias": False}, "attention_bias False is not supported"),
@@ -488,6 +503,7 @@ def test_unsupported_options_are_refused_by_name():
             PHI: "Phi-4",
             SEED: "Seed",
             OSS: "gpt-oss",
+            MINIMAX: "MiniMax-M2",
         }
         assert str(caught.value).startswith(family.get(name, name.removesuffix("ForCausalLM")))
 
