@@ -34,9 +34,10 @@ READ_WITH = [
         "generation",
         "rollout.tp rollout.ep rollout.stop rollout.stop_token_ids rollout.deterministic "
         "rollout.max_concurrent_samples rollout.gpu_memory_utilization rollout.cpu_kv_cache_mib "
-        "rollout.enforce_eager rollout.async_scheduling",
+        "rollout.enforce_eager rollout.async_scheduling rollout.draft.path",
         VALIDATE,
     ),
+    ("rollout.draft.path", "rollout.draft.tokens rollout.draft.min_tokens_per_step", ""),
     ("rollout.ep", "rollout.dp_attention", ""),
     (
         "sampling",

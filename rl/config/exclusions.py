@@ -128,6 +128,21 @@ EXCLUSIONS = {
         "adapters in the engine": f"dummy steps have no adapter; {MERGED}",
         "reward.judge.path": "a second engine would have other groups of ranks; use rollout.ep=1",
     },
+    "rollout.draft.path": {
+        "roles, a sweep, agents, rollout.carry_over": (
+            "drafts are checked only in turn with training, one turn per sample; leave out one of both"
+        ),
+        "adapters in the engine": f"the draft model has no adapter; {MERGED}",
+        "rollout.ep, rollout.dp_attention": (
+            "its draft model would need the same ranks for its experts; use rollout.ep=1"
+        ),
+        "model.numerics=bitwise": "its passes are for one token per sample; use model.numerics=fast",
+        "rollout.min_p": "vLLM does not apply it to drafts; use rollout.top_p",
+        "rollout.stop": "tokens after the string would be accepted with it; use rollout.stop_token_ids",
+        "training.router_replay=engine": (
+            "experts of rejected drafts would be returned too; use training.router_replay=old_policy"
+        ),
+    },
     "refit.changed_only": {
         "not roles": (
             "ranks that train and generate receive over the links of one grid; leave out refit.changed_only"
@@ -341,6 +356,11 @@ _NOT_BUILT = {
     ),
     "a sweep": "roles, rollout.carry_over, agents, trace.steps",
     "rollout.dp_attention": "roles, agents, adapters in the engine, reward.judge.path",
+    "rollout.draft.path": (
+        "roles, a sweep, agents, rollout.carry_over, adapters in the engine, rollout.ep, "
+        "rollout.dp_attention, model.numerics=bitwise, rollout.min_p, rollout.stop, "
+        "training.router_replay=engine"
+    ),
     "sampling masks": "run.mode=train_only",
     "training.router_replay=engine": "run.mode=train_only",
     "recomputed experts": "training.router_replay",

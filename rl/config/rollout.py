@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from rl.config.draft import Draft
 from rl.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, ONE_TO_TWO, POSITIVE, PROBABILITY
 
 
@@ -55,6 +56,8 @@ class Rollout:
     """Schedule each engine step before the tokens of the one before it are processed (vLLM's option of this
     name), so that the GPU does not wait for Python. Samples are the same. On CPU it saves nothing; with
     dp_attention it is off."""
+    draft: Draft = field(default_factory=Draft)
+    """A small model that proposes tokens, which the engine verifies several at a time."""
     longest_first: bool = False
     """Start the prompts in the order of their expected response lengths, the longest first. The expected
     length is the mean when the prompt was last sampled, so the first epoch keeps its order."""

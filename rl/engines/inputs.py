@@ -10,7 +10,15 @@ from rl.config.layout_checks import check_has_experts, check_judge, check_layout
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.run_models import RunModel, run_models
-from rl.config.schema import Config, algorithm_of, learns_from_data, needs_reward, uses_teacher, validates
+from rl.config.schema import (
+    Config,
+    algorithm_of,
+    learns_from_data,
+    needs_engine,
+    needs_reward,
+    uses_teacher,
+    validates,
+)
 from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
@@ -48,6 +56,8 @@ class Inputs:
         for model in on_grid:
             if model.reads_tokens:
                 self._same_tokens(model)
+        if (draft := config.rollout.draft.path) and needs_engine(config):
+            self._same_tokens(RunModel("draft", "rollout.draft.path", draft, draft))
         if uses_teacher(config):
             self._check_teacher()
         check_has_experts(config, [files.hf for files in self.models.values()])
@@ -139,13 +149,14 @@ class Inputs:
         policy = self.config.model.path
         if model.path == policy:
             return
+        files = read_hf_config(model.path, key=model.key), self.models["policy"].hf
         theirs, own = load_tokenizer(model.path).get_vocab(), self.tokenizer.get_vocab()
-        sizes = [self.models[name].hf["vocab_size"] for name in (model.name, "policy")]
+        sizes = [hf["vocab_size"] for hf in files]
         differing = sorted(theirs.items() ^ own.items(), key=lambda pair: (pair[1], pair[0]))
         if differing:
             token = differing[0][0]
             reason = f"the id of token {token!r} is {theirs.get(token)} there and {own.get(token)} here"
-        elif sizes[0] < sizes[1]:
+        elif sizes[0] < sizes[1] or (model.name == "draft" and sizes[0] != sizes[1]):
             reason = f"vocab_size is {sizes[0]} there and {sizes[1]} here"
         else:
             return

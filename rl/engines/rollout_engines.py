@@ -21,6 +21,12 @@ def check_device(config: Config, device: Device) -> None:
             "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
             "trainer works (vLLM's sleep mode discards it); use recompute."
         )
+    if device.is_cuda and config.rollout.draft.path and needs_sampling_masks(config):
+        raise ConfigError(
+            "rollout.draft.path with rollout.top_p, top_k or min_p is for CPU: on a GPU vLLM's model runner "
+            "with draft models does not return the tokens that it kept; leave out the draft, or use "
+            "rollout.biased_truncation=true."
+        )
     if device.is_cuda and config.model.numerics == "bitwise" and config.rollout.temperature != 1.0:
         raise ConfigError(
             f"model.numerics=bitwise with rollout.temperature={config.rollout.temperature} is for CPU: on a "
@@ -63,6 +69,10 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
         from rl.rollout.routes import Routes
 
         parts.append(Routes())
+    if config.rollout.draft.path:
+        from rl.rollout.drafts import Drafts
+
+        parts.append(Drafts(config.rollout.draft))
     if config.model.numerics == "bitwise":
         from rl.rollout.bitwise_numerics import BitwiseNumerics
 

@@ -116,6 +116,8 @@ class Generation(Sampler):
         refit_phase = partial(step.phase, "refit", timing="update_weights")
         step.metrics |= self._memory.to_generation(step.number, refit_phase)
         with self._call("generate", ids, total, timing, self._stop) as (bar, interrupt):
+            for part in engine.parts:
+                part.check(engine, ids[0])
             began = time.perf_counter()  # all ranks have arrived
             with tracing.span("engine", replica=engine.replica):
                 own = generate(progress=AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
@@ -128,6 +130,8 @@ class Generation(Sampler):
                 is_read = bool(reward.model.path or reward.judge.path)
                 samples = exchange(own or [], step.device, conversations=is_read)
             step.metrics |= self._idle_metrics(timing, busy, samples, len(ids))
+            for part in engine.parts:
+                step.metrics |= part.metrics(engine)
         return samples
 
     def _idle_metrics(

@@ -49,14 +49,17 @@ class HashedSampler(Sampler):
             "requests must pass their seed in extra_args['seed'], not in SamplingParams.seed"
         )
         logprobs = self.log_softmax(apply_top_k_top_p(logits, k, p))
-        batch, requests = self._runner.input_batch, self._runner.requests
-        seeds = np.array(
-            [requests[name].sampling_params.extra_args["seed"] for name in batch.req_ids], np.uint64
-        )
-        positions = batch.num_tokens_no_spec[: len(seeds)]
+        names, positions = self._rows()
+        requests = self._runner.requests
+        seeds = np.array([requests[name].sampling_params.extra_args["seed"] for name in names], np.uint64)
         if self.masks is not None:
-            self._record(self.masks, logprobs, batch.req_ids, positions)
+            self._record(self.masks, logprobs, names, positions)
         return invert(logprobs, torch.from_numpy(uniforms(seeds, positions))), logprobs
+
+    def _rows(self) -> tuple[list[str], np.ndarray]:
+        """Return the request of each row of the logits, and the number of tokens before the row's token."""
+        batch = self._runner.input_batch
+        return batch.req_ids, batch.num_tokens_no_spec[: len(batch.req_ids)]
 
     @staticmethod
     def _record(masks, logprobs, names, positions):

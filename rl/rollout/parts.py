@@ -26,6 +26,12 @@ class Part:
     def built(self, engine: "RolloutEngine") -> None:
         """Prepare the model, the runner and the scheduler that vLLM has built."""
 
+    def check(self, engine: "RolloutEngine", prompt: np.ndarray) -> None:
+        """Check the engine before a training or validation generation. Collective over the world.
+
+        prompt: token ids of the first prompt, int32 [P]. The engine is awake and has its weights.
+        """
+
     def begin(self, engine: "RolloutEngine") -> None:
         """Prepare a call of `RolloutEngine.run`."""
 
@@ -47,6 +53,10 @@ class Part:
 
         output: vLLM's CompletionOutput.
         """
+        return {}
+
+    def metrics(self, engine: "RolloutEngine") -> dict[str, float]:
+        """Return metrics of the last call of `RolloutEngine.run`. Collective over the world."""
         return {}
 
     def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:

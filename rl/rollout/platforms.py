@@ -16,6 +16,13 @@ class Platform(Part):
         state = engine.llm.llm_engine.output_processor.request_states[internal_id]
         return state.logprobs_processor.logprobs.logprobs
 
+    def draft_options(self) -> dict:
+        """Return arguments of LLM for an engine with draft tokens."""
+        return {}
+
+    def verify_drafts(self, engine) -> None:
+        """Replace how vLLM samples and verifies draft tokens, where it samples from a wrong distribution."""
+
 
 class Cuda(Platform):
     """vLLM on a GPU. Its sleep mode releases the memory of engines that are refitted."""
@@ -77,6 +84,14 @@ class Cpu(Platform):
         cpu_support.unlink_shared_memory()
         self.cache = cpu_support.KvCache(engine.runner.kv_caches)
         engine.runner.sampler = cpu_support.make_sampler(engine.runner)
+
+    def draft_options(self):
+        return {"scheduler_cls": "rl.rollout.cpu_drafts.DraftedScheduler"}
+
+    def verify_drafts(self, engine):
+        from rl.rollout import cpu_drafts
+
+        cpu_drafts.install(engine.runner)
 
     def weights_changed(self, engine):
         cpu_support.release_packed_weights(engine.model)

@@ -33,10 +33,13 @@ SAMPLING = {
     "enforce_eager": "true",
     "async_scheduling": "false",
     "longest_first": "true",
+    "draft.path": "draft",
 }
 WITHOUT_ANOTHER = {
     "rollout.biased_truncation": "true",
     "rollout.dp_attention": "true",
+    "rollout.draft.tokens": 2,
+    "rollout.draft.min_tokens_per_step": 1.0,
     "rollout.oversample": 1.5,
     "rollout.max_staleness": 2,
     "rollout.on_stale": "drop",
@@ -129,6 +132,8 @@ def test_a_key_is_accepted_with_the_one_that_it_needs(key):
     others += ["rollout.carry_over=true", "rollout_correction.truncate_tokens=2"]
     if key == "rollout.biased_truncation":
         others = ["rollout.top_p=0.9"]
+    if key.startswith("rollout.draft."):
+        others = ["rollout.draft.path=draft"]
     if key == "rollout.dp_attention":
         others = ["rollout.ep=2"]
     assert error("grpo", *others, f"{key}={WITHOUT_ANOTHER[key]}") == ""

@@ -35,6 +35,8 @@ EXAMPLES = {
     "refit.changed_only": "refit.changed_only=true",
     "rollout.dp_attention": "rollout.ep=2 rollout.dp_attention=true",
     "rollout.ep": "rollout.ep=2",
+    "rollout.draft.path": "rollout.draft.path=d",
+    "training.router_replay=engine": "training.router_replay=engine",
     "training.cp": "training.cp=2",
     "adapter.init=pissa": "adapter.init=pissa adapter.kind=lora",
     "adapter.base=fp8": "adapter.base=fp8 adapter.kind=lora",

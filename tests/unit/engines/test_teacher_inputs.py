@@ -59,3 +59,18 @@ def test_a_teacher_of_all_other_sources_is_accepted(files):
     found = inputs(files, f"teacher.path={files}/same", f"teacher.sources={{sums: {files}/policy}}")
     paths = {name: model.path for name, model in found.models.items() if name.startswith("teacher")}
     assert paths == {"teacher 1": f"{files}/same", "teacher 2": f"{files}/policy"}
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("tokens", "the id of token '<more>' is"),
+        ("rows", "vocab_size is"),
+        ("missing", "missing is not a directory"),
+    ],
+)
+def test_a_draft_model_with_another_vocabulary_is_refused(files, draft, words):
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        inputs(files, "algorithm=grpo", f"rollout.draft.path={files}/{draft}")
+    assert words in str(caught.value) and "rollout.draft.path=" in str(caught.value)
+    inputs(files, "algorithm=grpo", f"rollout.draft.path={files}/same")

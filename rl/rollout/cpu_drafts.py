@@ -1,0 +1,114 @@
+"""Verification of draft tokens on the CPU, where vLLM's rejection sampler samples from another distribution.
+
+The token at a position is a function of the policy's distribution and of one number, the hash of the
+request's seed and the position (`HashedSampler`). A draft is accepted if it is that token, so samples,
+sampling masks and log-probs are those of an engine without drafts, up to the rounding of log-probs. The draft
+model samples with the same number from its own distribution: the more its distribution resembles the
+policy's, the more often both choose the same token, and always if they are equal.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+
+from rl.rollout.cpu_sampler import HashedSampler
+
+
+def install(runner) -> None:
+    """Make vLLM's model runner sample and verify drafts by the classes below."""
+    sampler, drafter = DraftedSampler(runner), runner.drafter
+    runner.sampler, runner.rejection_sampler = sampler, Verifier(sampler)
+    drafter._greedy_sample = lambda hidden: sampler.draft(drafter.model.compute_logits(hidden))
+
+
+class DraftedScheduler(Scheduler):
+    """vLLM's scheduler, with the attributes of `DecodeScheduler`, which does not schedule drafts."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.logprobs: dict[str, list[float]] = {}  # vLLM's scheduler reports them after each step
+        self.before_free = None
+
+    def _free_request_blocks(self, request):
+        if self.before_free is not None:
+            self.before_free(request)
+        super()._free_request_blocks(request)
+
+
+class DraftedSampler(HashedSampler):
+    """`HashedSampler` for steps in which requests have several rows: one for each draft, and the last one."""
+
+    counts: np.ndarray | None = None
+    """Rows per request in the present step, int [B]; None: one."""
+    next_positions: np.ndarray | None = None
+    """Number of tokens before the next draft of each request, int [B]; None: no draft is being sampled."""
+
+    def forward(self, logits, sampling_metadata, **options):
+        """Sample the tokens of a step as vLLM's Sampler does."""
+        self.next_positions = None
+        sampled = super().forward(logits, sampling_metadata, **options)
+        self.next_positions = super()._rows()[1] + 1
+        return sampled
+
+    def draft(self, logits):
+        """Return one draft per request, int64 [B]. logits: of the draft model, [B, V]."""
+        masks, self.masks = self.masks, None
+        metadata = self._runner.input_batch.sampling_metadata
+        tokens = super().forward(logits.float(), metadata).sampled_token_ids[:, 0]
+        self.next_positions, self.masks = self.next_positions + 1, masks
+        return tokens.long()
+
+    def _rows(self):
+        names, positions = super()._rows()
+        if self.next_positions is not None:
+            return names, self.next_positions
+        if self.counts is None:
+            return names, positions
+        first = np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        offsets = np.arange(len(first)) - first
+        names = [name for name, count in zip(names, self.counts.tolist()) for _ in range(count)]
+        return names, np.repeat(positions, self.counts) + offsets
+
+
+class Verifier(RejectionSampler):
+    """Accepts the drafts that equal the sampled tokens; replaces vLLM's rejection sampler."""
+
+    def __init__(self, sampler: DraftedSampler):
+        torch.nn.Module.__init__(self)
+        self.sampler = sampler
+
+    def forward(self, metadata, draft_probs, logits, sampling_metadata):
+        """Return the tokens of the step, int32 [B, K + 1] for K drafts, and their log-probs.
+
+        A row ends after the first token that is no draft; the rest is PLACEHOLDER_TOKEN_ID.
+
+        Args:
+            metadata: vLLM's SpecDecodeMetadata.
+            draft_probs: None; vLLM has them only for its own sampling of drafts.
+            logits: [rows, V]; for each request those at its drafts, and after the last one.
+        """
+        assert draft_probs is None
+        counts = torch.tensor(metadata.num_draft_tokens) + 1
+        self.sampler.counts = counts.numpy()
+        every = {name: getattr(sampling_metadata, name) for name in ("temperature", "top_p", "top_k")}
+        rows = {name: each.repeat_interleave(counts) for name, each in every.items() if each is not None}
+        sampled = self.sampler(logits=logits, sampling_metadata=replace(sampling_metadata, **rows))
+        self.sampler.counts = None
+        is_row = torch.arange(metadata.max_spec_len + 1) < counts[:, None]
+        tokens = torch.full(is_row.shape, PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
+        tokens[is_row] = sampled.sampled_token_ids[:, 0]
+        drafts = torch.full_like(tokens, PLACEHOLDER_TOKEN_ID)
+        is_draft = torch.arange(metadata.max_spec_len + 1) < counts[:, None] - 1
+        drafts[is_draft] = metadata.draft_token_ids.int()
+        is_accepted = (tokens == drafts).int().cumprod(1)
+        tokens[:, 1:][is_accepted[:, :-1] == 0] = PLACEHOLDER_TOKEN_ID
+        self.sampler.next_positions += is_accepted.sum(1).numpy()
+        logprobs = sampled.logprobs_tensors
+        if logprobs is not None:
+            place = is_row.flatten().cumsum(0).sub(1).clamp(min=0)  # rows of padding repeat another row
+            logprobs = type(logprobs)(*(each[place] for each in logprobs[:3]))
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)

@@ -1,0 +1,61 @@
+"""A test that an engine with drafts samples from the distribution whose log-probs it reports.
+
+The reported log-probs are compared with the trainer's in every step (`rl.checks.logprobs`). A wrong rule for
+accepting drafts would leave them right and sample tokens in other proportions.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+NUM_SAMPLES = 4096
+"""Samples of one prompt that the test draws on each replica."""
+NUM_TOKENS = 4
+"""Number of their tokens."""
+TOP_K = 4
+"""Number of the most probable tokens from which they are drawn, so that many samples share three tokens."""
+EXPECTED = 5.0
+"""Least expected count of a cell of the test (Cochran 1954); rarer tokens share one cell, which
+counts as if this many were expected of it at least."""
+LIMIT = 6.0
+"""Normal deviate from which the distribution is called wrong: once in 1e9 tests of a right one."""
+
+
+def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[float, int]:
+    """Return Pearson's statistic and its degrees of freedom, over the contexts that occurred often enough.
+
+    Tokens that follow equal tokens have one distribution. The first tokens, which have no drafts, are left
+    out.
+
+    completions: token ids [R] and their log-probs [R] for samples of one prompt.
+    """
+    counts: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
+    probabilities: dict[tuple[bytes, int], float] = {}
+    for token_ids, logprobs in completions:
+        for number in range(1, len(token_ids)):
+            context, token = token_ids[:number].tobytes(), int(token_ids[number])
+            counts[context][token] += 1
+            probabilities[context, token] = math.exp(logprobs[number])
+    statistic, freedom = 0.0, 0
+    for context, seen in counts.items():
+        total = seen.total()
+        expected = {token: total * probabilities[context, token] for token in seen}
+        cells = [(seen[token], count) for token, count in expected.items() if count >= EXPECTED]
+        # Tokens of a cell of its own that did not occur, e^-5 or rarer, fall into the common one.
+        rest = total - sum(n for n, _ in cells), total - sum(count for _, count in cells)
+        if rest[1] >= EXPECTED or rest[0]:
+            cells.append(rest)
+        if len(cells) > 1:
+            statistic += sum((n - count) ** 2 / max(count, EXPECTED) for n, count in cells)
+            freedom += len(cells) - 1
+    return statistic, freedom
+
+
+def deviate(statistic: float, freedom: int) -> float:
+    """Return the normal deviate of a chi-square statistic (Wilson, Hilferty 1931); 0 without any freedom."""
+    if not freedom:
+        return 0.0
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)

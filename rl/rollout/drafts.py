@@ -1,0 +1,139 @@
+"""Draft tokens: a small model proposes tokens, and one engine step verifies all of them (`rollout.draft`).
+
+    draft model -> K proposed tokens -> one step of the policy over K + 1 tokens -> 1 to K + 1 tokens
+
+Samples are distributed as without drafts; on the CPU they are the same (`rl.rollout.cpu_drafts`), on CUDA
+vLLM's rejection sampler draws them. The draft model is frozen: its weights are read once, and compared with
+their checksums before every generation.
+"""
+
+import numpy as np
+import torch
+
+from rl.config.draft import Draft
+from rl.faults.agreement import checksum
+from rl.models import SUPPORTED, read_hf_config
+from rl.rollout.draft_check import LIMIT, NUM_SAMPLES, NUM_TOKENS, TOP_K, chi_square, deviate
+from rl.rollout.parts import Part
+from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.vllm_model import derive_weights
+from rl.runtime.collectives import sum_over_world
+
+TRIAL = 512
+"""Number of verifications of a generation after which drafts may end."""
+
+
+class WrongDistribution(RuntimeError):
+    """Raised if the engine samples from another distribution with drafts than without."""
+
+
+class Drafts(Part):
+    """Adds the draft model to an engine, and ends drafting in a generation in which it does not pay."""
+
+    def __init__(self, draft: Draft):
+        self.draft = draft
+        self._is_checked = False
+        self._counts = np.zeros((2, draft.tokens), np.int64)
+        """Drafts verified, and drafts accepted, by position, in the last call of `RolloutEngine.run`."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """Weights and buffers of the draft model in host memory; on a CPU the model's own."""
+
+    def options(self, engine):
+        from vllm import ModelRegistry
+
+        for name in set(read_hf_config(self.draft.path)["architectures"]) & set(SUPPORTED):
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())  # see build_llm
+        speculation = {
+            "method": "draft_model",
+            "model": self.draft.path,
+            "num_speculative_tokens": self.draft.tokens,
+            "draft_tensor_parallel_size": engine.tp,
+        }
+        return engine.platform.draft_options() | {
+            "async_scheduling": False,
+            "speculative_config": speculation,
+        }
+
+    def built(self, engine):
+        from vllm.config import set_current_vllm_config
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader import get_model_loader
+
+        drafter = engine.runner.drafter
+        model, config = drafter.model, drafter.speculative_config.draft_model_config
+        # vLLM loads the draft model in the format of the policy, whose weights it does not read.
+        with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+            get_model_loader(LoadConfig()).load_weights(model, config)
+        derive_weights(model)
+        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._kept = {name: tensor.detach().cpu() for name, tensor in self._tensors.items()}
+        self._checksums = self._sums()
+        sizes = [sum(p.numel() for p in each.parameters()) for each in (model, engine.model)]
+        self._required = self.draft.min_tokens_per_step or 1 + self.draft.tokens * sizes[0] / sizes[1]
+        self._propose = drafter.propose
+        engine.platform.verify_drafts(engine)
+        engine.scheduler.make_spec_decoding_stats = self._count
+
+    def check(self, engine, prompt):
+        """Test once per process, with the first weights, that drafts do not change the distribution.
+
+        Raises WrongDistribution on every rank.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        own = engine.config
+        length = min(NUM_TOKENS, own.max_response_tokens)
+        sampling = Sampling(NUM_SAMPLES, own.temperature, own.top_p, TOP_K, 0.0, length, (), ())
+        seeds = [seed_of("draft check", replica) for replica in range(engine.num_replicas)]
+        samples = engine.generate([prompt] * engine.num_replicas, sampling, seeds)
+        values = chi_square((sample.token_ids, sample.segments[0].logprobs) for sample in samples)
+        statistic, freedom = sum_over_world(torch.tensor(values).double(), engine.device.torch).tolist()
+        if (value := deviate(statistic, int(freedom))) > LIMIT:
+            raise WrongDistribution(
+                f"draft check: with rollout.draft.path={self.draft.path} the engine samples from another "
+                f"distribution than its log-probs say (chi-square {statistic:.0f} with {freedom:.0f} degrees "
+                f"of freedom, {value:.1f} standard deviations); leave out rollout.draft.path."
+            )
+
+    def begin(self, engine):
+        assert self._sums() == self._checksums, f"rollout.draft.path={self.draft.path}: its weights changed"
+        self._engine = engine
+        self._counts = np.zeros_like(self._counts)
+        engine.runner.drafter.propose = self._propose
+
+    def _count(self, stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id):
+        """Count the drafts of one verification; replaces `make_spec_decoding_stats` of vLLM's scheduler."""
+        self._counts[0, :num_draft_tokens] += 1
+        self._counts[1, :num_accepted_tokens] += 1
+        # Counts are identical on all ranks of a replica, which therefore end drafting in the same step.
+        if self._counts[0, 0] == TRIAL and 1 + self._counts[1].sum() / TRIAL < self._required:
+            self._engine.runner.drafter.propose = self._propose_nothing
+
+    @staticmethod
+    def _propose_nothing(*, next_token_ids, **_):
+        """Propose no token for each request. The draft model's KV cache then has gaps."""
+        return next_token_ids.new_empty((len(next_token_ids), 0), dtype=torch.int64)
+
+    def metrics(self, engine):
+        mine = torch.from_numpy(self._counts * engine.leads).double()
+        verified, accepted = sum_over_world(mine, engine.device.torch).tolist()
+        if not verified[0]:
+            return {}
+        of_position = {
+            f"perf/draft_acceptance/{i + 1}": hits / count
+            for i, (hits, count) in enumerate(zip(accepted, verified))
+            if count
+        }
+        per_step = 1 + sum(accepted) / verified[0]
+        is_on = engine.runner.drafter.propose is not self._propose_nothing
+        return of_position | {"perf/draft_tokens_per_step": per_step, "perf/drafts_on": float(is_on)}
+
+    def _sums(self) -> list[int]:
+        """Return the checksums of the draft model's weights and buffers."""
+        return torch.stack([checksum(tensor.detach()) for tensor in self._tensors.values()]).tolist()
+
+    def wake(self, engine, what):
+        if what == "weights":  # vLLM's sleep mode has discarded them
+            for name, tensor in self._tensors.items():
+                tensor.detach().copy_(self._kept[name])
