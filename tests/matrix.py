@@ -68,7 +68,7 @@ FEATURES = {
     "spin": f"algorithm=spin {UNSCORED}",
     "distillation": f"algorithm=distill teacher.path=DIR/model {UNSCORED}",
     "teacher": "teacher.path=DIR/model teacher.advantage_coef=0.5",
-    "own teacher": "teacher.self_taught=initial teacher.advantage_coef=0.5 teacher.max_prompt_tokens=256",
+    "own teacher": "teacher.self_taught=initial teacher.advantage_coef=0.5 teacher.max_prompt_tokens=200",
     "reference": "objective.kl_coef=0.05",
     "KL in the reward": "objective.reward_kl.coef=0.05",
     "GSPO": "objective.loss=gspo objective.aggregation=seq-mean-token-mean",
