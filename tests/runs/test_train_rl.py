@@ -127,6 +127,12 @@ def test_a_reader_that_leaves_ends_it_silently(arguments):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
+def test_a_plain_run_imports_no_other_feature(config, tmp_path):
+    script = Path(__file__).parent / "plain_imports.py"
+    run_ranks(1, script, tmp_path / "out", "--config", config, "run.max_steps=1")
+    assert (tmp_path / "out").read_text() == ""
+
+
 def test_help_lists_every_key_without_importing_torch():
     code = (
         "import sys; sys.argv = ['train_rl.py', '--help']; import train_rl\n"

@@ -8,11 +8,9 @@ import yaml
 
 from tests.checkpoints import assert_same_checkpoint
 from tests.records import comparable
-from tests.spawn import run_ranks
 from tests.toy import train
 from tools.make_image_toy import make_image_toy
 
-SCRIPT = Path(__file__).parent / "text_imports.py"
 GRPO = (
     "algorithm=grpo",
     "validation.loss=false",
@@ -52,11 +50,6 @@ def write_config(directory: Path, squares: Path) -> Path:
     path = directory / "config.yaml"
     path.write_text(yaml.dump(config))
     return path
-
-
-def test_a_text_run_imports_nothing_of_images(config, tmp_path):
-    run_ranks(1, SCRIPT, tmp_path / "out", "--config", config, "run.max_steps=1")
-    assert (tmp_path / "out").read_text() == ""
 
 
 @pytest.mark.slow

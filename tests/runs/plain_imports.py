@@ -1,0 +1,39 @@
+"""train_rl.py that writes at its end which modules of features it imported: `plain_imports.py OUT ...`."""
+
+import atexit
+import sys
+from pathlib import Path
+
+import train_rl
+
+OF_FEATURES = (
+    "rl.agents",
+    "rl.data.images",
+    "rl.models.qwen2_5_vl",
+    "rl.phases.carry_over",
+    "rl.phases.generation_by_roles",
+    "rl.phases.joint_generation",
+    "rl.phases.teaching",
+    "rl.phases.trajectories",
+    "rl.rollout.adapters",
+    "rl.rollout.dp_attention",
+    "rl.rollout.quota_schedule",
+    "rl.rollout.routes",
+    "rl.rollout.sampling_masks",
+    "rl.rollout.stream_schedule",
+    "rl.run.alternating",
+    "rl.run.generators",
+    "rl.run.points",
+    "rl.sandbox",
+    "rl.vision",
+)
+"""Modules, or packages, that a synchronous run of single turns on text has no need of."""
+
+if __name__ == "__main__":
+    out, *sys.argv[1:] = sys.argv[1:]
+
+    def write():
+        Path(out).write_text("\n".join(name for name in sys.modules if name.startswith(OF_FEATURES)))
+
+    atexit.register(write)
+    train_rl.leave(train_rl.main())
