@@ -86,7 +86,9 @@ class Drafts(Part):
         length = min(NUM_TOKENS, own.max_response_tokens)
         sampling = Sampling(NUM_SAMPLES, own.temperature, own.top_p, TOP_K, 0.0, length, (), ())
         seeds = [seed_of("draft check", replica) for replica in range(engine.num_replicas)]
+        required, self._required = self._required, 0.0  # drafts go on in the whole test
         samples = engine.generate([prompt] * engine.num_replicas, sampling, seeds)
+        self._required = required
         values = chi_square((sample.token_ids, sample.segments[0].logprobs) for sample in samples)
         statistic, freedom = sum_over_world(torch.tensor(values).double(), engine.device.torch).tolist()
         if (value := deviate(statistic, int(freedom))) > LIMIT:

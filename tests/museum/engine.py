@@ -250,3 +250,16 @@ def wrong_rotary_base_behind_a_position(bug: Bug) -> None:
                 module.cos_sin_cache[16:] *= 1.2
 
     after_building(bug, change)
+
+
+@exhibit("vllm-project/vllm#13196", overrides=("rollout.draft.path=POLICY",), at=0)
+@caught_by("distribution with drafts", r"WrongDistribution: draft check: .*chi-square")
+@replaces("rl.rollout.cpu_drafts.DraftedSampler._rows")
+def one_random_number_for_all_drafts(bug: Bug, rows_of, self):
+    """Drafts and the tokens after them were sampled with the same random number, in wrong proportions."""
+    import numpy as np
+
+    names, positions = rows_of(self)
+    if self.counts is not None:
+        positions = np.repeat(positions[np.cumsum(self.counts) - self.counts], self.counts)
+    return names, positions

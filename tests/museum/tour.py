@@ -196,7 +196,7 @@ class Museum:
             "--config",
             str(config),
             f"run.dir={run}",
-            *(key.replace("TOY", str(toy)) for key in overrides),
+            *(key.replace("TOY", str(toy)).replace("POLICY", str(path)) for key in overrides),
         ]
 
     def _arguments(self, exhibit: Exhibit, run: Path, *more: str) -> list[str]:
