@@ -456,7 +456,10 @@ class Logging:
     """Directory of the textfile collector of Prometheus's node_exporter, in which rank 0 writes
     lockstep_<run.name>.prom. Empty: none."""
     prometheus_port: Annotated[int, PORT] = 0
-    """Port on which rank 0 answers GET /metrics for Prometheus. 0: none."""
+    """Port on which rank 0 answers GET /metrics for Prometheus, if the request has the token of
+    `<run.dir>/prometheus_token` (`authorization: {credentials_file: ...}`). 0: none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of rank 0's host on which `prometheus_port` listens. 0.0.0.0: all addresses."""
     rollouts: Literal["none", "sample", "all"] = "sample"
     """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
     and scores. sample: those of four groups; all: every sample, as replays of a run need; about 13 bytes per

@@ -6,8 +6,14 @@
 
 A metric keeps its name as a label. One that some steps lack, such as those of validation, keeps its last
 value. tools/grafana.json is a dashboard of these series.
+
+Other users of a node reach its ports, so a request must have the token of `<run.dir>/prometheus_token`, which
+only the run's user can read: the header `Authorization: Bearer TOKEN`.
 """
 
+import hmac
+import os
+import secrets
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +34,7 @@ class Prometheus:
 
     def __init__(self, config: Config):
         self._run, self._port = config.run.name, config.logging.prometheus_port
+        self._host = config.logging.prometheus_host
         place = config.logging.prometheus
         self._file = Path(place, f"lockstep_{config.run.name}.prom") if place else None
         self._values: dict[str, float] = {}
@@ -39,11 +46,11 @@ class Prometheus:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
         if self._port:
-            self.serve(self._port)
+            self.serve(self._port, _token(directory / "prometheus_token"))
 
-    def serve(self, port: int) -> int:
-        """Answer requests on the port, 0 for any free one; return its number."""
-        self._server = ThreadingHTTPServer(("", port), _page_of(self))
+    def serve(self, port: int, token: str) -> int:
+        """Answer requests with the token on the port, 0 for any free one; return its number."""
+        self._server = ThreadingHTTPServer((self._host, port), _page_of(self, token))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
         return self._server.server_port
@@ -72,12 +79,29 @@ class Prometheus:
             self._server.server_close()
 
 
-def _page_of(source: Prometheus) -> type[BaseHTTPRequestHandler]:
+def _token(path: Path) -> str:
+    """Return the token in the file, which is written, readable by its owner only, if it is missing."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:  # of the run that this one continues
+        return path.read_text()
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token := secrets.token_urlsafe(32))
+    return token
+
+
+def _page_of(source: Prometheus, token: str) -> type[BaseHTTPRequestHandler]:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = self.path.partition("?")[0] == "/metrics"
-            body = source.text.encode() if found else b"the metrics are at /metrics\n"
-            self.send_response(200 if found else 404)
+            given = self.headers.get("Authorization", "").encode()
+            status, body = 200, source.text.encode()
+            if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+                status, body = 401, b"the token is in prometheus_token of the run's directory\n"
+            elif self.path.partition("?")[0] != "/metrics":
+                status, body = 404, b"the metrics are at /metrics\n"
+            self.send_response(status)
+            if status == 401:
+                self.send_header("WWW-Authenticate", "Bearer")
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

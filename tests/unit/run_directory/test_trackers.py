@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import threading
 import urllib.request
 
@@ -123,14 +124,32 @@ def test_prometheus_has_the_last_value_of_every_metric(tmp_path):
     assert len(families["lockstep_metric"].samples) == 2
 
 
-def test_prometheus_answers_on_its_port():
-    tracker = Prometheus(Config())
-    address = f"http://127.0.0.1:{tracker.serve(0)}"
+def test_prometheus_answers_those_who_can_read_the_token(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = Config()
+    config.logging.prometheus_port = port
+    tracker = Prometheus(config)
+    tracker.open(tmp_path, {})
     tracker.write(3, {"time": 5.0, "critic/score/mean": 0.5})
-    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
-        assert 'name="critic/score/mean"} 0.5' in reply.read().decode()
-    with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"{address}/other", timeout=60)
+    path = tmp_path / "prometheus_token"
+    assert path.stat().st_mode & 0o077 == 0
+
+    def get(page: str, token: str) -> str:
+        headers = {"Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/{page}", headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.read().decode()
+
+    assert 'name="critic/score/mean"} 0.5' in get("metrics", path.read_text())
+    for page, token, status in (
+        ("other", path.read_text(), 404),
+        ("metrics", "", 401),
+        ("metrics", "x", 401),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            get(page, token)
+        assert error.value.code == status
     tracker.close()
 
 
