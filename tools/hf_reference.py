@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl.checks.exports import LENGTHS, hf_logprobs, random_batch
+from rl.checks.transformers_pass import LENGTHS, hf_logprobs, random_batch
 
 __all__ = ["LENGTHS", "hf_gradient", "hf_logprobs", "random_batch"]
 

@@ -1,0 +1,63 @@
+"""Log-probs of random tokens by transformers, from the files of a checkpoint.
+
+    python -m rl.checks.transformers_pass DIRECTORY TEMPERATURE OUT    writes log-probs to OUT, float64 [T]
+
+In a process of its own, because an engine of vLLM changes classes of transformers in its process.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.data.batch import Batch
+
+LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3))
+"""Tokens of the prompt and of the response of each sample of `random_batch`; one response is empty."""
+
+
+def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Batch:
+    """Return random prompts and responses of these lengths, the same in each call; each is a group."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(length):
+        return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
+
+    return Batch(
+        prompt_ids=[tokens(prompt) for prompt, _ in lengths],
+        response_ids=[tokens(response) for _, response in lengths],
+        groups=torch.arange(len(lengths)),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+def hf_logprobs(model, batch: Batch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropy and sum of squared probabilities at the response tokens, float64 [T] each.
+
+    Nothing is packed or padded. The softmax is computed in float64.
+
+    model: a causal model of transformers.
+    """
+    logprobs, entropies, squares = [], [], []
+    for prompt, response in zip(batch.prompt_ids, batch.response_ids):
+        ids = torch.tensor([*prompt.tolist(), *response.tolist()], device=model.device)
+        log_p = (model(ids[None]).logits[0].double() / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+        logprobs.append(log_p.gather(1, ids[len(prompt) :, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+        squares.append(log_p.exp().square().sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
+
+
+def main(directory: str, temperature: str, out: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        batch = random_batch(model.config.get_text_config().vocab_size)
+        np.save(out, hf_logprobs(model, batch, temperature=float(temperature))[0].numpy())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
