@@ -30,7 +30,10 @@ ATTRIBUTES = {
     ),
     "vllm.v1.engine.core_client.InprocClient": "abort_requests(request_ids) engine_core _finalizer",
     "vllm.v1.engine.core.EngineCore": "scheduler batch_queue step_with_batch_queue()",
-    "vllm.v1.core.sched.scheduler.Scheduler": "requests aux_output_connector has_requests()",
+    "vllm.v1.core.sched.scheduler.Scheduler": (
+        "requests aux_output_connector has_requests() make_spec_decoding_stats(spec_decoding_stats,"
+        "num_draft_tokens,num_accepted_tokens,num_invalid_spec_tokens,request_id)"
+    ),
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "schedule update_from_output",
     "vllm.v1.request.Request": "output_token_ids num_output_tokens",
     "vllm.v1.engine.output_processor.OutputProcessor": "request_states",

@@ -21,11 +21,10 @@ def check_device(config: Config, device: Device) -> None:
             "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
             "trainer works (vLLM's sleep mode discards it); use recompute."
         )
-    if device.is_cuda and config.rollout.draft.path and needs_sampling_masks(config):
+    if device.is_cuda and config.rollout.draft.path:
         raise ConfigError(
-            "rollout.draft.path with rollout.top_p, top_k or min_p is for CPU: on a GPU vLLM's model runner "
-            "with draft models does not return the tokens that it kept; leave out the draft, or use "
-            "rollout.biased_truncation=true."
+            "rollout.draft.path is for CPU: vLLM's model runner on a GPU holds the draft model and samples "
+            "its tokens in other classes, which this program does not control yet; leave out the draft."
         )
     if device.is_cuda and config.model.numerics == "bitwise" and config.rollout.temperature != 1.0:
         raise ConfigError(

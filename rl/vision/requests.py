@@ -36,7 +36,7 @@ class ImageRequests(Part):
             mm_encoder_tp_mode="data",
             mm_device_do_normalize=False,  # the patches are normalised
             mm_processor_cache_gb=0,
-            skip_mm_profiling=not engine.device.is_cuda,
+            skip_mm_profiling=True,
         )
 
     def begin(self, engine):

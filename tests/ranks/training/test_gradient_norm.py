@@ -13,7 +13,10 @@ from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "norm_worker.py"
 MEGATRON = Version(importlib.metadata.version("megatron-core"))
-MODELS = PARTICULAR.keys() - ({"DeepseekV2ForCausalLM"} if MEGATRON >= Version("0.17") else set())
+MODELS = PARTICULAR.keys() - {"GptOssForCausalLM"}
+"""Biased experts cannot be split over tensor parallel ranks, as the worker's are."""
+if MEGATRON >= Version("0.17"):
+    MODELS -= {"DeepseekV2ForCausalLM"}
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_the_installed_libraries_have_every_name():
 
 def test_every_attribute_of_the_engines_parts_is_checked():
     listed = {name.partition("(")[0] for names in ATTRIBUTES.values() for name in names.split()}
-    on_cpu = {"log_softmax", "masks", "logprobs"}
+    on_cpu = {"log_softmax", "masks", "logprobs", "drafter"}
     found = set()
     for file in (ROOT / "rl" / "rollout").glob("*.py"):
         for path in re.findall(r"\bengine\.(?:llm|runner|scheduler)((?:\.\w+)+)", file.read_text()):
