@@ -83,6 +83,7 @@ FEATURES = {
     "replay of the engine's experts": f"{EXPERTS} training.router_replay=engine",
     "experts over ranks": f"{EXPERTS} training.ep=2",
     "sampling masks": "rollout.top_p=0.9",
+    "drafts": "rollout.draft.path=DIR/model rollout.draft.tokens=2",
     "bitwise numerics": "model.numerics=bitwise",
     "bfloat16": "model.dtype=bfloat16",
     "LoRA": f"{LORA} adapter.in_engine=merged",

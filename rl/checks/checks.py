@@ -28,7 +28,7 @@ from rl.checks.logprobs import (
     sample_gaps,
 )
 from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
-from rl.checks.updates import Counts, LearningRates, LossGradient, Outputs, check_coverage
+from rl.checks.updates import LearningRates, Observed, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -168,27 +168,14 @@ class Checks:
             part.check(model, name)
 
     def after_update(
-        self,
-        model: TrainingEngine,
-        batch: Batch,
-        plan: MicroBatchPlan,
-        counts: Counts,
-        outputs: Outputs,
-        gradient: LossGradient,
-        result: UpdateResult,
-        *,
-        lr: float,
-        schedule: RateSchedule,
-        step: int,
+        self, update: Observed, result: UpdateResult, *, lr: float, schedule: RateSchedule, step: int
     ) -> None:
-        """Check an optimizer step: tokens, outputs, loss, gradient, learning rate, and that weights moved.
+        """Check an optimizer step: learning rate, tokens, outputs, loss, gradient, and that weights moved.
 
         Collective over the world.
         """
         self.rates.check_used(lr, step)
-        gradient.check(model.grid, model.device.torch)
-        counts.check(result, batch, plan, model.grid)
-        outputs.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
+        update.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
     def _along_reference(self, batch: Batch) -> None:
         if self._limit and batch.old_logprobs is not None and batch.rollout_logprobs is not None:

@@ -47,7 +47,8 @@ def wrong_forward(policy: TrainingEngine, directory: Path) -> str | None:
             print(f"warning: export check: the pass of transformers was ended by signal {signal}", flush=True)
             return None
         if done.returncode:
-            return f"transformers does not load the files: {done.stderr.strip().splitlines()[-1]}"
+            said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            return f"transformers does not load the files: {said[-1]}"
         expected = torch.from_numpy(np.load(out))
     gaps, lengths = segment_sum((found.double() - expected).abs(), batch.lengths), batch.lengths.double()
     if count_experts(weights):

@@ -154,8 +154,8 @@ class Gaps:
                 for sums in (own, rest)
             )
             error = math.sqrt(spread / own[0] + spread_of_rest / rest[0])
-            least = math.log(POSITION_FACTOR if kind == "position" else MIN_FACTOR)
-            if mean - mean_of_rest > max(DEVIATIONS * error, least):
+            minimum = math.log(POSITION_FACTOR if kind == "position" else MIN_FACTOR)
+            if mean - mean_of_rest > max(DEVIATIONS * error, minimum):
                 factor, deviations = math.exp(mean - mean_of_rest), (mean - mean_of_rest) / max(error, 1e-9)
                 raise LogprobMismatch(
                     f"the log-probs of engine and trainer differ {factor:.1f} times as much in "

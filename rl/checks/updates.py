@@ -1,7 +1,7 @@
 """Checks of an update: its learning rate, the tokens that it learned from, and what it did."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rl.checks.batches import CheckFailed
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects, sum_over_world
-from rl.training.engine import MicroBatchLoss, UpdateResult
+from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
 from rl.training.grid import Grid
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Totals
@@ -335,3 +335,22 @@ def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
     for number, name in enumerate(sorted(columns), start=1):
         code = code + columns[name].float().view(torch.int32).long() * (40503 * number)
     return code % NUM_CONTENTS
+
+
+@dataclass(frozen=True)
+class Observed:
+    """An update of a model, with what observed it."""
+
+    model: TrainingEngine
+    batch: Batch
+    plan: MicroBatchPlan
+    counts: Counts
+    outputs: Outputs
+    gradient: LossGradient
+
+    def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
+        """Check tokens, outputs, loss and gradient, and that weights moved. Collective over the world."""
+        grid = self.model.grid
+        self.gradient.check(grid, self.model.device.torch)
+        self.counts.check(result, self.batch, self.plan, grid)
+        self.outputs.check(result, lr=lr, peak_lr=peak_lr, dtype=dtype)

@@ -31,7 +31,7 @@ MAX_RATIO = 200
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What a model's vision tower reads, from config.json and preprocessor_config.json."""
+    """Form in which a vision tower reads images, from config.json and preprocessor_config.json."""
 
     token_id: int
     """Token that stands for each output of the tower."""
@@ -109,10 +109,10 @@ def image_format(directory: str, hf: dict, *, max_pixels: int = 0) -> ImageForma
         tuple(own["image_mean"]),
         tuple(own["image_std"]),
     )
-    if found.max_pixels < (least := max(found.min_pixels, found.unit**2)):
+    if found.max_pixels < (minimum := max(found.min_pixels, found.unit**2)):
         raise ValueError(
-            f"data.max_pixels={found.max_pixels} is less than the {least} pixels to which the model enlarges "
-            "small images; use a larger number."
+            f"data.max_pixels={found.max_pixels} is less than the {minimum} pixels to which the model "
+            "enlarges small images; use a larger number."
         )
     return found
 

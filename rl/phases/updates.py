@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl.checks.checks import Checks
-from rl.checks.updates import Counts, LossGradient, Outputs
+from rl.checks.updates import Counts, LossGradient, Observed, Outputs
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -226,18 +226,8 @@ class Updates:
                         observe=counts,
                         progress=bar,
                     )
-                    self._checks.after_update(
-                        model,
-                        batch,
-                        plan.micro_batches,
-                        counts,
-                        outputs,
-                        gradient,
-                        result,
-                        lr=lr,
-                        schedule=schedule,
-                        step=step.number,
-                    )
+                    update = Observed(model, batch, plan.micro_batches, counts, outputs, gradient)
+                    self._checks.after_update(update, result, lr=lr, schedule=schedule, step=step.number)
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] = sums.get(name, 0.0) + value
         if step.peak_tflops:

@@ -17,8 +17,8 @@ NUM_TOKENS = 4
 TOP_K = 4
 """Number of the most probable tokens from which they are drawn, so that many samples share three tokens."""
 EXPECTED = 5.0
-"""Least expected count of a cell of the test (Cochran 1954); rarer tokens share one cell, which
-counts as if this many were expected of it at least."""
+"""Minimum expected count of a cell of the test (Cochran 1954). Rarer tokens share one cell, for which this
+many are expected at the minimum."""
 LIMIT = 6.0
 """Normal deviate from which the distribution is called wrong: once in 1e9 tests of a right one."""
 

@@ -18,6 +18,7 @@ of the kernel. The load on caches, memory bandwidth and the processors is not li
 """
 
 import base64
+import contextlib
 import functools
 import json
 import os
@@ -308,9 +309,8 @@ class Stock:
     def _add(self, image: Image) -> None:
         container = None
         try:
-            container = self._start(image)
-        except (OSError, ValueError):  # the next `take` tries again, and reports it
-            pass
+            with contextlib.suppress(OSError, ValueError):  # the next `take` tries again, and reports it
+                container = self._start(image)
         finally:
             with self._lock:
                 self._coming[image.root] -= 1

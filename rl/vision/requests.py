@@ -111,11 +111,7 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
             return {"image": min(format.max_pixels // format.unit**2, seq_len)}
 
     class Dummy(BaseDummyInputsBuilder):
-        def get_dummy_text(self, mm_counts):
-            raise NotImplementedError
-
-        def get_dummy_mm_data(self, seq_len, mm_counts, mm_options):
-            raise NotImplementedError
+        get_dummy_text = get_dummy_mm_data = _not_called
 
     class Processor(BaseMultiModalProcessor):
         def get_dummy_mm_inputs(self, mm_counts, *, cache=None, scheduler_config=None):
@@ -125,13 +121,14 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
             pixels = np.zeros(height * width * 3, np.uint8)
             return image_input(format, tokens, np.array([(0, height, width)]), pixels)
 
-        def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):
-            raise NotImplementedError
-
-        def _get_prompt_updates(self, mm_items, hf_processor_mm_kwargs, out_mm_kwargs):
-            raise NotImplementedError
+        _get_mm_fields_config = _get_prompt_updates = _not_called
 
     model = ModelRegistry.models[architecture].load_model_cls()
     if "_processor_factory" in vars(model):
         del model._processor_factory
     MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummy)(model)
+
+
+def _not_called(self, *args, **options):
+    """Stand for a method that vLLM calls only for prompts that are no `image_input`."""
+    raise AssertionError("vLLM tried to process a prompt's images, which `image_input` has done")
