@@ -31,6 +31,8 @@ MIN_FACTOR = 2.0
 """Factor by which the gaps of a rank must exceed those of the others: ranks may have other devices."""
 POSITION_FACTOR = 4.0
 """The same for tokens at some positions, whose rounding depends on the context."""
+MAX_GROUPS = 32
+"""Maximum number of groups of positions: the binary logarithms of positions below 2**32."""
 UNITS = {
     "generated": "samples that rank {} generated as in those of other ranks",
     "trained on": "samples that rank {} trained on as in those of other ranks",
@@ -120,15 +122,16 @@ class Gaps:
         starts = (batch.prompt_lengths - batch.offsets[:-1]).repeat_interleave(batch.lengths)
         groups = (torch.arange(len(counted)) + starts + 1).log2().long()[counted]
         samples = torch.arange(len(batch)).repeat_interleave(batch.lengths)[counted]
-        units, unit = torch.stack((samples, groups), 1).unique(dim=0, return_inverse=True)
         terms = torch.stack(
             (
                 (batch.old_logprobs - batch.rollout_logprobs).abs()[counted].double() + FLOOR * limit,
                 -torch.expm1(batch.rollout_logprobs[counted].double()).clamp(max=0.0) + FLOOR,
             )
         )
-        gaps, sizes = torch.zeros(2, len(units), dtype=torch.float64).index_add_(1, unit, terms)
-        self._add((gaps / sizes).log(), {"position": units[:, 1]}, limit)
+        sums = torch.zeros(2, len(batch) * MAX_GROUPS, dtype=torch.float64)
+        units = sums.index_add_(1, samples * MAX_GROUPS + groups, terms)[1].nonzero()[:, 0]
+        gaps, sizes = sums[:, units]
+        self._add((gaps / sizes).log(), {"position": units % MAX_GROUPS}, limit)
 
     def _add(self, logs: Tensor, ranks: dict[str, Tensor], limit: float) -> None:
         logs = logs - logs.mean() if len(logs) else logs
