@@ -78,7 +78,9 @@ class MaskedSampling(Part):
         self.needs = dict.fromkeys(SAMPLING_MASKS, lambda stage: slice(None) if stage == last else None)
 
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
-        micro.masks = masks_of(batch, micro.samples)
+        """Give the micro-batch the sets of its tokens, unless no engine sampled the batch."""
+        if batch.expects_held:
+            micro.masks = masks_of(batch, micro.samples)
 
 
 def masks_of(batch: Batch, samples: list[int]) -> SamplingMasks:
