@@ -46,6 +46,15 @@ class BytesMoved:
     def __add__(self, other: "BytesMoved") -> "BytesMoved":
         return BytesMoved(self.received + other.received, self.planned + other.planned)
 
+    def checked(self, what: str) -> "BytesMoved":
+        """Return this. Raises RuntimeError if `what` brought this rank other bytes than planned."""
+        if self.received != self.planned:
+            raise RuntimeError(
+                f"held columns: {what} brought {self.received} bytes to this rank, whose plan has "
+                f"{self.planned}"
+            )
+        return self
+
 
 def row_key(prompt_ids: np.ndarray, response_ids: np.ndarray) -> int:
     """Return a 32-bit hash of a sample's tokens. It travels with the row, so that a wrong row is an error."""

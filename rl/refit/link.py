@@ -498,12 +498,8 @@ class Link:
         if (values := self._received(source, num_held, _HELD_TAG)) is None:
             return None
         planned = sum(held_parts.num_bytes(segment) for sample in samples for segment in sample.segments)
-        self.held += held.BytesMoved(len(values), planned)
-        if len(values) != planned:
-            raise RuntimeError(
-                f"held columns: rank {source} sent {len(values)} bytes for the samples {key}, whose sizes "
-                f"plan {planned}"
-            )
+        moved = held.BytesMoved(len(values), planned)
+        self.held += moved.checked(f"the message of rank {source} with the samples {key}")
         return Delivery(key, source, held_parts.unpacked(samples, values, home))
 
     def check_threads(self) -> None:

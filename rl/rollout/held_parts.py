@@ -99,7 +99,7 @@ def collect(
     if not sizes.any():
         return list(samples), BytesMoved()
     found = exchange_bytes({target: b"".join(parts) for target, parts in outgoing.items()}, sizes, device)
-    moved = BytesMoved(sum(map(len, found.values())), int(sizes[:, rank].sum()))
+    moved = BytesMoved(sum(map(len, found.values())), int(sizes[:, rank].sum())).checked("a collection")
     starts = defaultdict[int, int](int)
 
     def collected(segment: Segment, target: int) -> Segment:

@@ -67,7 +67,7 @@ def plan_moves(
 def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid, device) -> BytesMoved:
     """Fill `HeldColumn.local` for the plan's samples. Collective over the world.
 
-    Raises RuntimeError on a rank that receives the row of another sample.
+    Raises RuntimeError on a rank that receives the row of another sample, or other bytes than planned.
     """
     total, rank, world = BytesMoved(), dist.get_rank(), dist.get_world_size()
     for name, need in needs.items():
@@ -91,7 +91,7 @@ def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid
         total.received += sum(len(content) for source, content in found.items() if source != rank)
         for source, content in found.items():
             _unpack(batch, name, incoming[source], content)
-    return total
+    return total.checked("a mini-batch")
 
 
 def _message(column: HeldColumn, moves: Sequence[Move]) -> bytes:

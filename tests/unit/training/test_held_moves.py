@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl.data.batch import Batch, concatenate
-from rl.data.held import HeldColumn, Row, row_key
+from rl.data.held import BytesMoved, HeldColumn, Row, row_key
 from rl.rollout.samples import Completion, Sample, Segment
 from rl.training.held_transfer import Move, plan_moves
 
@@ -69,3 +69,9 @@ def test_segments_join_their_values_without_repeated_context():
 def test_the_key_of_a_row_depends_on_where_the_prompt_ends():
     a, b = np.array([1, 2], np.int32), np.array([3], np.int32)
     assert row_key(a, b) != row_key(b, a)
+
+
+def test_other_bytes_than_planned_are_an_error():
+    assert BytesMoved(3, 3).checked("x") == BytesMoved(3, 3)
+    with pytest.raises(RuntimeError, match="of rank 2 brought 3 bytes to this rank, whose plan has 4"):
+        BytesMoved(3, 4).checked("the message of rank 2")
