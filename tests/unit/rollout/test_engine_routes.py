@@ -8,17 +8,29 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from rl.rollout.routes import CpuRoutes, read_no_routes
+from rl.rollout.routes import CpuRoutes, Routes
+from tests.checkpoints import tiny_config
 
 
 def test_ranks_that_do_not_lead_schedule_without_routes():
-    connector = AuxOutputSchedulerConnector.__new__(AuxOutputSchedulerConnector)
     request = SimpleNamespace(request_id="0", num_tokens=4)
+    options = SimpleNamespace(aux_output_config=SimpleNamespace(enabled=True))
+    hf = dict(tiny_config("Qwen3MoeForCausalLM").to_dict())
+
+    def engine(leads: bool) -> SimpleNamespace:
+        connector = AuxOutputSchedulerConnector.__new__(AuxOutputSchedulerConnector)
+        scheduler = SimpleNamespace(aux_output_connector=connector)
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=options))
+        return SimpleNamespace(leads=leads, hf=hf, llm=llm, scheduler=scheduler)
+
+    leader, other = engine(True), engine(False)
+    for each in (leader, other):
+        Routes().built(each)
     with pytest.raises(AssertionError, match="worker output is missing"):
-        connector.take_output(request, None)
-    read_no_routes(SimpleNamespace(aux_output_connector=connector))
-    assert connector.take_output(request, None) is None
-    read_no_routes(SimpleNamespace(aux_output_connector=None))
+        leader.scheduler.aux_output_connector.take_output(request, None)
+    assert other.scheduler.aux_output_connector.take_output(request, None) is None
+    other.scheduler.aux_output_connector = None  # the CPU engine has none
+    Routes().built(other)
 
 
 def test_a_request_that_is_preempted_keeps_the_routes_of_the_token_in_flight():

@@ -12,8 +12,12 @@ cpu_support.install()
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding  # noqa: E402
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd  # noqa: E402
 
+from rl.models import rope  # noqa: E402
+from rl.numerics import layers  # noqa: E402
+from rl.rollout.bitwise_numerics import BitwiseRotary  # noqa: E402
 from rl.training import rotary  # noqa: E402
 from rl.training.attention import PackedRow  # noqa: E402
+from tests.checkpoints import tiny_config  # noqa: E402
 
 DIM = 32
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 2, 3, 90]])
@@ -60,6 +64,19 @@ def test_rotation_equals_megatrons_at_the_same_positions(module, hf, adjacent, d
     torch.testing.assert_close(found, expected, **close)
     (gradient,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (found, expected))
     torch.testing.assert_close(gradient, wanted, **close)
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+def test_the_trainer_rotates_by_the_cpus_frequencies_on_every_device(name):
+    """A GPU's power function rounds otherwise than the CPU's, with which the engine computes its table."""
+    hf = tiny_config(name).to_dict()
+    with torch.device("meta"):  # the device on which the trainer builds its model
+        found = rotary.RowRotary(hf, fused=False).frequencies
+    positions = rope.positions(hf)
+    engines = SimpleNamespace(head_size=DIM, is_neox_style=True)
+    expected = BitwiseRotary(engines, hf).table
+    assert found.device.type == "cpu"
+    assert torch.equal(layers.rotary_table(found, positions, rope.magnitude(hf)), expected)
 
 
 def test_a_fused_model_beside_an_unfused_one_keeps_megatrons_kernels(monkeypatch):

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from rl.training.rows import MASKED_TOKENS, Group, SelectRows, ranges, row_attention, segments
+from rl.training.rows import MASKED_TOKENS, Group, SelectRows, ranges, row_attention, segments, select_rows
 
 CPU = torch.device("cpu")
 
@@ -113,3 +113,14 @@ def test_gradients_of_selected_rows_are_added_in_order_and_rounded_once():
         for place, grad in zip(index.tolist(), upstream.to(dtype).float()):
             sums[place] += grad
         assert torch.equal(gradient, sums.to(dtype))
+
+
+def test_rows_on_a_gpu_have_this_gradient():
+    """The rehearsal refuses torch's index_select there (tests/rehearsal/cuda_stand_in.py)."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    x = torch.ones(4, 2, requires_grad=True)
+    selected = select_rows(x.as_subclass(OnGpu), torch.zeros(3, dtype=torch.int64))
+    assert type(selected.grad_fn).__name__ == "SelectRowsBackward"
