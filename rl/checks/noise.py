@@ -31,6 +31,9 @@ MIN_FACTOR = 2.0
 """Factor by which the gaps of a rank must exceed those of the others: ranks may have other devices."""
 POSITION_FACTOR = 4.0
 """The same for tokens at some positions, whose rounding depends on the context."""
+MAX_PROBABILITY = 0.75
+"""Probability up to which tokens are compared by position. In more probable ones the rounding of the
+log-softmax itself, which is not in proportion to 1 - p, exceeds that of the logits."""
 MAX_GROUPS = 32
 """Maximum number of groups of positions: the binary logarithms of positions below 2**32."""
 UNITS = {
@@ -113,19 +116,20 @@ class Gaps:
 
         Positions count from the first token of the prompt, and are grouped by their binary logarithm. An
         error of the logits moves the log-prob of a token of probability p in proportion to 1 - p, within a
-        factor of sqrt(2), so gaps are compared in relation to it. The units are the tokens of a sample in one
-        group.
+        factor of sqrt(2), so gaps are compared in relation to it, without tokens above MAX_PROBABILITY. The
+        units are the tokens of a sample in one group.
 
         counted: bool [T], the tokens that are compared. limit: as in `check`.
         """
         assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
+        counted = counted & (batch.rollout_logprobs <= math.log(MAX_PROBABILITY))
         starts = (batch.prompt_lengths - batch.offsets[:-1]).repeat_interleave(batch.lengths)
         groups = (torch.arange(len(counted)) + starts + 1).log2().long()[counted]
         samples = torch.arange(len(batch)).repeat_interleave(batch.lengths)[counted]
         terms = torch.stack(
             (
                 (batch.old_logprobs - batch.rollout_logprobs).abs()[counted].double() + FLOOR * limit,
-                -torch.expm1(batch.rollout_logprobs[counted].double()).clamp(max=0.0) + FLOOR,
+                -torch.expm1(batch.rollout_logprobs[counted].double()),
             )
         )
         sums = torch.zeros(2, len(batch) * MAX_GROUPS, dtype=torch.float64)

@@ -82,6 +82,16 @@ def test_the_positions_with_larger_gaps_are_named():
         gaps.check_positions(batch, batch.mask > 0, limit=LIMIT)
 
 
+def test_tokens_without_alternatives_are_no_other_positions():
+    """A trained policy is certain of all late tokens, or samples them from sets of one."""
+    rng, gaps = np.random.default_rng(6), Gaps()
+    late = torch.arange(LENGTH).repeat(SAMPLES) + LENGTH >= 31
+    for certain in (0.0, 1e-7, 1e-3):
+        batch = batch_of(rng)
+        batch.rollout_logprobs[late], batch.old_logprobs[late] = -certain, -certain * 1.1
+        gaps.check_positions(batch, batch.mask > 0, limit=LIMIT)
+
+
 def test_a_jump_of_the_gap_is_a_warning():
     gaps = Gaps()
     assert not any(gaps.jump(0.01 + 0.005 * (step % 3)) for step in range(30))
