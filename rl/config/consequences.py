@@ -24,11 +24,12 @@ class Consequence:
     reason: str
 
 
-def _learns_from_older_tokens(config: "Config") -> bool:
-    """Return whether a policy loss gets tokens of older weights, and no correction is chosen."""
+def _learns_from_other_weights(config: "Config") -> bool:
+    """Return whether a policy loss gets tokens of older or quantised weights, and no correction is chosen."""
     is_older = config.rollout.carry_over or (config.roles.is_on and config.roles.lag > 0)
+    is_other = is_older or config.rollout.quantization == "fp8"
     is_chosen = config.rollout_correction != RolloutCorrection()
-    return is_older and not is_chosen and config.objective.loss != "none"
+    return is_other and not is_chosen and config.objective.loss != "none"
 
 
 def _is_per_sample(config: "Config") -> bool:
@@ -40,14 +41,14 @@ CONSEQUENCES = (
     Consequence(
         "rollout_correction.truncate_tokens",
         2.0,
-        lambda config: _learns_from_older_tokens(config) and not _is_per_sample(config),
-        "tokens of older weights need a correction",
+        lambda config: _learns_from_other_weights(config) and not _is_per_sample(config),
+        "tokens of older or quantised weights need a correction",
     ),
     Consequence(
         "rollout_correction.truncate_samples",
         2.0,
-        lambda config: _learns_from_older_tokens(config) and _is_per_sample(config),
-        "tokens of older weights need a correction, and objective.loss is one number per sample",
+        lambda config: _learns_from_other_weights(config) and _is_per_sample(config),
+        "tokens of older or quantised weights need a correction, and objective.loss is one number per sample",
     ),
     Consequence(
         "agents.order",

@@ -32,9 +32,9 @@ READ_WITH = [
     ("data.image_key", "model.vision data.max_pixels", ""),
     (
         "generation",
-        "rollout.tp rollout.ep rollout.stop rollout.stop_token_ids rollout.deterministic "
-        "rollout.max_concurrent_samples rollout.gpu_memory_utilization rollout.cpu_kv_cache_mib "
-        "rollout.enforce_eager rollout.async_scheduling rollout.draft.path",
+        "rollout.tp rollout.ep rollout.quantization rollout.stop rollout.stop_token_ids "
+        "rollout.deterministic rollout.max_concurrent_samples rollout.gpu_memory_utilization "
+        "rollout.cpu_kv_cache_mib rollout.enforce_eager rollout.async_scheduling rollout.draft.path",
         VALIDATE,
     ),
     ("rollout.draft.path", "rollout.draft.tokens rollout.draft.min_tokens_per_step", ""),

@@ -143,6 +143,12 @@ EXCLUSIONS = {
             "experts of rejected drafts would be returned too; use training.router_replay=old_policy"
         ),
     },
+    "rollout.quantization=fp8": {
+        "model.dtype=float32": "vLLM computes layers in FP8 beside bfloat16; set model.dtype=bfloat16",
+        "model.numerics=bitwise": "the engine would have other weights than the trainer; use none",
+        "adapters in the engine": f"a refit would not reach the layers below the adapters; {MERGED}",
+        "roles": "weights travel over the link into the tensors that the engine computes with; use none",
+    },
     "refit.changed_only": {
         "not roles": (
             "ranks that train and generate receive over the links of one grid; leave out refit.changed_only"
@@ -361,6 +367,7 @@ _NOT_BUILT = {
         "rollout.dp_attention, model.numerics=bitwise, rollout.min_p, rollout.stop, "
         "training.router_replay=engine"
     ),
+    "rollout.quantization=fp8": "roles, adapters in the engine",
     "sampling masks": "run.mode=train_only",
     "training.router_replay=engine": "run.mode=train_only",
     "recomputed experts": "training.router_replay",

@@ -13,7 +13,9 @@ from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.rollout import Rollout
 from rl.config.schema import Config, Training, algorithm_of, learns_from_data, needs_engine
-from rl.models import BITWISE
+from rl.models import BITWISE, architecture
+from rl.models.fp8_blocks import cut_blocks, quantised_weights
+from rl.models.layout import FP8_BLOCK, Weight
 from rl.models.rope import positions
 from rl.models.sizes import expert_width, has_expert_biases, num_experts, num_kv_heads
 
@@ -69,11 +71,53 @@ def check_layout(
     if needs_engine(config) and path is None:
         check_rollout_grid(config, len(rollout), hf)
         check_layers(config, hf)
+        check_blocks(config, len(rollout), hf)
         check_positions(
             hf,
             ("data.max_prompt_tokens", config.data.max_prompt_tokens),
             ("rollout.max_response_tokens", config.rollout.max_response_tokens),
         )
+
+
+def check_blocks(config: Config, world_size: int, hf: dict[str, Any]) -> None:
+    """Raise ConfigError if a rank would train or generate with a part of a block of an FP8 weight."""
+    if config.rollout.quantization == "none":
+        return
+    if has_expert_biases(hf):
+        raise ConfigError(
+            "rollout.quantization=fp8 quantises experts, but vLLM has no experts with biases in this format; "
+            "use rollout.quantization=none."
+        )
+    weights, training, rollout = architecture(hf).weights(hf), config.training, config.rollout
+    # Weights that differ only in the numbers of layer and expert are split identically.
+    kinds: dict[tuple, Weight] = {}
+    for weight in quantised_weights(weights):
+        kinds.setdefault((weight.megatron, weight.shapes), weight)
+
+    def cut(weight: Weight, key: str, size: int) -> str | None:
+        size = size if weight.cut.split else 1
+        for rank in range(size):
+            if key.startswith("rollout"):
+                pieces = weight.vllm_pieces(size, rank)
+            else:
+                pieces = weight.megatron_pieces(size, rank)
+            if name := cut_blocks(weight, pieces, in_engine=key.startswith("rollout")):
+                return name
+        return None
+
+    for weight in kinds.values():
+        is_expert = weight.expert is not None
+        training_size = ("training.etp", training.expert_tp) if is_expert else ("training.tp", training.tp)
+        rollout_size = ("rollout.tp", 1 if is_expert and rollout.ep > 1 else rollout.tp)
+        for key, size in (training_size, rollout_size):
+            if name := cut(weight, key, size):
+                fits = [n for n in divisors(world_size) if n < size and not cut(weight, key, n)]
+                remedy = f"use {key}={listed(fits, 'or')}, or rollout.quantization=none"
+                raise ConfigError(
+                    f"rollout.quantization=fp8 quantises blocks of {FP8_BLOCK} x {FP8_BLOCK} elements, but "
+                    f"with {key}={size} a rank holds a part of one of {name}; "
+                    f"{remedy if fits else 'use rollout.quantization=none'}."
+                )
 
 
 def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:

@@ -18,6 +18,10 @@ class Rollout:
     dp_attention: bool = False
     """With ep a multiple of tp: ep / tp replicas share one copy of the experts. Each has its own requests,
     attention and KV cache, and all take every engine step together, an idle one a dummy step."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Type of the engine's linear layers. none: model.dtype. fp8: FP8 with a factor per block of 128 x 128
+    elements (docs/fidelity.md); the trainer's weights stay in bfloat16. It sets
+    rollout_correction.truncate_tokens to 2 if the section has no other key."""
     samples_per_prompt: Annotated[int, AT_LEAST_ONE] = 8
     """Responses sampled for each prompt: the size of a group."""
     temperature: Annotated[float, POSITIVE] = 1.0

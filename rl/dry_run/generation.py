@@ -20,7 +20,7 @@ import numpy as np
 
 from rl.config.schema import Config
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout
+from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, parts_in_fp8
 from rl.dry_run.shape import Model
 
 NUM_STEPS, WARM_UP = 8, 2
@@ -187,10 +187,16 @@ def decoding(
     prefill = prefill_seconds(layout, model, hardware)
     launch_ms = hardware.eager_layer_ms * model.num_layers if config.rollout.enforce_eager else 0.0
 
+    # With FP8 the bytes of an element fall to one in routed experts, and in a share of the other weights.
+    is_fp8 = config.rollout.quantization == "fp8"
+    shared_fp8 = sum(p.elements for p in parts_in_fp8(config, model) if p.weight.expert is None)
+    dense_share = 1 - shared_fp8 / _weights_read(model, 0)[0] * (1 - 1 / itemsize)
+
     @functools.cache
     def seconds(at_once: float) -> float:
         dense, routed = _weights_read(model, at_once * sharing)
-        weights = itemsize * ((dense - repeated + routed / sharing) / tp + repeated)
+        routed *= 1 / itemsize if is_fp8 else 1.0
+        weights = itemsize * (((dense - repeated) * dense_share + routed / sharing) / tp + repeated)
         reading = (weights + at_once * per_sample) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
         message = at_once * hidden * itemsize
         messages = (2 * model.num_layers - exchanges) * hardware.all_reduce_seconds(message, tp)

@@ -17,6 +17,7 @@ from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engin
 from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
 from rl.dry_run.shape import Model
 from rl.models.adapters import adapters as adapters_of
+from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
 from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges
 from rl.models.sizes import num_kv_heads
@@ -137,6 +138,8 @@ class EngineMemory:
     bytes_per_token: int
     max_tokens: int
     """Maximum tokens of a sequence."""
+    staged: float = 0.0
+    """Weights of one group on their way into FP8, during a refit."""
 
     @property
     def cache(self) -> float:
@@ -204,7 +207,8 @@ class Memory:
             returned = max(state.returned for state in stage.states.values())
             return stays + max(stage.activations + stage.head, returned)
         if phase == "refit":
-            return stays + (0 if self.is_split else self.engine.weights) + self.refit_buffers
+            weights = 0 if self.is_split else self.engine.weights + self.engine.staged
+            return stays + weights + self.refit_buffers
         return stays + self.engine.budget
 
     def problems(self) -> list[str]:
@@ -530,10 +534,21 @@ def engine_memory(
     if model.num_experts:
         width += model.experts_per_token * 2 * hidden
     sampler = 3 * 4 * rollout.max_concurrent_samples * vocab
+    in_fp8 = count_engine(parts_in_fp8(config, model), placement)[0]
+    saved = in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
     return EngineMemory(
         rollout.gpu_memory_utilization * hardware.memory,
-        itemsize * (elements + model.derived_elements(rollout.tp)) + 4 * float32,
+        itemsize * (elements + model.derived_elements(rollout.tp)) + 4 * float32 - saved,
         BATCHED_TOKENS * width * itemsize + sampler,
         itemsize * model.cache_elements(rollout.tp),
         longest_sequence(config),
+        staged=itemsize * in_fp8 / REFIT_GROUPS,
     )
+
+
+def parts_in_fp8(config: Config, model: Model) -> list[Part]:
+    """Return the weights that the policy's engine holds in FP8."""
+    if config.rollout.quantization == "none":
+        return []
+    names = {weight.hf for weight in quantised_weights([part.weight for part in model.parts])}
+    return [part for part in model.parts if part.weight.hf in names]

@@ -147,6 +147,8 @@ def _memory(estimate: Estimate) -> str:
     rows.append(["log-prob head", *_gib([worst["training"].head, *zero])])
     if engine := memory.engine:
         rows.append(["engine: weights", *_gib([0.0, engine.weights, engine.weights])])
+        if engine.staged:
+            rows.append(["engine: staged weights", *_gib([0.0, engine.staged, 0.0])])
         rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
         rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.cache)])])
         rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])

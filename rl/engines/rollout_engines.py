@@ -60,6 +60,10 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
         from rl.rollout.adapters import AdapterSlots
 
         parts.append(AdapterSlots(adapters))
+    if config.rollout.quantization == "fp8":
+        from rl.rollout.fp8_weights import Fp8Weights
+
+        parts.append(Fp8Weights())
     if needs_sampling_masks(config):
         from rl.rollout.sampling_masks import Masks
 

@@ -6,7 +6,8 @@ of (`rl.models.dense`), `rl.models.layout` which regions of them Megatron and vL
 
 Weights that the engine holds as plain tensors of the trainer's dtype are written in place. Their plan sends
 each rank only its own shard (`rl.refit.plan`). For other weights (quantised, packed), the engine's own loader
-reads its part of the whole tensors (`rl.refit.gather`).
+reads its part of the whole tensors (`rl.refit.gather`). With `rollout.quantization` the values travel as
+planned, and are quantised where they arrive (`rl.refit.quantised`).
 
 Low-rank adapters reach the engine in one of two forms (`adapter.in_engine`; `rl.refit.values`). Merged: the
 values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and those of W unless the
@@ -15,7 +16,7 @@ engine holds it.
 
 import socket
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -66,7 +67,7 @@ class WeightPlan:
 
 
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""Engine -> weight map -> buffer in MiB -> WeightPlan. The plan depends only on these."""
+"""Engine -> weight map -> (buffer in MiB, group) -> WeightPlan. The plan depends only on these."""
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """Trainer -> version of its weights that `check_weights` compared last, what was compared, number of compared
 elements of all engines, and number of their elements."""
@@ -83,6 +84,8 @@ class Part(NamedTuple):
     """The engine's tensors by vLLM's name."""
     destinations: Mapping[int, Tensor]
     """Those of the plan, by its indices."""
+    store: Callable[[], list[str]] = list
+    """Gives what has arrived to the engine, if `held` only stages it; returns messages about what has not."""
 
 
 def refit(
@@ -95,9 +98,10 @@ def refit(
     buffer_mib: limit of the messages of one batch on any rank, in MiB. adapter: index of the trainer's
     adapter in an engine that has several.
     """
-    slots, done, fallback = engine.adapters, BytesMoved(), False
+    slots, done, fallback, incomplete = engine.adapters, BytesMoved(), False, list[str]()
     engine.device.synchronize()  # the engine may still be reading
-    for part in _parts(trainer, engine, buffer_mib, adapter, with_base=slots is None or not slots.has_base):
+    with_base = slots is None or not slots.has_base
+    for part in _parts(trainer, engine, buffer_mib, adapter, with_base=with_base, staged=True):
         planned = part.planned
         if slots is not None and planned.fallback:
             raise ConfigError(
@@ -109,11 +113,14 @@ def refit(
         clear_padding(engine, planned.in_place, part.destinations)
         for name in planned.empty:
             part.held[name].detach().zero_()
+        incomplete += part.store()
         if planned.fallback:
             itemsize = part.values.weight_map.dtype.itemsize
             done.fallback += sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
             engine.load_weights(_for_loader(planned.fallback, part.values.gathered(planned.fallback)))
             fallback = True
+    if engine.quantised is not None:
+        gather.raise_mismatches(incomplete)
     if slots is not None:
         slots.has_base, slots.versions[adapter] = True, trainer.version
     if not fallback:
@@ -198,12 +205,31 @@ def what_is_equal(trainer: TrainingEngine) -> str:
 
 
 def _parts(
-    trainer: TrainingEngine, engine: RolloutEngine, buffer_mib: int, adapter: int, *, with_base: bool = True
+    trainer: TrainingEngine,
+    engine: RolloutEngine,
+    buffer_mib: int,
+    adapter: int,
+    *,
+    with_base: bool = True,
+    staged: bool = False,
 ) -> Iterator[Part]:
     """Yield the parts of a refit. Collective over the world.
 
-    They are the weights, or, if the engine has adapters, the base weights and the adapter.
+    They are the weights, or, if the engine has adapters, the base weights and the adapter. Quantised weights
+    are in several parts.
+
+    staged: hold quantised weights in tensors that the refit writes, not in those that are compared.
     """
+    if engine.quantised is not None:
+        from rl.refit.quantised import groups
+
+        (values,) = values_of(trainer)
+        for group in groups(engine, values, staged=staged):
+            planned = _planned(values.weight_map, engine, group.held, buffer_mib, group.number, group.weights)
+            sources = training_parameters(group.values, planned)
+            destinations = engine_parameters(group.held, planned)
+            yield Part(planned, group.values, sources, group.held, destinations, group.store)
+        return
     for values in values_of(trainer, in_parts=engine.adapters is not None):
         if values.is_adapter:
             assert engine.adapters is not None
@@ -229,14 +255,21 @@ def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
 
 
 def _planned(
-    weight_map: WeightMap, engine: RolloutEngine, held: Mapping[str, Tensor], buffer_mib: int
+    weight_map: WeightMap,
+    engine: RolloutEngine,
+    held: Mapping[str, Tensor],
+    buffer_mib: int,
+    group: int = 0,
+    weights: list[Weight] | None = None,
 ) -> WeightPlan:
+    """Return the plan of some weights, by default all; group: their number among the groups of the engine."""
     of_engine = _plans.setdefault(engine, weakref.WeakKeyDictionary())
     by_buffer = of_engine.setdefault(weight_map, {})
-    if buffer_mib not in by_buffer:
+    key = buffer_mib, group
+    if key not in by_buffer:
         training = weight_map.placement
-        by_buffer[buffer_mib] = plan_weights(
-            weight_map.weights,
+        by_buffer[key] = plan_weights(
+            weight_map.weights if weights is None else weights,
             training,
             engine.placement,
             dtype=weight_map.dtype,
@@ -247,7 +280,7 @@ def _planned(
         )
         if engine.device.is_cuda:  # the first NCCL call in a group must include all its ranks
             dist.all_reduce(torch.zeros(1, device=engine.device.torch))
-    return by_buffer[buffer_mib]
+    return by_buffer[key]
 
 
 def plan_weights(

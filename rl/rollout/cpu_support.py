@@ -96,7 +96,7 @@ def _keep_experts_alive() -> None:
 
     assert {"process_weights_after_loading", "apply"} <= vars(CPUUnquantizedExperts).keys()
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = _live_experts
+    CPUUnquantizedExperts.apply = live_experts
 
 
 def _choose_experts_by_sigmoid() -> None:
@@ -127,7 +127,7 @@ _ACTIVATIONS = {"silu": _silu, "swigluoai": _swiglu_of_gpt_oss}
 """vLLM's name of an activation -> function of gate and up [T, 2F]."""
 
 
-def _live_experts(
+def live_experts(
     self,
     *,
     output,
@@ -158,6 +158,20 @@ def _live_experts(
         out = torch.nn.functional.linear(inner, w2[expert], second)
         total.index_add_(0, token, out * topk_weights[token, choice, None].float())
     output.copy_(total)
+
+
+@functools.cache
+def add_fp8_layers() -> None:
+    """Make linear layers and experts in FP8 compute with dequantised weights; does nothing on CUDA.
+
+    The CPU build has kernels for them only on processors with AMX. Activations are not quantised here.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from rl.rollout import cpu_fp8
+
+        cpu_fp8.install()
 
 
 @functools.cache

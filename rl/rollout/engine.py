@@ -34,6 +34,7 @@ from rl.runtime.device import Device
 
 if TYPE_CHECKING:  # a run without adapters in the engine does not import them
     from rl.rollout.adapters import AdapterSlots
+    from rl.rollout.fp8_weights import Fp8Weights
 
 
 class RolloutEngine:
@@ -80,6 +81,8 @@ class RolloutEngine:
         self.placement = RolloutPlacement(world, self.tp, num_layers, ep=ep, num_experts=num_experts)
         self.adapters: AdapterSlots | None = None
         """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
+        self.quantised: Fp8Weights | None = None
+        """The weights in FP8; None if all are in the model's dtype."""
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
         began with the same version of the weights."""

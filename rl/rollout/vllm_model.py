@@ -51,7 +51,8 @@ def build_llm(
     if not frozen:
         # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
         unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}
-        options = options | {"hf_overrides": rope.engine_fields(hf) | unquantised}
+        overrides = rope.engine_fields(hf) | unquantised | options.get("hf_overrides", {})
+        options = options | {"hf_overrides": overrides}
     with _process_state_kept(device, rollout):
         llm = LLM(
             path,

@@ -1,6 +1,6 @@
 """Frozen weights of linear layers in FP8, with one factor per block of 128 x 128 elements.
 
-The format is that of DeepSeek-V3's checkpoints (`rl.training.weights.dequantised`), with blocks of the rank's
+The format is that of DeepSeek-V3's checkpoints (`rl.models.fp8_blocks`), with blocks of the rank's
 own parameter. They are blocks of the whole parameter too, because `rl.config.adapter_checks` refuses other
 layouts; the values therefore do not depend on the layout.
 
@@ -18,16 +18,12 @@ from torch.nn import Parameter
 
 from rl.models.adapters import adapters
 from rl.models.boxes import whole
-from rl.models.layout import FP8_BLOCK, Weight
+from rl.models.fp8_blocks import dequantised, quantised
+from rl.models.layout import Weight
 from rl.training.parts import Part
-from rl.training.weights import dequantised
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-NEGATIVE_ZERO = 0x80
-"""Bits of -0 in FP8."""
 
 
 class Fp8Base(Part):
@@ -42,7 +38,7 @@ class Fp8Base(Part):
         of_module: dict[str, list[Parameter]] = defaultdict(list)
         for weight, parameter in base.local():
             if weight.hf in layers:
-                self._stored[_key(parameter)] = quantised(parameter)
+                self._stored[_key(parameter)] = quantised(parameter.detach())
                 of_module[base.local_name(weight, base.grid.pp_rank).rpartition(".")[0]].append(parameter)
         for name, parameters in of_module.items():
             self._free(parameters)
@@ -85,21 +81,3 @@ class Fp8Base(Part):
 
 def _key(parameter: Tensor) -> int:
     return parameter.untyped_storage()._cdata
-
-
-@torch.no_grad()
-def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (values float8 [r, c], factors float32 of each block) of a matrix [r, c].
-
-    The largest element of a block becomes the largest of float8. A matrix that was dequantised from blocks
-    with such factors becomes what it was.
-    """
-    rows, columns = matrix.shape
-    padded = torch.nn.functional.pad(matrix.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
-    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [i, 128, j, 128]
-    factors = blocks.abs().amax((1, 3)) / LARGEST
-    divisors = factors.masked_fill(factors == 0, 1.0)[:, None, :, None]
-    values = (blocks / divisors).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
-    bits = values.view(torch.uint8)
-    bits[bits == NEGATIVE_ZERO] = 0  # sums over ranks make it 0, so an exported base would have other bits
-    return values[:rows, :columns].contiguous(), factors

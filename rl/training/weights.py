@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl.models.boxes import Box, index
 from rl.models.files import TensorReader, tensor_files
+from rl.models.fp8_blocks import dequantised
 from rl.models.layout import FP8_BLOCK, Weight, assemble
 from rl.models.placement import Place, TrainingPlacement, count_experts
 from rl.training.grid import Grid
@@ -152,18 +153,6 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
 def blocks_of(box: Box) -> Box:
     """Return the box of 128 x 128 blocks of the matrix that have elements in the box."""
     return tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in box)
-
-
-def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
-    """Return the dequantised values float32 [r, c] of a box of an FP8 matrix with one factor per block.
-
-    The format is DeepSeek-V3's (arXiv:2412.19437, section 3.3; `weight_scale_inv` in its checkpoints).
-
-    values: float8 [r, c], the box. factors: float32, of the blocks `blocks_of(box)`.
-    """
-    for dim, (start, stop) in enumerate(box):
-        factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, start % FP8_BLOCK, stop - start)
-    return values.float() * factors
 
 
 @torch.no_grad()

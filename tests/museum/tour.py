@@ -34,6 +34,7 @@ logging: {tensorboard: false}
 MODELS: dict[str, tuple[str, dict]] = {
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie": True}),
+    "qwen2-blocks": ("Qwen2ForCausalLM", {"num_key_value_heads": 4, "intermediate_size": 128}),
     "llama": ("LlamaForCausalLM", {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
     "qwen3-moe-only": ("Qwen3MoeForCausalLM", {"mlp_only_layers": []}),

@@ -66,6 +66,15 @@ def expert_bias_not_refitted(bug: Bug) -> None:
     without("e_score_correction_bias", bug)
 
 
+@exhibit("huggingface/trl#7085", model="qwen2-blocks", overrides=(BF16, "rollout.quantization=fp8"))
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*model\.layers\..* on rank 0")
+@replaces("rl.rollout.fp8_weights._reload")
+def fp8_factors_of_the_step_before(bug: Bug, reload, layer, tensors):
+    """A sync rewrote the values in FP8 and left their scales, which belonged to older weights."""
+    kept = {name: layer.get_parameter(name).clone() for name in tensors if name.endswith("_scale_inv")}
+    return reload(layer, {**tensors, **kept})
+
+
 @exhibit("allenai/open-instruct#1627")
 @caught_by(SYNCHRONOUS, DIFFER)
 def weights_of_the_step_before_sent(bug: Bug) -> None:

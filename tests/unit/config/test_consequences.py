@@ -58,3 +58,8 @@ def test_another_correction_stays():
     config = load_config(None, [*DATA, *ROLES, "rollout_correction.bypass=true"])
     assert config.rollout_correction.truncate_tokens == 0
     assert not derived_keys(None, [*DATA, "algorithm=sft"])
+
+
+def test_weights_in_fp8_need_the_correction_too():
+    config = load_config(None, [*DATA, "rollout.quantization=fp8"])
+    assert config.rollout_correction.truncate_tokens == 2.0

@@ -24,6 +24,7 @@ SAMPLING = {
     "top_k": 5,
     "min_p": 0.1,
     "ep": 2,
+    "quantization": "fp8",
     "stop": "[END]",
     "stop_token_ids": "[7]",
     "deterministic": "true",

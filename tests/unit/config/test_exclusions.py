@@ -37,6 +37,7 @@ EXAMPLES = {
     "rollout.ep": "rollout.ep=2",
     "rollout.draft.path": "rollout.draft.path=d",
     "training.router_replay=engine": "training.router_replay=engine",
+    "rollout.quantization=fp8": "rollout.quantization=fp8",
     "training.cp": "training.cp=2",
     "adapter.init=pissa": "adapter.init=pissa adapter.kind=lora",
     "adapter.base=fp8": "adapter.base=fp8 adapter.kind=lora",

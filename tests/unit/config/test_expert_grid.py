@@ -132,3 +132,26 @@ def test_a_dense_model_has_no_experts_to_replay():
     accept(4, "training.router_replay=engine")
     message = refuse(4, "training.router_replay=engine", num_experts=None)
     assert message.startswith("training.router_replay=engine") and message.endswith("leave it out.")
+
+
+def test_an_engine_in_fp8_cuts_no_block():
+    wide = dict(hidden_size=512, intermediate_size=512, num_key_value_heads=8, moe_intermediate_size=256)
+    wide |= dict(num_experts=8, head_dim=64)
+    fp8 = "rollout.quantization=fp8"
+    accept(4, fp8, "rollout.tp=2", **wide)
+    text = refuse(4, fp8, "rollout.tp=4", **wide)
+    assert (
+        "rollout.tp=4 a rank holds a part of one of model.layers." in text and "use rollout.tp=1 or 2" in text
+    )
+    accept(4, fp8, "rollout.tp=2", "rollout.ep=2", "training.ep=4", **wide | dict(moe_intermediate_size=384))
+    text = refuse(4, fp8, "rollout.tp=2", **wide | dict(moe_intermediate_size=384))
+    assert "rollout.tp=2 a rank holds a part of one of model.layers.0.mlp.experts" in text
+    text = refuse(4, fp8, "training.tp=4", "training.ep=2", **wide | dict(num_key_value_heads=4))
+    assert "training.tp=4" in text and "use training.tp=1 or 2" in text
+
+
+def test_experts_with_biases_are_not_quantised():
+    hf = json.loads((ROOT / "configs" / "models" / "gpt-oss-20b" / "config.json").read_text())
+    config = load_config(None, ["model.path=m", "data.train=t.jsonl", "rollout.quantization=fp8"])
+    with pytest.raises(ConfigError, match="^rollout.quantization=fp8 .* with biases .*quantization=none.$"):
+        check_layout(config, 1, hf, hf["architectures"])

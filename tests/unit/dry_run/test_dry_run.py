@@ -154,11 +154,14 @@ class TestMemory:
         assert engine.cache_tokens == engine.cache // engine.bytes_per_token
 
     def test_latent_attention_caches_the_latent_on_every_rank(self):
-        some = found("ppo_deepseek671b", 512)
+        some = found("ppo_deepseek671b", 512, "rollout.quantization=none")
         engine, model = some.memory.engine, some.models["policy"]
         elements, in_float32 = count_engine(model.parts, some.layout.rollout_placement(model))
         assert engine.bytes_per_token == 61 * (512 + 64) * 2
         assert engine.weights == 2 * (elements + 61 * 128 // 8 * (128 + 128) * 512) + 4 * in_float32
+        in_fp8 = found("ppo_deepseek671b", 512).memory.engine
+        quantised = 4 * in_fp8.staged / 2  # a quarter is staged in bfloat16
+        assert engine.weights - in_fp8.weights == quantised - 4 * quantised // 128**2 > 0.9 * elements
 
     def test_a_share_too_small_for_one_sequence_is_a_problem(self):
         (problem,) = found(GRPO, 8, "rollout.gpu_memory_utilization=0.1").problems

@@ -1,0 +1,111 @@
+"""Refits of an engine with weights in FP8 (`rl.rollout.fp8_weights`).
+
+The quantised weights move in a few groups of whole layers, each with a plan of its own, so that the staging
+tensors of one group exist at a time. The trainer's values, which are bfloat16, travel into them. When a group
+has arrived, the engine quantises it. For the checks the trainer quantises its own part of each weight and
+dequantises it; the engine dequantises what it holds. Both are equal bit for bit, because no rank of either
+holds a part of a block (`rl.config.layout_checks`).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rl.models import fp8_blocks
+from rl.models.boxes import index, relative, whole
+from rl.models.layout import Piece, Weight
+from rl.models.placement import TrainingPlacement
+from rl.refit.values import Values
+from rl.rollout.engine import RolloutEngine
+from rl.training.weights import WeightMap
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights that are written and compared together."""
+
+    number: int
+    """0: the weights that stay in the trainer's dtype."""
+    weights: list[Weight]
+    values: Values
+    held: Mapping[str, Tensor]
+    """Tensors that receive the values, or are compared with them, by vLLM's name."""
+    store: Callable[[], list[str]] = list
+    """Gives what has arrived to the engine; returns messages about what has not."""
+
+
+def groups(engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[Group]:
+    """Yield the groups of an engine with quantised weights, identical on all ranks. Not collective.
+
+    staged: yield staging tensors, for a refit; otherwise the dequantised values, for a comparison.
+    """
+    in_fp8, weight_map = engine.quantised, values.weight_map
+    assert in_fp8 is not None
+    names = set(in_fp8.names)
+    plain = [weight for weight in weight_map.weights if weight.vllm not in names]
+    yield Group(0, plain, values, engine.weights())
+    own = values if staged else replace(values, of=_Quantised(values))
+    quantised = [weight for weight in weight_map.weights if weight.vllm in names]
+    for number, weights in enumerate(_by_layers(quantised, weight_map.placement), 1):
+        if staged:
+            held = in_fp8.staging(weights, weight_map.dtype)
+            yield Group(number, weights, own, held, partial(in_fp8.store, held))
+        else:
+            yield Group(number, weights, own, in_fp8.values(weights, weight_map.dtype))
+
+
+def _by_layers(weights: Sequence[Weight], training: TrainingPlacement) -> list[list[Weight]]:
+    """Return the groups: layers at about the same place in their pipeline stage, so that all stages send."""
+    stages: dict[int, set[int]] = defaultdict(set)
+    for weight in weights:
+        stages[training.place(weight).stages[0]].add(weight.layer or 0)
+    group_of = {
+        layer: place * fp8_blocks.REFIT_GROUPS // len(layers)
+        for layers in stages.values()
+        for place, layer in enumerate(sorted(layers))
+    }
+    out: dict[int, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        out[group_of[weight.layer or 0]].append(weight)
+    return [out[group] for group in sorted(out)]
+
+
+class _Quantised:
+    """Computes the values of quantised weights, as the engine has them, from the trainer's parameters."""
+
+    def __init__(self, values: Values):
+        self._values = values
+
+    @torch.no_grad()
+    def __call__(self, weight: Weight, parameter: Tensor) -> Tensor:
+        value = self._values.of(weight, parameter)
+        return in_blocks(value, weight, weight.megatron_pieces(*self._map.tensor_split(weight)))
+
+    @property
+    def _map(self) -> WeightMap:
+        return self._values.weight_map
+
+
+def in_blocks(value: Tensor, weight: Weight, pieces: Sequence[Piece]) -> Tensor:
+    """Return the quantised and dequantised elements of a parameter, of its shape and dtype.
+
+    Blocks are those of the Hugging Face tensors. pieces: those of the parameter.
+    """
+    out = value.clone()
+    for name in weight.hf:
+        own = [piece for piece in pieces if piece.hf == name]
+        if not own:
+            continue
+        box = fp8_blocks.box_of(own, name)
+        matrix = value.new_empty([stop - start for start, stop in box])
+        for piece in own:
+            matrix[index(relative(piece.hf_box, box))] = value[index(piece.local_box)]
+        in_fp8, factors = fp8_blocks.quantised(matrix)
+        matrix = fp8_blocks.dequantised(in_fp8, factors, whole(matrix.shape)).to(value.dtype)
+        for piece in own:
+            out[index(piece.local_box)] = matrix[index(relative(piece.hf_box, box))]
+    return out
