@@ -6,7 +6,8 @@
 
 Writes the config, with the settings in which it differs from this project's defaults; settings that the verl
 run leaves at verl's defaults are translated too. Then lists on stderr, with the reason, each setting that has
-no counterpart, and each one that needs none.
+no counterpart, and each one that needs none. A layout that does not fit the script's number of GPUs by the
+estimate of the dry run is changed, which changes nothing that is learned.
 
 A .sh file is executed by bash, so that its variables, arithmetic and $@ have their values. Its PATH has no
 programs but python, torchrun, uv and ray, which only report their arguments. Redirections and programs named
@@ -27,6 +28,7 @@ import yaml  # noqa: E402
 
 from rl.config.options import Dumper, flatten  # noqa: E402
 from rl.config.schema import load_config  # noqa: E402
+from tools.verl.fit import fitted  # noqa: E402
 from tools.verl.keys import MISSING, NOT_NEEDED, reason  # noqa: E402
 from tools.verl.script import Settings, read_settings  # noqa: E402
 from tools.verl.translate import translate  # noqa: E402
@@ -41,20 +43,27 @@ def main(argv: list[str] | None = None) -> int:
     add("overrides", metavar="key=value", nargs="*", help="further settings of verl, as after the script")
     add("--out", metavar="FILE", help="file to write (default: standard output)")
     add("--train-rows", metavar="N", type=int, default=0, help="rows of the training data, for total_epochs")
+    add("--model-shape", metavar="FILE", default="", help="config.json of a model that is not here")
+    add("--gpu-memory-gib", metavar="X", type=float, default=80.0, help="memory of a GPU (80)")
     args = parser.parse_intermixed_args(argv)
     try:
-        settings = Settings(read_settings(Path(args.file), args.overrides))
+        given, assumed = read_settings(Path(args.file), args.overrides)
+        settings = Settings(given)
         ours, notes = translate(settings, args.train_rows)
+        world_size = settings.get("trainer.nnodes", 1) * settings.get("trainer.n_gpus_per_node", 8)
+        options = dict(shape=args.model_shape, gpu_memory_gib=args.gpu_memory_gib)
+        changes, more = fitted(only_changes(ours), world_size, **options)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    ours |= changes
     tree = yaml.dump(only_changes(ours), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     text = f"# From {Path(args.file).name} by tools/from_verl.py.\n{tree}"
     if args.out:
         Path(args.out).write_text(text)
     else:
         print(text, end="")
-    print(report(settings.rest(), notes), file=sys.stderr)
+    print(report(settings.rest(), [*assumed, *notes, *more]), file=sys.stderr)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Names and values of verl's settings beside those of this project."""
 
 import re
+from typing import Any
 
 ALGORITHMS: dict[str, tuple[str, str | None]] = {
     "gae": ("ppo", None),
@@ -30,6 +31,7 @@ LOSSES = {
     "cispo": "cispo",
     "dppo_tv": "dppo-tv",
     "dppo_kl": "dppo-kl",
+    "dro": "dro",
 }
 """actor.policy_loss.loss_mode -> objective.loss."""
 
@@ -58,16 +60,26 @@ REPLAY = {"disabled": "none", "R2": "old_policy", "R3": "engine"}
 WEIGHTS = {"token": "truncate_tokens", "sequence": "truncate_samples"}
 """algorithm.rollout_correction.rollout_is -> key of rollout_correction."""
 
-SOURCES = {
-    "openai/gsm8k": "rl.rewards.gsm8k:score",
-    "math_dapo": "rl.rewards.dapo:score",
-    "math": "rl.rewards.dapo:score",
-    "codecontests": "rl.rewards.code:score",
-    "apps": "rl.rewards.code:score",
-    "codeforces": "rl.rewards.code:score",
-    "taco": "rl.rewards.code:score",
+MATH_DAPO = ("math_dapo", "math_dapo_reasoning", "math", "aime", "aime24", "aime25", "aime2024", "aime2025")
+CODE = ("codecontests", "apps", "codeforces", "taco")
+SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+SOURCES: dict[str, list[dict[str, Any]]] = {
+    "openai/gsm8k": [{"function": "rl.rewards.gsm8k:score"}],
+    **{name: [{"function": "rl.rewards.dapo:score"}] for name in (*MATH_DAPO, "aime_2024", "aime_2025")},
+    **{name: [{"function": "rl.rewards.code:score"}] for name in CODE},
+    **{f"searchR1_{name}": [{"function": "rl.rewards.qa:score"}] for name in SEARCH},
+    "hiyouga/geometry3k": [
+        {"function": "rl.rewards.math:score", "weight": 0.9},
+        {
+            "function": "rl.rewards.format:score",
+            "weight": 0.1,
+            "kwargs": {"pattern": r"<think>.*</think>.*\\boxed\{.*\}.*"},
+        },
+    ],
 }
 """Reward functions by data_source that verl chooses itself; for others rl.rewards.math:score."""
+MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
+"""Reward managers of verl, all of which call its reward functions by data_source."""
 
 RENAMED = {
     r"^reward\.custom_reward_function\.": "custom_reward_function.",
@@ -90,6 +102,7 @@ RENAMED = {
     r"\.lora_(target_modules|exclude_modules)$": r".\1",
     r"^model\.partial_pretrain$": "model.path",
     r"^data\.multiturn\.": "data.",
+    r"\.optim\.grad_clip$": ".optim.clip_grad",
 }
 """Pattern of a setting -> its name before it was moved, or in verl's other engines."""
 
@@ -108,7 +121,6 @@ TARGETS = {
 
 REFUSED = {
     r"^data\.(video|audio)_key$": "videos and sounds are not supported; train on text or images.",
-    r"^data\.image_key$|\.vision": "models that see are not translated; docs/vision.md has the keys.",
     r"multi_turn\.(enable|tool_config_path|interaction_config)|agent_loop_config_path": (
         "a tool or an interaction of verl is a class that has to be written again as an environment "
         "(docs/agents.md), named in agents.environment."
@@ -116,18 +128,53 @@ REFUSED = {
     r"\bmtp\.enable": "heads that predict several tokens are neither trained nor used for drafts.",
     r"^async_training\.": "choose the trainers and generators in the section roles (docs/asynchrony.md).",
     r"^data\.(output_path|n_samples)$": "generation alone is run.mode=rollout_only (docs/report.md).",
+    r"^trainer\.val_only$": "samples of held-out prompts alone are run.mode=rollout_only (docs/report.md).",
+    r"^data\.(custom_cls|datagen)\.path$": (
+        "a data set class of verl has to be written again as rows of a file (docs/extending.md)."
+    ),
+    r"^data\.sampler\.class_path$": (
+        "a sampler of verl has to be written again as a function of an epoch, named in data.curriculum."
+    ),
+    r"custom_chat_template$": "write the template into the tokenizer's chat_template.jinja.",
+    r"reward_manager\.module\.path$|reward_loop_module_path$": (
+        "a reward manager of your own has to be written again as a reward function (docs/extending.md)."
+    ),
+    r"^algorithm\.use_pf_ppo$": "samples are not drawn again by their rewards (PF-PPO).",
+    r"over_sample_rate$": "a step waits for all of its samples; see rollout.carry_over.",
+    r"rollout\.ignore_eos$": "a response ends at its end token; the setting must be False.",
+    r"\.lora\.dropout$": "adapters have no dropout; the setting must be 0.",
+    r"rollout_token_veto_threshold$": "use rollout_correction.rollout_rs=token_k1 with a bound.",
 }
 """Pattern of a setting without which the run would be another one -> what is needed instead."""
+ALWAYS_REFUSED = {
+    r"^data\.apply_chat_template_kwargs\.": (
+        "the chat template gets no arguments; set the variable at the beginning of the tokenizer's "
+        "chat_template.jinja, and leave the setting out."
+    )
+}
+"""The same for settings of which False has an effect too."""
 
 MODELS = {
-    r"VL-|-VL\b|4\.\dV|MiniCPM-[oV]|Omni": "models that see or hear are not supported; choose a text model.",
     r"DeepSeek-V(3\.2|4)|GLM-?5": "sparse attention is not supported; docs/models.md lists what is.",
     r"Nemotron": "Mamba layers are not supported; docs/models.md lists what is.",
     r"Qwen1\.5-MoE|Hy3|MiMo|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
     r"gemma-(1|2|7)": "Gemma 1 and 2 are not supported; docs/models.md lists what is.",
-    r"Qwen3\.5|Qwen3-Next": "gated delta nets are not supported; docs/models.md lists what is.",
+    r"Qwen3\.[5-9]|Qwen3-Next": "gated delta nets are not supported; docs/models.md lists what is.",
+    r"Omni|(?<!Qwen2\.5-)VL\b|4\.\dV|Kimi-K2\.[5-9]": (
+        "of models that see or hear, only Qwen2.5-VL is supported; docs/models.md lists what is."
+    ),
 }
 """Pattern of the name of a published model -> why it cannot be trained."""
+SEES = r"Qwen2\.5-VL"
+"""Pattern of the names of models that read images."""
+EXPERTS = r"(?i)A\d+B\b|MoE|gpt-oss|Mixtral|DeepSeek-(V[23]|R1)|Moonlight|Kimi-K2|GLM-4\.[5-7]|MiniMax-M2"
+"""Pattern of the names of mixtures of experts."""
+
+LEGACY_TUNING = {
+    **{"optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.lr_warmup_steps_ratio": 0.1},
+    **{"optim.lr_scheduler": "cosine", "trainer.n_gpus_per_node": 8},
+}
+"""Defaults of fsdp_sft_trainer, verl's older fine-tuning, that differ from those of sft_trainer."""
 
 OFF = (None, False, "", [], {}, "none", "None", "null")
 """Values of settings that are switched off."""
@@ -213,9 +260,8 @@ MISSING = {
     r"(multi_turn|tool_config_path|interaction_config|agent)": "see agents.* (docs/agents.md)",
     r"val_kwargs": "validation samples with the rollout's top_p and top_k",
     r"override_config": "edit the model's config.json",
-    r"apply_chat_template_kwargs": "edit the tokenizer's template; for agents see agents.template_kwargs",
     r"(wandb|mlflow|swanlab|log_val_generations|rollout_data_dir)": "see logging.rollouts",
-    r"(image|video|multi_modal|freeze_vision|mm_)": "vision models are not translated; see docs/vision.md",
+    r"(image|video|multi_modal|freeze_vision|mm_)": "see docs/vision.md",
     r"resume_from_path": "verl's checkpoints cannot be read; export one to Hugging Face as model.path",
     r"(profiler|trace)": "see the section trace (docs/traces.md)",
     r"prometheus": "not offered",
@@ -226,7 +272,7 @@ MISSING = {
     r"mtp": "heads for several tokens are not trained",
     r"sandbox_fusion": "rl.rewards.code runs programs in its own sandbox on the nodes",
     r"(over_sample_rate|pf_ppo|use_prefix_grouper)": "see rollout.carry_over, and training.shared_prefix",
-    r"data\.(sampler|custom_cls)": "see data.curriculum, and docs/extending.md for data",
+    r"data\.(sampler|custom_cls|datagen)": "belongs to a class that is not used",
     r"distillation_loss\.(loss_max_clamp|log_prob_min_clamp)": "divergences are not clamped",
     r"gdpo_reward_keys": "gdpo reads every term that the reward function returns",
 }

@@ -10,24 +10,32 @@ from typing import Any
 
 import yaml
 
-from tools.verl.keys import OFF, RENAMED
+from tools.verl.keys import LEGACY_TUNING, OFF, RENAMED
 
-PROGRAMS = ("python", "python3", "torchrun", "ray", "uv", "accelerate")
+PROGRAMS = (
+    *("python", "python3", "torchrun", "ray", "uv", "accelerate"),
+    *("srun", "mpirun", "env", "nohup", "numactl", "timeout"),  # start one of the others
+)
 REPORT = """#!/bin/bash
 [ "$1" = -c ] && exit 1 # a question about the machine, such as whether torch_npu is installed
 printf '%s\\0' "$@" $'\\n' >> '{calls}'
 """
 """A program that writes its arguments to a file."""
 FORGIVING = """
-command_not_found_handle() { return 0; }
+command_not_found_handle() { [ ! -p /dev/stdin ] || while read -r; do :; done; return 0; }
 ulimit() { return 0; }
 cd() { builtin cd "$@" 2>/dev/null || return 0; }
 source() { [ ! -f "$1" ] || builtin source "$@"; }
 """
 """Definitions that a script's shell reads first, so that it works without the script's machine: its limits,
-directories and environments."""
-NUMBERS = r"NUM|SIZE|NODES|GPUS|NPUS|COUNT|RANK|WORLD"
+directories and environments. A program that is not here reads its pipe to the end, so that the one before it
+is not ended."""
+NUMBERS = r"(?i)NUM|SIZE|NODES|GPUS|NPUS|COUNT|RANK|WORLD|STEPS|EPOCHS"
 """Pattern of the names of variables that hold numbers."""
+STARTS = r"^(verl(_\w+)?\.(trainer|experimental|launch)|[^=]*(?<![^._/])main(_|$|\.py$)[^=]*$)"
+"""Pattern of an argument with the name of a program that trains."""
+OWN_CONFIGS = r"^(\w*ppo\w*_trainer|sft_trainer\w*|generation|evaluation)$"
+"""Pattern of the names of configs that verl itself has."""
 
 
 class Settings:
@@ -53,19 +61,70 @@ class Settings:
         return {key: value for key, value in self.given.items() if key not in self.used and value not in OFF}
 
 
-def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return verl's settings by dotted key. Raises ValueError if the file does not start verl."""
+def read_settings(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return verl's settings by dotted key, and notes. Raises ValueError if the file does not start verl."""
     if path.suffix in (".yaml", ".yml"):
-        arguments, settings = list(overrides), flat(yaml.safe_load(path.read_text()))
-    else:
-        arguments, settings = arguments_of_script(path, overrides), {}
-    for argument in arguments:
+        return settings_of(overrides, settings_of_yaml(path)), []
+    arguments, notes = arguments_of_script(path, overrides)
+    return settings_of(arguments, settings_of_config(arguments)), notes
+
+
+def settings_of(arguments: Sequence[str], settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of a command line, over those of its config."""
+    settings = dict(settings or {})
+    options = launch_options(arguments)
+    for option, key in {"nproc-per-node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}.items():
+        if options.get(option, "").isdigit():
+            settings.setdefault(key, int(options[option]))
+    if any(argument.endswith("fsdp_sft_trainer") for argument in arguments):
+        settings = LEGACY_TUNING | settings
+    if "megatron" in options.get("config-name", ""):
+        settings.setdefault("model_engine", "megatron")
+    programs = [place for place, argument in enumerate(arguments) if re.search(STARTS, argument)]
+    for argument in arguments[programs[0] if programs else 0 :]:
         key, is_setting, value = argument.lstrip("+~").partition("=")
-        if is_setting and argument.startswith("--nproc"):  # torchrun's
-            settings.setdefault("trainer.n_gpus_per_node", parse(value))
+        if argument.startswith("~"):
+            settings.pop(key, None)  # Hydra removes it
         elif is_setting and not argument.startswith("-"):
             settings[key] = parse(value)
     return {renamed(key): value for key, value in settings.items()}
+
+
+def launch_options(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the options of torchrun and Hydra by name without dashes; --name=value or --name value."""
+    options = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if argument.startswith("--"):
+            name, has_value, value = argument[2:].partition("=")
+            options[name.replace("_", "-")] = value if has_value else following
+    return options
+
+
+def settings_of_config(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the config that a command line names, {} if verl has it.
+
+    Raises ValueError if it is the script's own and not here.
+    """
+    options = launch_options(arguments)
+    name = options.get("config-name", "ppo_trainer").removesuffix(".yaml")
+    file = Path(options.get("config-path", "."), f"{name}.yaml")
+    if file.is_file():
+        return settings_of_yaml(file)
+    if re.search(OWN_CONFIGS, name):
+        return {}
+    raise ValueError(
+        f"--config-name={name}: the script's settings begin with {file}, which is not here; call this tool "
+        "in the directory in which the script is called."
+    )
+
+
+def settings_of_yaml(file: Path) -> dict[str, Any]:
+    """Return the settings of a config. Raises ValueError if it is not one."""
+    tree = yaml.safe_load(file.read_text())
+    if not isinstance(tree, dict):
+        raise ValueError(f"{file} has no settings; it must be a mapping in YAML.")
+    base = str(tree.pop("defaults", ""))
+    return ({"model_engine": "megatron"} if "megatron" in base else {}) | flat(tree)
 
 
 def renamed(key: str) -> str:
@@ -89,20 +148,22 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 def parse(text: str) -> Any:
     """Return the value that Hydra gives to the text of an override."""
+    quoted = re.fullmatch(r"(['\"])(.*)\1", text, re.DOTALL)
+    text = quoted[2] if quoted else text
     try:
-        value = yaml.safe_load(text.strip("'\""))
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
     if isinstance(value, str):
         try:
             return float(value)  # YAML 1.1 reads 1e-6 as a string
         except ValueError:
-            return value
+            return text  # in which # begins no comment
     return value
 
 
-def arguments_of_script(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the arguments with which a script starts verl. Raises ValueError if it does not.
+def arguments_of_script(path: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments with which a script starts verl, and notes. Raises ValueError if it does not.
 
     A variable that the script requires and the environment lacks gets its name as its value, or 1 if the name
     is that of a number. A script that prints its usage gets 8 processes and a directory.
@@ -111,20 +172,28 @@ def arguments_of_script(path: Path, overrides: Sequence[str]) -> list[str]:
     positional: tuple[str, ...] = ()
     while True:
         calls, message = run_script(path, (*positional, *overrides), variables)
-        for arguments in calls:
-            if any(a.startswith("verl.trainer") or re.search(r"(^|[._/])main(_|$)", a) for a in arguments):
-                return arguments
+        starts = [call for call in calls if any(re.search(STARTS, argument) for argument in call)]
+        if starts:
+            break
         required = re.search(r"line \d+: (\w+): (?!command|No such)", message)
         if required and required[1] not in variables:
             variables[required[1]] = "1" if re.search(NUMBERS, required[1]) else required[1]
         elif not positional and re.search("usage", message, re.IGNORECASE):
             positional = ("8", "checkpoints")
         else:
-            last = (message.strip().splitlines() or ["no error"])[-1]
+            lines = [line for line in message.strip().splitlines() if not line.startswith("+")]
+            needs = f"; it requires the variables {', '.join(variables)}" if variables else ""
             raise ValueError(
-                f"{path} did not start verl's trainer (bash: {last}); export the variables that it requires, "
-                "or pass a file with the command alone."
+                f"{path} did not start verl's trainer (bash: {(lines or ['no error'])[-1]}){needs}; export "
+                "the variables that it requires, or pass a file with the command alone."
             )
+    notes = [
+        f"{name}={value} was assumed, because the script requires it; export its value."
+        for name, value in variables.items()
+    ]
+    if any(start != starts[0] for start in starts):
+        notes.append(f"The script starts verl {len(starts)} times; the first start is translated.")
+    return starts[0], notes
 
 
 def run_script(

@@ -1,27 +1,25 @@
 """The settings of a verl run in the words of this project."""
 
-from math import ceil, log
+import re
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from tools.verl.keys import (
-    AGGREGATIONS,
-    ALGORITHMS,
-    KL_ESTIMATORS,
-    LOSSES,
+    ALWAYS_REFUSED,
+    EXPERTS,
+    MANAGERS,
     MODELS,
     OFF,
     REFUSED,
     REPLAY,
+    SEES,
     SOURCES,
-    WEIGHTS,
     reason,
 )
+from tools.verl.objective import objective, pick
 from tools.verl.script import Settings
-from tools.verl.tuning import adapter, distillation, is_tuning, listed, tuning_data
-
-ALWAYS_SEQUENCE_MEAN = ("sapo", "geo_mean")
-"""Losses that verl averages as seq-mean-token-mean whatever `loss_agg_mode` says."""
+from tools.verl.tuning import adapter, distillation, is_tuning, listed, tuning_data, uses_megatron
 
 
 def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list[str]]:
@@ -33,10 +31,10 @@ def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list
     notes: list[str] = []
     ours: dict[str, Any] = {}
     tunes = is_tuning(settings)
-    rl = (objective, data, layout, rollout, reward, adapter, distillation)
+    rl = (objective, data, layout, images, rollout, reward, adapter, distillation)
     for part in (*((tuning_layout, adapter) if tunes else rl), trainer):
         ours |= part(settings, notes)
-    ours |= steps(settings, notes, ours["data.prompts_per_step"], train_rows, epochs=4 if tunes else 30)
+    ours |= steps(settings, notes, ours, train_rows, epochs=4 if tunes else 30)
     optimizers = [("training.optimizer", "optim" if tunes else "actor_rollout_ref.actor.optim")]
     if ours["algorithm"] == "ppo":
         optimizers.append(("critic.optimizer", "critic.optim"))
@@ -47,159 +45,14 @@ def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list
 
 def refuse(settings: Settings) -> None:
     """Raise ValueError for a setting or a model that this project cannot run, with what would be needed."""
-    for key, value in settings.given.items():
-        if value not in OFF and (why := reason(key, REFUSED)):
-            raise ValueError(f"{key}={value}: {why}")
     for key in ("actor_rollout_ref.model.path", "model.path"):
         if why := reason(str(settings.given.get(key, "")), MODELS):
             raise ValueError(f"{key}={settings.given[key]}: {why}")
-
-
-def pick(settings: Settings, key: str, default: str, table: dict[str, Any]) -> Any:
-    """Return the table's entry for a setting. Raises ValueError if it has none."""
-    value = str(settings.get(key, default))
-    if value not in table:
-        raise ValueError(
-            f"{key}={value} has no counterpart; it must be one of {', '.join(table)}. Choose another, or "
-            "write rl/objectives or rl/algorithms (docs/extending.md)."
-        )
-    return table[value]
-
-
-def objective(settings: Settings, notes: list[str]) -> dict[str, Any]:
-    """Translate the algorithm, its loss and its KL terms."""
-    get, actor = settings.get, "actor_rollout_ref.actor"
-    algorithm, advantage = pick(settings, "algorithm.adv_estimator", "gae", ALGORITHMS)
-    loss_mode = str(get(f"{actor}.policy_loss.loss_mode", "vanilla"))
-    loss = pick(settings, f"{actor}.policy_loss.loss_mode", "vanilla", LOSSES)
-    aggregation = pick(settings, f"{actor}.loss_agg_mode", "token-mean", AGGREGATIONS)
-    clip = get(f"{actor}.clip_ratio", 0.2)
-    ours: dict[str, Any] = {"algorithm": algorithm, "objective.loss": loss}
-    if advantage:
-        ours["objective.advantage"] = advantage
-    if get("algorithm.filter_groups.enable", False):
-        get("algorithm.filter_groups.metric")
-        ours |= {
-            "algorithm": "dapo",
-            "dynamic_sampling.max_rounds": get("algorithm.filter_groups.max_num_gen_batches", 10) or 10,
-            "dynamic_sampling.prompts_per_round": get("data.gen_batch_size", 0),
-        }
-    ours |= {
-        "objective.aggregation": "seq-mean-token-mean" if loss_mode in ALWAYS_SEQUENCE_MEAN else aggregation,
-        # A ratio is positive, so that a bound below 0 is one of 0.
-        "objective.clip_low": min(get(f"{actor}.clip_ratio_low", clip), 1.0),
-        "objective.clip_high": get(f"{actor}.clip_ratio_high", clip),
-        "objective.entropy_coef": get(f"{actor}.entropy_coeff", 0),
-        "objective.kl_coef": 0.0,
-        "objective.reward_kl.coef": 0.0,
-    }
-    if loss == "gspo" and aggregation != "seq-mean-token-mean":
-        notes.append(
-            f"objective.aggregation={aggregation}, as in verl 0.9.1; verl up to 0.9.0 averaged gspo as "
-            "seq-mean-token-mean whatever loss_agg_mode said."
-        )
-    dual_clip = get(f"{actor}.clip_ratio_c", 3.0)
-    if loss == "ppo":
-        ours["objective.dual_clip"] = dual_clip
-    if loss.startswith("dppo"):
-        ours["objective.dppo_max_ratio"] = dual_clip
-    if loss == "sapo":
-        ours["objective.sapo_tau_positive"] = get(f"{actor}.tau_pos", 1.0)
-        ours["objective.sapo_tau_negative"] = get(f"{actor}.tau_neg", 1.05)
-    if loss in ("clip-cov", "kl-cov"):
-        part = f"{actor}.policy_loss.{loss_mode}"
-        ours["objective.cov_fraction"] = get(f"{part}_ratio", 0.0002)
-    if loss == "clip-cov":
-        ours["objective.cov_low"] = get(f"{actor}.policy_loss.clip_cov_lb", 1.0)
-        ours["objective.cov_high"] = get(f"{actor}.policy_loss.clip_cov_ub", 5.0)
-    if loss == "kl-cov":
-        ours["objective.kl_cov_coef"] = get(f"{actor}.policy_loss.ppo_kl_coef", 0.1)
-    if algorithm == "ppo":
-        ours |= {
-            "objective.gamma": get("algorithm.gamma", 1.0),
-            "objective.lam": get("algorithm.lam", 1.0),
-            "critic.warmup_steps": get("trainer.critic_warmup", 0),
-            "critic.value_clip": get("critic.cliprange_value", 0.5),
-            "critic.path": get("critic.model.path", ""),
-        }
-        if ours["critic.path"] == get("actor_rollout_ref.model.path"):
-            ours["critic.path"] = ""
-    if advantage in (None, "grpo") and algorithm == "grpo":
-        ours["objective.normalize_by_std"] = get("algorithm.norm_adv_by_std_in_grpo", True)
-    return ours | kl_terms(settings, algorithm) | correction(settings)
-
-
-def kl_terms(settings: Settings, algorithm: str) -> dict[str, Any]:
-    """Translate the KL divergence from the reference policy, in the loss and in the reward."""
-    get, actor = settings.get, "actor_rollout_ref.actor"
-    ours: dict[str, Any] = {}
-    if get(f"{actor}.use_kl_loss", False):
-        ours["objective.kl_coef"] = get(f"{actor}.kl_loss_coef", 0.001)
-        kind = str(get(f"{actor}.kl_loss_type", "low_var_kl"))
-        plus = "+" if kind.endswith("+") else ""
-        settings.given[f"{actor}.kl_loss_type"] = kind.removesuffix("+")
-        name = pick(settings, f"{actor}.kl_loss_type", "", KL_ESTIMATORS) + plus
-        ours["objective.kl_estimator"] = name
-    if get("algorithm.use_kl_in_reward", False):
-        if algorithm == "remax":
-            raise ValueError(
-                "algorithm.use_kl_in_reward=True with adv_estimator=remax: the greedy baseline has no such "
-                f"term here; use {actor}.use_kl_loss=True."
-            )
-        ours |= {
-            "objective.reward_kl.coef": get("algorithm.kl_ctrl.kl_coef", 0.001),
-            "objective.reward_kl.estimator": pick(settings, "algorithm.kl_penalty", "kl", KL_ESTIMATORS),
-            "objective.reward_kl.controller": get("algorithm.kl_ctrl.type", "fixed"),
-            "objective.reward_kl.horizon": get("algorithm.kl_ctrl.horizon", 10000),
-            "objective.reward_kl.target": get("algorithm.kl_ctrl.target_kl", 0.1),
-        }
-    return ours
-
-
-def correction(settings: Settings) -> dict[str, Any]:
-    """Translate the rollout correction."""
-    get, part = settings.get, "algorithm.rollout_correction"
-    ours: dict[str, Any] = {}
-    if get(f"{part}.rollout_is"):
-        key = pick(settings, f"{part}.rollout_is", "", WEIGHTS)
-        low, _, high = str(get(f"{part}.rollout_is_threshold", 2.0)).partition("_")
-        if high:
-            level = {"truncate_tokens": "token", "truncate_samples": "sample"}[key]
-            bounds = {"icepop_low": float(low), "icepop_high": float(high), "icepop_level": level}
-            ours |= {f"rollout_correction.{name}": value for name, value in bounds.items()}
-        else:
-            ours[f"rollout_correction.{key}"] = float(low)
-    if get(f"{part}.bypass_mode", False):
-        settings.used -= {f"{part}.rollout_is", f"{part}.rollout_is_threshold"}
-        return {"rollout_correction.bypass": True}
-    criteria = str(get(f"{part}.rollout_rs", "")).split(",")
-    if criteria != [""]:
-        bounds = str(get(f"{part}.rollout_rs_threshold", "2.0")).split(",")
-        if len(bounds) != len(criteria):
-            raise ValueError(
-                f"{part}.rollout_rs has {len(criteria)} criteria and rollout_rs_threshold {len(bounds)} "
-                "bounds; give one for each, separated by commas."
-            )
-        names, lows, highs = [], [], []
-        for name, bound in zip(criteria, bounds, strict=True):
-            kind, _, statistic = name.strip().rpartition("_")
-            if kind not in ("token", "seq_mean"):
-                settings.given[f"{part}.rollout_rs: {name.strip()}"] = bound.strip()
-                continue
-            low, _, high = bound.strip().partition("_")
-            names.append(("token-" if kind == "token" else "sample-") + statistic)
-            if statistic == "k1":  # verl's bounds of k1 are ratios
-                upper = float(high or low)
-                lows.append(log(float(low) if high else 1 / upper))
-                highs.append(log(upper))
-            else:
-                lows.append(0.0)
-                highs.append(float(high or low))
-        if names:
-            ours["rollout_correction.reject"] = ",".join(names)
-            ours["rollout_correction.reject_low"] = lows
-            ours["rollout_correction.reject_high"] = highs
-    return ours
+    for key, value in settings.given.items():
+        table = ALWAYS_REFUSED if value in OFF else REFUSED | ALWAYS_REFUSED
+        if why := reason(key, table):
+            text = " ".join(str(value).split())
+            raise ValueError(f"{key}={text[:80]}{'...' if len(text) > 80 else ''}: {why}")
 
 
 def data(settings: Settings, notes: list[str]) -> dict[str, Any]:
@@ -207,13 +60,23 @@ def data(settings: Settings, notes: list[str]) -> dict[str, Any]:
     get = settings.get
     per_step = get("data.train_batch_size", 1024)
     per_update = get("actor_rollout_ref.actor.ppo_mini_batch_size", 256)
-    get("critic.ppo_mini_batch_size")
-    overlong = "error"
+    epochs = get("actor_rollout_ref.actor.ppo_epochs", 1)
+    for name, value in (("ppo_mini_batch_size", per_update), ("ppo_epochs", epochs)):
+        if get("algorithm.adv_estimator", "gae") == "gae" and get(f"critic.{name}", value) != value:
+            raise ValueError(
+                f"critic.{name}={get(f'critic.{name}')}: the critic learns from the same mini-batches as the "
+                f"policy; use {value}, the value of actor_rollout_ref.actor.{name}."
+            )
+    overlong, cut = "error", get("data.truncation", "error")
     if get("data.filter_overlong_prompts", False):
         overlong = "drop"
-    elif get("data.truncation", "error") == "left":
+    elif cut == "left":
         overlong = "truncate_left"
-    get("data.truncation")
+    elif cut != "error":
+        raise ValueError(
+            f"data.truncation={cut} would cut a prompt's end or its middle; use left, error or "
+            "data.filter_overlong_prompts=True."
+        )
     return {
         "data.train": listed(get("data.train_files", [])),
         "data.val": listed(get("data.val_files", [])),
@@ -224,7 +87,7 @@ def data(settings: Settings, notes: list[str]) -> dict[str, Any]:
         "data.shuffle": get("data.shuffle", True),
         "data.prompts_per_step": per_step,
         "training.prompts_per_minibatch": 0 if per_update == per_step else per_update,
-        "training.epochs": get("actor_rollout_ref.actor.ppo_epochs", 1),
+        "training.epochs": epochs,
         "validation.max_prompts": max(0, get("data.val_max_samples", -1)),
     } | ({"run.seed": get("data.seed")} if get("data.seed") is not None else {})
 
@@ -254,6 +117,19 @@ def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours
 
 
+def images(settings: Settings, notes: list[str]) -> dict[str, Any]:
+    """Translate the images of a model that reads them; verl trains the tower unless it is frozen."""
+    get, part = settings.get, "actor_rollout_ref"
+    sees = re.search(SEES, str(get(f"{part}.model.path", ""))) or "data.image_key" in settings.given
+    frozen = get(f"{part}.actor.freeze_vision_tower", False)
+    if not sees:
+        return {}
+    return {
+        "data.image_key": get("data.image_key", "images"),
+        "model.vision": "frozen" if frozen else "train",
+    }
+
+
 def tuning_layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     """Translate supervised fine-tuning: its model and data, and the grid."""
     get = settings.get
@@ -278,8 +154,7 @@ def grid(
     at_least: smallest tensor parallel size in place of FSDP, which shards weights over all ranks.
     """
     get, megatron = settings.get, f"{part}megatron"
-    engines = (get("model_engine"), get("engine"), get(f"{part}model_engine"))
-    if {"megatron", "mlite"} & set(engines) or any(key.startswith(f"{megatron}.") for key in settings.given):
+    if uses_megatron(settings, part):
         return {
             "training.tp": get(f"{megatron}.tensor_model_parallel_size", 1),
             "training.pp": get(f"{megatron}.pipeline_model_parallel_size", 1),
@@ -296,8 +171,11 @@ def grid(
         f"training.tp={tp} replaces FSDP: Megatron shards weights over tp and pp, and the optimizer "
         "also over dp. train_rl.py --dry-run says whether it fits, and which change is cheapest."
     )
-    ep = get(f"{part}veomni.expert_parallel_size", 1)
-    return {"training.tp": tp, "training.ep": ep, "training.recompute": "full" if recompute else "none"}
+    paths = (get("actor_rollout_ref.model.path", ""), get("model.path", ""))
+    has_experts = any(re.search(EXPERTS, str(path)) for path in paths)
+    ep = max(get(f"{part}veomni.expert_parallel_size", 1), get("trainer.n_gpus_per_node", 8) * has_experts)
+    experts = {"training.ep": ep, "training.etp": 1} if ep > 1 else {}
+    return {"training.tp": tp, **experts, "training.recompute": "full" if recompute else "none"}
 
 
 def recomputation(settings: Settings, part: str, notes: list[str]) -> dict[str, Any]:
@@ -335,22 +213,41 @@ def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:
         "rollout.top_k": max(0, get(f"{part}.top_k", -1)),
         "rollout.gpu_memory_utilization": get(f"{part}.gpu_memory_utilization", 0.5),
         "rollout.enforce_eager": get(f"{part}.enforce_eager", False),
-        "rollout.max_concurrent_samples": get(f"{part}.max_num_seqs", 1024),
-        "validation.every": max(0, get("trainer.test_freq", -1)),
+        "rollout.max_concurrent_samples": get(f"{part}.max_num_seqs", 256),
+        "validation.every": get("trainer.test_freq", -1),
         "validation.before_training": get("trainer.val_before_train", True),
     }
-    val = f"{part}.val_kwargs"
-    if get(f"{val}.do_sample", False):
-        ours["validation.greedy"] = False
-        ours["validation.samples_per_prompt"] = get(f"{val}.n", 1)
-        ours["validation.temperature"] = get(f"{val}.temperature", 0) or 1.0
-    else:
-        for name in ("n", "temperature", "top_p", "top_k"):
-            get(f"{val}.{name}")
+    return ours | validation_sampling(settings, notes, ours)
+
+
+def validation_sampling(settings: Settings, notes: list[str], ours: dict[str, Any]) -> dict[str, Any]:
+    """Translate the sampling of validation. ours: that of training.
+
+    verl's engine reads the temperature, which is 0 by default; do_sample has no effect.
+    """
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    number, temperature, sampled = (
+        settings.get(f"{val}.{name}", value)
+        for name, value in (("n", 1), ("temperature", 0), ("do_sample", False))
+    )
+    if bool(sampled) != (temperature > 0):
+        notes.append(
+            f"{val}.do_sample={sampled} has no effect in verl; its temperature={temperature} decides."
+        )
+    if temperature <= 0:
+        for name in ("top_p", "top_k"):
+            settings.get(f"{val}.{name}")
+        if number > 1:
+            notes.append(f"{val}.n={number}: greedy responses to a prompt are equal, so there is one.")
+        return {}
     for name, used in (("top_p", ours["rollout.top_p"]), ("top_k", ours["rollout.top_k"] or -1)):
-        if settings.given.get(f"{val}.{name}") == used:
-            get(f"{val}.{name}")
-    return ours
+        if settings.given.get(f"{val}.{name}", {"top_p": 1.0, "top_k": -1}[name]) == used:
+            settings.get(f"{val}.{name}")
+    return {
+        "validation.greedy": False,
+        "validation.samples_per_prompt": number,
+        "validation.temperature": temperature,
+    }
 
 
 def reward(settings: Settings, notes: list[str]) -> dict[str, Any]:
@@ -367,7 +264,7 @@ def reward(settings: Settings, notes: list[str]) -> dict[str, Any]:
         )
     else:
         ours["reward.function"] = "rl.rewards.math:score"
-        ours["reward.sources"] = {source: [{"function": f}] for source, f in SOURCES.items()}
+        ours["reward.sources"] = SOURCES
     kwargs = {
         key.rpartition(".")[2]: get(key)
         for key in list(settings.given)
@@ -377,15 +274,29 @@ def reward(settings: Settings, notes: list[str]) -> dict[str, Any]:
         ours["reward.kwargs"] = kwargs
     name = settings.first("reward_model.reward_manager", "reward_manager.name", default="naive")
     overlong = "reward_model.reward_kwargs.overlong_buffer_cfg"
-    if name == "dapo" and not path:
+    if name not in MANAGERS:
+        raise ValueError(
+            f"reward_manager={name} has no counterpart; it must be one of {', '.join(MANAGERS)}."
+        )
+    if name == "dapo" and not path:  # its data sources are those of mathematics, such as aime_2026
         ours["reward.function"] = "rl.rewards.dapo:score"
-        ours["reward.sources"] = {}
     if get(f"{overlong}.enable", False):
         ours["reward.overlong_buffer_tokens"] = get(f"{overlong}.len", 0)
         ours["reward.overlong_penalty"] = get(f"{overlong}.penalty_factor", 1.0)
         get("reward_model.reward_kwargs.max_resp_len")
     if get("reward_model.enable", False):
+        if path:
+            raise ValueError(
+                "reward_model.enable=True with custom_reward_function.path: the function asks the model; "
+                "write the question in reward.judge.template, or score with one of both."
+            )
         ours["reward.model.path"] = get("reward_model.model.path", "")
+        ours |= {"reward.function": "rl.rewards.format:score", "reward.kwargs": {"pattern": "(?!)"}}
+        ours["reward.sources"] = {}
+        notes.append(
+            "reward.function gives 0 (no text has the form of its pattern), because verl scores by the "
+            "reward model alone; with another function the score is the sum of both."
+        )
     else:
         get("reward_model.model.path")
     return ours
@@ -395,14 +306,22 @@ def trainer(settings: Settings, notes: list[str]) -> dict[str, Any]:
     """Translate names, checkpoints and logs; note the number of ranks."""
     get = settings.get
     nodes, gpus = get("trainer.nnodes", 1), get("trainer.n_gpus_per_node", 8)
+    mode = get("trainer.v1.trainer_mode", "sync")
+    if mode != "sync":
+        raise ValueError(
+            f"trainer.v1.trainer_mode={mode}: choose the trainers and generators in the section roles, or "
+            "rollout.carry_over (docs/asynchrony.md); from sync both are one step away."
+        )
     notes.append(
         f"{nodes} x {gpus} GPUs: sbatch --nodes={nodes} --gpus-per-node={gpus} slurm/train.sbatch FILE"
     )
     ours = {
         "run.name": str(get("trainer.experiment_name", "gsm8k")),
         "run.dir": str(get("trainer.default_local_dir", "")),
-        "checkpoint.every": max(0, get("trainer.save_freq", -1)),
-        "checkpoint.keep_last": get("trainer.max_actor_ckpt_to_keep", 0),
+        "checkpoint.every": get("trainer.save_freq", -1),
+        "checkpoint.keep_last": settings.first(
+            "trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", default=0
+        ),
         "logging.tensorboard": "tensorboard" in listed(get("trainer.logger", ["console", "wandb"])),
     }
     others = set(listed(get("trainer.logger", []))) - {"console", "tensorboard"}
@@ -417,10 +336,13 @@ def trainer(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours
 
 
-def steps(settings: Settings, notes: list[str], per_step: int, rows: int, *, epochs: int) -> dict[str, Any]:
-    """Translate the length of the run. epochs: verl's default."""
+def steps(settings: Settings, notes: list[str], ours: dict[str, Any], rows: int, *, epochs: int) -> dict:
+    """Translate the length of the run, and intervals in epochs. epochs: verl's default."""
+    per_step = ours["data.prompts_per_step"]
     total, epochs = settings.get("trainer.total_training_steps"), settings.get("trainer.total_epochs", epochs)
     rows = rows or sum(map(count_rows, listed(settings.get("data.train_files", []))))
+    if (first := settings.get("data.train_max_samples", -1)) > 0:
+        raise ValueError(f"data.train_max_samples={first}: write these rows into a file of their own.")
     if rows:
         in_epochs = epochs * (rows // per_step)
         total = min(total, in_epochs) if total else in_epochs
@@ -429,6 +351,10 @@ def steps(settings: Settings, notes: list[str], per_step: int, rows: int, *, epo
             f"run.max_steps is not set: trainer.total_epochs={epochs} is {epochs} x (rows // {per_step}) "
             "steps. Give --train-rows."
         )
+    for key in ("validation.every", "checkpoint.every"):
+        if ours[key] == "after_each_epoch" and not rows:
+            raise ValueError(f"{key} is after_each_epoch in verl: give --train-rows.")
+        ours[key] = rows // per_step if ours[key] == "after_each_epoch" else max(0, ours[key])
     if total is not None and total < 1:
         raise ValueError(
             f"--train-rows={rows} is less than data.train_batch_size={per_step}, so there is no step; "
@@ -452,9 +378,9 @@ def optimizer(settings: Settings, target: str, part: str, max_steps: int | None,
     kind = str(get(f"{part}.optimizer", "adamw"))
     if "adam" not in kind.lower():
         raise ValueError(f"{part}.optimizer={kind}: Adam is the only optimizer here.")
-    supervised = part == "optim"
-    betas = get(f"{part}.betas", [0.9, 0.95] if supervised else [0.9, 0.999])
-    lr = get(f"{part}.lr", 1e-6 if "actor" in part else 1e-5)
+    betas = get(f"{part}.betas", [0.9, 0.999])
+    default = {"optim": 1e-3, "critic.optim": 1e-5}.get(part, 1e-6)
+    lr = get(f"{part}.lr", default)
     warmup, ratio = get(f"{part}.lr_warmup_steps", -1), get(f"{part}.lr_warmup_steps_ratio", 0.0)
     if warmup < 0:
         warmup = int(ratio * (max_steps or 0))
@@ -466,6 +392,9 @@ def optimizer(settings: Settings, target: str, part: str, max_steps: int | None,
         raise ValueError(
             f"{part}: the schedule {schedule} has no counterpart; use constant, linear or cosine."
         )
+    cycles = get(f"{part}.num_cycles", 0.5)
+    if schedule == "cosine" and cycles != 0.5:
+        raise ValueError(f"{part}.num_cycles={cycles}: the cosine falls once, over half a cycle.")
     special = f"{part}.override_optimizer_config"
     fraction = settings.first(
         f"{special}.optimizer_offload_fraction", f"{special}.offload_fraction", default=1.0

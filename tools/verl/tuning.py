@@ -15,7 +15,7 @@ def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
     """Translate the model and the data of supervised fine-tuning."""
     get = settings.get
     longest = get("data.max_length", 1024)
-    pairs = get("data.prompt_key") is not None
+    pairs = get("data.prompt_key") is not None and not get("data.enable", False)
     if not pairs and get("data.truncation", "error") == "left":
         raise ValueError(
             "data.truncation=left would cut the beginning of a conversation, whose end answers it; use "
@@ -31,7 +31,7 @@ def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
         "data.overlong_prompts": {"left": "truncate_left", "right": "truncate_right"}.get(
             get("data.truncation", "error"), "error"
         ),
-        "validation.every": max(0, get("trainer.test_freq", -1)),
+        "validation.every": get("trainer.test_freq", -1),
     }
     if not pairs:
         return ours | {"data.messages_key": get("data.messages_key", "messages")}
@@ -44,6 +44,13 @@ def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours | {"data.response_key": ".".join(names), "rollout.max_response_tokens": longest}
 
 
+def uses_megatron(settings: Settings, part: str) -> bool:
+    """Return whether verl trains with Megatron. part: prefix of the settings of the engine."""
+    engines = {settings.get(key) for key in ("model_engine", "engine", f"{part}model_engine")}
+    given = any(key.startswith((f"{part}megatron.", "megatron.")) for key in settings.given)
+    return bool({"megatron", "mlite"} & engines) or given
+
+
 def listed(value: Any) -> list[str]:
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]
 
@@ -53,7 +60,7 @@ def adapter(settings: Settings, notes: list[str]) -> dict[str, Any]:
     part = "model" if is_tuning(settings) else "actor_rollout_ref.model"
     get = settings.get
     rank, path = get(f"{part}.lora_rank", 0), get(f"{part}.lora_adapter_path", "")
-    alpha = get(f"{part}.lora_alpha", 16)
+    alpha = get(f"{part}.lora_alpha", 32 if uses_megatron(settings, "actor_rollout_ref.actor.") else 16)
     if not (rank or path):
         return {}
     names = listed(get(f"{part}.target_modules", "all-linear"))

@@ -240,6 +240,92 @@ def test_a_yaml_with_references_and_overrides_is_read(tmp_path, capsys):
     assert "no counterpart" not in capsys.readouterr().err
 
 
+def test_what_verl_ignores_or_chooses_is_translated(tmp_path, capsys):
+    given, out = tmp_path / "verl.yaml", tmp_path / "ours.yaml"
+    actor, val = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.val_kwargs"
+
+    def translated(*settings: str):
+        assert from_verl.main([str(given), "--out", str(out), *settings]) == 0
+        return load_config(str(out)), capsys.readouterr().err
+
+    given.write_text("algorithm: {adv_estimator: grpo}\n")
+    config, notes = translated(f"{actor}.clip_ratio=0.4", f"{val}.do_sample=False", f"{val}.n=4")
+    # verl's own clip_ratio_low and clip_ratio_high of 0.2 come first, and temperature 0 is greedy.
+    assert (config.objective.clip_low, config.objective.clip_high) == (0.2, 0.2)
+    assert "clip_ratio=0.4 has no effect in verl" in notes and "val_kwargs.n=4: greedy responses" in notes
+    assert config.validation.greedy and config.validation.samples_per_prompt == 0
+    config, notes = translated(
+        f"{actor}.clip_ratio=0.4", f"{actor}.clip_ratio_low=null", f"{val}.temperature=0.6", f"{val}.n=4"
+    )
+    assert (config.objective.clip_low, config.objective.clip_high) == (0.4, 0.2)
+    assert (config.validation.samples_per_prompt, config.validation.temperature) == (4, 0.6)
+    assert "do_sample=False has no effect in verl" in notes
+    config, _ = translated("actor_rollout_ref.model.lora.rank=8", f"{actor}.megatron.param_offload=True")
+    assert config.adapter.alpha == 32.0
+    config, _ = translated("actor_rollout_ref.model.lora_rank=8")
+    assert config.adapter.alpha == 16.0
+    config, notes = translated("reward_model.enable=True", "reward_model.model.path=rm")
+    assert config.reward.model.path == "rm" and config.reward.sources == {} and "gives 0" in notes
+    path = "actor_rollout_ref.model.path=Qwen2.5-VL-7B-Instruct"
+    config, _ = translated(path, "data.train_files=a.parquet")
+    assert (config.data.image_key, config.model.vision) == ("images", "train")  # verl's defaults
+    geometry = config.reward.sources["hiyouga/geometry3k"]
+    assert [each["weight"] for each in geometry] == [0.9, 0.1]
+
+
+def test_a_layout_that_does_not_fit_is_changed(tmp_path, capsys):
+    script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} data.train_batch_size=64 "
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-32B data.max_response_length=4096 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.use_dynamic_bsz=True "
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 trainer.nnodes=${NODES} "
+    )
+    assert from_verl.main([str(script), "--out", str(out), "--train-rows", "640", "trainer.nnodes=1"]) == 0
+    notes = capsys.readouterr().err
+    assert "NODES=1 was assumed" not in notes  # bash leaves an unset variable empty without set -u
+    assert "verl's layout does not fit 8 GPUs of 80 GiB" in notes
+    assert command.main(["--config", str(out), "--dry-run", "--world-size", "8"]) == 0, capsys.readouterr()
+
+
+HOSTILE = r"""
+set -euxo pipefail
+run() { "$@" 2>&1 | tee "logs/$(date +%s).log"; }
+join() { local IFS=,; echo "[$*]"; }
+export SIZE=7B LR="1e-6"   # a comment; with 'quotes' and $(never) run
+declare -A KL=([low]=0.001 [high]=0.01)
+read -r -d '' LONG <<EOF || true
+data.max_prompt_length=$((1 << 9))
+EOF
+while read -r line; do EXTRA+=("$line"); done <<'EOF'
+actor_rollout_ref.rollout.temperature=0.9
+EOF
+case "${MODE:-grpo}" in g*) case "$SIZE" in *B) ADV=grpo ;; esac ;& *) : ;; esac
+for i in 1 2 3; do FILES+=("'a $i.parquet'"); done
+OPTS=( "data.train_files=$(join "${FILES[@]}")"   # a comment inside an array
+       data.val_files='["b.parquet"]' "trainer.experiment_name='run #1'" )
+trap 'echo done' EXIT
+if [ -z "${NOPE:-}" ] && ! command -v nvidia-smi >/dev/null; then N=${1:-8}; fi
+run env A=1 python3 -u -m verl.trainer.main_ppo \
+    algorithm.adv_estimator="$ADV" "${OPTS[@]}" $LONG "${EXTRA[@]}" \
+    actor_rollout_ref.actor.optim.lr=$LR actor_rollout_ref.model.path=m \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=${KL[high]} \
+    trainer.n_gpus_per_node=$(( 2 ** 3 )) '+trainer.note=a=b=c' ~critic "$@"
+"""
+
+
+def test_the_shell_of_a_script_is_that_of_bash(tmp_path, capsys):
+    script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    script.write_text(HOSTILE)
+    assert from_verl.main([str(script), "--out", str(out), "--train-rows", "1024"]) == 0, capsys.readouterr()
+    config, notes = load_config(str(out)), capsys.readouterr().err
+    assert config.data.train == ["a 1.parquet", "a 2.parquet", "a 3.parquet"]
+    assert config.data.val == ["b.parquet"] and config.data.max_prompt_tokens == 512
+    assert config.run.name == "run #1" and config.rollout.temperature == 0.9
+    assert config.objective.kl_coef == 0.01 and config.training.optimizer.lr == 1e-6
+    assert "trainer.note=a=b=c" in notes and "A=1" not in notes and "--gpus-per-node=8" in notes
+
+
 def test_recomputation_chunks_and_offload_of_megatron(tmp_path, capsys):
     given, out = tmp_path / "verl.yaml", tmp_path / "ours.yaml"
     part = "actor_rollout_ref.actor.megatron"
@@ -300,8 +386,28 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
             "algorithm.rollout_correction.rollout_is=group",
             "rollout_is=group has no",
         ),
-        ("python -m verl.trainer.main_ppo data.image_key=images", "image_key=images: models that see"),
-        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen2.5-VL-7B", "text model"),
+        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3-VL-8B", "only Qwen2.5-VL is"),
+        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3.5-2B", "gated delta nets"),
+        (
+            "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor."
+            "policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.clip_ratio_low=1.5",
+            "clip_ratio_low=1.5 with loss_mode=geo_mean bounds a log-ratio",
+        ),
+        (
+            "python -m verl.trainer.main_ppo +data.apply_chat_template_kwargs.enable_thinking=False",
+            "enable_thinking=False: the chat template gets no arguments",
+        ),
+        ("python -m verl.trainer.main_ppo data.truncation=middle", "truncation=middle would cut"),
+        (
+            "python -m verl.trainer.main_ppo critic.ppo_epochs=2",
+            "critic.ppo_epochs=2: the critic learns from the same mini-batches",
+        ),
+        (
+            "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo reward_manager.name=mine",
+            "reward_manager=mine has no counterpart",
+        ),
+        ("python -m verl.trainer.main_ppo --config-path=conf --config-name=mine", "conf/mine.yaml, which is"),
+        ("cd $WHERE; $COMMAND data.train_batch_size=4", "did not start verl's trainer"),
         ("python -m verl.trainer.main_ppo actor_rollout_ref.actor.optim.optimizer=muon", "Adam is the only"),
     ],
 )

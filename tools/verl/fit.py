@@ -1,0 +1,60 @@
+"""A layout with which a translated config fits the memory of its GPUs."""
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from rl.config.checks import check
+from rl.config.options import ConfigError, Dumper
+from rl.config.schema import load_config
+from rl.dry_run.changes import Change, cheapest_change, with_values
+from rl.dry_run.estimate import estimate
+from rl.dry_run.hardware import Hardware
+from rl.dry_run.memory import estimate_memory
+from rl.dry_run.shape import check_layouts, models_of
+
+
+def fitted(
+    tree: dict[str, Any], world_size: int, *, shape: str, gpu_memory_gib: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of the layout that have to change by dotted key, and notes.
+
+    The dry run estimates the memory. The settings that may change (`rl.dry_run.changes`) do not change what
+    is learned. tree: the settings, nested. shape: config.json of a model that is not here; "": one of
+    configs/models, if the model's name begins with that of one. Raises ValueError if the run cannot be.
+    """
+    if not (tree.get("model", {}).get("path") and tree.get("data", {}).get("train")):
+        return {}, ["Without model.path and data.train, which the script leaves empty, nothing was checked."]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.dump(tree, file, Dumper=Dumper)
+        file.flush()
+        config = load_config(file.name)
+    check(config)
+    hardware = Hardware(gpu_memory_gib=gpu_memory_gib)
+    try:
+        models, _ = models_of(config, shape=shape)
+        check_layouts(config, world_size, models)
+    except ConfigError as error:
+        if "has no config.json here" not in str(error):
+            raise
+        return {}, ["The layout was not estimated, because the model is not here; give --model-shape FILE."]
+    if not estimate_memory(config, world_size, models, hardware).problems():
+        return {}, []
+    where = (
+        f"verl's layout does not fit {world_size} GPUs of {gpu_memory_gib:g} GiB by the dry run's estimate"
+    )
+    found = estimate(config, world_size, hardware, shape=shape, plan=False)
+    change = cheapest_change(found)
+    if change is None or change.world_size != world_size:
+        moved: dict[str, object] = {"training.optimizer.host_share": 1.0}
+        lighter = estimate(with_values(config, moved), world_size, hardware, shape=shape, plan=False)
+        second = cheapest_change(lighter) if lighter.problems else Change({}, world_size, lighter)
+        if second is not None and second.world_size == world_size:
+            change = replace(second, values=moved | second.values)
+    if change is None:
+        return {}, [f"{where}."]
+    if change.world_size != world_size:
+        return {}, [f"{where}; use {change.words(found)}."]
+    return change.values, [f"{change.words(found)}: {where}."]
