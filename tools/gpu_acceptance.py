@@ -1,20 +1,23 @@
 """Accept a GPU machine: test and measure the program on it, and report the results.
 
-    python tools/gpu_acceptance.py                   all stages; on one GPU 30 to 40 minutes
+    python tools/gpu_acceptance.py                   all stages; on one GPU 45 to 60 minutes
     python tools/gpu_acceptance.py --quick           5 to 8 minutes
     python tools/gpu_acceptance.py --stage speed     one stage again, into the same page
     python tools/gpu_acceptance.py --from resume     this stage and those after it, into the same page
     python tools/gpu_acceptance.py --rehearse        the same stages on a CPU with tiny sizes
 
 The times are estimates. Every stage runs in its own processes with a time limit below ten minutes. The next
-stage runs even if a stage fails. index.html and acceptance.json in --out contain every stage that has run.
-Exit codes: 0, no stage failed; 1, a stage failed; 2, there is no GPU.
+stage runs even if a stage fails. index.html and acceptance.json in --out contain every stage that has run,
+with the time and the revision of the program. Exit codes: 0, no stage failed; 1, a stage failed; 2, nothing
+ran, because there is no GPU, an argument is wrong or another acceptance writes to --out; 130, interrupted.
 """
 
 import argparse
-import json
+import fcntl
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(ROOT))
 
+from rl.run_directory.record import versions  # noqa: E402
+from tools.acceptance.findings import read_results, write_results  # noqa: E402
 from tools.acceptance.page import page  # noqa: E402
 from tools.acceptance.stages import Stage, all_stages  # noqa: E402
 from tools.processes import kill_tree  # noqa: E402
@@ -35,35 +40,66 @@ REHEARSAL_FACTOR = 3
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    out = Path(args.out).resolve()
-    (out / "stages").mkdir(parents=True, exist_ok=True)
     mode = "rehearse" if args.rehearse else "quick" if args.quick else "full"
-    ranks = num_ranks(mode)
-    if not args.rehearse and not ranks:
-        print("error: nvidia-smi lists no GPU; use --rehearse to run on the CPU.", file=sys.stderr)
-        return 2
-    failed = []
-    names = [stage.name for stage in all_stages()]
-    for stage in all_stages()[names.index(args.from_stage) if args.from_stage else 0 :]:
-        if not (stage.name in args.stage if args.stage else stage.runs_in(mode)):
-            continue
-        engine_ranks = stage.arguments.get("rollout_tp", 1)
-        if ranks < stage.ranks or stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
-            text = f"this machine has {ranks}, and the stage runs {max(2, stage.ranks, engine_ranks)} ranks, "
-            text += "of which NCCL refuses two on one GPU"
-            result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
-        else:
-            result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
-        result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))
-        (out / "stages" / f"{stage.name}.json").write_text(json.dumps(result))
-        print(f"{result['verdict']:<5} {result.get('seconds', 0):6.1f} s  {stage.name}", flush=True)
-        failed += [stage.name] * (result["verdict"] == "fail")
-        for row in result["rows"]:
-            if row["verdict"] == "fail":
-                print("     ", row["name"], *(row.get(key, "") for key in ("value", "limit", "text")))
-        write_page(out)
+    stages = chosen(args, mode)
+    if not stages:
+        return refused(f"--from {args.from_stage} is after the last stage of --{mode}; leave out --{mode}.")
+    if not (ranks := num_ranks(mode)):
+        return refused("nvidia-smi and CUDA_VISIBLE_DEVICES show no GPU; use --rehearse to run on the CPU.")
+    out = Path(args.out).resolve()
+    if found := re.search(r"[^\w/. +@%-]", str(out)):  # it would end a value in overrides of train_rl.py
+        return refused(f"--out {out} contains {found[0]!r}; use letters, digits and /._-+@% only.")
+    try:
+        (out / "stages").mkdir(parents=True, exist_ok=True)
+        lock = (out / "lock").open("w")
+    except OSError as error:
+        return refused(f"--out {out} cannot be written ({error.strerror}); choose another directory.")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return refused(f"another acceptance writes to {out}; wait for its end or choose another --out.")
+        try:
+            failed = [stage.name for stage in stages if accept(stage, out, mode, ranks) == "fail"]
+        except KeyboardInterrupt:
+            print("interrupted; --from continues with a stage", file=sys.stderr)
+            return 130
     print(f"{out / 'index.html'}: {'failed: ' + ', '.join(failed) if failed else 'no stage failed'}")
     return 1 if failed else 0
+
+
+def refused(why: str) -> int:
+    print(f"error: {why}", file=sys.stderr)
+    return 2
+
+
+def chosen(args: argparse.Namespace, mode: str) -> list[Stage]:
+    """Return the stages to run, in order: those of --stage, or those of the mode, from --from on."""
+    stages = all_stages()
+    if args.stage:
+        return [stage for stage in stages if stage.name in args.stage]
+    first = [stage.name for stage in stages].index(args.from_stage) if args.from_stage else 0
+    return [stage for stage in stages[first:] if stage.runs_in(mode)]
+
+
+def accept(stage: Stage, out: Path, mode: str, ranks: int) -> str:
+    """Run or skip the stage, store and print its results and write the page; return the verdict."""
+    engine_ranks = stage.arguments.get("rollout_tp", 1)
+    if ranks < stage.ranks or stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
+        text = f"this machine has {ranks}, and the stage runs {max(2, stage.ranks, engine_ranks)} ranks, "
+        text += "of which NCCL refuses two on one GPU"
+        result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
+    else:
+        result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
+    result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))
+    result |= dict(at=time.strftime("%Y-%m-%d %H:%M"), revision=versions()["git_revision"] or "")
+    write_results(out / "stages" / f"{stage.name}.json", result)
+    print(f"{result['verdict']:<5} {result.get('seconds', 0):6.1f} s  {stage.name}", flush=True)
+    for row in result["rows"]:
+        if row["verdict"] == "fail":
+            print("     ", row["name"], *(row.get(key, "") for key in ("value", "limit", "text")))
+    write_page(out)
+    return result["verdict"]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -75,8 +111,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     modes.add_argument("--quick", action="store_true", help="fewer architectures, no training run")
     modes.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
     names = [stage.name for stage in all_stages()]
-    add("--stage", metavar="NAME", action="append", choices=names, default=[], help=", ".join(names))
-    add("--from", metavar="NAME", choices=names, dest="from_stage", help="begin with this stage")
+    which = parser.add_mutually_exclusive_group().add_argument
+    which("--stage", metavar="NAME", action="append", choices=names, default=[], help=", ".join(names))
+    which("--from", metavar="NAME", choices=names, dest="from_stage", help="begin with this stage")
     add("--out", metavar="DIR", default="runs/acceptance", help="directory of the results (runs/acceptance)")
     return parser.parse_args(argv)
 
@@ -87,10 +124,16 @@ def num_ranks(mode: str) -> int:
         return 2
     if shutil.which("nvidia-smi") is None:
         return 0
-    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:  # a driver that hangs
+        return 0
     found = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-    return found if visible is None else min(found, len(list(filter(None, visible.split(",")))))
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return found
+    names = [name.strip() for name in visible.split(",")]
+    end = next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
+    return min(found, end)  # CUDA shows the devices before the first invalid one
 
 
 def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
@@ -113,7 +156,7 @@ def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
             code, ending = 1, f"it exceeded its time limit of {limit} s"
         finally:
             kill_tree(process)
-    result = json.loads(file.read_text()) if file.exists() else dict(rows=[])
+    result = read_results(file) or dict(rows=[])
     if code and not any(row["verdict"] == "fail" for row in result["rows"]):
         ending = ending or f"exit code {code}"
         result["rows"].append(dict(name="runs to its end", verdict="fail", text=f"{ending}; {tail(log)}"))
@@ -143,17 +186,31 @@ def verdict(rows: list[dict]) -> str:
 
 
 def results(out: Path) -> list[dict]:
-    """Return the results in `out`, in the order of the stages."""
-    files = [out / "stages" / f"{stage.name}.json" for stage in all_stages()]
-    found = [json.loads(file.read_text()) for file in files if file.exists()]
-    return [result for result in found if "verdict" in result]
+    """Return the results in `out`, in the order of the stages; a damaged file is a failure."""
+    found = []
+    for stage in all_stages():
+        try:
+            result = read_results(out / "stages" / f"{stage.name}.json")
+        except ValueError as error:
+            row = dict(name="results", verdict="fail", text=f"damaged ({error}): --stage {stage.name}")
+            result = dict(name=stage.name, text=stage.text, mode="unknown", verdict="fail", rows=[row])
+        found += [result] if "verdict" in result else []
+    return found
 
 
 def write_page(out: Path) -> None:
     found = results(out)
-    (out / "acceptance.json").write_text(json.dumps(found, indent=1))
+    write_results(out / "acceptance.json", found)
     (out / "index.html").write_text(page(found))
 
 
+def end_on_signals() -> None:
+    """Let a signal that ends this process end the running stage too, which has a session of its own."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, signal.default_int_handler)
+
+
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CORRECTED = "rollout_correction.truncate_tokens=2"
+ROLES = ("roles.train=0-0", "roles.rollout=1-1", "roles.granularity=group", CORRECTED)
 TASKS = "tools/acceptance/tasks.py"
 DENSE, EXPERTS = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"
+FOUR_LAYERS, IMAGES = "Gemma3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,16 @@ class Feature:
     """Metric -> its limit in every step."""
     above: Mapping[str, float] = field(default_factory=dict)
     """Metric -> the value that its largest in all steps must exceed, which shows that the feature was on."""
-    is_older: bool = False
-    """Whether older weights sample tokens, whose probabilities then differ from the trainer's."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Keys of the tiny model's config."""
+    differs: bool = False
+    """Whether older or rounded weights sample tokens, whose probabilities then differ from the trainer's."""
     ranks: int = 1
     """Ranks, and GPUs: NCCL refuses two ranks on one GPU."""
     needs: str = ""
     """Name in vLLM without which its CUDA build lacks the feature."""
+    has_images: bool = False
+    """Whether prompts are the images of tools/make_image_toy.py."""
 
 
 def _replay(tp: int) -> Feature:
@@ -64,6 +70,13 @@ FEATURES = {
         "Adapters on a base in FP8, dequantised layer by layer",
         ("adapter.kind=lora", "adapter.rank=8", "adapter.base=fp8"),
     ),
+    "fp8-engine": Feature(
+        "Linear layers and experts of the engine in FP8, quantised at each refit",
+        ("model.dtype=bfloat16", "rollout.quantization=fp8"),
+        EXPERTS,
+        sizes=dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_key_value_heads=4),
+        differs=True,
+    ),
     "bitwise": Feature(
         "Engine and trainer compute the same bits",
         ("model.numerics=bitwise",),
@@ -71,8 +84,8 @@ FEATURES = {
     ),
     "roles": Feature(
         "One rank trains and one generates, with weights that are sent between engine steps",
-        ("roles.train=0-0", "roles.rollout=1-1", "roles.granularity=group", CORRECTED),
-        is_older=True,
+        ROLES,
+        differs=True,
         ranks=2,
     ),
     "critic": Feature("PPO with a critic", ("algorithm=ppo",), above={"critic/vf_loss": 0}),
@@ -90,6 +103,43 @@ FEATURES = {
             "rollout.max_response_tokens=40",
         ),
     ),
+    "images": Feature(
+        "A vision tower learns with the policy",
+        ("model.vision=train", "data.image_key=images", "data.max_prompt_tokens=32"),
+        IMAGES,
+        has_images=True,
+    ),
+    "recompute": Feature(
+        "The backward pass computes attention and experts again",
+        ("training.recompute=selective", "training.recompute_modules=[core_attn, moe]"),
+        EXPERTS,
+    ),
+    "compact-optimizer": Feature(
+        "Adam's moments in bfloat16, half of the optimizer's state in host memory",
+        ("training.optimizer.moments=bfloat16", "training.optimizer.host_share=0.5"),
+    ),
+    "changed-only": Feature(
+        "A trainer sends its generator only the elements of the weights that changed",
+        (*ROLES, "refit.changed_only=true"),
+        differs=True,
+        ranks=2,
+    ),
+    "context-parallel": Feature("Two ranks share each row of tokens", ("training.cp=2",), ranks=2),
+    "pipeline-chunks": Feature(
+        "Two pipeline stages of two chunks each", ("training.pp=2", "training.vpp=2"), FOUR_LAYERS, ranks=2
+    ),
+    "engine-experts": Feature(
+        "Whole experts on each rank of an engine of two ranks",
+        ("training.ep=2", "rollout.tp=2", "rollout.ep=2"),
+        EXPERTS,
+        ranks=2,
+    ),
+    "dp-attention": Feature(
+        "Two engines with their own attention share the experts",
+        ("training.ep=2", "rollout.ep=2", "rollout.dp_attention=true"),
+        EXPERTS,
+        ranks=2,
+    ),
     "carry-over": Feature(
         "Unfinished samples continue in the next step",
         (
@@ -101,7 +151,7 @@ FEATURES = {
             CORRECTED,
         ),
         above={"carry_over/tokens": 0},
-        is_older=True,
+        differs=True,
     ),
 }
 """Name of a feature -> its run."""

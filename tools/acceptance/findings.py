@@ -6,6 +6,7 @@ A stage that crashes or exceeds its time limit therefore keeps its earlier resul
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 PASS, FAIL, SKIP, NOTE = "pass", "fail", "skip", "note"
 """Verdicts. A skip names what is missing. A note is a value without a limit."""
@@ -72,9 +73,24 @@ class Findings:
         """Write the file, atomically."""
         if self.writes:
             content = dict(rows=list(map(asdict, self.rows)), figures=self.figures, timeline=self.timeline)
-            partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(content))
-            partial.replace(self.path)
+            write_results(self.path, content)
+
+
+def write_results(file: Path, content: Any) -> None:
+    """Write JSON atomically, so that the end of the process leaves the old file or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(file)
+
+
+def read_results(file: Path) -> dict:
+    """Return a stage's results; {} if there are none. Raises ValueError if the file is damaged."""
+    if not file.exists():
+        return {}
+    found = json.loads(file.read_text())
+    if not (isinstance(found, dict) and isinstance(found.get("rows"), list)):
+        raise ValueError(f"{file} has no rows")
+    return found
 
 
 def shown(value: float, unit: str = "") -> str:

@@ -35,7 +35,7 @@ def page(results: Sequence[Mapping]) -> str:
     modes = sorted({result["mode"] for result in results})
     seconds = sum(result.get("seconds", 0) for result in results)
     title = "Lockstep: acceptance of this machine"
-    if "rehearse" in modes:
+    if modes == ["rehearse"]:
         title = "Lockstep: rehearsal of the acceptance on a CPU"
     head = (
         f"<p>{counts['pass']} of {len(results)} stages passed, {counts['fail']} failed, "
@@ -57,11 +57,17 @@ def _stage(result: Mapping) -> str:
     table = "".join(map(_row, sorted(rows, key=lambda row: row["verdict"] != "fail")))
     return (
         f"<details{opened}><summary>{_verdict(result['verdict'])} <h2>{escape(result['name'])}</h2> "
-        f'<span class="dim">{count}, {result.get("seconds", 0):.0f} s</span>'
+        f'<span class="dim">{count}, {result.get("seconds", 0):.0f} s{_origin(result)}</span>'
         f"<p>{escape(result['text'])}</p></summary>{_timeline(timeline)}"
         '<div class="scroll"><table><tr><th>verdict<th>what<th>value<th>limit<th>remark</tr>'
         f"{table}</table></div></details>"
     )
+
+
+def _origin(result: Mapping) -> str:
+    """Return mode, time and revision of a stage, which other calls than the last may have run."""
+    parts = [result["mode"], result.get("at", ""), result.get("revision", "")[:10]]
+    return "".join(f"; {escape(part)}" for part in parts if part)
 
 
 def _row(row: Mapping) -> str:

@@ -31,7 +31,12 @@ def train(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program = ["train_rl.py", "--config", str(file), f"run.dir={directory}", *overrides]
     command = [sys.executable, *(launcher if ranks > 1 else ()), *program]
-    subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True)
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
+    if code:
+        status = directory / "status.json"
+        found = json.loads(status.read_text()) if status.exists() else {}
+        reason = found["reason"] if found.get("state") == "failed" else "see the stage's log"
+        raise RuntimeError(f"train_rl.py ended with exit code {code}: {reason}")
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -57,6 +62,7 @@ def feature(task: Task, *, name: str) -> None:
     from tools import bounds
     from tools.acceptance.features import FEATURES, TASKS
     from tools.library_names import installed
+    from tools.make_image_toy import make_image_toy
     from tools.tiny_models import SIZES, save_tiny
 
     wanted = FEATURES[name]
@@ -66,7 +72,7 @@ def feature(task: Task, *, name: str) -> None:
     directory = task.out / "features" / name
     shutil.rmtree(directory, ignore_errors=True)
     model, teacher = (
-        save_tiny(wanted.architecture, directory / kind, seed=seed)
+        save_tiny(wanted.architecture, directory / kind, seed=seed, **wanted.sizes)
         for seed, kind in enumerate(("model", "teacher"))
     )
     config = dict(
@@ -88,14 +94,18 @@ def feature(task: Task, *, name: str) -> None:
         validation=dict(every=0),
     )
     overrides = [override.format(teacher=teacher) for override in wanted.overrides]
+    if wanted.has_images:
+        overrides.append(f"data.train=[{make_image_toy(directory / 'images', rows=64)}/train.parquet]")
     records = train(task, f"features/{name}/run", config, *_toy(task), *overrides, ranks=wanted.ranks)
     task.findings.check("every step", len(records) == 2, "weights, log-probs, tokens and ranks were compared")
     dtype, width = task.size((torch.bfloat16, 1), (torch.float32, SIZES["hidden_size"]))
+    hf = json.loads(Path(model, "config.json").read_text())
+    layers = hf.get("text_config", hf)["num_hidden_layers"]
     # The largest difference of log-probs is this share of the largest log-prob, which is below 10 with such
     # weights and a vocabulary of 45; a probability differs by less than its logarithm.
     limits = dict(wanted.at_most)
-    if not wanted.is_older:
-        limits[MEAN_DIFFERENCE] = 10 * bounds.of_logits(SIZES["num_hidden_layers"], width, dtype)
+    if not wanted.differs:
+        limits[MEAN_DIFFERENCE] = 10 * bounds.of_logits(layers, width, dtype)
     for key, limit in limits.items():
         values = [record[key] for record in records if key in record]
         task.findings.at_most(f"largest {key}", max(values, default=float("nan")), limit)

@@ -4,7 +4,6 @@ python -m tools.acceptance.worker STAGE OUT MODE
 """
 
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.acceptance.findings import Findings
+from tools.acceptance.findings import Findings, read_results
 from tools.acceptance.stages import all_stages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +37,11 @@ class Task:
         return rehearsal if self.is_rehearsal else full
 
     def stored(self, stage: str) -> dict:
-        """Return the results of an earlier stage in the same mode; {} if there are none."""
-        file = self.out / "stages" / f"{stage}.json"
-        found = json.loads(file.read_text()) if file.exists() else {}
+        """Return the undamaged results of an earlier stage in the same mode; {} if there are none."""
+        try:
+            found = read_results(self.out / "stages" / f"{stage}.json")
+        except ValueError:
+            return {}
         return found if found.get("mode") == self.mode else {}
 
 

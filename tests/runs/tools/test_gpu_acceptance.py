@@ -1,7 +1,10 @@
 """tools/gpu_acceptance.py: stages that fail, hang or are skipped are shown; one stage of a rehearsal."""
 
+import fcntl
 import json
+import os
 import re
+import signal
 
 import pytest
 
@@ -9,6 +12,7 @@ from tools import gpu_acceptance
 from tools.acceptance.findings import Findings
 from tools.acceptance.page import page
 from tools.acceptance.stages import Stage, all_stages
+from tools.acceptance.worker import Task
 
 
 def stage(**options):
@@ -74,6 +78,92 @@ def test_the_acceptance_continues_from_a_stage(tmp_path, monkeypatch):
     assert gpu_acceptance.main(["--out", str(tmp_path), "--from", "speed"]) == 0
     assert ran == ["trainer", "speed", "step"]
     assert [result["name"] for result in gpu_acceptance.results(tmp_path)] == ran
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--from", "speeed"], "invalid choice: 'speeed'"),
+        (["--from", "speed", "--stage", "step"], "not allowed with argument --from"),
+        (["--quick", "--rehearse"], "not allowed with argument --quick"),
+        (["--quick", "--from", "step"], "--from step is after the last stage of --quick"),
+        (["--rehearse", "--out", "FILE"], "cannot be written (Not a directory)"),
+        (["--rehearse", "--out", "LOCKED"], "another acceptance writes to"),
+        (["--rehearse", "--out", "a,b"], "contains ','; use letters"),
+        (["--quick"], "show no GPU; use --rehearse"),
+    ],
+)
+def test_wrong_arguments_run_nothing(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(gpu_acceptance, "run_stage", lambda *args: pytest.fail("a stage ran"))
+    monkeypatch.setattr(gpu_acceptance, "results", lambda *args: pytest.fail("a page was written"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir()
+    places = {"FILE": str(tmp_path / "file" / "out"), "LOCKED": str(tmp_path / "locked")}
+    arguments = [places.get(each, each) for each in arguments]
+    with (tmp_path / "locked" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            code = gpu_acceptance.main(arguments)
+        except SystemExit as error:
+            code = error.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_damaged_results_are_shown_and_do_not_stop_the_others(tmp_path, monkeypatch):
+    stages = tmp_path / "stages"
+    stages.mkdir()
+    for name, text in (("trainer", '{"rows": ['), ("bare-vllm", "[1]")):
+        (stages / f"{name}.json").write_text(text)
+    monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
+    monkeypatch.setattr(
+        gpu_acceptance, "run_stage", lambda *args: dict(rows=[dict(name="a", verdict="pass")])
+    )
+    assert gpu_acceptance.main(["--out", str(tmp_path), "--stage", "step"]) == 0
+    found = {result["name"]: result["verdict"] for result in gpu_acceptance.results(tmp_path)}
+    assert found == {"trainer": "fail", "bare-vllm": "fail", "step": "pass"}
+    text = (tmp_path / "index.html").read_text()
+    assert "--stage trainer" in text and re.search(r"full; 20\d\d-\d\d-\d\d", text)
+    task = Task(Findings(stages / "speed.json"), tmp_path, "full")
+    assert task.stored("bare-vllm") == task.stored("absent") == {}
+
+
+def test_an_interrupted_acceptance_keeps_its_page(tmp_path, monkeypatch):
+    def run_stage(stage, *args):
+        if stage.name == "step":
+            raise KeyboardInterrupt
+        return dict(rows=[dict(name="a", verdict="pass")])
+
+    monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
+    monkeypatch.setattr(gpu_acceptance, "run_stage", run_stage)
+    assert gpu_acceptance.main(["--out", str(tmp_path), "--from", "speed"]) == 130
+    assert [result["name"] for result in gpu_acceptance.results(tmp_path)] == ["speed"]
+
+
+def test_a_signal_that_ends_the_acceptance_interrupts_it():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        gpu_acceptance.end_on_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_visible_gpus_are_counted(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: a'; echo '  MIG 1g'; echo 'GPU 1: b'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_acceptance.num_ranks("full") == 2
+    for visible, count in (("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1), ("0, 1,2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_acceptance.num_ranks("quick") == count
 
 
 def test_each_stage_ends_within_a_call_of_ten_minutes():
