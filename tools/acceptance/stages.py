@@ -38,7 +38,7 @@ class Stage:
     function: str
     """module:function in tools.acceptance; its arguments are a Task and `arguments`."""
     seconds: int
-    """Time limit on a GPU, in seconds."""
+    """Time limit on a GPU, in seconds. First imports from a cluster's file system take a minute or more."""
     arguments: Mapping = field(default_factory=dict)
     quick: bool = False
     """Whether it runs with --quick."""
@@ -62,37 +62,37 @@ def all_stages() -> list[Stage]:
             "versions",
             "Versions, devices, and the library names that the program uses",
             "versions:run",
-            60,
+            180,
             quick=True,
         ),
         _parity(
             "trainer",
             "Log-probs, gradients, first update: Megatron and transformers",
-            300,
+            480,
             **trainer,
             quick=True,
         ),
-        _parity("trainer-without-te", "The same without Transformer Engine", 300, **trainer, use_te=False),
+        _parity("trainer-without-te", "The same without Transformer Engine", 480, **trainer, use_te=False),
         *map(_engine, ARCHITECTURES),
         *(_layouts(name, tp) for name in ("qwen2", "deepseek-v3") for tp in (1, 2)),
         *(_feature(name, feature) for name, feature in FEATURES.items()),
         Stage("resume", "A resumed run equals the run that was not interrupted", "runs:resume", 300),
         Stage("learning", "GRPO teaches the toy model to add", "runs:learning", 480),
-        Stage("bare-vllm", "Generation with vLLM alone and its defaults", "speed:bare_vllm", 180),
+        Stage("bare-vllm", "Generation with vLLM alone and its defaults", "speed:bare_vllm", 300),
         Stage(
             "bare-vllm-in-process",
             "Generation with vLLM alone, as a rank calls it: in its process, with a seed per sample",
             "speed:bare_vllm",
-            180,
+            300,
             dict(in_process=True),
         ),
-        Stage("speed", "Speed and memory of each phase, shape of Qwen2.5-1.5B", "speed:run", 300, quick=True),
+        Stage("speed", "Speed and memory of each phase, shape of Qwen2.5-1.5B", "speed:run", 420, quick=True),
         Stage("step", "A GRPO step of that shape through train_rl.py, by phase", "runs:timeline", 240),
     ]
 
 
 def _feature(name: str, feature: Feature) -> Stage:
-    return Stage(name, feature.text, "runs:feature", 180, dict(name=name), ranks=feature.ranks)
+    return Stage(name, feature.text, "runs:feature", 300, dict(name=name), ranks=feature.ranks)
 
 
 def _parity(
@@ -105,7 +105,7 @@ def _engine(name: str) -> Stage:
     return _parity(
         f"engine-{name}",
         f"Refit, sleep and log-probs of vLLM, {ARCHITECTURES[name]}",
-        120,
+        240,
         architectures=(name,),
         dtypes=("bfloat16",),
         rollout_tp=1,
