@@ -18,6 +18,7 @@ from rl.models.fp8_blocks import cut_blocks, quantised_weights
 from rl.models.layout import FP8_BLOCK, Weight
 from rl.models.rope import positions
 from rl.models.sizes import expert_width, has_expert_biases, num_experts, num_kv_heads
+from rl.models.unsupported import needed
 
 
 def check_layout(
@@ -37,7 +38,8 @@ def check_layout(
     if not set(architectures) & set(supported):
         raise ConfigError(
             f"The model in {path or config.model.path} has the architecture "
-            f"{', '.join(architectures) or '(none)'}; supported: {listed(sorted(supported), 'and')}."
+            f"{', '.join(architectures) or '(none)'}{needed(hf)}; supported: "
+            f"{listed(sorted(supported), 'and')}."
         )
     sees, key = "vision_config" in hf, config.data.image_key
     if sees and path is not None:

@@ -15,6 +15,7 @@ from rl.config.schema import Config, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
 from rl.models import SUPPORTED, architecture, read_hf_config, rope, sizes, value_model, value_weights
 from rl.models.layout import Weight
+from rl.models.unsupported import needed
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Directory of published config.json files, for models whose checkpoints are on other machines."""
@@ -159,7 +160,8 @@ def _check_known(hf: dict, path: str) -> None:
     if not set(names) & set(SUPPORTED):
         known = listed(sorted(SUPPORTED), "and")
         raise ConfigError(
-            f"The model in {path} has the architecture {', '.join(names) or '(none)'}; supported: {known}."
+            f"The model in {path} has the architecture {', '.join(names) or '(none)'}{needed(hf)}; "
+            f"supported: {known}."
         )
 
 

@@ -333,9 +333,37 @@ def test_kv_heads_default_to_attention_heads():
     check_layout(config_with("training.tp=8"), 8, hf, SUPPORTED)
 
 
-@each("architectures, shown", [(["MambaForCausalLM"], "MambaForCausalLM"), ([], "(none)"), (None, "(none)")])
-def test_an_unsupported_architecture_is_an_error(architectures, shown):
-    assert layout_error(1, architectures=architectures) == (
+OWN_FILE = ", which needs a file of its own in rl/models (docs/extending.md)"
+
+
+@each(
+    "changes, shown",
+    [
+        ({"architectures": ["Olmo2ForCausalLM"]}, f"Olmo2ForCausalLM{OWN_FILE}"),
+        ({"architectures": []}, "(none)"),
+        ({"architectures": None}, "(none)"),
+        (
+            {"architectures": ["NemotronHForCausalLM"], "ssm_state_size": 128},
+            "NemotronHForCausalLM, whose ssm_state_size=128 needs Mamba layers (not built)",
+        ),
+        (
+            {
+                "architectures": ["Qwen3_5"],
+                "text_config": {"linear_num_value_heads": 32},
+                "vision_config": {},
+            },
+            "Qwen3_5, whose text_config.linear_num_value_heads=32 needs gated delta nets in place of "
+            "attention in some layers (not built)",
+        ),
+        (
+            {"architectures": ["Qwen3VL"], "vision_config": {"model_type": "qwen3_vl"}},
+            "Qwen3VL, whose vision_config=qwen3_vl needs an encoder of images other than that of Qwen2.5-VL "
+            "(not built)",
+        ),
+    ],
+)
+def test_an_unsupported_architecture_names_what_it_needs(changes, shown):
+    assert layout_error(1, **changes) == (
         f"The model in /models/toy has the architecture {shown}; supported: LlamaForCausalLM and "
         "Qwen3ForCausalLM."
     )
