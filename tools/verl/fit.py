@@ -8,11 +8,11 @@ import yaml
 
 from rl.config.checks import check
 from rl.config.options import ConfigError, Dumper
-from rl.config.schema import load_config
+from rl.config.schema import load_config, needs_engine
 from rl.dry_run.changes import Change, cheapest_change, with_values
-from rl.dry_run.estimate import estimate
-from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import estimate_memory
+from rl.dry_run.estimate import estimate, plan_refit
+from rl.dry_run.hardware import GIB, Hardware
+from rl.dry_run.memory import estimate_memory, layout_of
 from rl.dry_run.shape import check_layouts, models_of
 
 
@@ -40,8 +40,14 @@ def fitted(
         if "has no config.json here" not in str(error):
             raise
         return {}, ["The layout was not estimated, because the model is not here; give --model-shape FILE."]
-    if not estimate_memory(config, world_size, models, hardware).problems():
+    memory = estimate_memory(config, world_size, models, hardware)
+    if needs_engine(config):
+        refit = plan_refit(config, layout_of(config, world_size), models["policy"], hardware)
+        memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
+    if not memory.problems():
         return {}, []
+    # The search plans no refit, so the buffers of its connections are part of the reserve.
+    hardware = replace(hardware, reserve_gib=hardware.reserve_gib + memory.connections / GIB)
     where = (
         f"verl's layout does not fit {world_size} GPUs of {gpu_memory_gib:g} GiB by the dry run's estimate"
     )
