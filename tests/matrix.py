@@ -86,6 +86,7 @@ FEATURES = {
     "drafts": "rollout.draft.path=DIR/model rollout.draft.tokens=2",
     "bitwise numerics": "model.numerics=bitwise",
     "bfloat16": "model.dtype=bfloat16",
+    "FP8 in the engine": "model.path=DIR/blocks model.dtype=bfloat16 rollout.quantization=fp8",
     "LoRA": f"{LORA} adapter.in_engine=merged",
     "LoRA beside the weights": BESIDE,
     "DoRA": "adapter.kind=dora adapter.rank=4",
@@ -115,6 +116,8 @@ from tools.tiny_models import save_tiny
 directory = Path(sys.argv[1])
 save_toy(directory)
 save_tiny("Qwen3MoeForCausalLM", directory / "experts", seed=0)
+blocks = dict(hidden_size=256, intermediate_size=256, num_key_value_heads=4)
+save_qwen2(directory / "blocks", seed=5, **blocks)
 save_qwen2(directory / "judge", seed=4, max_position_embeddings=512)
 save_qwen2_classifier(directory / "classifier", seed=3)
 """

@@ -20,6 +20,7 @@ from rl.checks.batches import (
     check_seeds,
 )
 from rl.checks.logprobs import (
+    FP8_FACTOR,
     check_engine,
     check_equal,
     check_reference,
@@ -63,6 +64,8 @@ class Checks:
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Maximum mean difference of log-probs, relative to their mean size; 0: they are not compared."""
+        self._engine_limit = self._limit * (FP8_FACTOR if config.rollout.quantization == "fp8" else 1)
+        """The same for those of the engine."""
         self.start: Start | None = None
         """Start of the run; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
@@ -199,13 +202,13 @@ class Checks:
             batch,
             batch.old_logprobs,
             counted,
-            limit=self._limit,
+            limit=self._engine_limit,
             routes=self._policy.weight_map.placement.num_experts > 0,
             ranks=ranks,
             weights=what_is_equal(self._policy),
         )
         if entropy is not None and rollout.temperature and not self._selects:
-            self._entropy.check(batch, entropy, counted, slack=self._limit / ENTROPY_SLACK)
+            self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
         gaps, numbers = sample_gaps(batch, batch.old_logprobs, counted)
         has_tokens = numbers > 0
         of_ranks = {"trained on": torch.zeros(len(batch), dtype=torch.int64)}
@@ -214,8 +217,8 @@ class Checks:
         if batch.generated_by is not None:
             of_ranks["generated"] = batch.generated_by
         of_ranks = {kind: of[has_tokens] for kind, of in of_ranks.items()}
-        self.gaps.check(gaps[has_tokens] / numbers[has_tokens], of_ranks, limit=self._limit)
-        self.gaps.check_positions(batch, counted, limit=self._limit)
+        self.gaps.check(gaps[has_tokens] / numbers[has_tokens], of_ranks, limit=self._engine_limit)
+        self.gaps.check_positions(batch, counted, limit=self._engine_limit)
         return found
 
     def _objective(self, batch: Batch, loss: Loss) -> None:

@@ -13,6 +13,10 @@ PRODUCTS_PER_LAYER = 6
 """Consecutive matrix products of a layer: QKV, scores, weighted sum, output projection, two in the MLP."""
 SLACK = 4
 """Factor for the tail of the distribution of a sum of rounding errors."""
+FP8_FACTOR = 4
+"""Factor of the limit if the engine's weights are in FP8. The relative error of an element is then at most
+2^-4, 2.5 % as a root mean square. With that of the activations a product has sqrt(2) times as much, 2.3 times
+SLACK * 2^-8, the limit for a product in bfloat16."""
 
 
 class LogprobMismatch(RuntimeError):

@@ -61,7 +61,7 @@ class AgreementConfig:
     update of a step. The first step of every start is compared too. 0: never."""
     logprob_slack: Annotated[float, NOT_NEGATIVE] = 1.0
     """Factor on the largest mean difference between the log-probs of engine and trainer, which follows from
-    dtype and depth (docs/checks.md). A larger difference ends the run. 0: they are not compared."""
+    dtypes and depth (docs/checks.md). A larger difference ends the run. 0: they are not compared."""
 
 
 @dataclass

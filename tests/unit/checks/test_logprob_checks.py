@@ -1,10 +1,14 @@
 """Log-probs of engine and trainer may differ by rounding, and by no more."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from rl.checks.checks import Checks
 from rl.checks.logprobs import LogprobMismatch, check_engine, check_reference, present_tokens, rounding_limit
+from rl.config.schema import load_config
 from rl.data.batch import Batch
 
 QWEN_7B = {"hidden_size": 3584, "num_hidden_layers": 28}
@@ -37,6 +41,13 @@ def test_the_limit_follows_from_dtype_and_size():
     single, half = (rounding_limit(QWEN_7B, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert single == pytest.approx(4 * (169 * 3584) ** 0.5 * 2.0**-24)
     assert half == pytest.approx(4 * 13 * 2.0**-8)
+
+
+def test_weights_in_fp8_widen_the_limit_for_the_engine_only():
+    weights = SimpleNamespace(hf=QWEN_7B | {"vocab_size": 8}, dtype=torch.bfloat16)
+    config = load_config(None, ["model.path=m", "data.train=[d]", "rollout.quantization=fp8"])
+    checks = Checks(config, SimpleNamespace(weight_map=weights), frozenset())
+    assert (checks._engine_limit, checks._limit) == (16 * 13 * 2.0**-8, 4 * 13 * 2.0**-8)
 
 
 def test_a_difference_beyond_rounding_names_rank_sample_and_token(batch):
