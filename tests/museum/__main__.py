@@ -2,6 +2,7 @@
 
     python -m tests.museum                       all exhibits
     python -m tests.museum "refit skipped"       some of them
+    python -m tests.museum --bfloat16            those that are in float32, in bfloat16
     python -m tests.museum --list                the exhibits by check, each with its report and effect
     python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
 
@@ -14,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.museum.museum import load_exhibits
+from tests.museum.museum import Exhibit, load_exhibits
 from tests.museum.tour import CLEAN, Museum
 from tests.spawn import RanksFailed
 
@@ -26,11 +27,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="exhibits; all if none is given")
     parser.add_argument("--list", action="store_true", help="print the exhibits and run none")
     parser.add_argument("--clean", type=int, metavar="STEPS", help="run clean steps instead")
+    parser.add_argument("--bfloat16", action="store_true", help="run the exhibits in bfloat16")
     parser.add_argument(
         "--out", help="directory of the runs and their logs; the default is removed at the end"
     )
     args = parser.parse_args()
     exhibits = load_exhibits()
+    if args.bfloat16:
+        exhibits = {name: found.in_bfloat16 for name, found in exhibits.items() if not found.is_bfloat16}
     if args.list:
         for exhibit in sorted(exhibits.values(), key=lambda exhibit: exhibit.caught_by.lower()):
             tokens = f"\n    bfloat16, within {exhibit.tokens} tokens" if exhibit.is_bfloat16 else ""
@@ -40,12 +44,12 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="museum-") as directory:
         museum = Museum(Path(args.out or directory).resolve())
-        return clean(museum, args.clean, args.names) if args.clean else visit(museum, args.names)
+        if args.clean:
+            return clean(museum, args.clean, args.names)
+        return visit(museum, [exhibits[name] for name in args.names or exhibits])
 
 
-def visit(museum: Museum, names: list[str]) -> int:
-    exhibits = load_exhibits()
-    chosen = [exhibits[name] for name in names] or list(exhibits.values())
+def visit(museum: Museum, chosen: list[Exhibit]) -> int:
     num_caught = 0
     print(f"{'exhibit':38} {'peer':34} {'caught by':34} {'bug':>4} {'end':>4} {'rank':>4} {'s':>5}")
     for found in chosen:

@@ -21,7 +21,7 @@ import math
 import os
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,11 @@ class Exhibit:
     @property
     def is_bfloat16(self) -> bool:
         return "model.dtype=bfloat16" in self.overrides
+
+    @property
+    def in_bfloat16(self) -> "Exhibit":
+        """The same bug in a run in bfloat16."""
+        return replace(self, overrides=(*self.overrides, "model.dtype=bfloat16"))
 
     @property
     def saw(self) -> str:
