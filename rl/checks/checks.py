@@ -122,8 +122,6 @@ class Checks:
             is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
             if is_whole and not is_replay:
                 check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
-            if not is_replay:
-                self._along_reference(batch)
         else:
             if not is_replay:
                 version = self._policy.version if selects else None
@@ -133,6 +131,8 @@ class Checks:
                 check_equal(batch, batch.old_logprobs, self._policy.version, plans, replayed=replayed)
             if not is_replay:
                 found = self._against_engine(batch, plans, entropy)
+        if not is_replay:
+            self._along_reference(batch)
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
             check_reference(batch, limit=self._limit)
         return found
@@ -181,7 +181,9 @@ class Checks:
         update.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
     def _along_reference(self, batch: Batch) -> None:
-        if self._limit and batch.old_logprobs is not None and batch.rollout_logprobs is not None:
+        """Compare, once the old log-probs and those of the reference are known, in either order."""
+        columns = batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs
+        if self._limit and all(column is not None for column in columns):
             check_direction(batch, present_tokens(batch, self._policy.version, whole=True))
 
     def _against_engine(

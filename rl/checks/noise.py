@@ -46,6 +46,9 @@ SLOPE = 0.3
 """Share of the distance from the reference by which engine and trainer may differ systematically."""
 MIN_DISTANCE = 1.5
 """Minimum of the squared distance from the reference in units of the squared gaps; that of noise is 1.25."""
+NEARER = 4.0
+"""Factor by which the engine's squared distance from the policy may exceed that from the reference. If the
+policy has not moved it is at most 2, even if the reference has no noise."""
 JUMP, MIN_STEPS = 3.0, 5
 """A mean gap above JUMP times the median of at least MIN_STEPS earlier steps is logged as a warning."""
 
@@ -201,7 +204,19 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
     products = segment_sum(gaps * distance, batch.lengths)
     squares = segment_sum(distance.square(), batch.lengths)
     total = float(squares.sum())
-    if len(batch) < MIN_SAMPLES or total <= MIN_DISTANCE * float(gaps.square().sum()):
+    if len(batch) < MIN_SAMPLES:
+        return
+    of_reference = torch.where(counted, batch.rollout_logprobs - batch.ref_logprobs, 0.0).double()
+    far, near = (segment_sum(each.square(), batch.lengths) for each in (gaps, of_reference))
+    logs = (far / near)[(far > 0) & (near > 0)].log()
+    error = float(logs.std()) / max(1, len(logs)) ** 0.5
+    if len(logs) >= MIN_SAMPLES and float(logs.mean()) - DEVIATIONS * error > math.log(NEARER):
+        raise LogprobMismatch(
+            f"the engine's log-probs are {math.exp(float(logs.mean()) / 2):.1f} times nearer to those of "
+            f"the reference than to the policy's, over {len(logs)} samples: the engine generates without "
+            "what the policy has learned, such as its adapter."
+        )
+    if total <= MIN_DISTANCE * float(gaps.square().sum()):
         return  # the distance is noise itself
     slope = float(products.sum()) / total
     error = float((products - slope * squares).square().sum().sqrt()) / total

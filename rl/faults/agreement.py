@@ -21,6 +21,7 @@ from torch import Tensor
 from rl.config.options import ConfigError, flatten
 from rl.faults.fault_board import Disagreement, FailedElsewhere
 from rl.faults.phase_tracker import PHASES, PhaseEntry
+from rl.runtime.checksum import bit_sum
 from rl.runtime.collectives import gather_objects
 
 
@@ -187,13 +188,6 @@ def name_odd_ranks(values: Sequence, hosts: Sequence[str]) -> str:
 # Weights ------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the elements' bits as integers, int64 []; any single flipped bit changes it."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(-1).view(integers[tensor.element_size()]).sum(dtype=torch.int64)
-
-
 def check_replicas(
     model: str, replicas: Iterable[tuple[dist.ProcessGroup, Mapping[str, Tensor]]], control: dist.ProcessGroup
 ) -> None:
@@ -208,7 +202,7 @@ def check_replicas(
     for group, weights in replicas:
         if not weights:
             continue
-        mine = torch.stack([checksum(weight) for weight in weights.values()])
+        mine = torch.stack([bit_sum(weight) for weight in weights.values()])
         sums = mine.new_empty(group.size(), len(mine))
         dist.all_gather_into_tensor(sums.view(-1), mine, group=group)
         members = dist.get_process_group_ranks(group)

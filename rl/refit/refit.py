@@ -33,7 +33,7 @@ from rl.refit.equality import Equality, coverage, differing, plan_equality, unco
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
-from rl.refit.values import Values, values_of
+from rl.refit.values import Values, values_of, wrong_adapter
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
@@ -174,17 +174,22 @@ def check_weights(
 
     with_base: compare also the base, which several adapters share.
     """
-    wrong, compared, total, device = False, 0, 0, engine.device.torch
+    wrong, compared, total, device, problem = False, 0, 0, engine.device.torch, ""
     with tracing.span("compare weights"):
         for part in _parts(trainer, engine, buffer_mib, adapter, with_base=with_base):
             planned = part.planned
             wrong |= bool(differing(planned.equality, part.sources, part.destinations, device))
             compared, total = compared + planned.num_compared, total + planned.num_elements
-        differ = any_rank(wrong)
+            if engine.adapters is None or part.values.is_adapter:
+                problem = problem or wrong_adapter(trainer, part.values, trainer.version)
+        differ = any_rank(wrong or bool(problem))
     subject = "weights" if with_base else "weights of the adapter"
     _compared[trainer] = trainer.version, subject, compared, total
     if differ:
         check_refit(trainer, engine, buffer_mib=buffer_mib, adapter=adapter)
+        for rank, found in enumerate(gather_objects(problem)):
+            if found:
+                raise RefitMismatch(f"on rank {rank}, {found}")
         raise RefitMismatch("the weights of engine and trainer differed, and were equal when compared again")
 
 

@@ -13,12 +13,19 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from rl.models.boxes import index
 from rl.models.layout import Weight
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap, full_weights
+
+COMPARED_ROWS = 1024
+"""Approximate maximum number of rows of a weight that `wrong_adapter` computes again."""
+SUM_ERROR = 2.0**-10
+"""Maximum relative error of the products of a float32 matrix product, which a GPU may round to TF32."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +92,59 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
 def _scaled(scale: float, weight: Weight, parameter: Tensor) -> Tensor:
     """Return A, or scale * B."""
     return parameter * scale if ".lora_B." in weight.megatron else parameter
+
+
+@torch.no_grad()
+def wrong_adapter(trainer: TrainingEngine, values: Values, number: int) -> str:
+    """Return what is wrong with the values of a layer with an adapter on this rank; "" if nothing.
+
+    The engine's weights are compared with these values, so an adapter with a wrong scale, or that is left
+    out, would be on both sides. One layer, chosen by `number`, is computed again from the parameters and
+    their places in the whole tensors. Each element must be W + scale * B A, or scale * B, up to rounding:
+    half the distance of two numbers of the dtype, and the errors of the float32 sums. DoRA's layers are not
+    compared. Not collective.
+    """
+    adapters, base = trainer.parts.get(Adapters), trainer.weight_map
+    pairs = (
+        [pair for pair in adapters.pairs if base.holds(pair.base) and pair.magnitude is None]
+        if adapters
+        else []
+    )
+    if adapters is None or not pairs:
+        return ""
+    pair, scale, learned = pairs[number % len(pairs)], adapters.config.scale, adapters.learned_map
+    a, b = (_whole(learned, weight) for weight in (pair.a, pair.b))
+    weights, weight = (learned, pair.b) if values.is_adapter else (base, pair.base)
+    parameter = weights.parameters[weights.local_name(weight, base.grid.pp_rank)].detach()
+    value = values.of(weight, parameter)
+    start = torch.zeros_like(parameter) if values.is_adapter else trainer.parts.value(weight, parameter)
+    for piece in weight.megatron_pieces(*weights.tensor_split(weight)):
+        if piece.hf != (weight.hf[0] if values.is_adapter else weight.hf[pair.part]):
+            continue
+        (first, last), columns = piece.hf_box[0], slice(*piece.hf_box[1])
+        step = -(-(last - first) // COMPARED_ROWS)
+        found, before = (tensor[index(piece.local_box)][::step].float() for tensor in (value, start))
+        rows = b[first:last:step]
+        added, size = (
+            (rows, rows.abs())
+            if values.is_adapter
+            else (rows @ a[:, columns], rows.abs() @ a[:, columns].abs())
+        )
+        expected = before + scale * added
+        allowed = 0.51 * torch.finfo(value.dtype).eps * expected.abs() + SUM_ERROR * scale * size
+        if bool(((found - expected).abs() > allowed).any()):
+            along = float(((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30))
+            return (
+                f"the values of {pair.module} for the engine contain {along:.2f} times its adapter, "
+                f"scale * B A with the scale {scale:g}, instead of once"
+            )
+    return ""
+
+
+def _whole(weights: WeightMap, weight: Weight) -> Tensor:
+    """Return a tensor with zeros where this rank has no part of it, float32."""
+    parameter = weights.parameters[weights.local_name(weight, weights.grid.pp_rank)].detach()
+    full = torch.zeros(weight.shapes[0], device=parameter.device)
+    for piece in weight.megatron_pieces(*weights.tensor_split(weight)):
+        full[index(piece.hf_box)] = parameter[index(piece.local_box)].float()
+    return full

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from rl.config.draft import Draft
-from rl.faults.agreement import checksum
 from rl.models import SUPPORTED, read_hf_config
 from rl.rollout.draft_check import LIMIT, NUM_SAMPLES, NUM_TOKENS, TOP_K, chi_square, deviate
 from rl.rollout.parts import Part
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.vllm_model import derive_weights
+from rl.runtime.checksum import bit_sum
 from rl.runtime.collectives import sum_over_world
 
 TRIAL = 512
@@ -133,7 +133,7 @@ class Drafts(Part):
 
     def _sums(self) -> list[int]:
         """Return the checksums of the draft model's weights and buffers."""
-        return torch.stack([checksum(tensor.detach()) for tensor in self._tensors.values()]).tolist()
+        return torch.stack([bit_sum(tensor) for tensor in self._tensors.values()]).tolist()
 
     def wake(self, engine, what):
         if what == "weights":  # vLLM's sleep mode has discarded them

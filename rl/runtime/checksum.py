@@ -12,6 +12,24 @@ FACTOR = 0x9E3779B97F4A7C1
 """Odd number that separates the sums over rows and columns."""
 BUCKET = 64 << 20
 """Maximum number of bytes that are copied in order to compute several checksums together."""
+ALONE = 1 << 16
+"""Bytes from which a tensor in host memory is compared alone."""
+WIDENED = 1 << 18
+"""Elements that are converted at once, so that a processor's cache holds them."""
+
+
+@torch.no_grad()
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as integers, int64 [], modulo 2**64.
+
+    It changes if a single element changes. It depends on the values and the number of elements only: the
+    integers are words of 8 bytes if the tensor can be divided so, which a CPU adds 20 times as fast.
+    """
+    bits = _bits(tensor.contiguous()).view(-1)
+    ratio = 8 // bits.element_size()
+    if bits.numel() % ratio:
+        return bits.sum(dtype=torch.int64)
+    return (bits if not bits.storage_offset() % ratio else bits.clone()).view(torch.int64).sum()
 
 
 @torch.no_grad()
@@ -56,15 +74,21 @@ def buckets(parts: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-    """Return the indices of the pairs whose tensors, of one shape and dtype, differ in a bit."""
-    firsts, seconds = [first for first, _ in pairs], [second for _, second in pairs]
+    """Return the indices of the pairs whose tensors, of one shape and dtype, differ in a bit.
+
+    Small tensors are compared together, on CUDA all. In host memory others are read once, without a copy.
+    """
+    alone = {n for n, (first, _) in enumerate(pairs) if not first.is_cuda and first.nbytes >= ALONE}
+    wrong = [number for number in alone if not _equal(*pairs[number])]
+    rest = [number for number in range(len(pairs)) if number not in alone]
+    firsts, seconds = [pairs[number][0] for number in rest], [pairs[number][1] for number in rest]
     numbers, found = [], []
     for some in buckets(firsts):
         differ = _bits(_stacked(firsts, some)) != _bits(_stacked(seconds, some))
         found.append(differ.reshape(len(some), -1).any(1))
-        numbers += some
+        numbers += [rest[number] for number in some]
     bad = torch.cat(found).tolist() if found else []
-    return sorted(number for number, is_bad in zip(numbers, bad) if is_bad)
+    return sorted(wrong + [number for number, is_bad in zip(numbers, bad) if is_bad])
 
 
 def _stacked(parts: Sequence[Tensor], numbers: list[int]) -> Tensor:
@@ -79,6 +103,15 @@ def _bits(values: Tensor) -> Tensor:
     return values.detach().view(INTEGERS[values.element_size()])
 
 
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors in host memory have the same bits; by words of 8 bytes if they allow it."""
+    pair = [_bits(first), _bits(second)]
+    ratio = 8 // pair[0].element_size()
+    if all(x.is_contiguous() and not x.numel() % ratio and not x.storage_offset() % ratio for x in pair):
+        pair = [x.view(-1).view(torch.int64) for x in pair]
+    return torch.equal(*pair)
+
+
 def _checksums(bits: Tensor, starts: Tensor) -> Tensor:
     """Return the checksum of each of n integer tensors of one shape, int64 [n].
 
@@ -86,8 +119,25 @@ def _checksums(bits: Tensor, starts: Tensor) -> Tensor:
     """
     tables = bits.reshape(len(bits), -1, bits.shape[-1]) if bits.ndim > 1 else bits.reshape(-1, 1, 1)
     totals = torch.zeros(len(bits), dtype=torch.int64, device=bits.device)
-    for dim, first, factor in ((2, starts[:, :1], FACTOR), (1, starts[:, 1:], 1)):
-        sums = tables.sum(dim, dtype=torch.int64)
+    for sums, first, factor in zip(_line_sums(tables), (starts[:, :1], starts[:, 1:]), (FACTOR, 1)):
         places = torch.arange(1, 1 + sums.shape[1], device=bits.device) + first
         totals += (sums * places).sum(1) * factor
     return totals
+
+
+def _line_sums(tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of rows and of columns of n integer tables [n, R, C], int64 [n, R] and [n, C].
+
+    A sum that converts its terms costs a CPU 4 times as much as to convert some rows and to add them.
+    """
+    if tables.is_cuda:
+        return tables.sum(2, dtype=torch.int64), tables.sum(1, dtype=torch.int64)
+    number, num_rows, width = tables.shape
+    rows = torch.zeros(number, num_rows, dtype=torch.int64)
+    columns = torch.zeros(number, width, dtype=torch.int64)
+    step = max(1, WIDENED // max(1, number * width))
+    for first in range(0, num_rows, step):
+        wide = tables[:, first : first + step].long()
+        rows[:, first : first + step] = wide.sum(2)
+        columns += wide.sum(1)
+    return rows, columns

@@ -10,6 +10,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from rl.config.schema import Optimizer
+from rl.runtime.checksum import bit_sum
 
 MASTER = "master"
 """Key of a main weight in its optimizer state, if it is there because its state is in host memory."""
@@ -203,5 +204,5 @@ class StateSample:
 def weights_sum(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
     """Return the sum of the bits of this rank's main weights, int64 []; a change of any weight changes it."""
     weights = [weight for part in optimizer_parts(optimizer) for weight in _main_values(part)]
-    sums = [_on(device, weight.view(-1).view(torch.int32).sum(dtype=torch.int64)) for weight in weights]
+    sums = [_on(device, bit_sum(weight)) for weight in weights]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)

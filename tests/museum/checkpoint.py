@@ -8,7 +8,10 @@ EVERY = "agreement.weights_every=1"
 
 
 @exhibit("NVIDIA-NeMo/RL#3171", resumes=True)
-@caught_by(LOADED, r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* because none holds them")
+@caught_by(
+    LOADED,
+    r"rank 0 .*WronglyLoaded: after loading .*policy/exp_avg.* (none holds them|are not what was saved)",
+)
 @replaces("rl.checkpoint.store.load_optimizer")
 def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
     """PPO found no optimizer directory and silently began with new Adam moments."""

@@ -52,6 +52,13 @@ def version_raised_without_weights(bug: Bug, to_generation, self, *args):
     return to_generation(self, *args)
 
 
+@exhibit("NovaSky-AI/SkyRL#1737", overrides=(BF16, "training.optimizer.lr=0.02"))
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*model\.norm\.weight.* on rank 0")
+def one_norm_not_refitted_in_bfloat16(bug: Bug) -> None:
+    """The last norm kept its first values in the engine, a difference of a few roundings."""
+    without("model.norm", bug)
+
+
 @exhibit("NovaSky-AI/SkyRL#1737")
 @caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*model\.layers\.1\..* on rank 0")
 def one_layer_not_refitted(bug: Bug) -> None:

@@ -40,6 +40,7 @@ CHECKS = {
         "rl.training.optimizer:StateSample.note",
         "rl.training.engine:clipped_norms",
         "rl.training.engine:check_clipped",
+        "rl.training.engine:weights_sum",
     ],
     "weights": ["rl.checks.checks:Checks.weights", "rl.engines.memory:check_weights"],
 }

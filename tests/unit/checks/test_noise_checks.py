@@ -15,14 +15,16 @@ NOISE = 0.01
 """Standard deviation of the rounding of each side, below a tenth of the limit."""
 
 
-def batch_of(rng: np.random.Generator, *, scale: float = 1.0, learned: float = 0.0) -> Batch:
+def batch_of(
+    rng: np.random.Generator, *, scale: float = 1.0, learned: float = 0.0, of_reference: float = NOISE
+) -> Batch:
     """Return samples whose engine is `scale` times as far from the reference as the trainer, which is
-    `learned` nats away."""
+    `learned` nats away. of_reference: standard deviation of the reference's rounding."""
     ids = [np.arange(LENGTH, dtype=np.int32)] * SAMPLES
     total = SAMPLES * LENGTH
 
-    def noisy(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values + rng.normal(0, NOISE, total)).float()
+    def noisy(values: np.ndarray, noise: float = NOISE) -> torch.Tensor:
+        return torch.from_numpy(values + rng.normal(0, noise, total)).float()
 
     reference, step = -rng.exponential(2.0, total), learned * rng.normal(size=total)
     return Batch(
@@ -32,7 +34,7 @@ def batch_of(rng: np.random.Generator, *, scale: float = 1.0, learned: float = 0
         truncated=torch.zeros(SAMPLES, dtype=torch.bool),
         rollout_logprobs=noisy(reference + scale * step),
         old_logprobs=noisy(reference + step),
-        ref_logprobs=noisy(reference),
+        ref_logprobs=noisy(reference, of_reference),
         weight_versions=torch.zeros(total, dtype=torch.int32),
     )
 
@@ -42,9 +44,12 @@ def test_a_doubled_scale_is_named_before_the_bound_of_rounding():
     wrong = batch_of(rng, scale=2.0, learned=0.05)
     with pytest.raises(LogprobMismatch, match=r"differ by \+0.6\d times the policy's distance"):
         check_direction(wrong, wrong.mask > 0)
+    without = batch_of(rng, scale=0.0, learned=0.05)
+    with pytest.raises(LogprobMismatch, match=r"\d times nearer to those of the reference"):
+        check_direction(without, without.mask > 0)
     for learned in (0.0, 0.001, 0.01, 0.05, 1.0):
-        for _ in range(20):
-            healthy = batch_of(rng, learned=learned)
+        for number in range(20):
+            healthy = batch_of(rng, learned=learned, of_reference=NOISE * (number % 2))
             check_direction(healthy, healthy.mask > 0)
 
 

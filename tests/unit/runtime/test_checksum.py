@@ -41,8 +41,10 @@ def test_vectors_and_stacks_of_matrices_count_by_place():
     assert placed_checksum(stack) == placed_checksum(stack.view(12, 2))
 
 
-def test_many_tensors_are_summed_and_compared_as_each_alone(monkeypatch):
+@pytest.mark.parametrize("alone", [0, 1 << 16])
+def test_many_tensors_are_summed_and_compared_as_each_alone(monkeypatch, alone):
     monkeypatch.setattr(checksum, "BUCKET", 200)  # several buckets of one shape
+    monkeypatch.setattr(checksum, "ALONE", alone)
     generator = torch.Generator().manual_seed(2)
     wide = torch.randn(40, 12, generator=generator)
     parts = [wide[3 * i : 3 * i + 3, 2:9] for i in range(9)]  # parts of rows
@@ -53,6 +55,7 @@ def test_many_tensors_are_summed_and_compared_as_each_alone(monkeypatch):
     assert placed_checksums([], []).tolist() == []
     others = [part.clone() for part in parts]
     assert different(list(zip(parts, others))) == []
+    assert different([(wide[:4, 2:10], wide[:4, 2:10].clone())]) == []  # only one of them is contiguous
     others[4][2, 6] = -others[4][2, 6]
     others[14][0, 0] += 1
     assert different(list(zip(parts, others))) == [4, 14]
