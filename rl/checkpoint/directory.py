@@ -54,6 +54,16 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+def partial_name(step: int) -> str:
+    """Return the name of a checkpoint that is being written.
+
+    In an elastic run it has the number of this start: a rank of an earlier one, which was paused meanwhile,
+    then finds no directory to write into.
+    """
+    generation = os.environ.get("LOCKSTEP_GENERATION")
+    return f"step_{step:06d}.{generation}.partial" if generation else f"step_{step:06d}.partial"
+
+
 def read_manifest(path: Path) -> dict:
     """Return the manifest of a checkpoint.
 

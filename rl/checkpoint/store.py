@@ -125,7 +125,7 @@ class CheckpointStore:
         plain = {
             name: value if type(value) is int else float(value) for name, value in (metrics or {}).items()
         }
-        partial = self.directory / f"step_{step:06d}.partial"
+        partial = self.directory / on_disk.partial_name(step)
         plain_state = without_arrays(state) | {"metrics": plain}
         sums = total_checksums(models)
         save = _Save(step, partial, self._manifest(step, models, plain, sums), plain_state)
@@ -228,7 +228,7 @@ class CheckpointStore:
         files[on_disk.STATE] = on_disk.write_text(save.partial / on_disk.STATE, json.dumps(save.state) + "\n")
         files[on_disk.CONFIG] = on_disk.write_text(save.partial / on_disk.CONFIG, to_yaml(self.config))
         save.manifest["files"] = {name: asdict(file) for name, file in files.items()}
-        on_disk.commit(save.partial, save.partial.with_suffix(""), save.manifest)
+        on_disk.commit(save.partial, self.directory / f"step_{save.step:06d}", save.manifest)
         options = self.config.checkpoint
         found = on_disk.complete(self.directory)
         if options.keep_best:

@@ -92,6 +92,7 @@ READ_WITH = [
     ("teacher.self_taught=present|initial", "teacher.template teacher.max_prompt_tokens", ""),
     ("training.recompute=selective", "training.recompute_modules", ""),
     ("training.recompute=full", "training.recompute_every", ""),
+    ("run.elastic.min_nodes", "run.elastic.*", ""),
     ("trace.steps", "trace.torch_profiler trace.memory_snapshot trace.nvtx", ""),
 ]
 """Feature, keys that are read only with it (* stands for all of a section), and the remedy.

@@ -252,6 +252,7 @@ EXCLUSIONS = {
             f"it examines, stores or replays the samples of one run; {JOB_ARRAY}"
         ),
         "trace.steps": f"a trace records the steps of one run, but those of points alternate; {JOB_ARRAY}",
+        "run.elastic.min_nodes": f"nodes are counted and replaced for one run; {JOB_ARRAY}",
         "logging.prometheus_port": "each point would need a port of its own; leave it out",
         "adapter.init=pissa": "pissa changes the base, which the points share; use adapter.init=zero",
     },

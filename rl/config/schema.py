@@ -17,6 +17,7 @@ from rl.config.agents import Agents
 from rl.config.consequences import Consequence, consequences
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
+from rl.config.elastic import Elastic
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import build, flatten, read
 from rl.config.ranges import AT_LEAST_ONE, FINITE, FRACTION, NOT_NEGATIVE, PORT, POSITIVE, PROBABILITY
@@ -57,6 +58,7 @@ class Run:
     on_stop_in_generation: Literal["redo", "finish"] = "redo"
     """Effect of a stop request during generation. redo: the samples are dropped, and the next start repeats
     the step from the same prompts. finish: the step is completed first."""
+    elastic: Elastic = field(default_factory=Elastic)
 
 
 @dataclass

@@ -104,10 +104,16 @@ def is_of_another(run_dir: str, token: str, before: str) -> bool:
     return (_read(Path(run_dir, STATUS)) or {}).get("start", "") not in ("", token, before)
 
 
+def generation() -> int:
+    """Return the number of this start of an elastic run (`launch.elastic`); 0 for another run."""
+    return int(os.environ.get("LOCKSTEP_GENERATION", "0"))
+
+
 def _record(token: str) -> dict[str, Any]:
     return this_process().as_dict() | {
         "job": os.environ.get("SLURM_JOB_ID", ""),
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "generation": generation(),
         "time": time.time(),
         "token": token,
     }
@@ -155,6 +161,8 @@ def _replace_stale(mine: Path, path: Path, silent_s: float, watch_s: float) -> N
 
 def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float, watch_s: float) -> str | None:
     """Return why the lock's owner has ended, or None if it may be alive."""
+    if 0 < owner.get("generation", 0) < generation():
+        return "an earlier generation of this elastic run"  # its members were ended, or are to end themselves
     try:
         gone, job = process_from(owner).is_gone(), str(owner["job"])
     except (KeyError, TypeError, ValueError):

@@ -25,7 +25,7 @@ def begin(*, has_launcher: bool) -> None:
     global _last
     parts.clear()
     _last = _started(os.getpid())
-    if not has_launcher:
+    if not has_launcher or "LOCKSTEP_GENERATION" in os.environ:  # an agent's ranks (`launch.elastic`)
         return
     # Slurm's parent is a daemon of root, which /proc with hidepid does not show; that of a container's first
     # process has no number there. The launcher's time is then unknown.

@@ -130,6 +130,19 @@ def test_a_rank_per_gpu_each_of_which_sees_all(site):
     assert job.command == command.split()
 
 
+def test_an_agent_per_node_starts_the_ranks_of_an_elastic_run(site):
+    job = Job(site, "elastic", "my.yaml", "run.elastic.min_nodes=1", SLURM_JOB_PARTITION="gpu")
+    options = "--no-kill --kill-on-bad-exit=0 --nodes=2 --ntasks=2 --gpus-per-node=8 --gpu-bind=none"
+    assert job.code == 0 and set(options.split()) <= set(job.options)
+    logs, words = f"--logs {site}/work/elastic-4711.ranks", "--config my.yaml run.elastic.min_nodes=1"
+    command = f"agent python -m launch.elastic --ranks 8 {logs} {words}"
+    assert job.command[3:] == command.split()
+    assert job.env["SRUN_CPUS_PER_TASK"] == "64" and job.env["SBATCH_PARTITION"] == "gpu"
+    join = job.env["LOCKSTEP_JOIN"].split()
+    assert {"--no-requeue", "--gpus-per-node=8", "--ntasks-per-node=8"} <= set(join)
+    assert join[-2:] == words.split()[1:]
+
+
 @pytest.mark.parametrize("nodes, gpus", [(64, 8), (128, 4), (1, 1)])
 def test_the_world_is_that_of_the_allocation(site, nodes, gpus):
     job = Job(site, "train", "my.yaml", SLURM_JOB_NUM_NODES=str(nodes), SLURM_GPUS_ON_NODE=str(gpus))

@@ -49,6 +49,7 @@ EXAMPLES = {
     "reward.overlong_buffer_tokens": "reward.overlong_buffer_tokens=4",
     "logging.prometheus_port": "logging.prometheus_port=9000",
     "trace.steps": "trace.steps=[1]",
+    "run.elastic.min_nodes": "run.elastic.min_nodes=1 run.elastic.max_nodes=2 checkpoint.every=1",
     "teacher.advantage_coef": f"teacher.advantage_coef=0.1 {TEACHER}",
     "teacher.student_share": "teacher.student_share=0.5 algorithm=distill teacher.self_taught=present",
     "objective.reward_kl.coef": "objective.reward_kl.coef=0.1",

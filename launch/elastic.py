@@ -1,0 +1,414 @@
+"""The agent of a node of an elastic run: it starts the node's ranks, and starts them again with other nodes.
+
+    srun --no-kill --ntasks-per-node=1 python -m launch.elastic --ranks 8 --config FILE [key=value ...]
+
+slurm/elastic.sbatch does this. Ranks do not survive the death of another rank, agents do. They agree through
+files in the run directory (`launch.elastic_files`) on generations: a number, members, a layout. The first
+living member leads: when a member dies, or another node can join, it proposes the next generation. An agent
+that finds a newer generation kills the ranks of its own one, and starts ranks if it is a member. These
+continue from the newest checkpoint. Exit codes are those of train_rl.py.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+from launch import slurm
+from launch.elastic_files import Board, Generation, Lease, exit_code
+from launch.elastic_ranks import Ranks
+from rl.config.checks import check
+from rl.config.elastic_checks import as_overrides
+from rl.config.options import ConfigError
+from rl.config.schema import Config, load_config
+from rl.dry_run.layouts import find_layout
+from rl.dry_run.shape import check_layouts, models_of
+from rl.run_directory.status import FILE_NAME as STATUS
+from rl.runtime.ranks import expand_hostlist
+
+BEAT_S = 1.0
+"""Seconds between two renewals of a lease."""
+GRACE_S = 30.0
+"""Seconds for the other ranks, and the other nodes, to end after the first one: they report the cause."""
+SETTLE_S = 5.0
+"""Seconds during which the nodes that could join have not changed, before the run stops to take them."""
+ASK_S = 60.0
+"""Shortest time between two questions of the queue, in seconds."""
+JOIN = "LOCKSTEP_JOIN"
+"""Environment variable: options and arguments of sbatch for a job that brings further nodes."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.elastic", description=__doc__, allow_abbrev=False)
+    add, env = parser.add_argument, os.environ
+    add("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add("--ranks", metavar="N", type=int, required=True, help="ranks of this node")
+    add(
+        "--nodes",
+        metavar="N",
+        type=int,
+        default=int(env.get("SLURM_JOB_NUM_NODES", "1")),
+        help="nodes to await",
+    )
+    add("--node", default=env.get("SLURMD_NODENAME") or os.uname().nodename, help="name of this node")
+    add("--logs", metavar="DIR", type=Path, help="directory of the ranks' logs (RUN/elastic)")
+    add("overrides", metavar="key=value", nargs="*", help="config overrides")
+    options = parser.parse_intermixed_args(argv)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})  # they stay pending
+    try:
+        return Agent(options).run()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except EOFError as error:
+        print(f"error: {error}; the agent starts again", file=sys.stderr, flush=True)
+        return 137
+
+
+class Agent:
+    """The agent of this node."""
+
+    def __init__(self, options: argparse.Namespace):
+        job, now = os.environ.get("SLURM_JOB_ID", ""), time.time_ns()
+        node, suffix = options.node, os.environ.get("LOCKSTEP_NODE_SUFFIX", "")
+        self.lease = Lease(f"{node}-{os.getpid()}-{now}", node, node + suffix, options.ranks, job, now)
+        self.options = options
+        self.config = self._config([])
+        elastic = self.config.run.elastic
+        if not elastic.is_on:
+            raise ConfigError(
+                "run.elastic.min_nodes=0, but an elastic run needs a minimum; set it to 1 or more, or use "
+                "slurm/train.sbatch."
+            )
+        self.layouts = self._layouts()
+        self.logs = options.logs or Path(self.config.run.dir, "elastic")
+        self.board = Board(self.config.run.dir, elastic.lost_s)
+        self.at = self.board.newest(None)
+        self.first = self.at.number if self.at else 0
+        """Number of the newest generation when this agent began."""
+        self.ranks = Ranks(self._arguments([]), options.ranks)
+        self.started = self.since = time.monotonic()
+        """When this agent began, and when it last found a generation, or asked its ranks to stop."""
+        self.rank_ended: float | None = None
+        """When the first of this node's ranks ended."""
+        self.node_ended: float | None = None
+        """When this agent, as the leader, first saw that the ranks of a node had ended."""
+        self.candidates: list[str] = []
+        self.changed = self.asked = 0.0
+        """When the candidates last changed, and when the queue was last asked for further nodes."""
+        self.recovery: dict[str, float] = {}
+        """On the leader, the times of a death and of the events of the recovery, until the first step."""
+
+    def _arguments(self, overrides: list[str]) -> list[str]:
+        return ["--config", self.options.config, *self.options.overrides, *overrides]
+
+    def _config(self, overrides: list[str]) -> Config:
+        config = load_config(self.options.config, [*self.options.overrides, *overrides])
+        check(config)
+        return config
+
+    def _layouts(self) -> dict[int, list[str]]:
+        """Return number of nodes -> overrides. Raises ConfigError for a layout that does not fit."""
+        elastic, ranks, found = self.config.run.elastic, self.options.ranks, {}
+        models, _ = models_of(self.config)
+        for layout in elastic.layouts:
+            overrides, nodes = as_overrides(layout), layout["nodes"]
+            try:
+                check_layouts(self._config(overrides), nodes * ranks, models)
+            except ConfigError as error:
+                raise ConfigError(f"run.elastic.layouts, nodes={nodes}: {error}") from error
+            found[nodes] = overrides
+        if not elastic.layouts:
+            for nodes in range(elastic.min_nodes, elastic.max_nodes + 1):
+                values = find_layout(self.config, nodes * ranks, ranks_per_node=ranks)
+                if values is not None:
+                    found[nodes] = as_overrides(values)
+        if not found:
+            raise ConfigError(
+                f"run.elastic.min_nodes={elastic.min_nodes} to max_nodes={elastic.max_nodes} with {ranks} "
+                "ranks each: the dry run finds no layout that fits; list some in run.elastic.layouts."
+            )
+        return found
+
+    def run(self) -> int:
+        """Renew the lease, follow the generations, and lead if it is this agent's part, until the end."""
+        self._say(f"layouts by nodes: {self.layouts}")
+        last = time.monotonic()
+        while True:
+            begun = time.monotonic()
+            if begun - last > 3 * BEAT_S:
+                self.board.excuse(begun - last)  # this node was paused, not all others
+            last = begun
+            self.lease.leaving = self.lease.leaving or bool(
+                signal.sigpending() & {signal.SIGUSR2, signal.SIGTERM}
+            )
+            self.ranks.poll()
+            self.lease.ready = self.ranks.is_ready
+            self.board.renew(self.lease)
+            newest = self.board.newest(self.at)
+            if newest is not None and newest is not self.at:
+                self.at = newest
+                self.ranks.kill()
+                self.since = time.monotonic()
+                if newest.code is not None and newest.number > self.first:
+                    return self._end(newest)
+                self._start(newest)
+            self._watch()
+            alive = self.board.alive()
+            if self._leads(alive):
+                self._lead(alive)
+            time.sleep(max(0.05, BEAT_S - (time.monotonic() - begun)))
+
+    # Ranks ----------------------------------------------------------------------------------------------
+
+    def _start(self, at: Generation) -> None:
+        """Start this node's ranks of the generation, if it is a member."""
+        self.lease.generation, self.lease.code = at.number, None
+        place = next((n for n, member in enumerate(at.members) if member.key == self.lease.key), None)
+        if place is None:
+            return
+        first = sum(member.ranks for member in at.members[:place])
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for local in range(self.lease.ranks):
+            log = self.logs / f"rank-{first + local}.log"
+            with log.open("a") as file:
+                file.write(f"generation {at.number} on {self.lease.node}\n")
+            environ = _environment(at, place, first + local, local)
+            self.ranks.start(environ, self._arguments(at.overrides), log)
+
+    def _watch(self) -> None:
+        """Note the end of this node's ranks in the lease, once all have ended."""
+        codes = list(self.ranks.codes.values())
+        faults = [code for code in codes if code not in (None, 0, 75)]
+        self.rank_ended = (self.rank_ended or time.monotonic()) if faults else None
+        late = self.rank_ended is not None and time.monotonic() - self.rank_ended > GRACE_S
+        if not codes or (None in codes and not late):
+            return
+        self.ranks.kill()
+        self.lease.code = exit_code([code for code in codes if code is not None])
+        self.board.renew(self.lease)
+
+    # Leading --------------------------------------------------------------------------------------------
+
+    def _leads(self, alive: list[Lease]) -> bool:
+        """Return whether this agent is the first living member, or the first agent if no member lives."""
+        members = [] if self.at is None else [member.key for member in self.at.members]
+        living = [lease.key for lease in alive]
+        if not (order := [key for key in members if key in living]):
+            if members and time.monotonic() - self.started < self.config.run.elastic.lost_s:
+                return False  # a new agent has not yet seen whether they live
+            order = living
+        return bool(order) and order[0] == self.lease.key
+
+    def _lead(self, alive: list[Lease]) -> None:
+        """Propose the next generation if it is time."""
+        at, now = self.at, time.monotonic()
+        candidates = [lease for lease in alive if lease.ready and not lease.leaving]
+        come = any(not lease.ready and not lease.leaving for lease in alive)
+        if (keys := [lease.key for lease in candidates]) != self.candidates:
+            self.candidates, self.changed = keys, now
+        now_of = {lease.key: lease for lease in alive}
+        if at is None or not any(member.key in now_of for member in at.members):
+            return self._form(candidates, come, 0 if at is None else at.number)
+        lost = [member for member in at.members if member.key not in now_of]
+        codes = [
+            now_of[member.key].code if now_of[member.key].generation == at.number else None
+            for member in at.members
+            if member.key in now_of
+        ]
+        ended = [code for code in codes if code is not None]
+        if ended and self.node_ended is None:
+            self.node_ended = now
+        late = self.node_ended is not None and now - self.node_ended > GRACE_S
+        if lost or len(ended) == len(codes) or (late and any(code not in (0, 75) for code in ended)):
+            self._decide(at, candidates, come, lost, ended)
+        elif not ended:
+            self.node_ended = None
+            self._note_recovery(at)
+            settled = now - max(self.changed, self.since) > SETTLE_S and self._has_stepped(at)
+            if settled and self._nodes(len(candidates)) > len(at.members):
+                self._say(f"{len(candidates)} nodes are ready, {len(at.members)} run: stopping to take them")
+                self.ranks.ask_to_stop()
+                self.since = now
+            elif settled and len(alive) < at.target and now - self.asked > ASK_S:
+                self.asked = now
+                self._request(at.target - len(alive))
+
+    def _form(self, candidates: list[Lease], come: bool, number: int) -> None:
+        """Begin a session: the first generation after a start or a requeue of the job."""
+        waited = time.monotonic() - self.since
+        patience = float(os.environ.get("LOCKSTEP_JOIN_TIMEOUT", "60"))
+        if len(candidates) < self.options.nodes and (come or waited < patience):
+            return
+        if self._nodes(len(candidates)):
+            self._propose(number + 1, candidates, target=len(candidates), reason="start")
+        elif waited >= patience:
+            least = min(self.layouts)
+            self._finish(
+                number + 1, 1, f"{len(candidates)} nodes came, but the smallest layout needs {least}"
+            )
+
+    def _decide(
+        self, at: Generation, candidates: list[Lease], come: bool, lost: list[Lease], codes: list[int]
+    ) -> None:
+        """End the run, or propose the next generation, after the ranks have ended or a node died."""
+        code = exit_code(codes)
+        status = self._status()
+        if code == 2 or (code == 0 and (not lost or status.get("state") == "finished")):
+            return self._finish(at.number + 1, code, "the input is invalid" if code else "done")
+        is_stop = not lost and code == 75
+        if is_stop and status.get("reason") not in ("SIGUSR2", "SIGTERM"):
+            return self._finish(at.number + 1, 75, str(status.get("reason")))
+        failed = not lost and code not in (0, 75)
+        step = self._checkpoint_step()
+        attempts = 1 if step > at.step else at.attempts + failed
+        if attempts > int(os.environ.get("MAX_ATTEMPTS", "3")):
+            return self._finish(
+                at.number + 1, code, f"{at.attempts} failures without a checkpoint after {step}"
+            )
+        silent = max((self.board.silent_s(member.key) for member in lost), default=0.0)
+        if not self._nodes(len(candidates)):
+            if not come and (is_stop or time.monotonic() - self.changed > GRACE_S):
+                nodes = f"{len(candidates)} nodes are left, fewer than the smallest layout needs"
+                self._finish(at.number + 1, 75, nodes)
+            return
+        why = ", ".join(f"{member.node} was lost" for member in lost) or (
+            "nodes change" if is_stop else f"ranks ended with code {code}"
+        )
+        ago = silent if lost else time.monotonic() - (self.node_ended or time.monotonic())
+        self.recovery = {"death": time.monotonic() - ago, "agreed": time.monotonic()}
+        self._propose(
+            at.number + 1, candidates, target=at.target, reason=why, step=step, attempts=attempts, was=at
+        )
+
+    def _nodes(self, number: int) -> int:
+        """Return the number of nodes of the widest layout for so many nodes; 0 if there is none."""
+        return max((nodes for nodes in self.layouts if nodes <= number), default=0)
+
+    def _propose(
+        self,
+        number: int,
+        candidates: list[Lease],
+        *,
+        target: int,
+        reason: str,
+        step: int = 0,
+        attempts: int = 1,
+        was: Generation | None = None,
+    ) -> None:
+        stay = [] if was is None else [member.node for member in was.members]
+        order = sorted(candidates, key=lambda lease: (lease.node not in stay, lease.node))
+        members = order[: self._nodes(len(order))]
+        overrides = self.layouts[len(members)]
+        wide = max(target, min(len(candidates), max(self.layouts)))
+        new = Generation(number, members, overrides, wide, None, reason, step, attempts)
+        self.board.propose(new, self.lease.key)
+        self.node_ended = None
+        self._say(f"generation {number} ({reason}): {', '.join(new.nodes)} {' '.join(overrides)}")
+
+    def _finish(self, number: int, code: int, reason: str) -> None:
+        self.board.propose(Generation(number, code=code, reason=reason), self.lease.key)
+
+    # The run --------------------------------------------------------------------------------------------
+
+    def _status(self) -> dict:
+        try:
+            return json.loads(Path(self.config.run.dir, STATUS).read_text())
+        except (OSError, ValueError):  # no rank has begun
+            return {}
+
+    def _checkpoint_step(self) -> int:
+        return int(self._status().get("checkpoint_step", 0))
+
+    def _has_stepped(self, at: Generation) -> bool:
+        """Return whether this generation has taken a step."""
+        status = self._status()
+        return status.get("restarts") == at.number and status["step"] > at.step
+
+    def _note_recovery(self, at: Generation) -> None:
+        """Log the seconds from a death to the next step, by parts."""
+        status, now = self._status(), time.monotonic()
+        if not self.recovery or status.get("restarts") != at.number:
+            return
+        self.recovery.setdefault("loaded", now)
+        first = self.recovery.setdefault("step", status["step"])
+        if status["step"] <= first:
+            return
+        times = [self.recovery[name] for name in ("death", "agreed", "loaded")] + [now]
+        parts = [round(later - earlier, 1) for earlier, later in zip(times, times[1:])]
+        line = dict(zip(("notice_s", "load_s", "step_s"), parts), total_s=round(now - times[0], 1))
+        self.board.note("recoveries.jsonl", {"generation": at.number, "reason": at.reason, **line})
+        self._say(f"generation {at.number} took its first step {line}")
+        self.recovery = {}
+
+    def _request(self, nodes: int) -> None:
+        """Submit a job that brings nodes in place of the lost ones, unless one is in the queue."""
+        words = os.environ.get(JOIN)
+        if not words:
+            return
+        note = self.board.directory / "joining"
+        try:
+            if note.exists() and slurm.states([note.read_text().strip()]):
+                return
+            job = slurm.run("sbatch", "--parsable", f"--nodes={nodes}", *shlex.split(words)).strip()
+        except slurm.SlurmError as error:
+            return self._say(f"no job for {nodes} further nodes: {error}")
+        note.write_text(job)
+        self._say(f"job {job} is to bring {nodes} nodes")
+
+    def _end(self, at: Generation) -> int:
+        """Return the exit code of the run; end the job if the node of its batch script is lost."""
+        self._say(f"the run ends with code {at.code}: {at.reason}")
+        if (copy := os.environ.get("LOCKSTEP_STATUS")) and (status := self._status()):
+            Path(copy).write_text(json.dumps(status) + "\n")  # the leader may belong to another job
+        if self.options.logs:
+            (self.logs / "outcome").write_text(
+                f"{at.code}\n"
+            )  # for the batch script: srun's code may be another
+        same = [lease for lease in self.board.alive() if lease.job == self.lease.job]
+        self.board.withdraw(self.lease)
+        nodes = expand_hostlist(os.environ.get("SLURM_JOB_NODELIST", ""))
+        is_last = bool(same) and same[-1].key == self.lease.key
+        note = self.board.directory / "joining"
+        try:
+            if is_last and note.exists():
+                slurm.run("scancel", "--state=PENDING", note.read_text().strip())
+                note.unlink()
+            if is_last and nodes and nodes[0] not in [lease.node for lease in same]:
+                again = at.code == 75 and os.environ.get("NO_REQUEUE", "0") != "1"
+                slurm.run("scontrol", "requeue", self.lease.job) if again else slurm.run(
+                    "scancel", self.lease.job
+                )
+        except (slurm.SlurmError, OSError) as error:
+            self._say(str(error))
+        assert at.code is not None
+        return at.code
+
+    def _say(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} agent of {self.lease.node}: {text}", flush=True)
+
+
+def _environment(at: Generation, place: int, rank: int, local: int) -> dict[str, str]:
+    """Return the environment of a rank: that of a Slurm step of the generation's members."""
+    own = ("MASTER_PORT", "RANK", "WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_HET_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in own} | {
+        "LOCKSTEP_GENERATION": str(at.number),
+        "SLURM_JOB_ID": at.members[0].job or "0",
+        "SLURM_STEP_ID": f"elastic-{at.number}",
+        "SLURM_RESTART_COUNT": str(at.number),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(place),
+        "SLURM_STEP_NUM_TASKS": str(sum(member.ranks for member in at.members)),
+        "SLURM_STEP_NODELIST": ",".join(at.nodes),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(str(member.ranks) for member in at.members),
+        "MASTER_ADDR": at.members[0].address,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

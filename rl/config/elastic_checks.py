@@ -1,0 +1,47 @@
+"""Checks of the section `run.elastic`."""
+
+from typing import Any
+
+from rl.config.options import ConfigError, flatten, show
+from rl.config.point_names import override
+from rl.config.schema import Config
+
+VARYING = ("training.", "rollout.", "roles.")
+"""Beginnings of the keys in which layouts may differ."""
+
+
+def check_elastic(config: Config) -> None:
+    """Raise ConfigError for numbers and layouts that contradict each other, and without checkpoints."""
+    elastic = config.run.elastic
+    if not elastic.is_on:
+        return
+    least, most = elastic.min_nodes, elastic.max_nodes
+    if most < least:
+        raise ConfigError(
+            f"run.elastic.max_nodes={most} is below run.elastic.min_nodes={least}; set it to {least} or more."
+        )
+    if not config.checkpoint.every:
+        raise ConfigError(
+            "checkpoint.every=0 leaves no checkpoint from which the other nodes continue when one dies "
+            "(run.elastic); set checkpoint.every=1 and checkpoint.background=true."
+        )
+    known, seen = flatten(config), set()
+    for layout in elastic.layouts:
+        nodes = layout.get("nodes")
+        if not isinstance(nodes, int) or not least <= nodes <= most or nodes in seen:
+            raise ConfigError(
+                f"run.elastic.layouts has nodes={show(nodes)}, but each layout needs a number of its own, "
+                f"from run.elastic.min_nodes={least} to run.elastic.max_nodes={most}."
+            )
+        seen.add(nodes)
+        for key in layout.keys() - {"nodes"}:
+            if key not in known or not key.startswith(VARYING):
+                raise ConfigError(
+                    f"run.elastic.layouts sets {key}, but layouts differ only in keys of training, rollout "
+                    "and roles; move it out of the layout (train_rl.py --help lists the keys)."
+                )
+
+
+def as_overrides(layout: dict[str, Any]) -> list[str]:
+    """Return a layout as overrides of a command line."""
+    return [f"{key}={override(value)}" for key, value in layout.items() if key != "nodes"]

@@ -1,0 +1,85 @@
+"""The files by which the nodes of an elastic run agree."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from launch.elastic_files import Board, Generation, Lease, exit_code
+from rl.config.checks import check
+from rl.config.options import ConfigError
+from rl.config.schema import load_config
+from rl.dry_run.layouts import find_layout
+from tests.spawn import ROOT
+
+NODE1, NODE2 = (Lease(f"node{n}-1", f"node{n}", f"node{n}", 2, "7", n) for n in (1, 2))
+
+
+def test_a_node_lives_while_its_lease_changes(tmp_path):
+    board, leases = Board(str(tmp_path), lost_s=0.5), (replace(NODE1), replace(NODE2))
+    for lease in leases:
+        Board(str(tmp_path), lost_s=0.5).renew(lease)
+    assert board.alive() == []  # both may have been left by an earlier start
+    for lease in leases:
+        board.renew(lease)
+    assert [lease.node for lease in board.alive()] == ["node1", "node2"]
+    while len(board.alive()) == 2:  # node2 is not renewed any more
+        board.renew(leases[0])
+        time.sleep(0.05)
+    assert [lease.node for lease in board.alive()] == ["node1"]
+    again = replace(NODE1, key="node1-9", started=9)  # an agent that was started again on node1
+    for _ in range(2):
+        board.renew(again)
+        found = board.alive()
+    assert [lease.key for lease in found] == ["node1-9"]
+
+
+def test_of_many_proposals_for_a_number_one_holds(tmp_path):
+    boards = [Board(str(tmp_path), lost_s=9) for _ in range(8)]
+    own = [Generation(1, [replace(NODE1, ranks=n)], ["training.tp=1"]) for n in range(8)]
+    threads = [
+        threading.Thread(target=b.propose, args=(g, f"a{g.members[0].ranks}")) for b, g in zip(boards, own)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [board.newest(None) for board in boards]
+    assert found[0] in own and all(each == found[0] for each in found)
+    boards[0].propose(Generation(2, code=0), "a0")
+    assert boards[1].newest(found[1]) == Generation(2, code=0) == Board(str(tmp_path), 9).newest(None)
+
+
+@pytest.mark.parametrize(
+    "codes, expected", [([0, 0], 0), ([75, 75], 75), ([0, 75], 75), ([1, 75], 1), ([1, 2], 2), ([-9, 1], 137)]
+)
+def test_the_code_of_a_node_is_that_of_its_cause(codes, expected):
+    assert exit_code(codes) == expected
+
+
+BAD = {
+    "run.elastic.max_nodes=1": "run.elastic.max_nodes=1 is below run.elastic.min_nodes=2; set it to 2",
+    "checkpoint.every=0": "checkpoint.every=0 leaves no checkpoint from which the other nodes continue",
+    "run.elastic.layouts=[{nodes: 5}]": "run.elastic.layouts has nodes=5, but each layout needs a number",
+    "run.elastic.layouts=[{nodes: 2, data.shuffle: false}]": "run.elastic.layouts sets data.shuffle, but",
+    "run.elastic.min_nodes=0": "run.elastic.max_nodes=4 has no effect",
+}
+ELASTIC = ("run.elastic.min_nodes=2", "run.elastic.max_nodes=4", "checkpoint.every=1")
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_bad_input_is_refused(override):
+    config = load_config(str(ROOT / "configs" / "quickstart.yaml"), [*ELASTIC, override])
+    with pytest.raises(ConfigError, match="run.elastic|checkpoint.every") as error:
+        check(config)
+    assert BAD[override] in str(error.value)
+
+
+def test_the_dry_run_finds_a_layout_for_the_ranks_that_are_left():
+    path = str(ROOT / "configs" / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
+    wide = load_config(path, ["training.tp=8", "rollout.tp=8"])
+    found = find_layout(wide, 4, ranks_per_node=4)
+    assert found is not None and 4 % (found["training.tp"] * found["training.pp"]) == 0
+    assert find_layout(load_config(path), 8, ranks_per_node=8) == {}  # as it is
+    assert find_layout(wide, 1, ranks_per_node=1) is None  # 7B does not fit
