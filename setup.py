@@ -56,6 +56,7 @@ extras = {
     "agents": ["renderers==0.1.12", "httpx==0.28.1"],
     "test": [
         "pytest==9.2.0",
+        "pytest-xdist==3.8.0",  # tools/test.sh runs test files side by side
         "ruff==0.17.6",
         "mypy==2.4.1",
         "types-pyyaml==6.0.12.20261113",
