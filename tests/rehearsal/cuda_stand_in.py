@@ -224,6 +224,7 @@ def install() -> None:
 
     varlen.varlen_attn = _checked(varlen.varlen_attn, varlen_attn)
     _replace_kernels()
+    _refuse_sums_without_order()
     _replace_sleep_mode()
     _share_log_probs()
 
@@ -240,6 +241,19 @@ def _replace_kernels() -> None:
             assert [a.arg for a in node.args.args] == list(inspect.signature(function).parameters), node.name
             setattr(kernels, node.name, function)
     sys.modules[kernels.__name__] = kernels
+
+
+def _refuse_sums_without_order() -> None:
+    """Refuse functions whose gradients CUDA adds in no fixed order, where elements are selected twice."""
+    real = torch.Tensor.index_select
+
+    def index_select(self, dim, index):
+        own = sys._getframe(1).f_globals["__name__"].startswith("rl.")
+        if own and torch.is_grad_enabled() and self.requires_grad:
+            assert len(index.unique()) == len(index), "use rl.training.rows.select_rows"
+        return real(self, dim, index)
+
+    torch.Tensor.index_select = index_select
 
 
 def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):

@@ -24,6 +24,7 @@ def main(lines: str) -> None:
         Path(lines, f"{os.getpid()}.json").write_text(json.dumps(sorted(cuda_stand_in.reached)))
 
     atexit.register(write)
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # of the process that this one was forked from
     cuda_stand_in.install()
     import torch
 
@@ -35,6 +36,8 @@ def main(lines: str) -> None:
     run = loop.run
 
     def run_and_reach_the_rest(config, inputs, device, watchdog):
+        in_order = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        assert in_order != config.roles.is_on, "with roles a GPU has several queues"
         code = run(config, inputs, device, watchdog)
         watchdog._dump_stacks()
         snapshot = Snapshot()
