@@ -20,7 +20,7 @@ def check_elastic(config: Config) -> None:
         raise ConfigError(
             f"run.elastic.max_nodes={most} is below run.elastic.min_nodes={least}; set it to {least} or more."
         )
-    if not config.checkpoint.every:
+    if not config.checkpoint.every and config.run.mode != "check":  # which saves nothing
         raise ConfigError(
             "checkpoint.every=0 leaves no checkpoint from which the other nodes continue when one dies "
             "(run.elastic); set checkpoint.every=1 and checkpoint.background=true."
