@@ -52,13 +52,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         (out / "stages").mkdir(parents=True, exist_ok=True)
         lock = (out / "lock").open("w")
+        os.set_inheritable(lock.fileno(), True)
     except OSError as error:
         return refused(f"--out {out} cannot be written ({error.strerror}); choose another directory.")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return refused(f"another acceptance writes to {out}; wait for its end or choose another --out.")
+            return refused(
+                f"another acceptance, or a stage of one that was killed, writes to {out}; wait for its end "
+                "or choose another --out."
+            )
         try:
             failed = [stage.name for stage in stages if accept(stage, out, mode, ranks) == "fail"]
         except KeyboardInterrupt:
@@ -148,7 +152,13 @@ def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
     start = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(mode), stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment(mode),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            close_fds=False,  # it inherits the lock of --out, which it holds if this process is killed
         )
         try:
             code, ending = process.wait(limit), ""
@@ -157,7 +167,8 @@ def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
         finally:
             kill_tree(process)
     result = read_results(file) or dict(rows=[])
-    if code and not any(row["verdict"] == "fail" for row in result["rows"]):
+    failed = any(row["verdict"] == "fail" for row in result["rows"])
+    if not failed and (code or not result["rows"]):
         ending = ending or f"exit code {code}"
         result["rows"].append(dict(name="runs to its end", verdict="fail", text=f"{ending}; {tail(log)}"))
     return result | dict(seconds=time.monotonic() - start)

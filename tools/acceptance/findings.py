@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PASS, FAIL, SKIP, NOTE = "pass", "fail", "skip", "note"
+VERDICTS = PASS, FAIL, SKIP, NOTE = "pass", "fail", "skip", "note"
 """Verdicts. A skip names what is missing. A note is a value without a limit."""
 
 
@@ -88,9 +88,17 @@ def read_results(file: Path) -> dict:
     if not file.exists():
         return {}
     found = json.loads(file.read_text())
-    if not (isinstance(found, dict) and isinstance(found.get("rows"), list)):
+    if not (
+        isinstance(found, dict) and isinstance(found.get("rows"), list) and all(map(_is_row, found["rows"]))
+    ):
         raise ValueError(f"{file} has no rows")
+    if "verdict" in found and not (found["verdict"] in VERDICTS and found.keys() >= {"name", "text", "mode"}):
+        raise ValueError(f"{file} has no mode or another verdict")
     return found
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict) and "name" in value and value.get("verdict") in VERDICTS
 
 
 def shown(value: float, unit: str = "") -> str:

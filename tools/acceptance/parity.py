@@ -45,7 +45,7 @@ def run(
         if importlib.util.find_spec("transformer_engine") is None:
             return task.findings.skip("without Transformer Engine", "it is not installed: see stage trainer")
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    if task.mode != "full":
+    if task.mode != "full" and len(architectures) > 1:
         architectures = [name for name in architectures if name in FEW]
     with world(task) as device:
         for name, dtype in product(architectures, dtypes):

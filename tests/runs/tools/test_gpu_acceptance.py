@@ -5,10 +5,17 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
+from rl.sandbox.child import descendants
 from tools import gpu_acceptance
+from tools.acceptance import parity
 from tools.acceptance.findings import Findings
 from tools.acceptance.page import page
 from tools.acceptance.stages import Stage, all_stages
@@ -26,6 +33,40 @@ def test_a_stage_that_crashes_or_hangs_fails(tmp_path):
     for result, why in ((crashed, "exit code 1; StopIteration"), (late, "exceeded its time limit of 0 s")):
         assert gpu_acceptance.verdict(result["rows"]) == "fail"
         assert why in result["rows"][-1]["text"]
+
+
+def test_a_stage_that_reports_nothing_fails(tmp_path, monkeypatch):
+    (tmp_path / "stages").mkdir()
+    monkeypatch.setattr(gpu_acceptance.sys, "executable", "true")
+    result = gpu_acceptance.run_stage(stage(), tmp_path, "rehearse", 1)
+    assert gpu_acceptance.verdict(result["rows"]) == "fail"
+
+
+@pytest.mark.parametrize("names, ran", [(("llama",), ["llama"]), (("qwen2", "llama"), ["qwen2"])])
+def test_a_named_stage_runs_its_architecture_in_every_mode(tmp_path, monkeypatch, names, ran):
+    found = []
+    monkeypatch.setattr(parity, "world", lambda task: nullcontext())
+    case = SimpleNamespace(compare=lambda *_: None)
+    monkeypatch.setattr(parity, "_Case", lambda task, device, name, dtype: found.append(name) or case)
+    parity.run(Task(Findings(tmp_path / "x"), tmp_path, "quick"), architectures=names, dtypes=("bfloat16",))
+    assert found == ran
+
+
+def test_the_stage_of_an_acceptance_that_was_killed_keeps_its_directory(tmp_path, capsys):
+    arguments = ["--rehearse", "--stage", "versions", "--out", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, gpu_acceptance.__file__, *arguments])
+    deadline = time.monotonic() + 60
+    while not (stages := descendants(process.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    try:
+        assert gpu_acceptance.main(arguments) == 2
+        assert "a stage of one that was killed, writes to" in capsys.readouterr().err
+    finally:
+        for each in stages:
+            os.kill(each, signal.SIGKILL)
 
 
 def test_findings_are_on_disk_after_each_row(tmp_path):
@@ -88,7 +129,7 @@ def test_the_acceptance_continues_from_a_stage(tmp_path, monkeypatch):
         (["--quick", "--rehearse"], "not allowed with argument --quick"),
         (["--quick", "--from", "step"], "--from step is after the last stage of --quick"),
         (["--rehearse", "--out", "FILE"], "cannot be written (Not a directory)"),
-        (["--rehearse", "--out", "LOCKED"], "another acceptance writes to"),
+        (["--rehearse", "--out", "LOCKED"], "another acceptance, or a stage"),
         (["--rehearse", "--out", "a,b"], "contains ','; use letters"),
         (["--quick"], "show no GPU; use --rehearse"),
     ],
@@ -113,7 +154,13 @@ def test_wrong_arguments_run_nothing(tmp_path, monkeypatch, capsys, arguments, s
 def test_damaged_results_are_shown_and_do_not_stop_the_others(tmp_path, monkeypatch):
     stages = tmp_path / "stages"
     stages.mkdir()
-    for name, text in (("trainer", '{"rows": ['), ("bare-vllm", "[1]")):
+    damaged = {
+        "trainer": '{"rows": [',
+        "bare-vllm": "[1]",
+        "learning": '{"rows": [1], "verdict": "pass"}',
+        "resume": '{"rows": [], "verdict": "pass"}',
+    }
+    for name, text in damaged.items():
         (stages / f"{name}.json").write_text(text)
     monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
     monkeypatch.setattr(
@@ -121,7 +168,7 @@ def test_damaged_results_are_shown_and_do_not_stop_the_others(tmp_path, monkeypa
     )
     assert gpu_acceptance.main(["--out", str(tmp_path), "--stage", "step"]) == 0
     found = {result["name"]: result["verdict"] for result in gpu_acceptance.results(tmp_path)}
-    assert found == {"trainer": "fail", "bare-vllm": "fail", "step": "pass"}
+    assert found == dict.fromkeys(damaged, "fail") | {"step": "pass"}
     text = (tmp_path / "index.html").read_text()
     assert "--stage trainer" in text and re.search(r"full; 20\d\d-\d\d-\d\d", text)
     task = Task(Findings(stages / "speed.json"), tmp_path, "full")
