@@ -161,7 +161,8 @@ def test_install_cuda_compiles_against_the_installed_headers(tmp_path):
         program.parent.mkdir(parents=True)
     python.write_text(
         '#!/bin/bash\n[ "$1" = -c ] && exec echo /site\n'
-        f'echo "$*; $CPATH; $TORCH_CUDA_ARCH_LIST; $FLASH_ATTN_CUDA_ARCHS; $MAX_JOBS" >>{log}\n'
+        f'echo "$*; $CPATH; $TORCH_CUDA_ARCH_LIST; $FLASH_ATTN_CUDA_ARCHS; $MAX_JOBS;'
+        f' $FLASH_ATTENTION_FORCE_BUILD$NVTE_PYTORCH_FORCE_BUILD$NVTE_FRAMEWORK" >>{log}\n'
     )
     nvcc.write_text("#!/bin/bash\n")
     for program in (python, nvcc):
@@ -170,9 +171,11 @@ def test_install_cuda_compiles_against_the_installed_headers(tmp_path):
     settings |= {"CUDA_ARCHS": "9.0;10.0", "MAX_JOBS": "32"}
     subprocess.run(["bash", ROOT / "tools/install_cuda.sh"], env=os.environ | settings, check=True)
     pip = "-m pip --disable-pip-version-check"
-    include = "/site/nvidia/cudnn/include:/site/nvidia/nccl/include:/own; 9.0;10.0; 90;100; 32"
+    include = (
+        "/site/nvidia/cudnn/include:/site/nvidia/nccl/include:/own; 9.0;10.0; 90;100; 32; TRUETRUEpytorch"
+    )
     assert log.read_text().splitlines() == [
-        f"{pip} install .[cuda-build]; /own; ; ; 32",
+        f"{pip} install .[cuda-build]; /own; ; ; 32; ",
         f"{pip} install --no-build-isolation .[cuda,mpi,slurm,test,report]; {include}",
         f"{pip} install --no-deps --no-build-isolation -e {ROOT}; {include}",
         f"{pip} check; {include}",
