@@ -62,13 +62,18 @@ def bad(check: str, text: str) -> Finding:
 # ---- GPUs ----
 
 
-def check_gpus(expected: int | None) -> list[Finding]:
-    """Check the number of GPUs (`expected`, None if unknown), their memory, ECC errors and clocks."""
+def check_gpus(expected: int | None, only: str = "") -> list[Finding]:
+    """Check the number of GPUs (`expected`, None if unknown), their memory, ECC errors and clocks.
+
+    only: indices of the GPUs to check, as in CUDA_VISIBLE_DEVICES; all if it is empty or has other names.
+    """
     if shutil.which("nvidia-smi") is None:
         if expected:
             return [bad("gpus", f"{expected} GPUs expected, but there is no nvidia-smi")]
         return [ok("gpus", "none expected, and no nvidia-smi")]
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    if re.fullmatch(r"\d+(,\d+)*", only):
+        query.append(f"--id={only}")
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def _devices(task: Task) -> None:
         findings.note(f"GPU {number}: {device.name}", device.total_memory / 2**30, unit="GiB", text=text)
     findings.check("CUDA of torch", True, value=str(torch.version.cuda))
     findings.check("NCCL", True, value=".".join(map(str, torch.cuda.nccl.version())))
-    for found in check_gpus(None):
+    for found in check_gpus(None, only=os.environ.get("CUDA_VISIBLE_DEVICES", "")):
         findings.check(found.check, found.level != "bad", found.text)
     queries = {"driver": ["--query-gpu=driver_version", "--format=csv,noheader"], "links": ["topo", "-m"]}
     for what, arguments in queries.items() if shutil.which("nvidia-smi") else ():

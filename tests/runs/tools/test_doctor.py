@@ -80,6 +80,14 @@ class TestGpus:
         (finding,) = check_gpus(expected=None)
         assert finding.level == "bad" and "device handle" in finding.text
 
+    def test_gpus_of_others_are_not_checked(self, tmp_path, monkeypatch):
+        (tmp_path / "nvidia-smi").write_text('#!/bin/bash\necho "$*" >&2\nexit 1\n')
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        for only, asked in (("0,2", True), ("", False), ("GPU-1f", False)):
+            (finding,) = check_gpus(None, only=only)
+            assert finding.text.endswith(f"--id={only}") == asked and ("--id" in finding.text) == asked
+
 
 class TestNode:
     def test_disks_that_are_full_or_take_no_write(self, tmp_path):
