@@ -1,8 +1,9 @@
 """The moments of a step at which its results are compared with a second source. docs/checks.md lists the
 checks."""
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ from rl.checks.logprobs import (
     sample_gaps,
 )
 from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
+from rl.checks.rounding import RoundingNoise
 from rl.checks.updates import LearningRates, Observed, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
@@ -64,8 +66,12 @@ class Checks:
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         """Maximum mean difference of log-probs, relative to their mean size; 0: they are not compared."""
-        self._engine_limit = self._limit * (FP8_FACTOR if config.rollout.quantization == "fp8" else 1)
+        coarser = FP8_FACTOR if config.rollout.quantization == "fp8" else 1
+        self._engine_limit = self._limit * coarser
         """The same for those of the engine."""
+        is_measured = weights.dtype is torch.bfloat16 and slack > 0 and config.model.numerics != "bitwise"
+        multiple = policy.grid.micro_batch_multiple
+        self.noise = RoundingNoise(multiple, slack * coarser) if is_measured else None
         self.start: Start | None = None
         """Start of the run; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
@@ -129,8 +135,7 @@ class Checks:
             if config.model.numerics == "bitwise" and batch.rollout_logprobs is not None:
                 replayed = config.run.rollouts if is_replay else ""
                 check_equal(batch, batch.old_logprobs, self._policy.version, plans, replayed=replayed)
-            if not is_replay:
-                found = self._against_engine(batch, plans, entropy)
+            found = self._against_engine(batch, plans, entropy)
         if not is_replay:
             self._along_reference(batch)
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
@@ -180,6 +185,27 @@ class Checks:
         self.rates.check_used(lr, step)
         update.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
+    def warnings(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return warnings about the difference between engine and trainer in a step's metrics."""
+        gap = metrics.get("training/logprob_gap")
+        if gap is None:
+            return []
+        found = [self.gaps.jump(gap), self.noise.warning(gap) if self.noise is not None else ""]
+        return [warning for warning in found if warning]
+
+    def sampled_now(self, batch: Batch) -> Tensor | None:
+        """Return the tokens whose log-probs must be the engine's, bool [T]; None if no comparison is made."""
+        config, rollout = self._config, self._config.rollout
+        is_biased = rollout.truncates and rollout.biased_truncation
+        is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
+        is_replay = config.run.mode == "train_only"  # whose policy may have learned from these tokens
+        if not self._limit or is_biased or is_replay or batch.rollout_logprobs is None:
+            return None
+        # Older weights computed a part of the cache, or chose the experts of the first turns.
+        keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
+        whole = keeps_cache or config.training.router_replay == "engine"
+        return present_tokens(batch, self._policy.version, whole=whole)
+
     def _along_reference(self, batch: Batch) -> None:
         """Compare, once the old log-probs and those of the reference are known, in either order."""
         columns = batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs
@@ -190,21 +216,16 @@ class Checks:
         self, batch: Batch, plans: list[MicroBatchPlan], entropy: Tensor | None
     ) -> dict[str, float]:
         """Compare the policy's log-probs with the engine's, where they must be equal."""
-        config, rollout = self._config, self._config.rollout
-        is_biased = rollout.truncates and rollout.biased_truncation
-        is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
-        if not self._limit or is_biased or batch.rollout_logprobs is None:
+        counted, rollout = self.sampled_now(batch), self._config.rollout
+        if counted is None:
             return {}
-        # Older weights computed a part of the cache, or chose the experts of the first turns.
-        keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
-        whole = keeps_cache or config.training.router_replay == "engine"
-        counted = present_tokens(batch, self._policy.version, whole=whole)
         ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)]
         found = check_engine(
             batch,
             batch.old_logprobs,
             counted,
             limit=self._engine_limit,
+            noise=math.inf if self.noise is None else self.noise.limit,
             routes=self._policy.weight_map.placement.num_experts > 0,
             ranks=ranks,
             weights=what_is_equal(self._policy),

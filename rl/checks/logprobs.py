@@ -1,6 +1,6 @@
 """Comparisons of log-probs, which differ only by rounding if engine, trainer and reference are right."""
 
-from math import sqrt
+from math import inf, sqrt
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ def check_engine(
     counted: Tensor,
     *,
     limit: float,
+    noise: float = inf,
     routes: bool,
     ranks: list[list[int]],
     weights: str,
@@ -84,7 +85,8 @@ def check_engine(
     Args:
         logprobs: the trainer's, float32 [T].
         counted: the tokens that are compared (`present_tokens`), bool [T].
-        limit: the largest mean difference (`rounding_limit`).
+        limit: the largest mean difference (`rounding_limit`), relative to the size of log-probs.
+        noise: the largest mean difference by the measured noise (`rl.checks.rounding`), in nats.
         routes: whether the model routes tokens to experts. The sample with the largest difference is then
             left out, because a rounding error may route one of its tokens elsewhere.
         ranks: samples of each data parallel rank of the trainer, for the message.
@@ -98,7 +100,8 @@ def check_engine(
         return {}
     size = float(torch.where(counted, batch.rollout_logprobs.abs(), 0.0).sum() / counted.sum())
     mean, limit = float(by_sample[kept].sum() / counts[kept].sum()), limit * max(1.0, size)
-    if mean <= limit:
+    explained = min(limit, noise)
+    if mean <= explained:
         return {"training/logprob_gap": mean, "training/logprob_gap_limit": limit}
     worst = int(torch.where(counted, (logprobs - batch.rollout_logprobs).abs(), 0.0).argmax())
     sample = int((batch.offsets[1:] <= worst).sum())
@@ -107,8 +110,8 @@ def check_engine(
     by_rank = ", ".join(f"rank {rank} {gap:.2g}" for rank, gap in enumerate(per_rank))
     raise LogprobMismatch(
         f"the engine's log-probs differ from the trainer's by {mean:.2g} nats in the mean over tokens, more "
-        f"than rounding explains ({limit:.2g}); by data parallel rank of the trainer: {by_rank}; largest at "
-        f"token {worst - int(batch.offsets[sample])} of sample {sample}: engine {engine:.4g}, trainer "
+        f"than rounding explains ({explained:.2g}); by data parallel rank of the trainer: {by_rank}; largest "
+        f"at token {worst - int(batch.offsets[sample])} of sample {sample}: engine {engine:.4g}, trainer "
         f"{trainer:.4g}. {weights}. Model, positions, attention, labels, temperature or cache differ "
         "otherwise. If the engine computes in another precision, raise agreement.logprob_slack."
     )

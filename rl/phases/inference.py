@@ -1,9 +1,12 @@
 """Forward passes over a batch: log-probs of policy and reference, values, implicit rewards."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from rl.checks.checks import Checks
+from rl.checks.rounding import rounded_again
 from rl.config.schema import Config, needs_early_logprobs, needs_reference
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -43,6 +46,7 @@ class Inference:
         data's responses has no log-probs of the engine.
         """
         policy, config = self._engines.policy, self._config
+        self._measure_noise(batch)
         estimator, _ = config.objective.chosen
         needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
         if self._is_bitwise(batch):
@@ -107,9 +111,23 @@ class Inference:
         metrics["actor/entropy"] = token_mean(entropy, mask)
         known = None if self._is_bitwise(batch) else entropy  # else only that of the first mini-batch is
         metrics |= engine_gap(batch, logprobs) | self._check(batch, reference=False, entropy=known)
-        if warning := self._checks.gaps.jump(metrics.get("training/logprob_gap", 0.0)):
+        for warning in self._checks.warnings(metrics):
             self._step.progress.line(warning)
         metrics |= correct_rollout(batch, self._config.rollout_correction)
+
+    def _measure_noise(self, batch: Batch) -> None:
+        """Pass twice over a few samples, where the noise of rounding is to be measured."""
+        noise, policy, counted = self._checks.noise, self._engines.policy, self._checks.sampled_now(batch)
+        if noise is None or counted is None:
+            return
+        plan = noise.plan(self._planner.plans(batch)[0].micro_batches, batch, counted)
+        if plan is not None:
+            passes = []
+            for context in (nullcontext(), rounded_again(policy)):
+                with context:
+                    few = [MinibatchPlan(plan)]
+                    passes += self._pass(policy, batch, ("logprobs",), "old_log_prob", "noise", plans=few)
+            noise.measure(plan, batch, counted, passes)
 
     def _is_bitwise(self, batch: Batch) -> bool:
         """Return whether the engine's log-probs of the batch are bitwise the policy's."""

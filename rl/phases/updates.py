@@ -116,6 +116,9 @@ class Updates:
 
         means = self._learn("policy", batch, loss, schedule, timing="update_actor", update_of=update_of)
         policy.version += 1
+        if not batch.mask.any():
+            text = "no token of the batch counts in the loss, so the policy does not learn in this step"
+            self._step.progress.line(f"warning: update check: {text}; see the masks, rejections and limits.")
         self._step.metrics |= _prefixed("actor", means)
         if "actor/kl_loss" in self._step.metrics:
             self._step.metrics["actor/kl_coef"] = config.objective.kl_coef

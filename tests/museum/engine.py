@@ -4,6 +4,7 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 ODD_RANK = "log-probs of one rank"
 GAP = "log-probs of engine and trainer"
+HALF = "model.dtype=bfloat16"
 DIFFER = r"LogprobMismatch: the engine's log-probs differ .*rank \d.*The weights are equal \(all \d+ elements"
 
 
@@ -35,7 +36,7 @@ def wrong_rotary_base_in_the_engine(bug: Bug) -> None:
     after_building(bug, change)
 
 
-@exhibit("NVIDIA/Megatron-LM#6305", model="llama", at=0)
+@exhibit("NVIDIA/Megatron-LM#6305", model="llama", overrides=(HALF,), at=0)
 @caught_by(GAP, DIFFER)
 @replaces("rl.models.rope._llama3")
 def rotary_scaling_ignored(bug: Bug, _llama3, plain, rope):
@@ -194,9 +195,6 @@ def tokens_labelled_with_an_older_version(bug: Bug, versions, self, num_tokens):
 def trainer_ignores_the_truncation(bug: Bug, masks_of, batch, samples):
     """With top_p every importance ratio was multiplied by the probability of the tokens that were kept."""
     return None
-
-
-HALF = "model.dtype=bfloat16"
 
 
 @exhibit("NVIDIA-NeMo/RL#3497", ranks=2, overrides=(HALF, "rollout.samples_per_prompt=32"))

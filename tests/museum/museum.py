@@ -76,8 +76,9 @@ class Exhibit:
 
     @property
     def in_bfloat16(self) -> "Exhibit":
-        """The same bug in a run in bfloat16."""
-        return replace(self, overrides=(*self.overrides, "model.dtype=bfloat16"))
+        """The same bug in a run in bfloat16, whose log-probs differ 10^4 times as much from the engine's."""
+        coarser = (override.replace("1.0e-13", "1.0e-5") for override in self.overrides)
+        return replace(self, overrides=(*coarser, "model.dtype=bfloat16"))
 
     @property
     def saw(self) -> str:

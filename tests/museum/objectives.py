@@ -42,6 +42,14 @@ def masked_tokens_in_the_denominator(bug: Bug, totals, self, batch):
     return replace(totals(self, batch), num_tokens=float(len(batch.mask)))
 
 
+@exhibit("huggingface/trl#6439", overrides=REJECTED, warns=True)
+@caught_by(TOKENS, r"warning: update check: no token of the batch counts in the loss")
+@replaces("rl.objectives.rollout_correction.reject")
+def every_token_masked(bug: Bug, reject, old, rollout, lengths, mask, **options):
+    """All tokens of a batch were masked, so that the update had no effect."""
+    return mask * 0
+
+
 @exhibit("huggingface/trl#6121", overrides=("objective.entropy_coef=0.01",), at=0)
 @caught_by(OBJECTIVE, r"CheckFailed: objective check: .*masked tokens, such as tool output, have a gradient")
 @replaces("rl.phases.policy_gradient.aggregate")

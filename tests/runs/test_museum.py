@@ -18,6 +18,7 @@ ALWAYS = (
     "moments lost before the first update",
     "prompts skipped after a resume",
     "order of the scores lost",
+    "rotary scaling ignored",
 )
 """Exhibits of the default suite, one of each kind."""
 EXHIBITS = load_exhibits()

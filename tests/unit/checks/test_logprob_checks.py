@@ -46,7 +46,9 @@ def test_the_limit_follows_from_dtype_and_size():
 def test_weights_in_fp8_widen_the_limit_for_the_engine_only():
     weights = SimpleNamespace(hf=QWEN_7B | {"vocab_size": 8}, dtype=torch.bfloat16)
     config = load_config(None, ["model.path=m", "data.train=[d]", "rollout.quantization=fp8"])
-    checks = Checks(config, SimpleNamespace(weight_map=weights), frozenset())
+    checks = Checks(
+        config, SimpleNamespace(weight_map=weights, grid=SimpleNamespace(micro_batch_multiple=1)), frozenset()
+    )
     assert (checks._engine_limit, checks._limit) == (16 * 13 * 2.0**-8, 4 * 13 * 2.0**-8)
 
 

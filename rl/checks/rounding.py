@@ -1,0 +1,103 @@
+"""The rounding noise of a policy in bfloat16, and the engine's difference in units of it.
+
+The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most. Here the noise
+is measured: log-probs are compared with those of a second pass that rounds the hidden states once more.
+Engine and trainer of a right run differ by 1.3 to 2.5 times this noise.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from rl.data.batch import Batch
+from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import MicroBatchPlan
+
+WARNED, ENDED = 4.0, 8.0
+"""Multiples of the noise above which the mean difference is logged as a warning, and ends the run."""
+EVERY = 50
+"""Number of batches after which the noise is measured again: it depends on the lengths and the entropy."""
+MIN_TOKENS = 64
+"""Minimum number of tokens of a measurement, if the batch has so many."""
+SEED = 0
+
+
+@contextmanager
+def rounded_again(model: TrainingEngine) -> Iterator[None]:
+    """Change the hidden states after each layer of a model by a random error of rounding, in the context.
+
+    A state h becomes h (1 + eps u), rounded, with u uniform in [-1/2, 1/2]. The tensor parallel ranks of a
+    stage draw the same numbers; other random states are not used.
+    """
+    generator = torch.Generator(model.device.torch).manual_seed(SEED)
+
+    def perturb(_module, _inputs, output):
+        hidden, *rest = output
+        u = torch.rand(hidden.shape, generator=generator, device=hidden.device) - 0.5
+        return ((hidden.float() * (1 + torch.finfo(hidden.dtype).eps * u)).to(hidden.dtype), *rest)
+
+    layers = [
+        part for chunk in model.chunks for part in chunk.modules() if isinstance(part, TransformerLayer)
+    ]
+    handles = [layer.register_forward_hook(perturb) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class RoundingNoise:
+    """The mean difference of log-probs that one more rounding per layer causes, measured every EVERY batches.
+
+    multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`). factor: by which the engine may
+    round more coarsely, and `agreement.logprob_slack`.
+    """
+
+    def __init__(self, multiple: int, factor: float):
+        self._multiple, self._factor, self._age = multiple, factor, 0
+        self._noise: float | None = None
+
+    def plan(self, first: MicroBatchPlan, batch: Batch, counted: Tensor) -> MicroBatchPlan | None:
+        """Return the micro-batches to measure with; None if no measurement is due, or no token is counted.
+
+        first: of the first mini-batch. counted: bool [T], the tokens that the present weights sampled.
+        """
+        if self._noise is not None and self._age % EVERY:
+            return None
+        for number in range(self._multiple, len(first[0]) + 1, self._multiple):
+            plan = [micros[:number] for micros in first]
+            if int(counted[_tokens(plan, batch)].sum()) >= MIN_TOKENS:
+                return plan
+        return first if counted[_tokens(first, batch)].any() else None
+
+    def measure(self, plan: MicroBatchPlan, batch: Batch, counted: Tensor, passes: list[Tensor]) -> None:
+        """Keep the mean difference of two passes, float32 [T] each, over the counted tokens of the plan."""
+        first, second = passes
+        tokens = _tokens(plan, batch)
+        gaps = (first - second)[tokens].abs().double()
+        self._noise, self._age = float(gaps[counted[tokens]].mean()), 0
+
+    @property
+    def limit(self) -> float:
+        """Maximum mean difference; infinite before the first measurement."""
+        return ENDED * self._factor * self._noise if self._noise else math.inf
+
+    def warning(self, gap: float) -> str:
+        """Return a warning if the mean difference is far above the noise, "" otherwise. Once per batch."""
+        self._age += 1
+        if not self._noise or gap <= WARNED * self._factor * self._noise:
+            return ""
+        return (
+            f"warning: log-prob check: engine and trainer differ by {gap:.2g} nats per token, "
+            f"{gap / self._noise:.1f} times the noise that one more rounding per layer causes in this model; "
+            "1.3 to 2.5 is usual."
+        )
+
+
+def _tokens(plan: MicroBatchPlan, batch: Batch) -> Tensor:
+    return batch.tokens_of(sorted(i for micros in plan for micro in micros for i in micro))
