@@ -4,10 +4,11 @@
     srun --ntasks-per-node=1 python tools/doctor.py --config CONFIG          one process per node is enough
     torchrun --nproc-per-node 8 tools/doctor.py --gpus 8              one per rank also checks their links
 
-Checks GPUs (count, idle memory, ECC and Xid errors, clocks), /dev/shm, limits, disks and inodes, installed
-versions, files that the config names, clock differences, the transport in use, and the all-reduce bandwidth
-between pairs of nodes. Prints the problems of each node, and the bad nodes as an option of sbatch. Exit code
-0: no problem or only warnings; 2: a check failed. --json prints one object instead.
+Checks GPUs (count, idle memory, ECC and Xid errors, clocks), the driver, glibc, /dev/shm, limits, disks and
+inodes, home and TMPDIR, what modules left in the environment, installed versions, files that the config
+names, clocks of nodes and file system, network interfaces, the transport in use, and the all-reduce bandwidth
+between pairs of nodes. Prints each problem with its nodes and its remedy, and the bad nodes as an option of
+sbatch. Exit code 0: no problem or only warnings; 2: a check failed. --json prints one object instead.
 """
 
 import argparse
@@ -22,11 +23,16 @@ from pathlib import Path
 
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if sys.version_info < (3, 11):  # noqa: UP036 (a login node's own Python)
+    sys.exit(
+        f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; activate the environment."
+    )
 
 from rl.config.schema import load_config  # noqa: E402
 from rl.runtime.ranks import Ranks, discover  # noqa: E402
 from tools.node_checks import (  # noqa: E402
     Finding,
+    bad,
     check_disks,
     check_gpus,
     check_limits,
@@ -34,6 +40,7 @@ from tools.node_checks import (  # noqa: E402
     check_versions,
     config_paths,
 )
+from tools.site_checks import check_site  # noqa: E402
 
 ByNode = dict[str, list[Finding]]
 
@@ -85,7 +92,10 @@ def own_findings(arguments: argparse.Namespace, ranks: Ranks) -> list[Finding]:
         config = load_config(arguments.config, arguments.overrides)
         written.append(Path(config.run.dir))
         paths = config_paths(config)
-    findings = check_gpus(expected) + check_limits(ranks.local_world_size) + check_versions()
+    findings = (
+        check_gpus(expected) + check_limits(ranks.local_world_size, ranks.world_size) + check_versions()
+    )
+    findings += check_site(written, ranks_on_node=ranks.local_world_size, max_skew_s=arguments.max_skew)
     findings += check_disks(written, min_free_gib=arguments.min_free_gib)
     return findings + (check_readable(paths) if paths else [])
 
@@ -98,7 +108,12 @@ def findings_of_all(arguments: argparse.Namespace, ranks: Ranks, own: list[Findi
     ranks.export()
     with tempfile.NamedTemporaryFile("r", prefix="nccl-") as log:
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=log.name)
-        import torch.distributed as dist
+        try:
+            import torch.distributed as dist
+        except (ImportError, OSError) as error:  # the findings of this node say why; other ranks wait in vain
+            text = f"torch cannot be loaded, so the links are not checked: {error}"
+            print(as_text({socket.gethostname(): [*own, bad("versions", text)]}, verbose=arguments.verbose))
+            sys.exit(2)
 
         from rl.runtime.collectives import gather_objects
         from rl.runtime.session import session
@@ -141,13 +156,20 @@ def excluded(by_node: ByNode) -> list[str]:
 
 
 def as_text(by_node: ByNode, *, verbose: bool) -> str:
-    """Return the report; passed checks are included with `verbose`."""
-    shared = everywhere(by_node)
-    lines = [f"bad   all nodes: {finding.check}: {finding.text}" for finding in shared]
+    """Return the report, each finding once with its nodes; passed checks are included with `verbose`."""
+    nodes_of: dict[Finding, list[str]] = {}
     for host, findings in by_node.items():
         for finding in findings:
-            if finding not in shared and (verbose or finding.level != "ok"):
-                lines.append(f"{finding.level:<5} {host}: {finding.check}: {finding.text}")
+            if verbose or finding.level != "ok":
+                nodes_of.setdefault(finding, []).append(host)
+    lines = []
+    order = ("bad", "warn", "ok")
+    for finding, hosts in sorted(nodes_of.items(), key=lambda item: order.index(item[0].level)):
+        shared = len(hosts) == len(by_node) > 1
+        where = f"all {len(hosts)} nodes" if shared else ",".join(hosts)
+        lines.append(f"{finding.level:<5} {where}: {finding.check}: {finding.text}")
+        if finding.remedy:
+            lines.append(f"      remedy: {finding.remedy}")
     number = len(bad_nodes(by_node))
     lines.append(f"{len(by_node)} node{'s' if len(by_node) > 1 else ''}, {number} with a failed check")
     if out := excluded(by_node):

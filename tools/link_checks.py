@@ -17,6 +17,7 @@ from tools.node_checks import Finding, bad, ok, warn
 
 SAMPLES = 5
 WARM_UP, REPEATS = 2, 5
+SET_GLOO = "set GLOO_SOCKET_IFNAME in slurm/site.sh"
 
 
 def first_ranks(hosts: Sequence[str]) -> list[int]:
@@ -158,12 +159,10 @@ def check_transport(hosts: Sequence[str], device: Device, nccl_log: str) -> list
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        text = f"{name} does not resolve on itself, as gloo needs it to; set GLOO_SOCKET_IFNAME"
-        return [bad("transport", text)]
+        return [bad("transport", f"{name} does not resolve on itself, as gloo needs it to", SET_GLOO)]
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if address.startswith("127.0.0.") and interface in (None, "lo"):
-        text = f"{name} resolves to {address}, which no other node reaches; set GLOO_SOCKET_IFNAME"
-        return [bad("transport", text)]
+        return [bad("transport", f"{name} resolves to {address}, which no other node reaches", SET_GLOO)]
     return [ok("transport", f"gloo over TCP, {interface or address}")]
 
 
@@ -181,7 +180,5 @@ def read_nccl_log(text: str, *, rdma: list[str]) -> list[Finding]:
     names = sorted(set(used))
     if any(name in ("NET/Socket", "Socket") for name in names) and rdma:
         text = f"NCCL uses TCP ({', '.join(names)}) although {', '.join(rdma)} is active"
-        return [
-            bad("transport", f"{text}; check NCCL_DEBUG=INFO, NCCL_IB_HCA and libibverbs in the container")
-        ]
+        return [bad("transport", text, "set NCCL_IB_HCA; install libibverbs1 in the container")]
     return [ok("transport", f"NCCL over {', '.join(names)}")]

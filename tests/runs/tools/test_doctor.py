@@ -24,6 +24,17 @@ from tools.node_checks import (
     ok,
     read_gpus,
 )
+from tools.site_checks import (
+    check_driver,
+    check_file_clock,
+    check_glibc,
+    check_interfaces,
+    check_libraries,
+    check_modules,
+    check_places,
+    check_site,
+    needed_glibc,
+)
 
 FINE = "NVIDIA H100 80GB HBM3, 4, 81559, 0, 1980, 1980, Not Active, Not Active"
 NODES = """
@@ -119,6 +130,68 @@ class TestNode:
         assert finding.level == "warn" and "megatron-core 9.9 (tested: 0.16.1)" in finding.text
 
 
+class TestSite:
+    def test_this_machine_is_in_order(self, tmp_path):
+        assert "bad" not in levels(check_site([tmp_path], ranks_on_node=1, max_skew_s=1.0))
+
+    def test_an_older_glibc_than_the_wheels_were_built_for(self):
+        version, package = needed_glibc()
+        assert (2, 17) < version < (3, 0) and package
+        finding = check_glibc(((2, 99), "vllm"))
+        assert finding.level == "bad" and "vllm needs 2.99" in finding.text and "image" in finding.remedy
+
+    @pytest.mark.parametrize(
+        "torch, driver, level", [("", None, "ok"), ("13.0", 13010, "ok"), ("13.0", 12080, "bad")]
+    )
+    def test_a_driver_that_is_too_old_for_torch(self, torch, driver, level):
+        finding = check_driver(torch, driver)
+        assert finding.level == level and ("R580" in finding.remedy) == (level == "bad")
+
+    def test_interfaces_that_this_node_lacks(self):
+        def of(**env):
+            return levels(check_interfaces(env))
+
+        assert of() == of(NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo") == ["ok"]
+        assert of(NCCL_SOCKET_IFNAME="l") == of(NCCL_SOCKET_IFNAME="^docker0") == ["ok"]  # prefixes, all but
+        assert of(NCCL_SOCKET_IFNAME="=l") == of(GLOO_SOCKET_IFNAME="l") == ["bad"]
+        (finding,) = check_interfaces({"NCCL_IB_HCA": "mlx5_99:1"})
+        assert finding.level == "bad" and "NCCL_IB_HCA=mlx5_99:1" in finding.text
+
+    def test_what_modules_leave_in_the_environment(self, tmp_path, monkeypatch):
+        packages, module = tmp_path / "site-packages", tmp_path / "module"
+        for path in (packages / "nvidia/nccl/lib/libnccl.so.2", module / "libnccl.so.2"):
+            path.parent.mkdir(parents=True)
+            path.touch()
+        monkeypatch.setattr("tools.site_checks._packages", lambda: packages)
+        (finding,) = check_libraries({"LD_LIBRARY_PATH": f"/nowhere:{module}"})
+        assert finding.level == "warn" and f"{module}, whose libnccl.so.2" in finding.text
+        assert levels(check_libraries({"LD_LIBRARY_PATH": str(tmp_path)})) == ["ok"]
+        (tmp_path / "numpy").mkdir()
+        (tmp_path / "numpy" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "numpy", raising=False)
+        (finding,) = check_modules()
+        assert finding.level == "warn" and f"numpy from {tmp_path}" in finding.text
+
+    def test_a_home_or_tmpdir_that_cannot_be_used(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", "/proc/sys")
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / ("x" * 80)))
+        disk = os.statvfs_result((4096, 4096, 1 << 30, 1 << 30, 1 << 30, 0, 0, 0, os.ST_NOEXEC, 255))
+        monkeypatch.setattr(os, "statvfs", lambda path: disk)
+        found = {finding.check: finding for finding in check_places({"LOCKSTEP_CACHE": str(tmp_path)})}
+        assert found["home"].level == "warn" and "XDG_CACHE_HOME" in found["home"].remedy
+        assert found["tmpdir"].level == found["noexec"].level == "bad"
+
+    def test_a_file_system_whose_clock_differs(self, tmp_path, monkeypatch):
+        import time
+
+        real = time.time
+        assert levels(check_file_clock(tmp_path / "run", max_skew_s=1.0)) == ["ok"]
+        monkeypatch.setattr(time, "time", lambda: real() + 5)
+        (finding,) = check_file_clock(tmp_path / "run", max_skew_s=1.0)
+        assert finding.level == "bad" and "-5.0" in finding.text and "chrony" in finding.remedy
+
+
 class TestPairs:
     def test_the_rounds_hold_every_pair_once_and_no_node_twice(self):
         for number in (2, 3, 4, 7, 8):
@@ -158,13 +231,14 @@ class TestTransport:
 
 
 class TestReport:
-    SHARED = bad("paths", "model.path: x cannot be read")
+    SHARED = bad("paths", "model.path: x cannot be read", "copy it")
 
     def test_only_nodes_that_are_worse_than_others_are_excluded(self):
         by_node = {"a": [self.SHARED], "b": [self.SHARED, bad("clock", "+5 s")]}
         assert doctor.excluded(by_node) == ["b"] and doctor.bad_nodes(by_node) == ["a", "b"]
         text = doctor.as_text(by_node, verbose=False)
-        assert text.count("model.path") == 1 and "all nodes" in text and text.endswith("--exclude=b")
+        assert text.count("model.path") == 1 and text.endswith("--exclude=b")
+        assert "bad   all 2 nodes: paths: model.path: x cannot be read\n      remedy: copy it\n" in text
 
     def test_passed_checks_are_reported_on_request(self):
         by_node = {"a": [ok("gpus", "8"), Finding("warn", "versions", "other")]}
@@ -199,7 +273,7 @@ def test_nodes_in_order(config):
     assert code == 0 and report["ok"], report
     assert report["exclude"] == [] and set(report["nodes"]) == {"node0", "node1", "node2"}
     checks = {finding["check"] for finding in report["nodes"]["node1"]}
-    assert {"clock", "bandwidth", "transport", "paths", "disk", "versions", "/dev/shm"} <= checks
+    assert {"clock", "bandwidth", "transport", "paths", "disk", "versions", "/dev/shm", "glibc"} <= checks
 
 
 def test_faults_of_single_nodes_are_named(config):
@@ -210,7 +284,7 @@ def test_faults_of_single_nodes_are_named(config):
         for node, some in report["nodes"].items()
     }
     assert found["node0"] == {}
-    assert found["node1"].keys() == {"clock", "transport"}
+    assert found["node1"].keys() == {"clock", "file clock", "transport"}
     assert -6 < float(found["node1"]["clock"].split()[0]) < -4  # 5 s were injected
     assert found["node2"].keys() == {"paths"} and "train.jsonl" in found["node2"]["paths"]
 
