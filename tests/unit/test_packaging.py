@@ -266,6 +266,27 @@ def test_lock_installs_on_the_oldest_python(setup_arguments):
     assert [name for name, found in accepted.items() if found and oldest not in SpecifierSet(found)] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.13"])
+def test_the_index_has_a_wheel_of_each_pin_for_aarch64(python, tmp_path):
+    """torch without `+cpu`: PyTorch's own index, which has that build, is not asked."""
+    digits = python.replace(".", "")
+    flags = ["--python-version", python, "--implementation", "cp"]
+    flags += [word for abi in (f"cp{digits}", "abi3", "none") for word in ("--abi", abi)]
+    glibc = [f"manylinux_2_{minor}_aarch64" for minor in range(31, 16, -1)]
+    flags += [word for tag in (*glibc, "manylinux2014_aarch64", "any") for word in ("--platform", tag)]
+    pins = [str(pin).replace("+cpu", "") for pin in read_lock("requirements-cpu.txt").values()]
+    (tmp_path / "pins.txt").write_text("\n".join(pins))
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--target", tmp_path / "x"]
+    command += ["--only-binary", ":all:", "--no-binary", "chess", *flags]  # chess has pure sources only
+    probe = subprocess.run([*command, "packaging"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"no package index is reachable: {probe.stderr[-200:]}")
+    done = subprocess.run([*command, "-r", tmp_path / "pins.txt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split("Would install ")[1].split()) == len(pins) > 150
+
+
 def run_installer(tmp_path, *arguments, programs=None, **environment):
     """Run the installer with this machine's programs, some replaced by scripts or (None) missing."""
     fake = tmp_path / "bin"
