@@ -180,8 +180,9 @@ def check_weights(
             planned = part.planned
             wrong |= bool(differing(planned.equality, part.sources, part.destinations, device))
             compared, total = compared + planned.num_compared, total + planned.num_elements
-            if engine.adapters is None or part.values.is_adapter:
-                problem = problem or wrong_adapter(trainer, part.values, trainer.version)
+        for values in values_of(trainer, in_parts=engine.adapters is not None):  # before they are quantised
+            if engine.adapters is None or values.is_adapter:
+                problem = wrong_adapter(trainer, values, trainer.version)
         differ = any_rank(wrong or bool(problem))
     subject = "weights" if with_base else "weights of the adapter"
     _compared[trainer] = trainer.version, subject, compared, total
