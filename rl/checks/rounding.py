@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from rl.data.batch import Batch
@@ -40,9 +39,7 @@ def rounded_again(model: TrainingEngine) -> Iterator[None]:
         u = torch.rand(hidden.shape, generator=generator, device=hidden.device) - 0.5
         return ((hidden.float() * (1 + torch.finfo(hidden.dtype).eps * u)).to(hidden.dtype), *rest)
 
-    layers = [
-        part for chunk in model.chunks for part in chunk.modules() if isinstance(part, TransformerLayer)
-    ]
+    layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
     handles = [layer.register_forward_hook(perturb) for layer in layers]
     try:
         yield
@@ -87,10 +84,14 @@ class RoundingNoise:
         """Maximum mean difference; infinite before the first measurement."""
         return ENDED * self._factor * self._noise if self._noise else math.inf
 
+    def exceeds(self, gap: float, multiple: float) -> bool:
+        """Return whether a mean difference is more than this multiple of the noise."""
+        return self._noise is not None and gap > multiple * self._factor * self._noise
+
     def warning(self, gap: float) -> str:
         """Return a warning if the mean difference is far above the noise, "" otherwise. Once per batch."""
         self._age += 1
-        if not self._noise or gap <= WARNED * self._factor * self._noise:
+        if not self._noise or not self.exceeds(gap, WARNED):
             return ""
         return (
             f"warning: log-prob check: engine and trainer differ by {gap:.2g} nats per token, "

@@ -70,6 +70,7 @@ class FirstStep(Training):
             dp=policy.grid.dp,
             shares_prompts=policy.shares_prompts,
             step=last_step + 1,
+            noise=phases.checks.noise,
         )
         version = policy.num_updates
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rl.checks.rounding import WARNED, RoundingNoise
 from rl.config.durations import seconds_of
 from rl.config.schema import Config, algorithm_of, learns_from_samples, uses_teacher
 from rl.data.batch import Batch, segment_counts
@@ -59,6 +60,8 @@ class Facts:
     """The batch with what `learn` filled; None if the step ended before."""
     after: Tensor | None = None
     """Log-probs of the batch's tokens under the policy after the step, float32 [T]."""
+    noise: RoundingNoise | None = None
+    """The noise of the model, if it is measured."""
     error: str = ""
     """The error that ended the step."""
     dp: int = 1
@@ -294,6 +297,8 @@ def engine_gap(facts: Facts) -> Verdict | None:
         "the two models compute differently; compare dtypes and quantisation, or correct it with "
         "rollout_correction.truncate_tokens"
     )
+    if facts.noise is not None and facts.noise.exceeds(metrics.get("training/logprob_gap", 0.0), WARNED):
+        return Verdict("engine and trainer", "wrong", f"{text}; {WARNED:g} times the model's noise", remedy)
     gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
     return graded("engine and trainer", gap, (PROBS_GAP, math.inf), text, remedy)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks.rounding import RoundingNoise
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
@@ -126,6 +127,12 @@ def one_failure(facts):
     facts.metrics["reward/failures"] = 1.0
 
 
+def above_noise(facts):
+    facts.noise = RoundingNoise(1, 1.0)
+    logprobs = facts.batch.old_logprobs
+    facts.noise.measure([[[0]]], facts.batch, facts.batch.mask > 0, [logprobs, logprobs + 2e-7])
+
+
 def engine(facts):
     facts.metrics["training/rollout_probs_diff_mean"] = 0.05
 
@@ -180,6 +187,7 @@ ILLNESSES = {
     failures: {"reward failures": "wrong"},
     one_failure: {"reward failures": "look"},
     engine: {"engine and trainer": "look"},
+    above_noise: {"engine and trainer": "wrong"},
     large_lr: {"size of the step": "wrong"},
     nan: {"size of the step": "wrong"},
     still: {"size of the step": "look"},
