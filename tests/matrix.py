@@ -91,7 +91,7 @@ FEATURES = {
     "LoRA beside the weights": BESIDE,
     "DoRA": "adapter.kind=dora adapter.rank=4",
     "PiSSA": f"{LORA} adapter.init=pissa",
-    "FP8 base": f"{LORA} adapter.base=fp8",
+    "FP8 base": f"model.path=DIR/blocks {LORA} adapter.base=fp8",
     "sweep": f'sweep.adapters=[{{"run.seed":1}},{{"run.seed":2}}] {BESIDE}',
     "tp 2": "training.tp=2",
     "pp 2": "training.pp=2",
