@@ -58,8 +58,9 @@ class Rollout:
     """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
     async_scheduling: bool = True
     """Schedule each engine step before the tokens of the one before it are processed (vLLM's option of this
-    name), so that the GPU does not wait for Python. Samples are the same. On CPU it saves nothing; with
-    dp_attention it is off."""
+    name), so that the GPU does not wait for Python. A sample has the same tokens, up to rounding, but is seen
+    to end one step later: with carry_over and roles another step may cut it or change its weights. On CPU it
+    saves nothing; with dp_attention or a draft it is off."""
     draft: Draft = field(default_factory=Draft)
     """A small model that proposes tokens, which the engine verifies several at a time."""
     longest_first: bool = False

@@ -212,6 +212,29 @@ def add_collectives_of_experts() -> None:
 
 
 @functools.cache
+def clear_attention_of_dummy_steps() -> None:
+    """Make the attention of a step without requests 0, as vLLM's other backends do; does nothing on CUDA.
+
+    The CPU build returns uninitialised memory. Replicas that share experts compute the token of such a step
+    together with those of other replicas, and how many tokens an expert has changes the rounding of each.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    attend = CPUAttentionBackendImpl.forward
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **options):
+        if attn_metadata is None:
+            return output.zero_()
+        return attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **options)
+
+    CPUAttentionBackendImpl.forward = forward
+
+
+@functools.cache
 def multiply_adapters_by_group() -> None:
     """Make vLLM's CPU build add adapters with one product per adapter and layer.
 

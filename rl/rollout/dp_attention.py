@@ -23,6 +23,7 @@ class DataParallelAttention(ExpertParallel):
 
     def options(self, engine):
         cpu_support.add_collectives_of_experts()
+        cpu_support.clear_attention_of_dummy_steps()
         replicas = engine.placement.ep // engine.tp
         # The experts' memory of a step grows with the tokens of all replicas.
         tokens = max(BATCHED_TOKENS // replicas, engine.config.max_concurrent_samples)

@@ -107,7 +107,8 @@ class Pair:
         size = CAPACITY if kind in ("abort", "weights") else 3 * CAPACITY
         is_text = number // len(KINDS) % 2
         stops = dict(stop=tuple("aeiou")) if is_text else dict(stop_token_ids=tuple(range(40, 60)))
-        sampling = replace(PLAIN, **stops)
+        # Without stops requests decode until they need a second block of the KV cache.
+        sampling = PLAIN if kind == "preempt" else replace(PLAIN, **stops)
         replica = self.engines[0].replica
         requests = [
             Request(
