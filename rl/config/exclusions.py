@@ -100,7 +100,11 @@ EXCLUSIONS = {
     },
     "roles": {
         "not samples": "generators produce samples to learn from; leave out the section roles",
-        "rollout.carry_over, rollout.longest_first": (
+        "rollout.carry_over": (
+            "generators go on with unfinished samples by themselves with roles.granularity=turn, group or "
+            "sample; use one of these, and leave out rollout.carry_over"
+        ),
+        "rollout.longest_first": (
             "generators begin groups in one fixed order, without the end of a step; leave out one of the two"
         ),
     },
@@ -354,7 +358,7 @@ _NOT_BUILT = {
         "roles, rollout.carry_over, a sweep, run.mode=train_only, training.cp, training.vpp, "
         "model.numerics=bitwise"
     ),
-    "roles": "rollout.carry_over, rollout.longest_first",
+    "roles": "rollout.longest_first",
     "adapter.base=fp8": "adapter.kind=dora, critic.share_base, a sweep",
     "adapters in the engine": "adapter.kind=dora",
     "model.numerics=bitwise": (
