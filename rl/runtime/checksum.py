@@ -41,7 +41,7 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
     single element changes, and if two different rows or columns are exchanged.
 
     start: row and column of the first element in the whole tensor, by default 0. A tensor of more than two
-    dimensions has a row per index of all dimensions but the last.
+    dimensions has a row per index of all dimensions but the last, and is divided only along the first.
     """
     return placed_checksums([values], [start])[0]
 
@@ -56,10 +56,19 @@ def placed_checksums(parts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -
     order = list(buckets(parts))
     if not order:
         return torch.zeros(0, dtype=torch.int64)
-    at = torch.tensor([(0, 0, *start)[-2:] for start in starts], device=parts[0].device)
+    at = torch.tensor([_place(part, start) for part, start in zip(parts, starts)], device=parts[0].device)
     found = [_checksums(_bits(_stacked(parts, numbers)), at[numbers]) for numbers in order]
     places = torch.tensor([number for numbers in order for number in numbers]).argsort()
     return torch.cat(found)[places.to(found[0].device)]
+
+
+def _place(part: Tensor, start: Sequence[int]) -> tuple[int, int]:
+    """Return row and column of the first element of a part in the whole tensor."""
+    *rows, column = start or (0,)
+    place = 0
+    for first, size in zip(rows, (1, *part.shape[1:-1])):
+        place = place * size + first
+    return place, column
 
 
 def buckets(parts: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -39,6 +39,8 @@ def test_vectors_and_stacks_of_matrices_count_by_place():
     assert (parts - int(placed_checksum(vector))) % 2**64 == 0
     assert placed_checksum(stack.flip(0)) != placed_checksum(stack)
     assert placed_checksum(stack) == placed_checksum(stack.view(12, 2))
+    halves = int(placed_checksum(stack[:1], (0, 0, 0))) + int(placed_checksum(stack[1:], (1, 0, 0)))
+    assert (halves - int(placed_checksum(stack))) % 2**64 == 0
 
 
 @pytest.mark.parametrize("alone", [0, 1 << 16])
