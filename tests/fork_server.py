@@ -29,6 +29,7 @@ MODELS = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
     "llama",
     "mistral",
     "mixtral",

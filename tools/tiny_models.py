@@ -124,6 +124,19 @@ PARTICULAR: dict[str, dict] = {
     "Gemma3ForCausalLM": GEMMA3,
     "Phi3ForCausalLM": {},
     "MiniMaxM2ForCausalLM": dict(head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3),
+    "Qwen3NextForCausalLM": dict(
+        head_dim=64,
+        num_hidden_layers=4,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    ),
     "GptOssForCausalLM": dict(
         head_dim=64,
         intermediate_size=128,  # vLLM on CPU requires a multiple of 32 per rank
@@ -213,6 +226,8 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (tensor.ndim == 1 or name.endswith("_bias")) and "inv_freq" not in name:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
+            if name.endswith("A_log"):
+                tensor.sub_(3.0)  # states of gated delta nets last for some tokens
     model.save_pretrained(directory)
     if architecture in VISION:
         build_image_tokenizer().save_pretrained(directory)

@@ -17,7 +17,7 @@ from rl.models import BITWISE, architecture
 from rl.models.fp8_blocks import cut_blocks, quantised_weights
 from rl.models.layout import FP8_BLOCK, Weight
 from rl.models.rope import positions
-from rl.models.sizes import expert_width, has_expert_biases, num_experts, num_kv_heads
+from rl.models.sizes import expert_width, has_delta_nets, has_expert_biases, num_experts, num_kv_heads
 from rl.models.unsupported import needed
 
 
@@ -67,6 +67,8 @@ def check_layout(
             f"model.numerics=bitwise does not compute the layers of {architectures[0]}, only those of "
             f"{listed(BITWISE, 'and')}; use model.numerics=fast."
         )
+    if has_delta_nets(hf) and path is None:
+        check_recurrent(config)
     train, rollout = role_ranks(config, world_size)
     check_training_grid(config, len(train), hf)
     check_minibatch(config, len(train))
@@ -78,6 +80,20 @@ def check_layout(
             hf,
             ("data.max_prompt_tokens", config.data.max_prompt_tokens),
             ("rollout.max_response_tokens", config.rollout.max_response_tokens),
+        )
+
+
+def check_recurrent(config: Config) -> None:
+    """Raise ConfigError for what an engine with gated delta nets cannot do."""
+    if config.rollout.draft.path:
+        raise ConfigError(
+            f"rollout.draft.path={config.rollout.draft.path} verifies several tokens at once, but the states "
+            "of gated delta nets cannot be taken back to the last accepted one; leave out the draft."
+        )
+    if config.rollout.quantization != "none":
+        raise ConfigError(
+            f"rollout.quantization={config.rollout.quantization} is not supported for a model with gated "
+            "delta nets, whose projections the refit does not quantise; use none."
         )
 
 
@@ -342,10 +358,12 @@ def check_divides(key: str, value: int, sizes: dict[str, int], fits: list[int]) 
 
 def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
     """Return the sizes that tensor parallelism splits evenly, in training and in generation."""
+    of_nets = {"{} key heads of gated delta nets": hf["linear_num_key_heads"]} if has_delta_nets(hf) else {}
     return {
         "{} attention heads": model_size(hf, "num_attention_heads"),
         "hidden size of {}": model_size(hf, "hidden_size"),
         "intermediate size of {}": model_size(hf, "intermediate_size"),
+        **of_nets,
     }
 
 

@@ -184,6 +184,7 @@ def decoding(
     num_mixtures = len({part.weight.layer for part in model.parts if part.weight.expert is not None})
     exchanges = num_mixtures if sharing > 1 else 0
     per_sample = (lengths.prompt + lengths.response / 2) * engine.bytes_per_token
+    per_sample += model.state_bytes(tp, itemsize)  # one state is read and written
     prefill = prefill_seconds(layout, model, hardware)
     launch_ms = hardware.eager_layer_ms * model.num_layers if config.rollout.enforce_eager else 0.0
 

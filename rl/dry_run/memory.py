@@ -20,7 +20,7 @@ from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
 from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges
-from rl.models.sizes import num_kv_heads
+from rl.models.sizes import layer_kinds, num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
@@ -140,10 +140,12 @@ class EngineMemory:
     """Maximum tokens of a sequence."""
     staged: float = 0.0
     """Weights of one group on their way into FP8, during a refit."""
+    states: float = 0.0
+    """Recurrent states of the samples that run at once."""
 
     @property
     def cache(self) -> float:
-        return self.budget - self.weights - self.workspace
+        return self.budget - self.weights - self.workspace - self.states
 
     @property
     def cache_tokens(self) -> int:
@@ -438,7 +440,8 @@ def layer_elements(
 ) -> float:
     """Return the number of elements that the backward pass of a layer needs on one rank.
 
-    These are input and output of every matrix product, and queries and keys after the rotary embedding.
+    These are input and output of every matrix product, and queries and keys after the rotary embedding, or
+    what a gated delta net computes from.
     parts: those whose activations are kept. Of an MLP, of experts and of up-projections that are computed
     again, the input is; queries and keys are the attention's own copies.
     """
@@ -466,6 +469,10 @@ def layer_elements(
             shared += columns / cut_in + rows / tp
     query, value = model.heads_width
     rotated = (query + num_kv_heads(model.hf) * query // model.hf["num_attention_heads"]) / tp
+    if model.num_recurrent and layer_kinds(model.hf)[layer] == "linear_attention":
+        # Of the whole row: normed queries and keys per value head, values, a chunk's scores, outputs.
+        heads, keys, values = model.recurrence
+        rotated = heads * (2 * keys + 2 * values + 64) / tp * layout.cp
     per_rank = tokens / tp if layout.sequence_parallel else tokens
     # Inputs of the norms: the residual stream before the attention and before the MLP.
     norms = 2 * model.hf["hidden_size"] / cut_in
@@ -543,6 +550,7 @@ def engine_memory(
         itemsize * model.cache_elements(rollout.tp),
         longest_sequence(config),
         staged=itemsize * in_fp8 / REFIT_GROUPS,
+        states=rollout.max_concurrent_samples * model.state_bytes(rollout.tp, itemsize),
     )
 
 

@@ -73,6 +73,6 @@ def computed_again(training: Training, model: "Model", length: float) -> float:
         if part.weight.layer is not None and len(part.weight.shapes[0]) > 1 and not parts.holds(part.weight):
             routed = model.experts_per_token / model.num_experts if part.weight.expert is not None else 1
             again += part.elements * routed
-    attention = model.num_layers * sum(model.heads_width) * length / 2
+    attention = model.score_products(length)
     again += attention * attention_again(training)
     return again / (model.multiplied + attention)

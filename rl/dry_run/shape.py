@@ -39,6 +39,16 @@ class Model:
         return self.hf["num_hidden_layers"]
 
     @property
+    def num_attentions(self) -> int:
+        """Number of layers with attention."""
+        return sizes.attention_layers(self.hf)
+
+    @property
+    def num_recurrent(self) -> int:
+        """Number of layers with a gated delta net."""
+        return self.num_layers - self.num_attentions
+
+    @property
     def num_experts(self) -> int:
         """Number of routed experts of a layer; 0 for a dense model."""
         return sizes.num_experts(self.hf)
@@ -90,7 +100,39 @@ class Model:
         hf = self.hf
         if hf.get("kv_lora_rank"):
             return self.num_layers * (hf["kv_lora_rank"] + hf["qk_rope_head_dim"])
-        return self.num_layers * 2 * math.ceil(sizes.num_kv_heads(hf) / tp) * sizes.head_dim(hf)
+        return self.num_attentions * 2 * math.ceil(sizes.num_kv_heads(hf) / tp) * sizes.head_dim(hf)
+
+    def state_bytes(self, tp: int, itemsize: int) -> int:
+        """Return the bytes of a sequence's recurrent states in a rank's caches.
+
+        A state is float32. vLLM keeps two per layer: the current one and that of the last cached block.
+        """
+        if not self.num_recurrent:
+            return 0
+        hf, (heads, keys, values) = self.hf, self.recurrence
+        channels = 2 * hf["linear_num_key_heads"] * keys + heads * values
+        window = channels * (hf["linear_conv_kernel_dim"] - 1) * itemsize
+        return self.num_recurrent * 2 * (4 * heads * keys * values + window) // tp
+
+    @property
+    def recurrence(self) -> tuple[int, int, int]:
+        """Value heads, channels of a key and channels of a value of its gated delta nets."""
+        names = "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+        heads, keys, values = (self.hf[name] for name in names)
+        return heads, keys, values
+
+    def score_products(self, length: float) -> float:
+        """Return the products per token of attention's scores and sums, half of which are masked, and of
+        recurrent states.
+
+        length: tokens of a sequence. In a chunk of 64 tokens a gated delta net computes scores, solves a
+        triangular system, and reads and updates its state.
+        """
+        products = self.num_attentions * sum(self.heads_width) * length / 2
+        if self.num_recurrent:
+            heads, keys, values = self.recurrence
+            products += self.num_recurrent * heads * (3 * keys * values + 64 * (3 * keys + 2 * values))
+        return products
 
     def derived_elements(self, tp: int) -> int:
         """Return the number of elements that the engine derives from weights and keeps.

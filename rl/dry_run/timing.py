@@ -149,9 +149,8 @@ def training_pass(
 
     per_parameter: operations per parameter and token, 2 for a forward pass; attention scales with it.
     """
-    query, value = model.heads_width
-    attention = model.num_layers * (query + value) * lengths.total / 2  # products per token; half are masked
-    operations = per_parameter * (model.multiplied + attention) * sequences * lengths.total
+    products = model.multiplied + model.score_products(lengths.total)
+    operations = per_parameter * products * sequences * lengths.total
     imbalance = hardware.expert_imbalance if model.num_experts else 1.0
     arithmetic = imbalance * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
     micro_batches = num_micro_batches(config, layout, lengths.total)

@@ -8,7 +8,7 @@ from rl.config.options import ConfigError
 from rl.config.rollout import Rollout
 from rl.config.schema import Config, needs_reward, needs_sampling_masks
 from rl.models import read_hf_config
-from rl.models.sizes import num_experts
+from rl.models.sizes import has_delta_nets, num_experts
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.parts import Part
 from rl.runtime.device import Device
@@ -55,7 +55,7 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
 
 def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
     """Return the parts of that engine. A run imports only those that it uses."""
-    parts = expert_parts(config.rollout)
+    parts = model_parts(config.rollout, read_hf_config(config.model.path))
     if adapters:
         from rl.rollout.adapters import AdapterSlots
 
@@ -104,17 +104,25 @@ def frozen_engines(config: Config) -> dict[str, tuple[str, float, int]]:
     return frozen
 
 
-def expert_parts(rollout: Rollout) -> list[Part]:
-    """Return the part of an engine whose ranks hold whole experts, if there is one."""
-    if rollout.ep == 1:
-        return []
-    if rollout.dp_attention:
+def model_parts(rollout: Rollout, hf: dict) -> list[Part]:
+    """Return the parts of an engine for the layers of a model: gated delta nets, whole experts on a rank.
+
+    hf: the model's config.json.
+    """
+    parts: list[Part] = []
+    if has_delta_nets(hf):
+        from rl.rollout.delta_nets import DeltaNets
+
+        parts.append(DeltaNets())
+    if rollout.dp_attention and num_experts(hf):
         from rl.rollout.dp_attention import DataParallelAttention
 
-        return [DataParallelAttention()]
-    from rl.rollout.expert_parallel import ExpertParallel
+        parts.append(DataParallelAttention())
+    elif rollout.ep > 1 and num_experts(hf):
+        from rl.rollout.expert_parallel import ExpertParallel
 
-    return [ExpertParallel()]
+        parts.append(ExpertParallel())
+    return parts
 
 
 def build_frozen(
@@ -130,7 +138,7 @@ def build_frozen(
         device=device,
         name=name,
         frozen=True,
-        parts=expert_parts(config.rollout) if num_experts(read_hf_config(path)) else (),
+        parts=model_parts(config.rollout, read_hf_config(path)),
     )
     engine.sleep()
     return engine

@@ -90,13 +90,13 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _linear_layers(weights: Sequence[Weight]) -> Iterator[tuple[Weight, int]]:
-    """Yield (weight, index of its tensor) of every linear layer but routers, embedding and head.
+    """Yield (weight, index of its tensor) of every linear layer but routers, gates, embedding and head.
 
     Experts whose tensors the checkpoint holds as one have no adapters: peft has one for all of them there.
     """
     for weight in weights:
         is_matrix = weight.layer is not None and len(weight.shapes[0]) == 2 and weight.stored is None
-        if is_matrix and ".router." not in weight.megatron:
+        if is_matrix and ".router." not in weight.megatron and not weight.megatron.endswith("gate_weight"):
             yield from ((weight, part) for part in range(len(weight.hf)))
 
 

@@ -181,14 +181,14 @@ def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf
     Training without these tensors would change the model.
 
     These tensors are allowed: an unused head (tied to the embedding, or of a language model read as a
-    critic), computed buffers, scales of FP8 blocks, and the layers for multi-token prediction after the last
-    layer (DeepSeek-V3).
+    critic), computed buffers, scales of FP8 blocks, and the layers for multi-token prediction, after the last
+    layer (DeepSeek-V3) or named mtp (Qwen3-Next).
     """
     found = set(names)
     known = {name for weight in weights for name in weight.hf} | {"lm_head.weight"}
     known |= {name for weight in weights for name in stored_shapes(weight, found)}
     first, count = hf["num_hidden_layers"], max(hf.get(key) or 0 for key in PREDICTING)
-    predicting = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+    predicting = ("mtp.", *(f"model.layers.{layer}." for layer in range(first, first + count)))
     extra = sorted(
         name
         for name in found

@@ -28,6 +28,23 @@ def attention_widths(hf: dict) -> tuple[int, int]:
     return heads * head_dim(hf), heads * head_dim(hf)
 
 
+def layer_kinds(hf: dict) -> list[str]:
+    """Return for each layer of a model with gated delta nets linear_attention or full_attention."""
+    every, layers = hf.get("full_attention_interval", 4), range(hf["num_hidden_layers"])
+    kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in layers]
+    return hf.get("layer_types") or kinds
+
+
+def has_delta_nets(hf: dict) -> bool:
+    """Return whether layers have gated delta nets in place of attention."""
+    return bool(hf.get("linear_num_value_heads"))
+
+
+def attention_layers(hf: dict) -> int:
+    """Return the number of layers with attention, which keep keys and values of every token."""
+    return layer_kinds(hf).count("full_attention") if has_delta_nets(hf) else hf["num_hidden_layers"]
+
+
 def num_experts(hf: dict) -> int:
     """Return the number of routed experts of a layer, by the key of each family; 0 for a dense model."""
     return next(

@@ -1,6 +1,7 @@
 """Causal attention over packed rows, in which several answers may share a prompt (`rl.training.rows`)."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from rl.training.rows import Prefix, RowAttention, Run, select_rows, windowed
+from rl.training.rows import Group, Prefix, RowAttention, Run, select_rows, windowed
 
 if TYPE_CHECKING:
     from rl.training.context_parallel import Part
@@ -36,6 +37,10 @@ class PackedRow(PackedSeqParams):
     """`attention` with a window, once a layer needs it; all windows of a model are equal."""
     part: "Part | None" = None
     """This rank's part, if context parallel ranks share the row."""
+    groups: Sequence[Group] = ()
+    """`MicroBatch.groups`."""
+    recurrence: Any = None
+    """The row as recurrent layers read it (`rl.training.delta_net`), once one needs it."""
     routes: Any = None
     """`MicroBatch.routes`."""
     images: Any = None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -51,21 +52,26 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
             "q_lora_rank=null (DeepSeek-V2-Lite) requires megatron-core 0.16: later versions would also "
             "normalise the query; pip install megatron-core==0.16.1."
         )
+    own_mixers: dict[type, type] = {}
+    if config.linear_attention_freq:
+        from rl.training.delta_net import Mixer
+
+        own_mixers[SelfAttention] = Mixer
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        if not fuses_norms:
+        if not fuses_norms or own_mixers:  # two linear layers of a delta net read the normed input
             for layer in spec.layer_specs:
                 _separate_norms(layer.submodules)
         # TE's attention has no sinks for packed rows.
         own = CoreAttention if config.softmax_type == "learnable" else te_attention(TEDotProductAttention)
-        return replace_classes(spec, {TEDotProductAttention: own})
+        return replace_classes(spec, {TEDotProductAttention: own} | own_mixers)
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=kind, vp_stage=vp_stage
     )
-    return replace_classes(spec, LOCAL_CLASSES, latents=DuplicatedLinear)
+    return replace_classes(spec, LOCAL_CLASSES | own_mixers, latents=DuplicatedLinear)
 
 
 @contextlib.contextmanager

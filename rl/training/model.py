@@ -91,6 +91,7 @@ class Packed(GPTModel):
             routes=micro.routes,
             images=micro.images,
             part=micro.part,
+            groups=micro.groups,
         )
         request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.masks, micro.teacher)
         if micro.part is not None:

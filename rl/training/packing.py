@@ -72,6 +72,8 @@ class MicroBatch:
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
     part: "Part | None" = None
     """This rank's part of the row, if context parallel ranks share it."""
+    groups: list[Group] = field(default_factory=list)
+    """The groups of the whole row, with its padding."""
 
     def __getattr__(self, name: str) -> Tensor:
         """Return a column: `micro.advantages` is `micro.columns["advantages"]`."""
@@ -96,7 +98,7 @@ def with_columns(row: MicroBatch, batch: Batch) -> MicroBatch:
     if batch.labels is not None:
         host["labels"] = batch.labels[row.samples]
     device = row.tokens.device
-    columns = dict(zip(host, _to_device([x.numpy() for x in host.values()], torch.float32, device)))
+    columns = dict(zip(host, to_device([x.numpy() for x in host.values()], torch.float32, device)))
     return replace(row, labels=columns.pop("labels", None), columns=columns)
 
 
@@ -168,7 +170,7 @@ def _lay_out(batch, samples, multiple, device, share, context) -> MicroBatch:
         arrays |= {name: arrays[name][:, own] for name in ("tokens", "position_ids")}
         arrays["bounds"] = np.array([0, len(own)])
     on_device = dict(
-        zip([*arrays, *keys], _to_device([*arrays.values(), *keys.values()], torch.int64, device))
+        zip([*arrays, *keys], to_device([*arrays.values(), *keys.values()], torch.int64, device))
     )
     keys = {name: on_device.pop(name) for name in keys}
     part, attention = (None, row_attention(groups, keys, device)) if split is None else split.on(keys)
@@ -177,6 +179,7 @@ def _lay_out(batch, samples, multiple, device, share, context) -> MicroBatch:
         bounds=on_device.pop("bounds").int(),
         attention=attention,
         part=part,
+        groups=groups,
         column_index=torch.from_numpy(ranges(batch.offsets.numpy()[samples], responses)),
         starts=np.stack([before + 1 - prompts, first]),
         **on_device,
@@ -200,7 +203,7 @@ def _units(batch, samples, share, prompts, responses) -> list[list[int]]:
     return sorted(units, key=lambda unit: (len(unit) > 1, prompts[unit[0]] + responses[unit].sum()))
 
 
-def _to_device(arrays: list[np.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def to_device(arrays: list[np.ndarray], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return the arrays on the device, in their shapes, with one transfer that does not block the host."""
     sizes = [array.size for array in arrays]
     host = torch.empty(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")

@@ -8,8 +8,8 @@ of tests/rehearsal/statements.py that were reached. Replaced are:
   An X without an entry raises an error that names this file.
 - `x.is_cuda` of tensors and storages is True; the literals "cuda" and "nccl" become "cpu" and "gloo".
 - Pinned memory is ordinary memory; `x.cuda()` is x; streams and events execute in program order.
-- SDPA computes torch's variable-length attention, torch functions replace Triton's kernels, and vLLM's sleep
-  mode discards weights and cache.
+- SDPA computes torch's variable-length attention, torch functions replace Triton's kernels and those of
+  flash-linear-attention, and vLLM's sleep mode discards weights and cache.
 """
 
 import ast
@@ -21,7 +21,7 @@ import sys
 import types
 from collections.abc import Iterable
 from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 
 import torch
@@ -224,6 +224,7 @@ def install() -> None:
 
     varlen.varlen_attn = _checked(varlen.varlen_attn, varlen_attn)
     _replace_kernels()
+    _add_delta_rule()
     _refuse_sums_without_order()
     _replace_sleep_mode()
     _share_log_probs()
@@ -241,6 +242,27 @@ def _replace_kernels() -> None:
             assert [a.arg for a in node.args.args] == list(inspect.signature(function).parameters), node.name
             setattr(kernels, node.name, function)
     sys.modules[kernels.__name__] = kernels
+
+
+def _add_delta_rule() -> None:
+    """Register a module with the function of flash-linear-attention that the program calls."""
+    from rl.numerics.delta_rule import Chunks, gated_delta_rule
+
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, *, cu_seqlens
+    ):
+        assert q.dtype is k.dtype is v.dtype is torch.bfloat16 and g.dtype is torch.float32 and scale == 1.0
+        assert len(q) == 1 and all(x.is_contiguous() for x in (q, k, v, g, beta))
+        assert cu_seqlens.dtype is torch.int64 and q.shape[1] == cu_seqlens[-1]
+        chunks = Chunks.of(cu_seqlens.diff().tolist(), q.device)
+        out, final = gated_delta_rule(*(x[0] for x in (q, k, v, g, beta)), chunks, initial_state)
+        return out[None], final if output_final_state else None
+
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.chunk_gated_delta_rule = chunk_gated_delta_rule
+        sys.modules[name] = module
 
 
 def _refuse_sums_without_order() -> None:

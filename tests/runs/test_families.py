@@ -18,6 +18,7 @@ FAMILIES = (
         "Phi3ForCausalLM",
         "GptOssForCausalLM",
         "MiniMaxM2ForCausalLM",
+        "Qwen3NextForCausalLM",
     ),
 )
 STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")

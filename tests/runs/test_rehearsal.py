@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.checkpoints import save_tiny
 from tests.records import records
 from tests.rehearsal.statements import cuda_statements
 from tests.spawn import ROOT, run_ranks
@@ -80,6 +81,9 @@ def rehearsed(toy, tmp_path_factory):
     exact = ("model.numerics=bitwise", *whole, "run.max_steps=1", f"run.dir={directory}/bitwise")
     run_ranks(1, REHEARSE, lines, "--config", config, *exact, timeout=300)
     assert records(directory / "bitwise")[0]["training/rollout_probs_diff_max"] == 0.0
+    nets = save_tiny("Qwen3NextForCausalLM", directory / "nets", seed=1)
+    recurrent = (f"model.path={nets}", *untraced, *whole, "run.max_steps=1", f"run.dir={directory}/recurrent")
+    run_ranks(1, REHEARSE, lines, "--config", config, *recurrent, timeout=300)
     reached = {tuple(found) for path in lines.iterdir() for found in json.loads(path.read_text())}
     return reached, directory / "run"
 

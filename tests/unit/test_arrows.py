@@ -66,7 +66,7 @@ def test_the_diagram_in_the_docs_has_these_floors():
 
 OPTIONAL = (
     "rl.agents|phases.trajectories",
-    "rl.numerics|bitwise_numerics",
+    r"rl.numerics|bitwise_numerics|\.delta_nets?\b",
     "rl.rollout.(adapters|routes|sampling_masks)",
     "trace_recorder|run.first_step",
     "rl.sandbox.(container|images)|shipped.container|integrations.harbor",

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "phi4": "Phi3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
+    "qwen3-next": "Qwen3NextForCausalLM",
 }
 FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
 """Architectures that --quick and --rehearse cover."""

@@ -159,7 +159,9 @@ MODELS = {
     r"Nemotron": "Mamba layers are not supported; docs/models.md lists what is.",
     r"Qwen1\.5-MoE|Hy3|MiMo|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
     r"gemma-(1|2|7)": "Gemma 1 and 2 are not supported; docs/models.md lists what is.",
-    r"Qwen3\.[5-9]|Qwen3-Next": "gated delta nets are not supported; docs/models.md lists what is.",
+    r"Qwen3\.[5-9]": (
+        "of models with gated delta nets, only Qwen3-Next is supported; docs/models.md lists what is."
+    ),
     r"Omni|(?<!Qwen2\.5-)VL\b|4\.\dV|Kimi-K2\.[5-9]": (
         "of models that see or hear, only Qwen2.5-VL is supported; docs/models.md lists what is."
     ),

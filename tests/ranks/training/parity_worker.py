@@ -132,7 +132,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layo
         config = config_of(checkpoint_a, 1, 1, 1, sizes)
         options: dict = dict(dtype="float32", max_tokens=128, seed=1, device=device)
         engine = RolloutEngine(
-            checkpoint_a, config.rollout, **options, parts=rollout_engines.expert_parts(config.rollout)
+            checkpoint_a, config.rollout, **options, parts=rollout_engines.model_parts(config.rollout, hf)
         )
 
         def samples_of(sampling: Sampling):

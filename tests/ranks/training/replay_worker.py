@@ -161,7 +161,7 @@ def main(checkpoint: str, dtype: str, out_dir: str, engine_layout: str, *layouts
         hf = read_hf_config(checkpoint)
         tp, ep = map(int, engine_layout.split("x"))
         rollout = Rollout(tp=tp, ep=ep, dp_attention=ep > tp, max_concurrent_samples=4, cpu_kv_cache_mib=16)
-        parts = [*rollout_engines.expert_parts(rollout), Routes()]
+        parts = [*rollout_engines.model_parts(rollout, hf), Routes()]
         options = dict(max_tokens=256, seed=1, device=device, frozen=True, parts=parts)
         engine = RolloutEngine(checkpoint, rollout, dtype=dtype, **options)
         if engine.scheduler.scheduler_config.enable_chunked_prefill:  # not with DeepSeek's attention on CPU

@@ -18,6 +18,7 @@ CASES = {
         "values=QWEN:1x1:values",
         "windows=GEMMA:1x1",
         "sinks=OSS:1x1",
+        "states=NEXT:1x1",
     ],
     2: ["tp2=QWEN:2x1", "tp2_plain=QWEN:2x1:plain", "pp2=QWEN:1x2", "latents_tp2=DEEPSEEK:2x1"],
 }
@@ -33,6 +34,7 @@ def results(tmp_path_factory):
         "DEEPSEEK": save_tiny("DeepseekV3ForCausalLM", directory / "deepseek", seed=1),
         "GEMMA": save_tiny("Gemma3ForCausalLM", directory / "gemma", seed=1),
         "OSS": save_tiny("GptOssForCausalLM", directory / "oss", seed=1),
+        "NEXT": save_tiny("Qwen3NextForCausalLM", directory / "next", seed=1),
     }
     found = {}
     for world_size, cases in CASES.items():
@@ -49,7 +51,9 @@ def test_gradients_equal_those_of_whole_sequences(results):
     assert {loss for case, _, loss in results if case == "dense"} >= {*LOSSES, "pairs"}
     for where, figures in results.items():
         assert figures["norm"] > 0.1, where
-        assert figures["gradient"] <= 1e-6, (where, figures["worst"])  # of the whole gradient's norm
+        # Of the whole gradient's norm; chunks of delta nets begin at other tokens.
+        limit = 4e-6 if where[0] == "states" else 1e-6
+        assert figures["gradient"] <= limit, (where, figures["worst"])
         assert figures["outputs"] <= 8 * bounds.of_logits(LAYERS, WIDTH), where  # logits are of size 8
         if figures["plain"]["tokens"] and where[2] != "singles":  # the last stage counts
             assert figures["shared"]["tokens"] < figures["plain"]["tokens"] - 100, where

@@ -26,6 +26,7 @@ PRODUCTION = {
     "glm-4.5-air_math_grpo_8x8": ("glm-4.5-air", 64),
     "gemma-3-1b_gsm8k_grpo_1gpu": ("gemma-3-1b", 1),
     "minimax-m2_math_grpo_16x8": ("minimax-m2", 128),
+    "qwen3-next-80b-a3b_math_grpo_8x8": ("qwen3-next-80b-a3b", 64),
     "gpt-oss-20b_math_grpo_2x8": ("gpt-oss-20b", 16),
     "ppo_deepseek671b": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_64x8": ("deepseek-v3", 512),

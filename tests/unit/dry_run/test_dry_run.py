@@ -163,6 +163,12 @@ class TestMemory:
         quantised = 4 * in_fp8.staged / 2  # a quarter is staged in bfloat16
         assert engine.weights - in_fp8.weights == quantised - 4 * quantised // 128**2 > 0.9 * elements
 
+    def test_delta_nets_hold_states_in_place_of_a_cache(self):
+        engine = found("qwen3-next-80b-a3b_math_grpo_8x8", 64).memory.engine
+        assert engine.bytes_per_token == 12 * 2 * 1 * 256 * 2  # layers, keys and values, heads, channels
+        state = 32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 3 * 2  # and a window of three inputs
+        assert engine.states == 64 * 36 * 2 * state / 4  # samples, layers, two of each, ranks
+
     def test_a_share_too_small_for_one_sequence_is_a_problem(self):
         (problem,) = found(GRPO, 8, "rollout.gpu_memory_utilization=0.1").problems
         assert "KV cache" in problem and "1536" in problem

@@ -26,6 +26,7 @@ GEMMA, PHI, GRANITE, SEED, SMOL = (
     f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Granite", "SeedOss", "SmolLM3")
 )
 OSS, MINIMAX = "GptOssForCausalLM", "MiniMaxM2ForCausalLM"
+NEXT = "Qwen3NextForCausalLM"
 GLM, GLM_LITE = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 EACH = pytest.mark.parametrize("name", PARTICULAR)
 
@@ -228,6 +229,8 @@ PARAMETERS = {
     "gpt-oss-120b": 116_829_156_672,
     # The paper counts 15.29e9 without the token embedding and the head.
     "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
+    # The model card counts also a layer for multi-token prediction, its three norms and a matrix [H, 2H].
+    "qwen3-next-80b-a3b": 81_324_862_720 - 1_642_076_672 - 3 * 2048 - 2 * 2048**2,
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
     "qwen2.5-vl-7b": 8_292_166_656,
     "qwen3-32b": pytest.approx(32.76e9, rel=1e-3),
@@ -275,6 +278,8 @@ ROTATIONS = {
     "kimi-k2": published("kimi-k2") | {"model_type": "deepseek_v3"},
     "minimax": config(MINIMAX),
     "minimax-m2": published("minimax-m2"),
+    "qwen3-next": config(NEXT),
+    "qwen3-next-80b": published("qwen3-next-80b-a3b"),
     "gpt-oss": config(OSS),
     "gpt-oss-20b": published("gpt-oss-20b"),
     "linear": scaled("Qwen3MoeForCausalLM", type="linear", factor=4),
@@ -287,9 +292,8 @@ def test_rotations_are_those_of_transformers(name):
     hf = ROTATIONS[name]
     architecture(hf).check(hf)
     kind = hf["architectures"][0].removesuffix("ForCausalLM")
-    assert rope.rope_parameters(hf).get("partial_rotary_factor", 1.0) == (
-        0.5 if kind in ("Glm4Moe", "MiniMaxM2") else 1.0
-    )
+    part = {"Glm4Moe": 0.5, "MiniMaxM2": 0.5, "Qwen3Next": 0.25}.get(kind, 1.0)
+    assert rope.rope_parameters(hf).get("partial_rotary_factor", 1.0) == part
     module = "mixtral" if kind == "Mixtral" else hf["model_type"]
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     read = getattr(transformers, f"{kind}Config").from_dict(hf)
@@ -372,6 +376,8 @@ def test_window_of_every_scaling():
         "yarn-default-window": 8192,
         "minimax": 256,
         "minimax-m2": 196608,
+        "qwen3-next": 256,
+        "qwen3-next-80b": 262144,
         "gpt-oss": 256,
         "gpt-oss-20b": 131072,
         "linear": 4 * 4096,
@@ -469,6 +475,10 @@ REFUSED = [
         {"rotary_dim": None, "rope_parameters": None, "partial_rotary_factor": None},
         "requires partial_rotary_factor",
     ),
+    (NEXT, {"layer_types": ["sliding_attention"] * 4}, "sliding_attention in layer_types"),
+    (NEXT, {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not supported: it must be a multiple"),
+    (NEXT, {"mlp_only_layers": [0, 1, 2, 3]}, "without a layer of experts is not supported"),
+    (NEXT, {"attention_bias": True}, "attention_bias is not supported"),
     (OSS, {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported: vLLM computes only 7.0"),
     (OSS, {"sliding_window": None}, "sliding_window None is not supported"),
     (OSS, {"attention_bias": False}, "attention_bias False is not supported"),
@@ -504,6 +514,7 @@ def test_unsupported_options_are_refused_by_name():
             SEED: "Seed",
             OSS: "gpt-oss",
             MINIMAX: "MiniMax-M2",
+            NEXT: "Qwen3-Next",
         }
         assert str(caught.value).startswith(family.get(name, name.removesuffix("ForCausalLM")))
 
