@@ -84,6 +84,7 @@ FEATURES = {
     "experts over ranks": f"{EXPERTS} training.ep=2",
     "sampling masks": "rollout.top_p=0.9",
     "drafts": "rollout.draft.path=DIR/model rollout.draft.tokens=2",
+    "drafts of the head": "model.path=DIR/head rollout.draft.method=mtp training.mtp.head_lr=0.001",
     "bitwise numerics": "model.numerics=bitwise",
     "bfloat16": "model.dtype=bfloat16",
     "FP8 in the engine": "model.path=DIR/blocks model.dtype=bfloat16 rollout.quantization=fp8",
@@ -116,6 +117,7 @@ from tools.tiny_models import save_tiny
 directory = Path(sys.argv[1])
 save_toy(directory)
 save_tiny("Qwen3MoeForCausalLM", directory / "experts", seed=0)
+save_tiny("Glm4MoeForCausalLM", directory / "head", seed=0, num_nextn_predict_layers=1)
 blocks = dict(hidden_size=256, intermediate_size=256, num_key_value_heads=4)
 save_qwen2(directory / "blocks", seed=5, **blocks)
 save_qwen2(directory / "judge", seed=4, max_position_embeddings=512)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tools.make_image_toy import PREPROCESSOR, build_image_tokenizer, image_tokens
 from tools.make_toy import build_tokenizer
@@ -219,7 +220,10 @@ def _tiny_vision_config(architecture: str, *, tie: bool, **options) -> transform
 
 
 def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options) -> str:
-    """Save a random model of `tiny_config` with the toy's tokenizer; return the directory."""
+    """Save a random model of `tiny_config` with the toy's tokenizer; return the directory.
+
+    With num_nextn_predict_layers=1 it has a head for multi-token prediction, as DeepSeek-V3's files hold it.
+    """
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(tiny_config(architecture, tie=tie, **options))
     with torch.no_grad():
@@ -235,5 +239,25 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
     else:
         build_tokenizer().save_pretrained(directory)
     config = Path(directory, "config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | PUBLISHED.get(architecture, {})))
+    hf = json.loads(config.read_text()) | PUBLISHED.get(architecture, {})
+    config.write_text(json.dumps(hf))
+    if options.get("num_nextn_predict_layers"):
+        file = Path(directory, "model.safetensors")
+        save_file(_with_prediction_head(load_file(file), hf), file, metadata={"format": "pt"})
     return str(directory)
+
+
+def _with_prediction_head(tensors: dict[str, torch.Tensor], hf: dict) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint with those of a head whose layer is like the last one."""
+    number, hidden = hf["num_hidden_layers"], hf["hidden_size"]
+    prefix, last = f"model.layers.{number}.", f"model.layers.{number - 1}."
+    layer = {n.removeprefix(last): t + 0.02 * torch.randn(t.shape) for n, t in tensors.items() if last in n}
+    norms = {
+        f"{name}.weight": 1 + 0.2 * torch.randn(hidden) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    shared = {
+        "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        "shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    head = {"eh_proj.weight": 0.1 * torch.randn(hidden, 2 * hidden)} | layer | norms | shared
+    return tensors | {prefix + name: tensor for name, tensor in head.items()}

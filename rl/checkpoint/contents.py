@@ -207,6 +207,7 @@ def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step:
     Changes the weights, so they must be loaded afterwards. Raises ValueError if the checkpoint lacks any
     number.
     """
+    engine.num_restored_steps = step
     if step == 0:
         return  # the optimizer had no state yet
     optimizers = _optimizers(engine)
@@ -272,7 +273,8 @@ def _step(engine: TrainingEngine) -> int:
     """Return the number of optimizer steps taken; it is equal for all parameters."""
     steps = {int(counter["step"]) for optimizer in _optimizers(engine) for counter in _counters(optimizer)}
     assert len(steps) <= 1, steps
-    return steps.pop() if steps else 0
+    # A stage without parameters of the model has no optimizer that counts.
+    return steps.pop() if steps else engine.num_restored_steps + engine.num_updates
 
 
 def _counters(optimizer: DistributedOptimizer) -> Iterator[dict]:

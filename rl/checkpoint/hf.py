@@ -63,7 +63,8 @@ def export_hf(
         files.append(name)
         index.update(dict.fromkeys(pending, name))
 
-    weights = trainer.weight_map.weights
+    exported = trainer.parts.exported_map(trainer.weight_map)
+    weights = exported.weights
     tensors = ((name, tensor.cpu()) for name, tensor in trainer.full_weights() if writes)
     for name, tensor in as_stored(weights, tensors):
         if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
@@ -74,11 +75,11 @@ def export_hf(
         total_bytes += tensor.nbytes
     if writes:
         flush()
-    expected, problem = exported_checksums(trainer, trainer.weight_map, trainer.parts.merging()), None
+    expected, problem = exported_checksums(trainer, exported, trainer.parts.merging()), None
     if writes:
         problem = _problem(partial, index, weights, expected)
         _name_files(partial, files, index, total_bytes)
-        _copy_config(trainer.weight_map, Path(source), partial)
+        _copy_config(exported, Path(source), partial)
     problem = broadcast_object(problem) or broadcast_object(check(partial))
     if problem:
         raise WronglyExported(f"{partial}: {problem}; the model itself is unchanged.")
@@ -130,7 +131,8 @@ def _copy_config(model: WeightMap, source: Path, target: Path) -> None:
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # weights are written in the dtype of training
-    config |= {key: 0 for key in PREDICTING if config.get(key)}  # these layers are not exported
+    has_head = any(weight.megatron.startswith("mtp.") for weight in model.weights)
+    config |= {key: 0 for key in PREDICTING if config.get(key) and not has_head}  # layers that are left out
     (target / "config.json").write_text(json.dumps(config, indent=2))
     for pattern in (
         "*token*",

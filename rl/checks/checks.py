@@ -174,6 +174,9 @@ class Checks:
             self.start.check(name, model)
         for part in model.parts:
             part.check(model, name)
+        for other, belonging in model.parts.models().items():
+            if belonging.optimizer is not None:
+                self.weights(other, belonging)
 
     def after_update(
         self, update: Observed, result: UpdateResult, *, lr: float, schedule: RateSchedule, step: int

@@ -62,6 +62,12 @@ CONSEQUENCES = (
         lambda config: config.sweep.is_on,
         "one engine holds the adapters of all points of sweep.adapters",
     ),
+    Consequence(
+        "training.shared_prefix",
+        False,
+        lambda config: config.training.mtp.head_lr > 0,
+        "the state of the head at the last token of a prompt depends on the response",
+    ),
 )
 
 

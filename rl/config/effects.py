@@ -34,10 +34,15 @@ READ_WITH = [
         "generation",
         "rollout.tp rollout.ep rollout.quantization rollout.stop rollout.stop_token_ids "
         "rollout.deterministic rollout.max_concurrent_samples rollout.gpu_memory_utilization "
-        "rollout.cpu_kv_cache_mib rollout.enforce_eager rollout.async_scheduling rollout.draft.path",
+        "rollout.cpu_kv_cache_mib rollout.enforce_eager rollout.async_scheduling rollout.draft.path "
+        "rollout.draft.method",
         VALIDATE,
     ),
-    ("rollout.draft.path", "rollout.draft.tokens rollout.draft.min_tokens_per_step", ""),
+    (
+        "drafts",
+        "rollout.draft.tokens rollout.draft.min_tokens_per_step",
+        "leave it out, or set rollout.draft.path or rollout.draft.method=mtp",
+    ),
     ("rollout.ep", "rollout.dp_attention", ""),
     (
         "sampling",

@@ -132,7 +132,7 @@ EXCLUSIONS = {
         "adapters in the engine": f"dummy steps have no adapter; {MERGED}",
         "reward.judge.path": "a second engine would have other groups of ranks; use rollout.ep=1",
     },
-    "rollout.draft.path": {
+    "drafts": {
         "roles, a sweep, agents, rollout.carry_over": (
             "drafts are checked only in turn with training, one turn per sample; leave out one of both"
         ),
@@ -146,6 +146,23 @@ EXCLUSIONS = {
         "training.router_replay=engine": (
             "experts of rejected drafts would be returned too; use training.router_replay=old_policy"
         ),
+    },
+    "rollout.draft.method=mtp": {
+        "rollout.draft.path": "the head of model.path proposes the tokens; leave out one of the two",
+        "rollout.quantization=fp8": "its refit would leave out the head; use rollout.quantization=none",
+        "scaled rotation": "vLLM's head rotates as config.json says; leave it out",
+    },
+    "a prediction head": {
+        "training.vpp": "it is built for whole pipeline stages; use training.vpp=1",
+        "training.cp": "it needs the next token of every position on its rank; use training.cp=1",
+        "adapters": "its layer would stay behind; leave out training.mtp.head_lr and rollout.draft.method",
+        "model.numerics=bitwise": "its layer has other kernels; use model.numerics=fast",
+    },
+    "training.mtp.head_lr": {
+        "training.shared_prefix=true": (
+            "its state at the last token of a prompt depends on the response's first token; set "
+            "training.shared_prefix=false"
+        )
     },
     "rollout.quantization=fp8": {
         "model.dtype=float32": "vLLM computes layers in FP8 beside bfloat16; set model.dtype=bfloat16",
@@ -367,7 +384,10 @@ _NOT_BUILT = {
     ),
     "a sweep": "roles, rollout.carry_over, agents, trace.steps",
     "rollout.dp_attention": "roles, agents, adapters in the engine, reward.judge.path",
-    "rollout.draft.path": (
+    "rollout.draft.method=mtp": "rollout.quantization=fp8, scaled rotation",
+    "a prediction head": "training.vpp, training.cp, adapters, model.numerics=bitwise",
+    "training.mtp.head_lr": "training.shared_prefix=true",
+    "drafts": (
         "roles, a sweep, agents, rollout.carry_over, adapters in the engine, rollout.ep, "
         "rollout.dp_attention, model.numerics=bitwise, rollout.min_p, rollout.stop, "
         "training.router_replay=engine"

@@ -16,6 +16,7 @@ from rl.config.schema import (
     Preference,
     algorithm_of,
     generates_held_out,
+    has_prediction_head,
     learns_from_data,
     learns_from_samples,
     needs_engine,
@@ -178,6 +179,14 @@ NAMED = {
         "adapter.kind={adapter.kind}",
         required="an adapter.kind other than none",
     ),
+    "drafts": Feature(
+        lambda config: config.rollout.draft.is_on,
+        "the section rollout.draft",
+        "neither rollout.draft.path nor rollout.draft.method=mtp",
+        required="rollout.draft.path or rollout.draft.method=mtp",
+    ),
+    "a prediction head": Feature(has_prediction_head, "training.mtp.head_lr or rollout.draft.method=mtp"),
+    "scaled rotation": Feature(lambda config: bool(config.model.rope_scaling), "model.rope_scaling"),
     "roles": Feature(
         lambda config: config.roles.is_on, "roles.rollout={roles.rollout}", required="the section roles"
     ),

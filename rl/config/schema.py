@@ -461,6 +461,11 @@ def needs_engine(config: Config) -> bool:
     return learns or generates_held_out(config)
 
 
+def has_prediction_head(config: Config) -> bool:
+    """Return whether the trainer holds the policy's head for multi-token prediction."""
+    return config.training.mtp.head_lr > 0 or config.rollout.draft.method == "mtp"
+
+
 def validates(config: Config) -> bool:
     """Return whether the run validates on held-out prompts."""
     return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"

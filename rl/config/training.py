@@ -36,6 +36,13 @@ class Optimizer:
     updates them there while the GPU updates the others."""
 
 
+@dataclass
+class Mtp:
+    head_lr: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Learning rate of the checkpoint's head for multi-token prediction, constant; it learns the policy's own
+    distribution, and the policy learns as without it. 0: it does not learn."""
+
+
 Recomputed = Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "layernorm", "moe_act"]
 """Parts of a layer whose activations can be recomputed."""
 
@@ -94,6 +101,7 @@ class Training:
     """State of the training models that moves to host memory while the engine generates: none, gradients and
     optimizer state, or also the weights (all). auto: all on CUDA, none on CPU."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    mtp: Mtp = field(default_factory=Mtp)
 
     @property
     def expert_tp(self) -> int:

@@ -41,7 +41,9 @@ class Engines:
     @property
     def learning(self) -> dict[str, TrainingEngine]:
         """The models whose weights change, by their name in checkpoints."""
-        return {name: model for name, model in self.training.items() if model.optimizer is not None}
+        own = [model.parts.models() for model in self.training.values()]
+        every = [*self.training.items(), *(pair for models in own for pair in models.items())]
+        return {name: model for name, model in every if model.optimizer is not None}
 
     def offload(self, *, weights: bool) -> None:
         """Release the device memory of gradients and optimizer states of the models in `training`.

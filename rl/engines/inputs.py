@@ -13,6 +13,7 @@ from rl.config.run_models import RunModel, run_models
 from rl.config.schema import (
     Config,
     algorithm_of,
+    has_prediction_head,
     learns_from_data,
     needs_engine,
     needs_reward,
@@ -25,6 +26,7 @@ from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.rendering import check_rendering
 from rl.models import SUPPORTED, architecture, read_hf_config, rope, value_model, value_weights
+from rl.models import mtp as prediction
 from rl.models.files import refuse_extra, tensor_files
 from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
@@ -128,6 +130,15 @@ class Inputs:
             pairs, adapter = adapters_of(self.config, weights), self.config.adapter
             if adapter.path:
                 check_peft(adapter.path, pairs, kind=adapter.kind, rank=adapter.rank, scale=adapter.scale)
+            if has_prediction_head(self.config):
+                mtp = self.config.training.mtp
+                key = (
+                    f"training.mtp.head_lr={mtp.head_lr:g}"
+                    if mtp.head_lr
+                    else self.config.rollout.draft.setting
+                )
+                prediction.check(body, key=key, path=path)
+                weights = [*weights, *prediction.weights(body)]
         refuse_extra(path, tensor_files(path, weights), weights, body)
         return ModelFiles(path, hf)
 

@@ -21,10 +21,10 @@ def check_device(config: Config, device: Device) -> None:
             "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
             "trainer works (vLLM's sleep mode discards it); use recompute."
         )
-    if device.is_cuda and config.rollout.draft.path:
+    if device.is_cuda and config.rollout.draft.is_on:
         raise ConfigError(
-            "rollout.draft.path is for CPU: vLLM's model runner on a GPU holds the draft model and samples "
-            "its tokens in other classes, which this program does not control yet; leave out the draft."
+            f"{config.rollout.draft.setting} is for CPU: vLLM's model runner on a GPU holds what proposes "
+            "the tokens in other classes, which this program does not control yet; leave it out."
         )
     if device.is_cuda and config.model.numerics == "bitwise" and config.rollout.temperature != 1.0:
         raise ConfigError(
@@ -72,10 +72,10 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
         from rl.rollout.routes import Routes
 
         parts.append(Routes())
-    if config.rollout.draft.path:
-        from rl.rollout.drafts import Drafts
+    if config.rollout.draft.is_on:
+        from rl.rollout.drafts import SOURCES
 
-        parts.append(Drafts(config.rollout.draft))
+        parts.append(SOURCES[config.rollout.draft.method](config.rollout.draft))
     if config.model.numerics == "bitwise":
         from rl.rollout.bitwise_numerics import BitwiseNumerics
 

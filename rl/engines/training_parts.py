@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rl.config.adapter import Adapter
 from rl.config.run_models import RunModel
-from rl.config.schema import Config, needs_sampling_masks, uses_teacher
+from rl.config.schema import Config, Training, has_prediction_head, needs_sampling_masks, uses_teacher
 from rl.training.adapter import Adapters
 from rl.training.divergence import TeacherTargets
 from rl.training.engine import TrainingEngine
@@ -40,11 +40,22 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
         adapter = config.adapter if model.name == "policy" else replace(config.adapter, path="")
         in_weights = config.model.numerics == "bitwise" and model.name == "policy"
         parts += adapter_parts(adapter, seed=config.run.seed, in_weights=in_weights)
+    if model.name == "policy":
+        parts += prediction_parts(config, config.training, lr=config.training.mtp.head_lr)
     if config.data.image_key and model.name == "policy":
         from rl.vision.tower import VisionTower  # imports transformers' model
 
         parts.append(VisionTower(learns=config.model.vision == "train"))
     return parts
+
+
+def prediction_parts(config: Config, training: Training, *, lr: float) -> list[Part]:
+    """Return the part of a policy that holds its head for multi-token prediction, if it does. See `Mtp`."""
+    if not has_prediction_head(config):
+        return []
+    from rl.training.mtp import Mtp
+
+    return [Mtp(training, lr=lr, is_served=config.rollout.draft.method == "mtp")]
 
 
 def adapter_parts(adapter: Adapter, *, seed: int, in_weights: bool = False) -> list[Part]:

@@ -9,8 +9,7 @@ restricts the selection to the best groups of experts. Only for the selection, i
 the scores. Megatron holds this bias as a buffer without gradient. The bias keeps the checkpoint's values,
 because an update by the balancing rule would change the policy outside the optimizer.
 
-The layers for multi-token prediction at the end of V3's checkpoints (`num_nextn_predict_layers`) are neither
-trained nor served nor exported.
+The layer for multi-token prediction at the end of V3's checkpoints is described by `rl.models.mtp`.
 """
 
 from rl.models import dense, experts
@@ -129,12 +128,16 @@ def _check_v2(hf: dict) -> None:
 
 def weights(hf: dict) -> list[Weight]:
     """Return every parameter and the routers' biases, in the order of the forward pass."""
-    out = [dense.embedding(hf)]
-    for layer, is_moe in enumerate(moe_layers(hf)):
-        norm, *mlp = dense.mlp(hf, layer)
-        out += [*_attention(hf, layer), norm]
-        out += experts.mixture(hf, layer, biased=_is_v3(hf)) if is_moe else mlp
-    return [*out, *dense.head(hf)]
+    layers = [weight for number in range(hf["num_hidden_layers"]) for weight in layer(hf, number)]
+    return [dense.embedding(hf), *layers, *dense.head(hf)]
+
+
+def layer(hf: dict, number: int) -> list[Weight]:
+    """Return the weights of a layer."""
+    norm, *mlp = dense.mlp(hf, number)
+    is_moe = number >= _first_dense(hf)
+    block = experts.mixture(hf, number, biased=_is_v3(hf)) if is_moe else mlp
+    return [*_attention(hf, number), norm, *block]
 
 
 def _attention(hf: dict, layer: int) -> list[Weight]:

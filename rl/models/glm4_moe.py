@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7: a part of each head rotated, and DeepSeek-V3's mixtures after dense first layers.
 
-The large models have norms of queries and keys (`use_qk_norm`), GLM-4.5-Air has none. The layers for
-multi-token prediction at the end of the checkpoints are neither trained nor served nor exported.
+The large models have norms of queries and keys (`use_qk_norm`), GLM-4.5-Air has none. The layer for
+multi-token prediction at the end of the checkpoints is described by `rl.models.mtp`.
 """
 
 from rl.models import dense, experts
@@ -31,10 +31,13 @@ def check(hf: dict) -> None:
 
 def weights(hf: dict) -> list[Weight]:
     """Return every parameter and the routers' biases, in the order of the forward pass."""
+    layers = [weight for number in range(hf["num_hidden_layers"]) for weight in layer(hf, number)]
+    return [dense.embedding(hf), *layers, *dense.head(hf)]
+
+
+def layer(hf: dict, number: int) -> list[Weight]:
+    """Return the weights of a layer."""
     norms, biases = hf.get("use_qk_norm", False), hf.get("attention_bias", False)
-    out = [dense.embedding(hf)]
-    for layer, is_moe in enumerate(experts.after_dense(hf, _first_dense(hf))):
-        norm, *mlp = dense.mlp(hf, layer)
-        out += [*dense.attention(hf, layer, qkv_bias=biases, qk_norm=norms), norm]
-        out += experts.mixture(hf, layer, biased=True) if is_moe else mlp
-    return [*out, *dense.head(hf)]
+    norm, *mlp = dense.mlp(hf, number)
+    block = experts.mixture(hf, number, biased=True) if number >= _first_dense(hf) else mlp
+    return [*dense.attention(hf, number, qkv_bias=biases, qk_norm=norms), norm, *block]

@@ -79,7 +79,7 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
     tensor parallel groups.
     """
     if not in_parts:
-        return [Values(trainer.weight_map, trainer.parts.merging())]
+        return [Values(trainer.parts.served_map(trainer.weight_map), trainer.parts.merging())]
     adapters = trainer.parts.get(Adapters)
     assert adapters is not None, "the engine has adapters, but not the trainer"
     scaled = functools.partial(_scaled, adapters.config.scale)

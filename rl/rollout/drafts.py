@@ -1,10 +1,10 @@
-"""Draft tokens: a small model proposes tokens, and one engine step verifies all of them (`rollout.draft`).
+"""Draft tokens: a small model or head proposes tokens, and one engine step verifies them (`rollout.draft`).
 
-    draft model -> K proposed tokens -> one step of the policy over K + 1 tokens -> 1 to K + 1 tokens
+    draft model or head -> K proposed tokens -> one step of the policy over K + 1 tokens -> 1 to K + 1 tokens
 
 Samples are distributed as without drafts; on the CPU they are the same (`rl.rollout.cpu_drafts`), on CUDA
-vLLM's rejection sampler draws them. The draft model is frozen: its weights are read once, and compared with
-their checksums before every generation.
+vLLM's rejection sampler draws them. A draft model is frozen: its weights are read once, and compared with
+their checksums before every generation. The weights of the policy's own head are written by the refit.
 """
 
 import numpy as np
@@ -12,10 +12,11 @@ import torch
 
 from rl.config.draft import Draft
 from rl.models import SUPPORTED, read_hf_config
+from rl.models.mtp import HEADS
 from rl.rollout.draft_check import LIMIT, NUM_SAMPLES, NUM_TOKENS, TOP_K, chi_square, deviate
 from rl.rollout.parts import Part
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.vllm_model import derive_weights
+from rl.rollout.vllm_model import DERIVED, derive_weights
 from rl.runtime.checksum import bit_sum
 from rl.runtime.collectives import sum_over_world
 
@@ -28,24 +29,23 @@ class WrongDistribution(RuntimeError):
 
 
 class Drafts(Part):
-    """Adds the draft model to an engine, and ends drafting in a generation in which it does not pay."""
+    """Lets an engine verify proposed tokens, and ends drafting in a generation in which it does not pay.
+
+    What proposes them is that of a subclass.
+    """
 
     def __init__(self, draft: Draft):
         self.draft = draft
         self._is_checked = False
         self._counts = np.zeros((2, draft.tokens), np.int64)
         """Drafts verified, and drafts accepted, by position, in the last call of `RolloutEngine.run`."""
-        self._kept: dict[str, torch.Tensor] = {}
-        """Weights and buffers of the draft model in host memory; on a CPU the model's own."""
+
+    def speculation(self, engine) -> dict:
+        """Return the options of vLLM's SpeculativeConfig that say what proposes the tokens."""
+        raise NotImplementedError
 
     def options(self, engine):
-        from vllm import ModelRegistry
-
-        for name in set(read_hf_config(self.draft.path)["architectures"]) & set(SUPPORTED):
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())  # see build_llm
-        speculation = {
-            "method": "draft_model",
-            "model": self.draft.path,
+        speculation = self.speculation(engine) | {
             "num_speculative_tokens": self.draft.tokens,
             "draft_tensor_parallel_size": engine.tp,
         }
@@ -55,20 +55,11 @@ class Drafts(Part):
         }
 
     def built(self, engine):
-        from vllm.config import set_current_vllm_config
-        from vllm.config.load import LoadConfig
-        from vllm.model_executor.model_loader import get_model_loader
-
         drafter = engine.runner.drafter
-        model, config = drafter.model, drafter.speculative_config.draft_model_config
-        # vLLM loads the draft model in the format of the policy, whose weights it does not read.
-        with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
-            get_model_loader(LoadConfig()).load_weights(model, config)
-        derive_weights(model)
-        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self._kept = {name: tensor.detach().cpu() for name, tensor in self._tensors.items()}
-        self._checksums = self._sums()
-        sizes = [sum(p.numel() for p in each.parameters()) for each in (model, engine.model)]
+        of_policy = {id(parameter) for parameter in engine.model.parameters()}
+        self._own = {n: p for n, p in drafter.model.named_parameters() if id(p) not in of_policy}
+        """Parameters of what proposes the tokens, without those that are the policy's."""
+        sizes = [sum(p.numel() for p in each) for each in (self._own.values(), engine.model.parameters())]
         self._required = self.draft.min_tokens_per_step or 1 + self.draft.tokens * sizes[0] / sizes[1]
         self._propose = drafter.propose
         engine.platform.verify_drafts(engine)
@@ -93,13 +84,12 @@ class Drafts(Part):
         statistic, freedom = sum_over_world(torch.tensor(values).double(), engine.device.torch).tolist()
         if (value := deviate(statistic, int(freedom))) > LIMIT:
             raise WrongDistribution(
-                f"draft check: with rollout.draft.path={self.draft.path} the engine samples from another "
-                f"distribution than its log-probs say (chi-square {statistic:.0f} with {freedom:.0f} degrees "
-                f"of freedom, {value:.1f} standard deviations); leave out rollout.draft.path."
+                f"draft check: with {self.draft.setting} the engine samples from another distribution than "
+                f"its log-probs say (chi-square {statistic:.0f} with {freedom:.0f} degrees of freedom, "
+                f"{value:.1f} standard deviations); leave out {self.draft.setting}."
             )
 
     def begin(self, engine):
-        assert self._sums() == self._checksums, f"rollout.draft.path={self.draft.path}: its weights changed"
         self._engine = engine
         self._counts = np.zeros_like(self._counts)
         engine.runner.drafter.propose = self._propose
@@ -131,6 +121,40 @@ class Drafts(Part):
         is_on = engine.runner.drafter.propose is not self._propose_nothing
         return of_position | {"perf/draft_tokens_per_step": per_step, "perf/drafts_on": float(is_on)}
 
+
+class DraftModel(Drafts):
+    """A small model of its own proposes the tokens."""
+
+    _kept: dict[str, torch.Tensor] = {}
+    """Weights and buffers of the draft model in host memory; on a CPU the model's own."""
+
+    def speculation(self, engine):
+        from vllm import ModelRegistry
+
+        for name in set(read_hf_config(self.draft.path)["architectures"]) & set(SUPPORTED):
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())  # see build_llm
+        return {"method": "draft_model", "model": self.draft.path}
+
+    def built(self, engine):
+        from vllm.config import set_current_vllm_config
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader import get_model_loader
+
+        super().built(engine)
+        drafter = engine.runner.drafter
+        model, config = drafter.model, drafter.speculative_config.draft_model_config
+        # vLLM loads the draft model in the format of the policy, whose weights it does not read.
+        with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+            get_model_loader(LoadConfig()).load_weights(model, config)
+        derive_weights(model)
+        self._tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._kept = {name: tensor.detach().cpu() for name, tensor in self._tensors.items()}
+        self._checksums = self._sums()
+
+    def begin(self, engine):
+        assert self._sums() == self._checksums, f"rollout.draft.path={self.draft.path}: its weights changed"
+        super().begin(engine)
+
     def _sums(self) -> list[int]:
         """Return the checksums of the draft model's weights and buffers."""
         return torch.stack([bit_sum(tensor) for tensor in self._tensors.values()]).tolist()
@@ -139,3 +163,29 @@ class Drafts(Part):
         if what == "weights":  # vLLM's sleep mode has discarded them
             for name, tensor in self._tensors.items():
                 tensor.detach().copy_(self._kept[name])
+
+
+class HeadDrafts(Drafts):
+    """The head for multi-token prediction of the policy's checkpoint proposes the tokens.
+
+    It shares embedding and output head with the policy. The refit writes its other weights and compares them.
+    """
+
+    def speculation(self, engine):
+        from vllm import ModelRegistry
+
+        name = HEADS[engine.hf["architectures"][0]]
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())  # see build_llm
+        return {"method": "mtp"}
+
+    def weights(self, weights):
+        return weights | {n: p for n, p in self._own.items() if n.rpartition(".")[2] not in DERIVED}
+
+    def weights_changed(self, engine):
+        model = engine.runner.drafter.model
+        derive_weights(model)
+        engine.platform.weights_written(model)
+
+
+SOURCES = {"model": DraftModel, "mtp": HeadDrafts}
+"""`rollout.draft.method` -> part of the engine."""

@@ -23,6 +23,12 @@ class Platform(Part):
     def verify_drafts(self, engine) -> None:
         """Replace how vLLM samples and verifies draft tokens, where it samples from a wrong distribution."""
 
+    def weights_written(self, model) -> None:
+        """Discard what was computed from the weights of a model of the engine."""
+
+    def weights_changed(self, engine):
+        self.weights_written(engine.model)
+
 
 class Cuda(Platform):
     """vLLM on a GPU. Its sleep mode releases the memory of engines that are refitted."""
@@ -93,8 +99,8 @@ class Cpu(Platform):
 
         cpu_drafts.install(engine.runner)
 
-    def weights_changed(self, engine):
-        cpu_support.release_packed_weights(engine.model)
+    def weights_written(self, model):
+        cpu_support.release_packed_weights(model)
 
     def sleep(self, engine):
         if not engine.keeps_cache:

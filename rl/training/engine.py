@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from rl.config.schema import Training
 from rl.data.batch import Batch
 from rl.models import architecture, value_model, value_weights
+from rl.models.layout import Weight
 from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
@@ -30,7 +31,7 @@ from rl.training.gradients import (
 )
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
-from rl.training.model import DTYPES, build_model
+from rl.training.model import DTYPES, Packed, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import (
     StateSample,
@@ -84,24 +85,17 @@ class TrainingEngine:
         """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
         self.num_updates = 0
         """Number of optimizer updates since the process started."""
+        self.num_restored_steps = 0
+        """Number of optimizer steps before the process started, from a checkpoint."""
         hf, dtype = value_model(spec.hf) if spec.has_values else spec.hf, DTYPES[spec.dtype]
-        chunks = build_model(
-            hf,
-            training,
-            dtype,
-            grid,
-            values=spec.has_values,
-            uses_te=all(part.uses_te for part in self.parts),
-            fuses_norms=all(part.fuses_norms for part in self.parts),
-        )
+        chunks = self._build(hf, training, dtype)
         for part in self.parts:
             part.extend(hf, chunks)
         self.chunks = [chunk.to(device.torch) for chunk in chunks]
         """Parts of the model on this rank, in the order of their layers: several with `training.vpp`."""
         self.model = model = self.chunks[0] if grid.vpp == 1 else torch.nn.ModuleList(self.chunks)
         self.shares_prompts = training.shared_prefix and can_share(device.torch, dtype)
-        weights = value_weights(hf, needs_head=False) if spec.has_values else architecture(hf).weights(hf)
-        self.weight_map = WeightMap(hf, weights, grid, model)
+        self.weight_map = WeightMap(hf, self._weights(hf), grid, model, dtype=dtype, device=device.torch)
         mark_split_weights(self.weight_map)
         if not any(part.load(self.weight_map) for part in self.parts):
             load_hf(spec.path, self.weight_map)
@@ -121,6 +115,21 @@ class TrainingEngine:
         for chunk in self.wrapped:
             chunk.train(self.optimizer is not None)
         self._weights_in_host, self._learning_state_in_host = HostMemory(), HostMemory()
+
+    def _build(self, hf: dict, training: Training, dtype: torch.dtype) -> list[Packed]:
+        """Return this rank's chunks of the model. Collective over the world."""
+        return build_model(
+            hf,
+            training,
+            dtype,
+            self.grid,
+            values=self.spec.has_values,
+            uses_te=all(part.uses_te for part in self.parts),
+            fuses_norms=all(part.fuses_norms for part in self.parts),
+        )
+
+    def _weights(self, hf: dict) -> list[Weight]:
+        return value_weights(hf, needs_head=False) if self.spec.has_values else architecture(hf).weights(hf)
 
     @property
     def has_frozen_weights(self) -> bool:
@@ -210,12 +219,9 @@ class TrainingEngine:
 
         Raises FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
-        assert self.optimizer is not None and self.spec.optimizer is not None, "the model is frozen"
-        assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._probe.begin(self.num_updates)
+        self._clear_gradients()
+        for part in self.parts:
+            part.before_update()
         sums: dict[str, Tensor] = {}
         observed = torch.zeros(0, dtype=torch.float64, device=self.device.torch)
 
@@ -230,6 +236,26 @@ class TrainingEngine:
             return value, {}
 
         self._run(batch, plan, accumulate, forward_only=False, progress=progress, outputs=outputs)
+        result = self._step(sums, observed, lr=lr)
+        for part in self.parts:
+            part.after_update()
+        return result
+
+    def _clear_gradients(self) -> None:
+        """Set the gradients to 0 before an update. Not collective."""
+        assert self.optimizer is not None, "the model is frozen"
+        assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._probe.begin(self.num_updates)
+
+    def _step(self, sums: dict[str, Tensor], observed: Tensor, *, lr: float) -> UpdateResult:
+        """Take an optimizer step with the reduced gradients; raises as `update`.
+
+        sums, observed: what this rank's micro-batches of the last stage added up to; {} on other stages.
+        """
+        assert self.optimizer is not None and self.spec.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # wd_mult is 0 for norms and biases. Megatron's scheduler, which is not used here, would apply it.
@@ -269,6 +295,8 @@ class TrainingEngine:
 
         weights: also free that of the weights. The model cannot compute before `reload`.
         """
+        for model in self.parts.models().values():
+            model.offload(weights=weights)
         own = self.parts.resident(list(self.model.parameters()))
         if self.optimizer is not None:
             gradients = gradient_buffers(self.wrapped)
@@ -285,6 +313,8 @@ class TrainingEngine:
         """Move back to the device what `offload` moved to the host. Not collective."""
         self._weights_in_host.fetch()
         self._learning_state_in_host.fetch()
+        for model in self.parts.models().values():
+            model.reload()
 
     @property
     def has_weights(self) -> bool:
@@ -305,8 +335,11 @@ class TrainingEngine:
         return stale_master_weights(self.optimizer, self.learned_map.parameters)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of every weight, as the passes use it, on every rank."""
-        return full_weights(self.weight_map, self.parts.merging())
+        """Yield (Hugging Face name, whole tensor) of every exported weight, as the passes use it.
+
+        Every rank gets all of them.
+        """
+        return full_weights(self.parts.exported_map(self.weight_map), self.parts.merging())
 
     def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):
         """Run this rank's micro-batches through Megatron's pipeline schedule.

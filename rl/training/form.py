@@ -118,7 +118,7 @@ def give_form(model: nn.Module, form: Form) -> None:
             assert type(module) is kind.__base__, type(module)
             module.__class__ = kind
             module.output_scale = form.output_scale
-            module.post_norm = _norm(module.config) if form.post_norms else nn.Identity()
+            module.post_norm = norm(module.config) if form.post_norms else nn.Identity()
         windowed = form.windowed or (False,) * layer.layer_number
         layer.self_attention.rotates_locally = windowed[layer.layer_number - 1]
 
@@ -135,7 +135,8 @@ def _gate_before_up(module, args, out: tuple) -> tuple:
     return tuple(x if x is None else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in out)
 
 
-def _norm(config) -> nn.Module:
+def norm(config) -> nn.Module:
+    """Return a norm over the hidden states."""
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 

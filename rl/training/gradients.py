@@ -1,6 +1,7 @@
 """Accumulation of gradients over micro-batches, and their reduction over data parallel ranks."""
 
 from collections.abc import Sequence
+from itertools import islice
 from math import sqrt
 
 import torch
@@ -30,7 +31,7 @@ def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[Dis
     Collective over the world.
     """
     config = chunks[0].config
-    on_cuda = next(chunks[0].parameters()).is_cuda
+    on_cuda = any(parameter.is_cuda for parameter in chunks[0].parameters())
     overlap = grid.replicas > 1 and (
         training.overlap_gradients == "on" or training.overlap_gradients == "auto" and on_cuda
     )
@@ -44,7 +45,7 @@ def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[Dis
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     if config.transformer_impl == "transformer_engine":
         for chunk in chunks:
-            if next(chunk.decoder.parameters()).requires_grad:
+            if any(parameter.requires_grad for parameter in islice(chunk.decoder.parameters(), 1)):
                 _accumulate_in_products(chunk)
     return wrapped
 
@@ -158,9 +159,7 @@ class ReductionProbe:
 
         Call it between the reduction and the optimizer's step.
         """
-        sums = torch.zeros(
-            4, dtype=torch.float64, device=next(iter(self._learned.parameters.values())).device
-        )
+        sums = torch.zeros(4, dtype=torch.float64, device=self._learned.device)
         if self._weight is not None:
             if self._found:
                 sums[:2] = self._share * torch.stack(self._found).sum(0)
@@ -207,7 +206,7 @@ def clipped_norms(
         and learned.place(weight).stages[0] == learned.grid.pp_rank
     }
     gradients = [main.grad for parameter, main in main_weights(optimizer) if parameter in counted]
-    device = next(iter(learned.parameters.values())).device
+    device = learned.device
     rank, world = dist.get_rank(), dist.get_world_size()
     found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=device)
     if gradients:

@@ -75,6 +75,18 @@ class Part:
         """Return (group, weights by Megatron's name) of further weights that the group's ranks replicate."""
         return []
 
+    def models(self) -> dict[str, "TrainingEngine"]:
+        """Return models that belong to this one, by their name in checkpoints."""
+        return {}
+
+    def served_map(self, weight_map: WeightMap) -> WeightMap:
+        """Return the weights that a generation engine holds. weight_map: those of the model."""
+        return weight_map
+
+    def exported_map(self, weight_map: WeightMap) -> WeightMap:
+        """Return the weights of a Hugging Face checkpoint. weight_map: those of the model."""
+        return weight_map
+
     def check(self, engine: "TrainingEngine", name: str) -> None:
         """Raise on every rank if the part finds an error between updates of the model `name`. Collective."""
 
@@ -90,6 +102,12 @@ class Part:
         return True
 
     # Passes
+
+    def before_update(self) -> None:
+        """Prepare the passes of an update of the model. Collective over the world."""
+
+    def after_update(self) -> None:
+        """Finish an update, after the step of the model's optimizer. Collective over the world."""
 
     def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
         """Return the row of a micro-batch as this part changes it, on every stage, before it has columns.
@@ -119,6 +137,22 @@ class Parts(tuple[Part, ...]):
     def learned_map(self, weight_map: WeightMap) -> WeightMap:
         """Return the weights that learn. weight_map: those of the model."""
         return next((part.learned_map for part in self if part.learned_map is not None), weight_map)
+
+    def models(self) -> dict[str, "TrainingEngine"]:
+        """Return the models that belong to this one, by their name in checkpoints."""
+        return {name: model for part in self for name, model in part.models().items()}
+
+    def served_map(self, weight_map: WeightMap) -> WeightMap:
+        """Return the weights that a generation engine holds. weight_map: those of the model."""
+        for part in self:
+            weight_map = part.served_map(weight_map)
+        return weight_map
+
+    def exported_map(self, weight_map: WeightMap) -> WeightMap:
+        """Return the weights of a Hugging Face checkpoint. weight_map: those of the model."""
+        for part in self:
+            weight_map = part.exported_map(weight_map)
+        return weight_map
 
     def value(self, weight: Weight, parameter: Tensor) -> Tensor:
         """Return the values of a weight on this rank, from its parameter. Not collective."""

@@ -23,10 +23,21 @@ from rl.training.layer_spec import te_name
 class WeightMap:
     """The model's weights that this rank holds, and their parameters."""
 
-    def __init__(self, hf: dict, weights: list[Weight], grid: Grid, model: torch.nn.Module):
+    def __init__(
+        self,
+        hf: dict,
+        weights: list[Weight],
+        grid: Grid,
+        model: torch.nn.Module,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.hf = hf
         self.grid = grid
         self.weights = weights
+        self.dtype, self.device = dtype, device
+        """dtype of all weights that are not `float32`, and device on which the model computes."""
         self.placement = TrainingPlacement(
             grid.tp * grid.pp * grid.replicas,
             grid.tp,
@@ -46,8 +57,6 @@ class WeightMap:
         )
         self.parameters = {name: self.parameters[name] for name in held}
         """This rank's parameters, and buffers that are weights (a router's bias), by Megatron's name."""
-        self.dtype = next(tensor.dtype for tensor in parameters.values())
-        """dtype of all weights that are not `float32`."""
 
     def over(self, weights: list[Weight], parameters: dict[str, Tensor]) -> "WeightMap":
         """Return the map of other weights of the same model, with this rank's parameters by name."""
@@ -79,13 +88,13 @@ class WeightMap:
         """Return the name of the weight's parameter on a rank of that stage that holds it."""
         placement = self.placement
         part = placement.part(weight, stage)
-        if weight.layer is not None:
-            layer = weight.layer - placement.ranges[part][0]
+        if weight.tied_to_head and stage != self.place(weight).stages[0]:
+            name = "output_layer.weight"
+        else:
+            layer = None if weight.layer is None else weight.layer - placement.ranges[part][0]
             per_rank = placement.num_experts // placement.ep
             expert = None if weight.expert is None else weight.expert % per_rank
             name = weight.megatron.format(layer=layer, expert=expert)
-        else:
-            name = weight.megatron if stage == self.place(weight).stages[0] else "output_layer.weight"
         if placement.vpp > 1:
             name = f"{part // placement.pp}.{name}"
         return name if name in self.parameters else te_name(name)
@@ -168,7 +177,7 @@ def full_weights(
     exhaust the iterator, because it is collective over these groups.
     """
     grid = weight_map.grid
-    device = next(iter(weight_map.parameters.values())).device
+    device = weight_map.device
     for weight in weight_map.weights:
         owner = weight_map.place(weight).stages[0]
         tp, _ = weight_map.tensor_split(weight)

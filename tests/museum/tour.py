@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
     "qwen3-moe-only": ("Qwen3MoeForCausalLM", {"mlp_only_layers": []}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
+    "deepseek-v3-mtp": ("DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 1}),
     "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
 }
 """Name -> architecture and options of tools/tiny_models.py: random models of 2 or 3 layers."""

@@ -242,6 +242,14 @@ def list_of_weights_lacks_experts(bug: Bug) -> None:
         return plan_weights(left, *args, **options)
 
 
+@exhibit("verl-project/verl#6947", at=1, model="deepseek-v3-mtp", overrides=("rollout.draft.method=mtp",))
+@caught_by(SYNCHRONOUS, r"RefitMismatch: \d+ weights cannot be compared: .*layers.3.enorm.* on rank 0: 0 of")
+@replaces("rl.training.mtp.Mtp.served_map")
+def list_of_weights_lacks_the_head(bug: Bug, served_map, self, weight_map):
+    """The head that drafts tokens was not in the list of weights to send, and kept those of the start."""
+    return weight_map
+
+
 @exhibit("vllm-project/vllm#32718", ranks=2, overrides=(*ROLES, "training.optimizer.lr=1e-2", BF16))
 @caught_by(SYNCHRONOUS, r"RefitMismatch: rank 1 acknowledged version 1, but \d+ of \d+ compared parts")
 def update_is_acknowledged_only(bug: Bug):

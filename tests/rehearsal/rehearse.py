@@ -44,7 +44,7 @@ def main(lines: str) -> None:
         for size in (1, 2):
             snapshot.take([Shard("x", ((0, size),), torch.zeros(size))])
         refuse(replace(config, rollout=replace(config.rollout, carry_over_cache="keep")), device)
-        refuse(replace(config, rollout=replace(config.rollout, draft=Draft("model"))), device)
+        refuse(replace(config, rollout=replace(config.rollout, draft=Draft(path="model"))), device)
         warm = replace(config.rollout, temperature=0.5)
         refuse(replace(config, model=replace(config.model, numerics="bitwise"), rollout=warm), device)
         return code

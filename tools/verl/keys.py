@@ -125,7 +125,7 @@ REFUSED = {
         "a tool or an interaction of verl is a class that has to be written again as an environment "
         "(docs/agents.md), named in agents.environment."
     ),
-    r"\bmtp\.enable": "heads that predict several tokens are neither trained nor used for drafts.",
+    r"\bmtp\.enable": "training.mtp.head_lr trains the head, and rollout.draft.method=mtp drafts with it.",
     r"^async_training\.": "choose the trainers and generators in the section roles (docs/asynchrony.md).",
     r"^data\.(output_path|n_samples)$": "generation alone is run.mode=rollout_only (docs/report.md).",
     r"^trainer\.val_only$": "samples of held-out prompts alone are run.mode=rollout_only (docs/report.md).",
@@ -271,7 +271,7 @@ MISSING = {
     r"rollout_is_batch_normalize": "weights are not normalised over the batch",
     r"rollout_rs: ": "a bound on a sum or a maximum rejects long samples for their length",
     r"rollout_correction\.rollout_(is|rs)": "rollout_correction.bypass neither weighs nor rejects",
-    r"mtp": "heads for several tokens are not trained",
+    r"mtp": "see training.mtp.head_lr and rollout.draft.method",
     r"sandbox_fusion": "rl.rewards.code runs programs in its own sandbox on the nodes",
     r"(over_sample_rate|pf_ppo|use_prefix_grouper)": "see rollout.carry_over, and training.shared_prefix",
     r"data\.(sampler|custom_cls|datagen)": "belongs to a class that is not used",

@@ -1,6 +1,8 @@
-"""One rank of test_drafts.py: generations with and without a draft model.
+"""One rank of test_drafts.py: generations with and without drafts.
 
-draft_worker.py CHECKPOINT OTHER TP SAMPLES
+    draft_worker.py CHECKPOINT OTHER TP SAMPLES
+
+OTHER is another draft model than the policy itself, or mtp: then the policy's head proposes the tokens.
 """
 
 import sys
@@ -17,7 +19,7 @@ from rl.config.draft import Draft  # noqa: E402
 from rl.config.rollout import Rollout  # noqa: E402
 from rl.rollout.cpu_drafts import DraftedSampler  # noqa: E402
 from rl.rollout.draft_check import chi_square, deviate  # noqa: E402
-from rl.rollout.drafts import Drafts, WrongDistribution  # noqa: E402
+from rl.rollout.drafts import SOURCES, WrongDistribution  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
@@ -29,23 +31,29 @@ SETTINGS = ((1.0, 1.0), (0.7, 1.0), (1.0, 0.9), (0.0, 1.0))
 
 
 def build(device, name: str, path: str, tp: int, draft: Draft | None) -> RolloutEngine:
-    parts = [Masks(), *([Drafts(draft)] if draft else [])]
+    parts = [Masks(), *([SOURCES[draft.method](draft)] if draft else [])]
     rollout = Rollout(tp=tp, max_concurrent_samples=256, cpu_kv_cache_mib=16)
     options = dict(dtype="float32", max_tokens=64, seed=1, device=device, frozen=True)
     return RolloutEngine(path, rollout, name=name, parts=parts, **options)
 
 
-def values(engine: RolloutEngine, sampling: Sampling) -> dict:
-    """Return tokens, log-probs and sampling masks of each sample, as bytes."""
-    samples = engine.generate(PROMPTS, sampling, [11, 12])
-    return {
-        (s.prompt, s.number): [
-            array.tobytes()
-            for segment in s.segments
-            for array in (segment.token_ids, segment.logprobs, *segment.held.values())
-        ]
-        for s in samples
-    }
+def assert_equal_samples(one: RolloutEngine, other: RolloutEngine, sampling: Sampling) -> None:
+    """Compare tokens, sampling masks and log-probs of the samples of two engines bitwise.
+
+    Log-probs are rounded with latent attention, whose products over several tokens have another order.
+    """
+    found = [
+        {(s.prompt, s.number): s.segments[0] for s in engine.generate(PROMPTS, sampling, [11, 12])}
+        for engine in (one, other)
+    ]
+    assert found[0].keys() == found[1].keys()
+    tolerance = 1e-4 if "kv_lora_rank" in one.hf else 0.0
+    for name, segment in found[0].items():
+        same = found[1][name]
+        assert np.array_equal(segment.token_ids, same.token_ids), name
+        assert np.allclose(segment.logprobs, same.logprobs, rtol=0, atol=tolerance), name
+        for column, values in segment.held.items():
+            assert values.tobytes() == same.held[column].tobytes(), (name, column)
 
 
 RIGHT_ROWS = DraftedSampler._rows
@@ -60,15 +68,23 @@ def one_number_per_step(self):
 
 
 def main(path: str, other: str, tp: int, num_samples: int) -> None:
+    is_head = other == "mtp"
+    near, far = (dict(method="mtp") if is_head else dict(path=each) for each in (path, other))
     with session(RANKS) as device:
         plain = build(device, "plain", path, tp, None)
-        same = build(device, "same", path, tp, Draft(path, 3, 1.0))
+        same = build(device, "same", path, tp, Draft(**near, tokens=3, min_tokens_per_step=1.0))
         for temperature, top_p in SETTINGS:
             sampling = Sampling(num_samples, temperature, top_p, 0, 0.0, 24, (), ())
-            assert values(plain, sampling) == values(same, sampling)
+            assert_equal_samples(plain, same, sampling)
             metrics = same.parts[-1].metrics(same)
-            assert metrics["perf/draft_acceptance/1"] > 0.99, metrics
-            assert metrics["perf/draft_tokens_per_step"] > 3.9 and metrics["perf/drafts_on"] == 1.0
+            print(temperature, top_p, metrics)
+            assert metrics["perf/drafts_on"] == 1.0
+            assert (
+                metrics["perf/draft_tokens_per_step"] > 1.0 or not temperature
+            )  # a random head may never agree
+            if not is_head:
+                assert metrics["perf/draft_acceptance/1"] > 0.99, metrics
+                assert metrics["perf/draft_tokens_per_step"] > 3.9
         same.parts[-1].check(same, PROMPTS[0])  # raises nothing
         same.parts = [part for part in same.parts if not isinstance(part, Masks)]
         same.runner.sampler.masks = None  # they are stored by position
@@ -80,13 +96,13 @@ def main(path: str, other: str, tp: int, num_samples: int) -> None:
         except WrongDistribution as error:
             print(error)
         DraftedSampler._rows = rows
-        useless = build(device, "useless", path, tp, Draft(other, 2, 0.0))
+        useless = build(device, "useless", path, tp, Draft(**far, tokens=2))
         sampling = Sampling(64, 1.0, 1.0, 0, 0.0, 24, (), ())
-        assert values(plain, sampling) == values(useless, sampling)
+        assert_equal_samples(plain, useless, sampling)
         metrics = useless.parts[-1].metrics(useless)
         assert metrics["perf/drafts_on"] == 0.0 and metrics["perf/draft_tokens_per_step"] < 1.5, metrics
         if num_samples > 1000:
-            chi_squares(build(device, "near", path, tp, Draft(other, 3, 1.0)))
+            chi_squares(build(device, "near", path, tp, Draft(**far, tokens=3, min_tokens_per_step=1.0)))
     print("drafts are right")
 
 

@@ -22,6 +22,7 @@ CASES = {
     "rollout_correction.truncate_samples": (("rollout.carry_over=true", *GMPO), 2.0, 0.0),
     "agents.order": (GAME, "waves", "arrival"),
     "adapter.in_engine": (SWEEP, "adapter", "merged"),
+    "training.shared_prefix": (("training.mtp.head_lr=0.001",), False, True),
 }
 """Key -> keys from which it follows, its value, and one that does not suit them."""
 

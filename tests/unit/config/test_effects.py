@@ -35,6 +35,7 @@ SAMPLING = {
     "async_scheduling": "false",
     "longest_first": "true",
     "draft.path": "draft",
+    "draft.method": "mtp",
 }
 WITHOUT_ANOTHER = {
     "rollout.biased_truncation": "true",
