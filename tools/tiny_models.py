@@ -74,6 +74,18 @@ GEMMA3 = dict(
         full_attention=dict(rope_type="linear", rope_theta=10000.0, factor=8.0),
     ),
 )
+DELTA_NETS = dict(
+    head_dim=64,
+    num_hidden_layers=4,
+    full_attention_interval=2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=32,
+    linear_value_head_dim=16,
+)
+GATED_EXPERT = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=64
+)
 PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": dict(head_dim=64),  # differs from hidden / heads
@@ -125,19 +137,9 @@ PARTICULAR: dict[str, dict] = {
     "Gemma3ForCausalLM": GEMMA3,
     "Phi3ForCausalLM": {},
     "MiniMaxM2ForCausalLM": dict(head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3),
-    "Qwen3NextForCausalLM": dict(
-        head_dim=64,
-        num_hidden_layers=4,
-        full_attention_interval=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
-    ),
+    "Qwen3NextForCausalLM": DELTA_NETS | GATED_EXPERT,
+    "Qwen3_5ForCausalLM": DELTA_NETS,
+    "Qwen3_5MoeForCausalLM": DELTA_NETS | GATED_EXPERT,
     "GptOssForCausalLM": dict(
         head_dim=64,
         intermediate_size=128,  # vLLM on CPU requires a multiple of 32 per rank
@@ -168,7 +170,7 @@ PARTICULAR: dict[str, dict] = {
     ),
 }
 """Architecture -> keys of its tiny config in addition to SIZES."""
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 """Classes of configs that are not named after the model."""
 PUBLISHED = {
     "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid"),

@@ -81,4 +81,6 @@ def _refused(pair: LowRank) -> str:
     if pair.module.endswith(".kv_b_proj"):
         # vLLM loads such an adapter and ignores it: its log-probs are those of the base.
         return "a projection that vLLM multiplies into others when it loads the weights"
+    if pair.module.endswith((".in_proj_qkv", ".in_proj_z")):
+        return "a part of a projection that vLLM divides into four"
     return ""

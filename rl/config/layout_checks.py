@@ -358,13 +358,15 @@ def check_divides(key: str, value: int, sizes: dict[str, int], fits: list[int]) 
 
 def split_sizes(hf: dict[str, Any]) -> dict[str, int]:
     """Return the sizes that tensor parallelism splits evenly, in training and in generation."""
-    of_nets = {"{} key heads of gated delta nets": hf["linear_num_key_heads"]} if has_delta_nets(hf) else {}
-    return {
+    sizes = {
         "{} attention heads": model_size(hf, "num_attention_heads"),
         "hidden size of {}": model_size(hf, "hidden_size"),
-        "intermediate size of {}": model_size(hf, "intermediate_size"),
-        **of_nets,
     }
+    if "intermediate_size" in hf or not num_experts(hf):  # else no layer is dense
+        sizes["intermediate size of {}"] = model_size(hf, "intermediate_size")
+    if has_delta_nets(hf):
+        sizes["{} key heads of gated delta nets"] = model_size(hf, "linear_num_key_heads")
+    return sizes
 
 
 def model_size(hf: dict[str, Any], name: str) -> int:

@@ -20,7 +20,7 @@ from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
 from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges
-from rl.models.sizes import layer_kinds, num_kv_heads
+from rl.models.sizes import ffn_width, layer_kinds, num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
@@ -504,7 +504,7 @@ def gathered_bytes(model: Model, layout: Layout, tokens: float, itemsize: int) -
 def _widest(model: Model, layout: Layout) -> float:
     """Return the number of elements per token of the widest activation of a dense layer."""
     query, _ = model.heads_width
-    return max(2 * model.hf["intermediate_size"], 3 * query) / layout.tp
+    return max(2 * ffn_width(model.hf), 3 * query) / layout.tp
 
 
 def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: int) -> float:
@@ -535,7 +535,7 @@ def engine_memory(
         elements += points * count_engine(model.adapter_parts, placement)[0]
     hidden, vocab = model.hf["hidden_size"], model.hf["vocab_size"]
     query, _ = model.heads_width
-    width = 3 * hidden + max(3 * model.hf["intermediate_size"], 3 * query) / rollout.tp
+    width = 3 * hidden + max(3 * ffn_width(model.hf), 3 * query) / rollout.tp
     # A step of replicas that share experts has as many tokens as one of a replica that has its own.
     width /= layout.rollout_sharing
     if model.num_experts:

@@ -23,6 +23,7 @@ from rl.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
     seed_oss,
@@ -32,7 +33,8 @@ from rl.models.form import Form
 from rl.models.layout import REPLICATED, Weight
 
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
-_FILES = (*_WITH_BITWISE, seed_oss, smollm3, granite, gemma3, phi3, gpt_oss, minimax_m2, qwen3_next)
+_OTHERS = (seed_oss, smollm3, granite, gemma3, phi3, gpt_oss, minimax_m2, qwen3_next, qwen3_5)
+_FILES = (*_WITH_BITWISE, *_OTHERS)
 VISION = {"Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl"}
 """Architectures with a vision tower -> their file, which only a run with such a model imports."""
 SUPPORTED = (*(name for file in _FILES for name in file.ARCHITECTURES), *VISION)

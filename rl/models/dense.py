@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from rl.models.layout import COLUMN, REPLICATED, ROW, VOCAB, Cut, Weight, qkv
 from rl.models.rope import KINDS, PARTIAL, rope_parameters
-from rl.models.sizes import head_dim, is_tied, num_kv_heads
+from rl.models.sizes import ffn_width, head_dim, is_tied, num_kv_heads
 
 
 def megatron_config(hf: dict) -> dict:
@@ -19,7 +19,7 @@ def megatron_config(hf: dict) -> dict:
     return dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
-        ffn_hidden_size=hf["intermediate_size"],
+        ffn_hidden_size=ffn_width(hf),
         num_attention_heads=hf["num_attention_heads"],
         num_query_groups=num_kv_heads(hf),
         kv_channels=head_dim(hf),
@@ -148,7 +148,7 @@ def mlp(hf: dict, layer: int) -> list[Weight]:
     """Return the norm before the MLP and the weights of the MLP."""
     hidden = hf["hidden_size"]
     norm = in_layer(layer, "post_attention_layernorm", "pre_mlp_layernorm", REPLICATED, (hidden,))
-    return [norm, *swiglu(layer, "mlp", hidden, hf["intermediate_size"])]
+    return [norm, *swiglu(layer, "mlp", hidden, ffn_width(hf))]
 
 
 def swiglu(layer: int, block: str, hidden: int, ffn: int) -> list[Weight]:

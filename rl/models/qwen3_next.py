@@ -8,62 +8,78 @@ prediction (`mtp.*`) are neither trained nor served nor exported.
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rl.models import dense, experts, qwen3_moe
 from rl.models.dense import in_layer
 from rl.models.layout import COLUMN, REPLICATED, ROW, Cut, Piece, Weight, joined, kv_heads
-from rl.models.sizes import head_dim, layer_kinds, num_kv_heads
+from rl.models.sizes import head_dim, is_tied, layer_kinds, num_kv_heads
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 KINDS = {"linear_attention", "full_attention"}
+SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+"""Last parts of the keys with the sizes of delta nets, which Megatron names alike."""
 
 
 def megatron_config(hf: dict) -> dict:
     """Return the fields of Megatron's TransformerConfig that follow from the Hugging Face config."""
-    fields = qwen3_moe.megatron_config({"norm_topk_prob": True} | hf)
-    return fields | dict(
+    return qwen3_moe.megatron_config({"norm_topk_prob": True} | hf) | shared_fields(hf) | mixer_fields(hf)
+
+
+def mixer_fields(hf: dict) -> dict:
+    """Return the fields for gated delta nets, gated attention and the norms."""
+    return {f"linear_{name}": hf[f"linear_{name}"] for name in SIZES} | dict(
         layernorm_zero_centered_gamma=True,
+        qk_layernorm=True,
         attention_output_gate=True,
         linear_attention_freq=[int(kind == "linear_attention") for kind in layer_kinds(hf)],
-        linear_conv_kernel_dim=hf["linear_conv_kernel_dim"],
-        linear_key_head_dim=hf["linear_key_head_dim"],
-        linear_value_head_dim=hf["linear_value_head_dim"],
-        linear_num_key_heads=hf["linear_num_key_heads"],
-        linear_num_value_heads=hf["linear_num_value_heads"],
-        moe_shared_expert_intermediate_size=hf["shared_expert_intermediate_size"],
-        moe_shared_expert_gate=True,
     )
+
+
+def shared_fields(hf: dict) -> dict:
+    """Return the fields for the shared expert."""
+    width = hf["shared_expert_intermediate_size"]
+    return dict(moe_shared_expert_intermediate_size=width, moe_shared_expert_gate=True)
 
 
 def check(hf: dict) -> None:
     """Raise ValueError for a config with an unsupported option."""
-    dense.check_decoder(hf, "Qwen3-Next", partial=True)
-    dense.refuse_sliding_window(hf, "Qwen3-Next")
-    dense.refuse_biases(hf, "Qwen3-Next", "attention_bias")
-    if unknown := set(layer_kinds(hf)) - KINDS:
-        raise ValueError(f"Qwen3-Next with {sorted(unknown)[0]} in layer_types is not supported.")
-    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
-    if values % keys:
+    check_mixers(hf, "Qwen3-Next")
+    if is_tied(hf):
         raise ValueError(
-            f"Qwen3-Next with linear_num_value_heads {values} is not supported: it must be a multiple of "
-            f"linear_num_key_heads {keys}."
+            "Qwen3-Next with tie_word_embeddings is not supported: vLLM reads a head of its own."
         )
     if not any(qwen3_moe.moe_layers(hf)):
         raise ValueError("Qwen3-Next without a layer of experts is not supported.")
+
+
+def check_mixers(hf: dict, family: str) -> None:
+    """Raise ValueError, naming the family, for unsupported options of attention and delta nets."""
+    dense.check_decoder(hf, family, partial=True)
+    dense.refuse_sliding_window(hf, family)
+    dense.refuse_biases(hf, family, "attention_bias")
+    if unknown := set(layer_kinds(hf)) - KINDS:
+        raise ValueError(f"{family} with {sorted(unknown)[0]} in layer_types is not supported.")
+    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    if values % keys:
+        raise ValueError(
+            f"{family} with linear_num_value_heads {values} is not supported: it must be a multiple of "
+            f"linear_num_key_heads {keys}."
+        )
 
 
 def weights(hf: dict) -> list[Weight]:
     """Return every parameter, in the order of the forward pass."""
     out = [dense.embedding(hf)]
     for layer, (kind, is_moe) in enumerate(zip(layer_kinds(hf), qwen3_moe.moe_layers(hf))):
-        out += _delta_net(hf, layer) if kind == "linear_attention" else _attention(hf, layer)
+        out += attention(hf, layer) if kind == "full_attention" else delta_net(hf, layer, _grouped(hf, layer))
         norm, *mlp = dense.mlp(hf, layer)
-        out += [norm, *(_mixture(hf, layer) if is_moe else mlp)]
+        out += [norm, *(mixture(hf, layer) if is_moe else mlp)]
     return [*out, *dense.head(hf)]
 
 
-def _mixture(hf: dict, layer: int) -> list[Weight]:
+def mixture(hf: dict, layer: int) -> list[Weight]:
     """Return router, routed experts, the shared expert and its gate [1, H]."""
     hidden, width = hf["hidden_size"], hf["shared_expert_intermediate_size"]
     out = [experts.router(hf, layer, "mlp"), *experts.routed(hf, layer, "mlp")]
@@ -73,33 +89,42 @@ def _mixture(hf: dict, layer: int) -> list[Weight]:
     return [*out, in_layer(layer, name, megatron, REPLICATED, (1, hidden), suffix="")]
 
 
-def _delta_net(hf: dict, layer: int) -> list[Weight]:
-    """Return the norm before the delta net and its weights.
-
-    Rows of a key head's group: in_proj_qkvz query, key, values, gates; in_proj_ba betas, decays. conv1d
-    [channels, 1, taps] has the channels of all queries, of all keys, of all values.
-    """
-    hidden, heads = hf["hidden_size"], hf["linear_num_value_heads"]
+def delta_widths(hf: dict) -> tuple[int, int]:
+    """Return the channels of all keys, and of all values, of a delta net."""
     keys = hf["linear_num_key_heads"] * hf["linear_key_head_dim"]
-    values = heads * hf["linear_value_head_dim"]
+    return keys, hf["linear_num_value_heads"] * hf["linear_value_head_dim"]
+
+
+def _grouped(hf: dict, layer: int) -> list[Weight]:
+    """Return the projections. Rows of a key head: query, key, values, gates; in the second betas, decays."""
+    hidden, heads, (keys, values) = hf["hidden_size"], hf["linear_num_value_heads"], delta_widths(hf)
+    return [
+        in_layer(layer, f"linear_attn.{name}", f"self_attention.{name}", COLUMN, (rows, hidden))
+        for name, rows in (("in_proj_qkvz", 2 * keys + 2 * values), ("in_proj_ba", 2 * heads))
+    ]
+
+
+def delta_net(hf: dict, layer: int, projections: Sequence[Weight]) -> list[Weight]:
+    """Return the norm before a delta net, its projections, and its other weights.
+
+    conv1d [channels, 1, taps] has the channels of all queries, of all keys, of all values.
+    """
+    hidden, heads, (keys, values) = hf["hidden_size"], hf["linear_num_value_heads"], delta_widths(hf)
     conv = joined(COLUMN, (keys, keys, values))
-    out = [in_layer(layer, "input_layernorm", "input_layernorm", REPLICATED, (hidden,))]
+    out = [in_layer(layer, "input_layernorm", "input_layernorm", REPLICATED, (hidden,)), *projections]
     for name, megatron, cut, shape in (
-        ("in_proj_qkvz.weight", "in_proj_qkvz.weight", COLUMN, (2 * keys + 2 * values, hidden)),
-        ("in_proj_ba.weight", "in_proj_ba.weight", COLUMN, (2 * heads, hidden)),
         ("conv1d.weight", "conv_weight", conv, (2 * keys + values, 1, hf["linear_conv_kernel_dim"])),
         ("dt_bias", "dt_bias", COLUMN, (heads,)),
         ("A_log", "a_log", COLUMN, (heads,)),
         ("norm.weight", "norm_weight", REPLICATED, (hf["linear_value_head_dim"],)),
         ("out_proj.weight", "out_proj.weight", ROW, (hidden, values)),
     ):
-        out.append(
-            in_layer(layer, f"linear_attn.{name}", f"self_attention.{megatron}", cut, shape, suffix="")
-        )
+        names = f"linear_attn.{name}", f"self_attention.{megatron}"
+        out.append(in_layer(layer, *names, cut, shape, suffix=""))
     return out
 
 
-def _attention(hf: dict, layer: int) -> list[Weight]:
+def attention(hf: dict, layer: int) -> list[Weight]:
     """Return the norm before the attention and its weights; q_proj has a query and a gate per head."""
     dim, heads, groups = head_dim(hf), hf["num_attention_heads"], num_kv_heads(hf)
     norm, _, *rest = dense.attention(hf, layer, qk_norm=True)

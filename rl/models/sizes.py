@@ -52,6 +52,11 @@ def num_experts(hf: dict) -> int:
     )
 
 
+def ffn_width(hf: dict) -> int:
+    """Return the intermediate size of a dense layer, or that of an expert if no layer is dense."""
+    return hf["intermediate_size"] if "intermediate_size" in hf else hf["moe_intermediate_size"]
+
+
 def expert_width(hf: dict) -> int:
     """Return the intermediate size of one routed expert."""
     return hf.get("moe_intermediate_size") or hf["intermediate_size"]

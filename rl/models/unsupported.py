@@ -4,7 +4,7 @@ from typing import Any
 
 NEEDS = {
     "index_topk": "sparse attention whose keys an indexer chooses",
-    "linear_num_value_heads": "gated delta nets in place of attention in some layers",
+    "linear_num_value_heads": "gated delta nets in this class",
     "linear_attn_config": "linear attention in some layers",
     "hybrid_override_pattern": "Mamba layers",
     "ssm_state_size": "Mamba layers",
@@ -16,19 +16,23 @@ NEEDS = {
     "final_logit_softcapping": "capped logits",
     "altup_num_inputs": "several streams of activations",
     "zero_expert_num": "experts that return their input",
-    "shared_expert_intermediate_size": "a shared expert with a gate",
+    "shared_expert_intermediate_size": "a shared expert with a gate in this class",
     "attn_type_list": "linear attention in some layers",
     "audio_config": "an encoder of sound",
     "vision_config": "an encoder of images other than that of Qwen2.5-VL",
     "sliding_window": "attention with a window in this class",
 }
 """Key of config.json, or of its text_config -> what the model needs if the value is not empty."""
+TEXT_ALONE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Architectures with a vision tower whose text model is supported."""
 
 
 def needed(hf: dict[str, Any]) -> str:
     """Return a clause on the first key of `NEEDS` in a config, its value and its need; "" without a name."""
     if not hf.get("architectures"):
         return ""
+    if hf["architectures"][0] in TEXT_ALONE:
+        return ", of which only the text model is supported; write it with tools/text_model.py"
     for key, need in NEEDS.items():
         for prefix, tree in (("", hf), ("text_config.", hf.get("text_config") or {})):
             value = tree.get(key)

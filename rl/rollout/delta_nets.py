@@ -15,12 +15,14 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 from rl.numerics.delta_rule import Chunks, causal_conv, gated_delta_rule, log_decay, normed
 from rl.rollout.parts import Part
+from rl.rollout.vllm_model import allow_no_torchvision
 
 
 class DeltaNets(Part):
     """The part of an engine whose model has gated delta nets."""
 
     def options(self, engine):
+        allow_no_torchvision()  # the file of Qwen3.5 has its vision models too
         _hold_decays_as_the_trainer()
         # In the model's dtype, each token would round the state, which the trainer keeps in float32.
         options: dict = dict(mamba_ssm_cache_dtype="float32")

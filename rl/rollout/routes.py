@@ -69,7 +69,7 @@ class CpuRoutes:
         config, scheduler = engine.llm.llm_engine.model_config, engine.scheduler
         manager = scheduler.kv_cache_manager
         self._blocks_of, self._block_size = manager.get_block_ids, scheduler.block_size
-        self._group, self._layer = _group_without_window(scheduler.kv_cache_config.kv_cache_groups)
+        self._group, self._layer = _group_of_all_tokens(scheduler.kv_cache_config.kv_cache_groups)
         self._place = {layer: place for place, layer in enumerate(layers)}
         slots = manager.block_pool.num_gpu_blocks * self._block_size
         dtype = np.uint8 if config.get_num_experts() <= 256 else np.uint16
@@ -110,13 +110,15 @@ class CpuRoutes:
         self._freed.clear()
 
 
-def _group_without_window(groups) -> tuple[int, str]:
+def _group_of_all_tokens(groups) -> tuple[int, str]:
     """Return the index and a layer of the first group of vLLM's caches that keeps the whole context.
 
-    A group of layers with a window frees the blocks of tokens that have left it.
+    A group of layers with a window frees the blocks of tokens that have left it, and one of layers with a
+    recurrent state has no blocks of tokens.
     """
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-    whole = (i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, SlidingWindowSpec))
+    partial = SlidingWindowSpec, MambaSpec
+    whole = (i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, partial))
     index = next(whole, 0)
     return index, groups[index].layer_names[0]

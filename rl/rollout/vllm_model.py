@@ -1,7 +1,9 @@
 """Construction of vLLM inside a training process: its options, and the process state that it must keep."""
 
+import importlib.util
 import os
 import random
+import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,17 @@ from rl.runtime.device import Device
 
 DERIVED = ("W_UV", "W_UK_T")
 """Last parts of the names of weights that vLLM derives from kv_b_proj.weight of latent attention."""
+
+
+def allow_no_torchvision() -> None:
+    """Let vLLM import models that may read images without torchvision, which they need only for that.
+
+    They import a function from transformers' processor, which is also in its version for Pillow.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pillows
+
+        sys.modules.setdefault(pillows.__name__.replace("_pil_", "_"), pillows)
 
 
 def build_llm(

@@ -5,8 +5,6 @@ is needed and both sides compute with the same numbers. Each rank of a replica h
 """
 
 import hashlib
-import importlib.util
-import sys
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ from rl.data.images import ImageFormat
 from rl.rollout.calls import Call
 from rl.rollout.parts import Part
 from rl.rollout.samples import Request
+from rl.rollout.vllm_model import allow_no_torchvision
 
 MAX_IMAGES = 1024
 """Maximum number of images of a prompt; its tokens are limited by data.max_prompt_tokens."""
@@ -96,11 +95,7 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-    if importlib.util.find_spec("torchvision") is None:
-        # vLLM's model imports a function from there, which is also in Pillow's version.
-        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pillows
-
-        sys.modules.setdefault(pillows.__name__.replace("_pil_", "_"), pillows)
+    allow_no_torchvision()
     side = max(1, int((format.max_pixels**0.5) // format.unit))  # of the largest square image, in tokens
 
     class Info(BaseProcessingInfo):

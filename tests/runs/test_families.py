@@ -19,17 +19,22 @@ FAMILIES = (
         "GptOssForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
     ),
 )
 STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")
-MORE = {"GptOssForCausalLM": ("training.router_replay=engine", "rollout.max_response_tokens=24")}
-"""Further keys: routes of sequences that are longer than the window of half of the layers."""
+MORE = {
+    "GptOssForCausalLM": ("training.router_replay=engine", "rollout.max_response_tokens=24"),
+    "Qwen3NextForCausalLM": ("training.router_replay=engine",),
+}
+"""Further keys: routes of models with several kinds of caches, longer than the window if there is one."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_of_grpo_resumed_and_exported(config, tmp_path, family):
-    tied = family in ("Gemma3ForCausalLM", "SmolLM3ForCausalLM")
+    tied = family in ("Gemma3ForCausalLM", "SmolLM3ForCausalLM", "Qwen3_5ForCausalLM")
     model = save_tiny(family, tmp_path / "tiny", seed=1, tie=tied)
     if family == "GptOssForCausalLM":
         quantise_experts(tmp_path / "tiny")

@@ -156,6 +156,7 @@ class _Case:
         import torch
         import torch.distributed as dist
 
+        from rl.engines.rollout_engines import model_parts
         from rl.refit.refit import check_refit, refit
         from rl.rollout.batches import batch_of
         from rl.rollout.engine import RolloutEngine
@@ -164,7 +165,8 @@ class _Case:
 
         if self.engine is None:
             options = dict(dtype=config.model.dtype, max_tokens=128, seed=1, device=self.device)
-            self.engine = RolloutEngine(self.path, config.rollout, **options)
+            parts = model_parts(config.rollout, self.hf)
+            self.engine = RolloutEngine(self.path, config.rollout, **options, parts=parts)
         engine = self.engine
         if not engine.awake:
             engine.wake_weights()

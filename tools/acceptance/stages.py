@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "qwen3-next": "Qwen3NextForCausalLM",
+    "qwen3.5": "Qwen3_5ForCausalLM",
+    "qwen3.5-moe": "Qwen3_5MoeForCausalLM",
 }
 FEW = ("qwen2", "qwen3-moe", "deepseek-v3")
 """Architectures that --quick and --rehearse cover."""

@@ -15,6 +15,7 @@ from tools.verl.keys import (
     REPLAY,
     SEES,
     SOURCES,
+    TEXT_ALONE,
     reason,
 )
 from tools.verl.objective import objective, pick
@@ -48,11 +49,21 @@ def refuse(settings: Settings) -> None:
     for key in ("actor_rollout_ref.model.path", "model.path"):
         if why := reason(str(settings.given.get(key, "")), MODELS):
             raise ValueError(f"{key}={settings.given[key]}: {why}")
+        if re.search(TEXT_ALONE, str(settings.given.get(key, ""))) and reads_images(settings):
+            raise ValueError(
+                f"{key}={settings.given[key]}: of this model only the text can be trained, but the script "
+                "reads images; of models that see, only Qwen2.5-VL is supported."
+            )
     for key, value in settings.given.items():
         table = ALWAYS_REFUSED if value in OFF else REFUSED | ALWAYS_REFUSED
         if why := reason(key, table):
             text = " ".join(str(value).split())
             raise ValueError(f"{key}={text[:80]}{'...' if len(text) > 80 else ''}: {why}")
+
+
+def reads_images(settings: Settings) -> bool:
+    """Return whether the script's data have images: it names their column, or verl's data set of images."""
+    return "data.image_key" in settings.given or "geo3k" in str(settings.given.get("data.train_files", ""))
 
 
 def data(settings: Settings, notes: list[str]) -> dict[str, Any]:
@@ -154,6 +165,9 @@ def grid(
     at_least: smallest tensor parallel size in place of FSDP, which shards weights over all ranks.
     """
     get, megatron = settings.get, f"{part}megatron"
+    paths = [str(settings.given.get(key, "")) for key in ("actor_rollout_ref.model.path", "model.path")]
+    if any(re.search(TEXT_ALONE, path) for path in paths):
+        notes.append("model.path must be the text model alone, as tools/text_model.py writes it.")
     if uses_megatron(settings, part):
         return {
             "training.tp": get(f"{megatron}.tensor_model_parallel_size", 1),
@@ -171,8 +185,7 @@ def grid(
         f"training.tp={tp} replaces FSDP: Megatron shards weights over tp and pp, and the optimizer "
         "also over dp. train_rl.py --dry-run says whether it fits, and which change is cheapest."
     )
-    paths = (get("actor_rollout_ref.model.path", ""), get("model.path", ""))
-    has_experts = any(re.search(EXPERTS, str(path)) for path in paths)
+    has_experts = any(re.search(EXPERTS, path) for path in paths)
     ep = max(get(f"{part}veomni.expert_parallel_size", 1), get("trainer.n_gpus_per_node", 8) * has_experts)
     experts = {"training.ep": ep, "training.etp": 1} if ep > 1 else {}
     return {"training.tp": tp, **experts, "training.recompute": "full" if recompute else "none"}

@@ -15,6 +15,7 @@ DENSE = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 LATENTS = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj,shared_experts.gate_proj,shared_experts.down_proj"
 MIXED = f"{ATTENTION},in_proj_qkvz,in_proj_ba,out_proj,shared_expert.gate_proj,shared_expert.down_proj"
+SEPARATE = f"{DENSE},in_proj_b,in_proj_a,out_proj"
 CASES = {
     "qwen2": ("Qwen2ForCausalLM", "lora", DENSE, ["1x1x1", "2x1x1", "1x2x1"]),
     "llama": ("LlamaForCausalLM", "dora", DENSE, ["1x1x1", "2x1x1", "1x2x1"]),
@@ -24,13 +25,14 @@ CASES = {
     "gpt-oss": ("GptOssForCausalLM", "rslora", ATTENTION, ["1x1x1", "1x2x1", "1x1x2"]),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "lora", ATTENTION, ["1x1x1", "2x1x1", "1x1x2"]),
     "qwen3-next": ("Qwen3NextForCausalLM", "lora", MIXED, ["1x1x1", "2x1x1", "1x1x2"]),
+    "qwen3.5": ("Qwen3_5ForCausalLM", "dora", SEPARATE, ["1x1x1", "2x1x1"]),
     "deepseek-v3": ("DeepseekV3ForCausalLM", "dora", LATENTS, ["1x1x1", "2x1x1", "1x1x2"]),
 }
 """Name -> architecture, kind of the merged adapters, layers with an adapter beside the weights, training
 layouts of two ranks."""
 ALWAYS = [("qwen2", 2)]
 LIMIT = bounds.of_logits(3, SIZES["hidden_size"])
-SCALES = {"qwen3-next": 4}
+SCALES = {"qwen3-next": 4, "qwen3.5": 4}
 """Case -> factor of LIMIT: the norms of delta nets scale up small outputs with their rounding errors."""
 
 

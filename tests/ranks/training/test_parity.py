@@ -41,6 +41,8 @@ CASES = {
     "minimax-m2": ("MiniMaxM2ForCausalLM", False, ["2x1x1", "1x1x2x2", "2x2x2", "2x1x2x0x2"]),
     "gpt-oss": ("GptOssForCausalLM", False, ["1x1x1", "1x2x1", "1x1x2", "2x1x2", "2x2x2", "2x1x2x0x2"]),
     "qwen3-next": ("Qwen3NextForCausalLM", False, EXPERTS),
+    "qwen3.5": ("Qwen3_5ForCausalLM", True, ["1x1x1", "2x1x1", "1x2x1", "2x2x1", "2x1x1x0x2"]),
+    "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", False, ["1x1x1", "2x1x2", "1x1x2x2", "2x2x2", "2x1x2x0x2"]),
     "moonlight": ("DeepseekV3ForCausalLM", False, EXPERTS),
     "glm4-moe": ("Glm4MoeForCausalLM", False, EXPERTS),
     "glm4-moe-air": ("Glm4MoeForCausalLM", False, ["2x2x2", "2x1x2x0x2"]),

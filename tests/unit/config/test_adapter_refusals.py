@@ -79,5 +79,7 @@ def test_layers_without_vllm_adapters_are_refused():
         ConfigError, match=r"self_attn.kv_b_proj is a projection.*choose adapter.targets from"
     ):
         check_layers(beside("adapter.targets=[kv_b_proj]"), latents)
+    with pytest.raises(ConfigError, match="linear_attn.in_proj_qkv is a part of a projection"):
+        check_layers(beside(), tiny_hf("Qwen3_5ForCausalLM"))
     check_layers(beside("adapter.targets=[q_proj, o_proj]"), experts)
     check_layers(beside(), tiny_hf("Qwen2ForCausalLM"))

@@ -348,12 +348,17 @@ OWN_FILE = ", which needs a file of its own in rl/models (docs/extending.md)"
         ),
         (
             {
-                "architectures": ["Qwen3_5"],
+                "architectures": ["KimiLinear"],
                 "text_config": {"linear_num_value_heads": 32},
                 "vision_config": {},
             },
-            "Qwen3_5, whose text_config.linear_num_value_heads=32 needs gated delta nets in place of "
-            "attention in some layers (not built)",
+            "KimiLinear, whose text_config.linear_num_value_heads=32 needs gated delta nets in this class "
+            "(not built)",
+        ),
+        (
+            {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}},
+            "Qwen3_5ForConditionalGeneration, of which only the text model is supported; write it with "
+            "tools/text_model.py",
         ),
         (
             {"architectures": ["Qwen3VL"], "vision_config": {"model_type": "qwen3_vl"}},

@@ -54,6 +54,14 @@ def test_bitwise_numerics_refuses_layers_that_it_does_not_compute():
         check_layout(config, 1, hf, SUPPORTED)
 
 
+@pytest.mark.parametrize("setting", ["rollout.draft.path=small", "rollout.quantization=fp8"])
+def test_an_engine_with_recurrent_states_refuses(setting):
+    config = load_config(ROOT / "configs" / "qwen3-next-80b-a3b_math_grpo_8x8.yaml", [setting])
+    hf = json.loads((ROOT / "configs" / "models" / "qwen3-next-80b-a3b" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=f"{setting} .*gated delta nets"):
+        check_layout(config, 64, hf, SUPPORTED)
+
+
 def test_no_production_config_is_left_out():
     elsewhere = {"quickstart", "quickstart_sft", "gsm8k_toy"}
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == PRODUCTION.keys() | elsewhere

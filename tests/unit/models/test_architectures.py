@@ -26,7 +26,7 @@ GEMMA, PHI, GRANITE, SEED, SMOL = (
     f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Granite", "SeedOss", "SmolLM3")
 )
 OSS, MINIMAX = "GptOssForCausalLM", "MiniMaxM2ForCausalLM"
-NEXT = "Qwen3NextForCausalLM"
+NEXT, QWEN35, QWEN35_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GLM, GLM_LITE = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
 EACH = pytest.mark.parametrize("name", PARTICULAR)
 
@@ -231,6 +231,8 @@ PARAMETERS = {
     "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
     # The model card counts also a layer for multi-token prediction, its three norms and a matrix [H, 2H].
     "qwen3-next-80b-a3b": 81_324_862_720 - 1_642_076_672 - 3 * 2048 - 2 * 2048**2,
+    "qwen3.5-9b": pytest.approx(9e9, rel=1e-2),  # without the tower
+    "qwen3.5-35b-a3b": pytest.approx(35e9, rel=1e-2),
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
     "qwen2.5-vl-7b": 8_292_166_656,
     "qwen3-32b": pytest.approx(32.76e9, rel=1e-3),
@@ -279,6 +281,8 @@ ROTATIONS = {
     "minimax": config(MINIMAX),
     "minimax-m2": published("minimax-m2"),
     "qwen3-next": config(NEXT),
+    "qwen3.5": config(QWEN35),
+    "qwen3.5-35b": published("qwen3.5-35b-a3b"),
     "qwen3-next-80b": published("qwen3-next-80b-a3b"),
     "gpt-oss": config(OSS),
     "gpt-oss-20b": published("gpt-oss-20b"),
@@ -292,9 +296,11 @@ def test_rotations_are_those_of_transformers(name):
     hf = ROTATIONS[name]
     architecture(hf).check(hf)
     kind = hf["architectures"][0].removesuffix("ForCausalLM")
-    part = {"Glm4Moe": 0.5, "MiniMaxM2": 0.5, "Qwen3Next": 0.25}.get(kind, 1.0)
+    quarter = dict.fromkeys(("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), 0.25)
+    part = (quarter | {"Glm4Moe": 0.5, "MiniMaxM2": 0.5}).get(kind, 1.0)
     assert rope.rope_parameters(hf).get("partial_rotary_factor", 1.0) == part
-    module = "mixtral" if kind == "Mixtral" else hf["model_type"]
+    module = "mixtral" if kind == "Mixtral" else hf["model_type"].removesuffix("_text")
+    kind += "Text" * hf["model_type"].endswith("_text")
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     read = getattr(transformers, f"{kind}Config").from_dict(hf)
     expected = getattr(modeling, f"{kind}RotaryEmbedding")(read)
@@ -353,7 +359,7 @@ def test_rope_base_is_read_from_old_and_new_configs():
 def test_a_config_without_a_base_has_that_of_transformers(name):
     keys = ("rope_theta", "rope_parameters", "rope_local_base_freq", "rope_scaling")
     hf = {key: value for key, value in config(name).items() if key not in keys}
-    kind = "Gemma3Text" if name == GEMMA else name.removesuffix("ForCausalLM")
+    kind = name.removesuffix("ForCausalLM") + "Text" * (name in (GEMMA, QWEN35, QWEN35_MOE))
     expected = getattr(transformers, f"{kind}Config").from_dict(hf).rope_parameters
     kinds = (expected["full_attention"], expected["sliding_attention"]) if name == GEMMA else (expected,)
     for local, of_kind in enumerate(kinds):
@@ -378,6 +384,8 @@ def test_window_of_every_scaling():
         "minimax-m2": 196608,
         "qwen3-next": 256,
         "qwen3-next-80b": 262144,
+        "qwen3.5": 256,
+        "qwen3.5-35b": 262144,
         "gpt-oss": 256,
         "gpt-oss-20b": 131072,
         "linear": 4 * 4096,
@@ -478,6 +486,9 @@ REFUSED = [
     (NEXT, {"layer_types": ["sliding_attention"] * 4}, "sliding_attention in layer_types"),
     (NEXT, {"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not supported: it must be a multiple"),
     (NEXT, {"mlp_only_layers": [0, 1, 2, 3]}, "without a layer of experts is not supported"),
+    (NEXT, {"tie_word_embeddings": True}, "tie_word_embeddings is not supported: vLLM reads a head"),
+    (QWEN35, {"layer_types": ["sliding_attention"] * 4}, "sliding_attention in layer_types"),
+    (QWEN35_MOE, {"attn_output_gate": False}, "attn_output_gate False is not supported; only True"),
     (NEXT, {"attention_bias": True}, "attention_bias is not supported"),
     (OSS, {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported: vLLM computes only 7.0"),
     (OSS, {"sliding_window": None}, "sliding_window None is not supported"),
@@ -515,6 +526,8 @@ def test_unsupported_options_are_refused_by_name():
             OSS: "gpt-oss",
             MINIMAX: "MiniMax-M2",
             NEXT: "Qwen3-Next",
+            QWEN35: "Qwen3.5",
+            QWEN35_MOE: "Qwen3.5",
         }
         assert str(caught.value).startswith(family.get(name, name.removesuffix("ForCausalLM")))
 

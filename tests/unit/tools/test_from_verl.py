@@ -350,6 +350,21 @@ def test_recomputation_chunks_and_offload_of_megatron(tmp_path, capsys):
     assert "fine_grained_activation_offloading=True: activations stay on the GPU" in lines
 
 
+@pytest.mark.parametrize("model", ["Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B-Instruct"])
+def test_models_with_gated_delta_nets_fit(tmp_path, capsys, model):
+    script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    part = "actor_rollout_ref.actor.megatron"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} trainer.nnodes=8 "
+        f"actor_rollout_ref.model.path=Qwen/{model} {part}.tensor_model_parallel_size=2 "
+        f"{part}.pipeline_model_parallel_size=2 {part}.expert_model_parallel_size=8 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4 --config-name=ppo_megatron_trainer\n"
+    )
+    assert from_verl.main([str(script), "--out", str(out)]) == 0
+    assert ("as tools/text_model.py writes it" in capsys.readouterr().err) == ("3.5" in model)
+    assert load_config(str(out)).training.ep == 8
+
+
 def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
     given, out = tmp_path / "verl.yaml", tmp_path / "ours.yaml"
     given.write_text(
@@ -387,7 +402,11 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
             "rollout_is=group has no",
         ),
         ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3-VL-8B", "only Qwen2.5-VL is"),
-        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3.5-2B", "gated delta nets"),
+        (
+            "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3.5-2B "
+            "data.train_files=geo3k/train.parquet",
+            "only the text can be trained, but the script reads images",
+        ),
         (
             "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor."
             "policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.clip_ratio_low=1.5",
