@@ -5,6 +5,7 @@ import shlex
 import sys
 
 from launch.batch_file import Resources
+from launch.schedulers import SCHEDULERS
 
 OPTIONS = {
     "nodes": ("N", "nodes"),
@@ -24,19 +25,20 @@ OPTIONS = {
 def add_resources(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of `Resources`."""
     group = parser.add_argument_group("resources")
+    group.add_argument("--scheduler", choices=list(SCHEDULERS), default="slurm", help="(slurm)")
     for name, (placeholder, text) in OPTIONS.items():
         default = getattr(Resources(), name)
         option = "--" + name.removesuffix("_s").replace("_", "-")
         options = dict(dest=name, metavar=placeholder, type=type(default), help=text)
         group.add_argument(option, default=default, required=name == "nodes", **options)
     group.add_argument("--no-requeue", dest="requeue", action="store_false", help="never requeue the job")
-    sbatch_help = "any other option of sbatch, e.g. --sbatch=--constraint=h100"
+    sbatch_help = "any other option of sbatch (qsub, bsub, flux batch), e.g. --sbatch=--constraint=h100"
     group.add_argument("--sbatch", metavar="OPTION", action="append", default=[], help=sbatch_help)
 
 
 def resources_of(arguments: argparse.Namespace) -> Resources:
     """Return the resources of the options. Raises ConfigError for invalid ones."""
-    values = {name: getattr(arguments, name) for name in (*OPTIONS, "requeue", "sbatch")}
+    values = {name: getattr(arguments, name) for name in (*OPTIONS, "scheduler", "requeue", "sbatch")}
     resources = Resources(**values)
     resources.check()
     return resources

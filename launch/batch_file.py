@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rl.config.options import ConfigError
 
@@ -12,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Resources:
-    """Resources that a job requests from Slurm."""
+    """Resources that a job requests from its scheduler."""
+
+    scheduler: Literal["slurm", "pbs", "lsf", "flux"] = "slurm"
+    """Scheduler of the batch file."""
 
     nodes: int = 1
     """Nodes."""
@@ -33,11 +37,12 @@ class Resources:
     qos: str = ""
     """Quality of service."""
     signal_lead_s: int = 600
-    """Seconds before the end at which Slurm signals all ranks to stop and save."""
+    """Seconds before the end at which Slurm signals all ranks to stop and save. Elsewhere a run stops by
+    itself, before a step that would not end in time."""
     requeue: bool = True
     """Whether the job may be requeued to continue."""
     sbatch: list[str] = field(default_factory=list)
-    """Further options of sbatch, e.g. --constraint=h100."""
+    """Further options of sbatch, e.g. --constraint=h100, or of qsub, bsub or flux batch."""
 
     def check(self) -> None:
         """Raise ConfigError for invalid values."""
@@ -96,7 +101,7 @@ def render(
     command: the command that writes the file, for a comment.
     """
     header = _header(resources, name=name, output=f"{logs}/%x-%j.out", command=command)
-    return "\n".join([header, _source(logs), "", _train(config, overrides)]) + "\n"
+    return "\n".join([header, _source(logs), "", one_per_line("train", [config, *overrides])]) + "\n"
 
 
 def render_sweep(
@@ -154,10 +159,8 @@ def _source(logs: Path) -> str:
     return f'export {paths}\nsource "$LOCKSTEP_ROOT/slurm/job.sh"'
 
 
-def _train(config: str, overrides: Sequence[str]) -> str:
-    """Return the call of `train`, with one argument per line if there are many."""
-    words = [shlex.quote(word) for word in ("train", config, *overrides)]
-    line = " ".join(words)
-    return (
-        line if len(line) <= 120 else " ".join(words[:2]) + "".join(f" \\\n    {word}" for word in words[2:])
-    )
+def one_per_line(command: str, words: Sequence[str]) -> str:
+    """Return the call of a shell command, with one argument per line if there are many."""
+    first, *others = map(shlex.quote, words)
+    line = " ".join([command, first, *others])
+    return line if len(line) <= 120 else f"{command} {first}" + "".join(f" \\\n    {word}" for word in others)

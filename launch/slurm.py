@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands, with a time limit and errors that name a remedy."""
+"""Calls of a scheduler's commands, with a time limit and errors that name a remedy."""
 
 import os
 import re
@@ -10,7 +10,7 @@ TIMEOUT_S = 60
 
 
 class SlurmError(ValueError):
-    """Raised when a Slurm command is missing, fails or does not answer."""
+    """Raised when a command of the scheduler is missing, fails or does not answer."""
 
 
 def available() -> bool:
@@ -18,8 +18,11 @@ def available() -> bool:
     return shutil.which("squeue") is not None
 
 
-def run(*command: str) -> str:
-    """Return the output of a Slurm command. Raise SlurmError if it is missing, fails or does not answer."""
+def run(*command: str, given: str | None = None) -> str:
+    """Return the output of a command. Raise SlurmError if it is missing, fails or does not answer.
+
+    given: its standard input.
+    """
     # Inside a job, its variables would become those of the new one.
     environment = {
         name: value
@@ -27,14 +30,14 @@ def run(*command: str) -> str:
         if not name.startswith("SLURM_") or name == "SLURM_CONF"
     }
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        options = dict(env=environment, input=given, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, **options)
     except FileNotFoundError:
         raise SlurmError(
-            f"{command[0]} is not on this machine; submit from a login node of a Slurm cluster, or use "
-            "--dry-run."
+            f"{command[0]} is not on this machine; submit from a login node of the cluster, or use --dry-run."
         ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S} s; is slurmctld up?") from None
+        raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S} s; is the scheduler up?") from None
     if done.returncode:
         raise SlurmError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

@@ -1,18 +1,18 @@
-"""`python -m launch submit`: one run as a Slurm job.
+"""`python -m launch submit`: one run as a job of Slurm, PBS Pro, LSF or Flux.
 
-Writes RUN_DIR/launch/job.sbatch, prints it with the resolved config, the estimate of memory and time and the
-GPU-hours, and submits it. Arguments after -- are config overrides. With --dry-run nothing is submitted, but
-the file is written.
+Writes RUN_DIR/launch/job.sbatch (.pbs, .lsf, .flux), prints it with the resolved config, the estimate of
+memory and time and the GPU-hours, and submits it. Arguments after -- are config overrides. With --dry-run
+nothing is submitted, but the file is written.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from launch import slurm
 from launch.arguments import add_resources, as_typed, resources_of, warn
-from launch.batch_file import Resources, render
+from launch.batch_file import Resources
 from launch.runs import DIRECTORY, note_job
+from launch.schedulers import SCHEDULERS
 from rl.config.checks import check
 from rl.config.options import to_yaml
 from rl.config.schema import Config, load_config
@@ -42,8 +42,9 @@ def main(argv: list[str]) -> int:
     for warning in check(config):
         warn(warning)
     directory = Path(config.run.dir).absolute() / DIRECTORY
-    file = directory / "job.sbatch"
-    text = render(
+    scheduler = SCHEDULERS[resources.scheduler]
+    file = directory / f"job{scheduler.suffix}"
+    text = scheduler.render(
         resources,
         name=config.run.name,
         logs=directory,
@@ -59,9 +60,9 @@ def main(argv: list[str]) -> int:
         print("not submitted: it does not fit; --force submits it", file=sys.stderr)
         return 2
     if arguments.dry_run:
-        print(f"\nnot submitted (--dry-run); sbatch {file}")
+        print(f"\nnot submitted (--dry-run); {scheduler.command(file)}")
         return 0
-    job = slurm.submit(str(file))
+    job = scheduler.submit(file, name=config.run.name)
     note_job(directory, job)
     print(f"\nsubmitted job {job}; python -m launch status {config.run.dir}")
     return 0

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from launch import slurm
 from launch.arguments import as_typed, warn
-from launch.batch_file import Resources, render, render_sweep
-from launch.points import Point, make_points, tasks_text
+from launch.batch_file import Resources
+from launch.points import Point, make_points
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
+from launch.schedulers import SCHEDULERS
 from launch.submit import print_estimate
 from rl.config.checks import check
 from rl.config.options import ConfigError, flatten, load
@@ -75,6 +75,8 @@ def main(argv: list[str]) -> int:
     in_one_job = sweep.mode == "adapters"
     first = check_adapters(sweep, directory, found) if in_one_job else check_points(sweep, directory, found)
     points = write_points(sweep, directory, found)
+    if arguments.only and sweep.job.scheduler != "slurm":
+        warn(f"the queue of {sweep.job.scheduler} is not read: a point that waits there is submitted twice.")
     tasks = failed_tasks(directory, points) if arguments.only else new_tasks(directory, points)
     names = {point.name for point in found}
     tasks = [task for task in tasks if points[task].name in names]
@@ -92,10 +94,14 @@ def main(argv: list[str]) -> int:
     print_estimate(first, sweep.job)
     jobs = 1 if in_one_job else len(tasks)
     print(f"GPU-hours of {len(tasks)} points, at most: {jobs * sweep.job.gpu_hours:,.1f}")
+    scheduler = SCHEDULERS[sweep.job.scheduler]
+    array = {"name": sweep.name}
+    if not in_one_job:
+        array |= {"tasks": tasks, "at_a_time": sweep.at_a_time}
     if arguments.dry_run:
-        print(f"\nnot submitted (--dry-run); sbatch {file}")
+        print(f"\nnot submitted (--dry-run); {scheduler.command(file, **array)}")
         return 0
-    job = slurm.submit(str(file))
+    job = scheduler.submit(file, **array)
     note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
     what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
     print(f"\nsubmitted {what}; python -m launch status {directory}")
@@ -212,8 +218,11 @@ def _write_joint_file(
     place = directory / DIRECTORY
     overrides = joint_overrides(sweep, directory, points)
     config = str(Path(sweep.config).absolute())
-    text = render(sweep.job, name=sweep.name, logs=place, config=config, overrides=overrides, command=command)
-    file = place / f"job-{len(noted_jobs(place)) + 1}.sbatch"
+    scheduler = SCHEDULERS[sweep.job.scheduler]
+    text = scheduler.render(
+        sweep.job, name=sweep.name, logs=place, config=config, overrides=overrides, command=command
+    )
+    file = place / f"job-{len(noted_jobs(place)) + 1}{scheduler.suffix}"
     file.write_text(text)
     return file
 
@@ -223,16 +232,17 @@ def _write_batch_file(
 ) -> Path:
     """Write the batch file of a job array with a task for each point."""
     place = directory / DIRECTORY
-    limit = f"%{sweep.at_a_time}" if sweep.at_a_time else ""
-    text = render_sweep(
+    scheduler = SCHEDULERS[sweep.job.scheduler]
+    text = scheduler.render_sweep(
         sweep.job,
         name=sweep.name,
         logs=place,
         config=str(Path(sweep.config).absolute()),
         points=place / "points",
         command=command,
-        array=tasks_text(tasks) + limit,
+        tasks=tasks,
+        at_a_time=sweep.at_a_time,
     )
-    file = place / f"job-{len(noted_jobs(place)) + 1}.sbatch"
+    file = place / f"job-{len(noted_jobs(place)) + 1}{scheduler.suffix}"
     file.write_text(text)
     return file

@@ -12,7 +12,7 @@
 # and defines afterwards:
 #   on_nodes COMMAND ...    runs a command once on every node with NODE_RANK, its number from 0, and waits for all
 #   again                   makes the scheduler run the job again
-# RANKS is the number of ranks of a node, by default that of its GPUs. PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE,
+# RANKS is the number of ranks of a node, by default that of its GPUs. CONTAINER (apptainer only), PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE,
 # NO_REQUEUE, RETRY_CRASHED and MAX_ATTEMPTS are those of job.sh, and site.sh is read as there.
 
 set -eu
@@ -34,6 +34,20 @@ ulimit -S -n "$(ulimit -H -n)" # rank 0 holds a connection to every other one
 
 # The ports of jobs that share a node differ with high probability.
 port=$((20000 + $(cksum <<<"$job_id" | cut -d' ' -f1) % 10000))
+
+inside=() # prefix of a node's command
+case ${CONTAINER:-none} in
+none) ;;
+apptainer:*)
+    inside=(apptainer exec --bind "${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}" --pwd "$PWD")
+    if command -v nvidia-smi >/dev/null; then inside+=(--nv); fi
+    inside+=("${CONTAINER#apptainer:}")
+    ;;
+*)
+    say "CONTAINER is '$CONTAINER', but must be none or apptainer:IMAGE" >&2
+    exit 2
+    ;;
+esac
 
 # Run the job again after exit code $1 if allowed, and exit with that code.
 requeue() {
@@ -62,7 +76,7 @@ cd "$PWD"
 gpus=\$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
 if [ "\$gpus" = 0 ]; then gpus=1; fi
 if [ "\$node" != 0 ]; then exec >>"$rank_logs/node-\$node.log" 2>&1; fi
-exec "${PYTHON:-python}" -m torch.distributed.run --nnodes=${#hosts[@]} --node-rank="\$node" \
+exec $(printf '%q ' "${inside[@]}" "${PYTHON:-python}") -m torch.distributed.run --nnodes=${#hosts[@]} --node-rank="\$node" \
     --nproc-per-node="\${RANKS:-\$gpus}" --master-addr="${MASTER_ADDR:-${hosts[0]}}" --master-port=$port \
     "$LOCKSTEP_ROOT/train_rl.py" --config "\$@"
 NODE

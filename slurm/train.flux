@@ -12,7 +12,7 @@
 # Bank and queue: --bank=BANK --queue=QUEUE.
 : "${LOCKSTEP_ROOT:=$PWD}"
 job_id=$(flux getattr jobid)
-job_name=$(flux --parent jobs --no-header --format='{name}' "$job_id")
+job_name=${JOB_NAME:-$(flux --parent jobs --no-header --format='{name}' "$job_id")}
 mapfile -t hosts < <(flux hostlist --expand --delimiter='\n' instance)
 left=$(flux job timeleft) # seconds
 job_end=${left:+$(($(date +%s) + ${left%.*}))}

@@ -1,9 +1,11 @@
-"""Rank discovery under torchrun, srun, mpirun and a plain `python`, before `rl.runtime.rendezvous`.
+"""Rank discovery under torchrun, srun, mpirun, other launchers and a plain `python`, before
+`rl.runtime.rendezvous`.
 
-Precedence: torchrun's variables, MPI, a Slurm step, one process. `SLURM_PROCID` alone does not show a step:
-the batch script has it too, and `python train_rl.py` without srun would look like rank 0 of N there and wait
-forever. Only a step has `SLURM_STEP_ID` and `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI on import, so it
-is imported only when mpirun started the program.
+Precedence: torchrun's variables, MPI, a Slurm step, a launcher of `rl.runtime.other_launchers`, one process.
+`SLURM_PROCID` alone does not show a step: the batch script has it too, and `python train_rl.py` without srun
+would look like rank 0 of N there and wait forever. Only a step has `SLURM_STEP_ID` and
+`SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI on import, so it is imported only when mpirun started the
+program.
 """
 
 import os
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rl.runtime.job_key import KEY_VARIABLE, JobKey, key_from
+from rl.runtime.other_launchers import sizes_and_address, started_by
 
 HOST_BYTES = 256
 """Size of the buffer for a host's name, in bytes."""
@@ -29,7 +32,7 @@ class Ranks:
     local_world_size: int
     """Number of processes on this host."""
     launcher: str
-    """torchrun, mpi, slurm or single."""
+    """torchrun, mpi, slurm, pals, jsrun, flux or single."""
     master_addr: str
     master_port: int = 0
     """0 before `rendezvous.join_ranks`; torchrun sets it."""
@@ -76,6 +79,10 @@ def _discover(env: Mapping[str, str]) -> Ranks:
         return _from_mpi(env)
     if "SLURM_STEP_NUM_TASKS" in env and ("SLURM_STEP_ID" in env or "SLURM_STEPID" in env):
         return _from_slurm(env)
+    if launcher := started_by(env):
+        world_size, local_world_size, first = sizes_and_address(launcher, env)
+        rank, local_rank = int(env[launcher.rank]), int(env[launcher.local_rank])
+        return Ranks(rank, world_size, local_rank, local_world_size, launcher.name, first)
     if int(env.get("SLURM_NTASKS", "1")) > 1:
         raise ValueError(
             f"SLURM_NTASKS={env['SLURM_NTASKS']}, but this is a batch script, not a step: start the program "

@@ -2,12 +2,12 @@
 
     ranks = join_ranks(discover())    # before the import of torch: a missing rank is reported within a minute
 
-Under srun a rank knows only the node list, the job's id and the job's key. From id and key every rank derives
-the same few candidate ports, which nobody else can predict. Rank 0 listens at the first free candidate. The
-others try the candidates in turn. Rank and listener prove to each other that they know the key; a rank also
-sends its job, step and attempt, and a listener of another one refuses it. When all ranks have arrived, rank 0
-answers each, and the same listening socket becomes torch.distributed's store. Therefore no other process can
-take the port between its choice and its use.
+Under srun, PALS, jsrun and Flux a rank knows only the first node, the job's id and the job's key. From id and
+key every rank derives the same few candidate ports, which nobody else can predict. Rank 0 listens at the
+first free candidate. The others try the candidates in turn. Rank and listener prove to each other that they
+know the key; a rank also sends its job, step and attempt, and a listener of another one refuses it. When all
+ranks have arrived, rank 0 answers each, and the same listening socket becomes torch.distributed's store.
+Therefore no other process can take the port between its choice and its use.
 
 torchrun's agent has a store of its own. Under mpirun the address and the key are broadcast.
 """
@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.runtime.job_key import NUM_BYTES, JobKey, is_proof, nonce, proof, share_file
+from rl.runtime.other_launchers import LAUNCHERS
 from rl.runtime.ranks import Ranks, tasks_of_nodes
 
 FIRST_PORT, NUM_PORTS = 10000, 22000
@@ -104,6 +105,8 @@ def attempt_of(ranks: Ranks, env: Mapping[str, str]) -> str:
     if ranks.launcher == "slurm":
         step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
         return f"{env['SLURM_JOB_ID']}.{step}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    if ranks.launcher in LAUNCHERS:
+        return f"{ranks.launcher} {env[LAUNCHERS[ranks.launcher].step]}"
     return f"{env.get('TORCHELASTIC_RUN_ID', '')} {ranks.master_addr} {ranks.master_port}"
 
 
@@ -183,7 +186,8 @@ def _join_step(ranks: Ranks, env: Mapping[str, str], timeout: float) -> Ranks:
                 f"all ports of this step, {', '.join(map(str, ports))}, are taken on {socket.gethostname()}; "
                 "set MASTER_PORT to a free one."
             )
-        _receive_all(listener, secret, attempt, ranks.world_size, tasks_of_nodes(env), timeout)
+        tasks = tasks_of_nodes(env) if ranks.launcher == "slurm" else {}
+        _receive_all(listener, secret, attempt, ranks.world_size, tasks, timeout)
         return replace(ranks, master_port=listener.getsockname()[1], listener=listener)
     _require_address(ranks.master_addr)
     return replace(ranks, master_port=_find_first_rank(ranks, env, ports, attempt, timeout))
@@ -237,14 +241,14 @@ def _describe_missing(
     absent = [rank for rank in range(1, world_size) if rank not in arrived]
     if not absent:
         return ""
-    present = [node for _, node in arrived.values()] + [next(iter(tasks))]  # rank 0 is on the first node
+    present = [node for _, node in arrived.values()] + [*tasks][:1]  # rank 0 is on the first node
     counts = {node: present.count(node) for node in tasks}
     short = [f"{node} ({counts[node]} of {n} came)" for node, n in tasks.items() if counts[node] < n]
     some = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
+    where = f"; ranks are missing on {', '.join(short[:16])}" if short else ""
     return (
-        f"rank {some} of {world_size} did not come within {timeout:.0f} s of rank 0's start; ranks are "
-        f"missing on {', '.join(short[:16])}. {JOIN_TIMEOUT} sets the time; see the logs of these ranks and "
-        "nodes."
+        f"rank {some} of {world_size} did not come within {timeout:.0f} s of rank 0's start{where}. "
+        f"{JOIN_TIMEOUT} sets the time; see the logs of these ranks and nodes."
     )
 
 

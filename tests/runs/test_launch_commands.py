@@ -41,6 +41,9 @@ def place(tmp_path, monkeypatch):
     programs = {
         "sbatch": 'printf "%s\\n" "$*" >> sbatch.log; mapfile -t all < sbatch.log\n'
         "echo $((100 + ${#all[@]}))",
+        "qsub": 'printf "%s\\n" "$*" >> qsub.log; echo 17.server',
+        "bsub": 'printf "%s\\n" "$(</dev/stdin)" >bsub.stdin; echo "Job <17> is submitted."',
+        "flux": 'printf "%s\\n" "$*" >> flux.log; echo f3XyZ',
         "squeue": "[ ! -f queue ] || printf '%s\\n' \"$(<queue)\"",
     }
     (tmp_path / "bin").mkdir()
@@ -103,6 +106,18 @@ class TestSubmit:
         (place / "queue").write_text("101 PENDING\n")
         (run,) = read_runs([place / "runs" / "test"])
         assert run.state == "queued"
+
+    @pytest.mark.parametrize("kind, job", [("pbs", "17.server"), ("lsf", "17"), ("flux", "f3XyZ")])
+    def test_other_schedulers_get_a_file_of_their_own(self, place, kind, job):
+        out = launch("submit", *self.arguments, "--scheduler", kind, "--dry-run")
+        file = place / "runs" / "test" / "launch" / f"job.{kind}"
+        command = {"pbs": f"qsub {file}", "lsf": f"bsub <{file}", "flux": f"flux batch {file}"}[kind]
+        assert f"not submitted (--dry-run); {command}" in out and file.read_text() in out
+        assert f"submitted job {job};" in launch("submit", *self.arguments, "--scheduler", kind)
+        (run,) = read_runs([place / "runs" / "test"])
+        assert (run.state, run.job) == ("unstarted", job)
+        if kind == "lsf":
+            assert (place / "bsub.stdin").read_text() == file.read_text()
 
     def test_a_line_break_in_an_override_does_not_leave_the_comment(self, place):
         launch("submit", *self.arguments, "--dry-run", "--", 'reward.kwargs={a: "b\nexit 3"}')

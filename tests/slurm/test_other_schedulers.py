@@ -8,15 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from launch.batch_file import Resources
+from launch.schedulers import SCHEDULERS
 from tests.records import records
 from tests.slurm.cluster import status, wait_for
 from tests.spawn import ROOT
 from tests.toy import SFT
 
 COMMANDS = {
+    "apptainer": 'printf "%s\\n" "$@" >"$FAKE/apptainer"; while [ "$1" != /images/a.sif ]; do shift; done; '
+    'shift; exec "$@"',
     # PBS Pro 2022.1 Reference Guide: pbs_tmrsh, qstat -f, qsub
     "pbs_tmrsh": 'shift; exec env -i PATH="$PATH" HOME="$HOME" FAKE="$FAKE" "$@"',
     "qstat": 'printf "Job Id: %s\\n    Job_Name = my-run\\n    Resource_List.walltime = 01:30:00\\n" "$2"',
@@ -53,7 +58,7 @@ class Scheduler:
             path.chmod(0o755)
         (directory / "hosts").write_text("127.0.0.1\nlocalhost\nlocalhost\n")
 
-    def start(self, *overrides: str, **more: str) -> subprocess.Popen:
+    def start(self, *overrides: str, file: Path | None = None, **more: str) -> subprocess.Popen:
         outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "RANK"))}
         hosts, here = str(self.directory / "hosts"), str(self.directory)
         of_scheduler = {
@@ -64,12 +69,14 @@ class Scheduler:
         env = outside | of_scheduler | dict(FAKE=here, RANKS="1", PYTHON=sys.executable) | more
         env |= dict(PATH=f"{here}/bin:{env['PATH']}", LOCKSTEP_ROOT=str(ROOT), PYTHONPATH=str(ROOT))
         arguments = [str(self.config), *overrides]
-        if self.kind != "flux":
+        if file:
+            arguments = []
+        elif self.kind != "flux":
             env |= dict(CONFIG=str(self.config), OVERRIDES=" ".join(overrides))
             arguments = []
         with open(self.directory / "job.out", "a") as out:
             return subprocess.Popen(
-                ["bash", str(ROOT / "slurm" / f"train.{self.kind}"), *arguments],
+                ["bash", str(file or ROOT / "slurm" / f"train.{self.kind}"), *arguments],
                 env=env,
                 cwd=here,
                 stdout=out,
@@ -121,3 +128,24 @@ def test_two_nodes_train_and_a_stopped_run_is_run_again(scheduler, tmp_path):
     end = environment.read_text().partition('LOCKSTEP_JOB_END="')[2].partition('"')[0]
     assert abs(int(end) - environment.stat().st_mtime - 5400) < 600  # 1 h 30 min after the start
     assert environment.stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.slow
+def test_a_task_of_a_sweep_trains_and_submits_itself_again(scheduler, tmp_path):
+    run, logs, file = tmp_path / "run", tmp_path / "logs", tmp_path / f"job.{scheduler.kind}"
+    (tmp_path / "points").mkdir()
+    (tmp_path / "points" / "2").write_text("\n".join([*SFT, "run.max_steps=400"]))
+    cpu = Resources(gpus_per_node=0, ranks_per_node=1, nodes=2)
+    facts = dict(name="sw", logs=logs, config=str(scheduler.config), points=tmp_path / "points", command="x")
+    file.write_text(SCHEDULERS[scheduler.kind].render_sweep(cpu, tasks=[1, 2], at_a_time=0, **facts))
+    task = {"pbs": {"PBS_ARRAY_INDEX": "2"}, "lsf": {"LSB_JOBINDEX": "3"}, "flux": {"POINT": "2"}}
+    job = scheduler.start(file=file, CONTAINER="apptainer:/images/a.sif", **task[scheduler.kind])
+    wait_for(lambda: status(run)["step"] >= 1 or job.poll() is not None, "step 1")
+    assert job.poll() is None, scheduler.log
+    os.kill(status(run)["pid"], signal.SIGUSR2)
+    assert job.wait(120) == 75, scheduler.log
+    assert (logs / "sw-2.ranks" / "status.json").exists()
+    words = (tmp_path / "apptainer").read_text().splitlines()
+    assert words[:2] == ["exec", "--bind"] and words.index("/images/a.sif") + 1 == words.index(sys.executable)
+    if scheduler.kind == "pbs":
+        assert any("POINT=2" in word for word in scheduler.again) and "-J" not in scheduler.again

@@ -128,6 +128,20 @@ def test_jobs_and_a_stranger_on_the_same_port_do_not_collide():
     assert answers([first, *meeting(11, ranks=[1, 2, 3], MASTER_PORT=str(given))])[3] == [3, given]
 
 
+def flux(rank, **more):
+    """Variables of a rank of `flux run -N 2 -n 4`; both nodes are this host."""
+    task = {"FLUX_TASK_RANK": str(rank), "FLUX_TASK_LOCAL_ID": str(rank % 2), "FLUX_JOB_NNODES": "2"}
+    return task | {"FLUX_JOB_SIZE": "4", "FLUX_JOB_ID": "f3XyZ", "MASTER_ADDR": "127.0.0.1"} | more
+
+
+def test_ranks_of_another_scheduler_meet_by_the_jobs_key():
+    met = answers([start(flux(rank, LOCKSTEP_JOB_KEY=KEY)) for rank in range(4)])
+    assert [rank for rank, _ in met] == [0, 1, 2, 3] and len({port for _, port in met}) == 1
+    waiting = {"LOCKSTEP_JOB_KEY": KEY, "LOCKSTEP_JOIN_TIMEOUT": "3"}
+    (sentence, _), *_ = answers([start(flux(rank, **waiting)) for rank in range(3)])
+    assert sentence.startswith("rank 3 of 4 did not come within 3 s of rank 0's start. LOCKSTEP_JOIN_TIMEOUT")
+
+
 def test_missing_ranks_are_named():
     without_last = meeting(77, ranks=[0, 1, 2], LOCKSTEP_JOIN_TIMEOUT="3")
     without_first = meeting(78, ranks=[1], LOCKSTEP_JOIN_TIMEOUT="2")

@@ -1,5 +1,5 @@
 """Rank discovery, from environments with the variables that each launcher sets (Slurm 22.05, MPICH 5,
-torchrun)."""
+torchrun), and those that the manuals of PALS, jsrun and Flux name."""
 
 import os
 import socket
@@ -178,6 +178,60 @@ def test_a_batch_script_runs_one_process_of_one_task_only():
     with pytest.raises(ValueError, match=message):
         discover(slurm_batch())
     assert discover(slurm_batch(SLURM_NTASKS="1")).launcher == "single"
+
+
+# Other schedulers ---------------------------------------------------------------------------------------
+
+
+def pals(rank, local_rank, hosts):
+    """HPE PALS 1.2, mpiexec(1), in a job of PBS Pro 2022.1."""
+    job = {"PBS_JOBID": "17.server", "PBS_NODEFILE": str(hosts), "PBS_O_WORKDIR": "/home/me"}
+    of_rank = {"PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": str(local_rank), "PALS_LOCAL_SIZE": "2"}
+    return job | of_rank | {"PALS_APID": "f2c0b6a0", "PMI_RANK": str(rank), "PMI_SIZE": "4"}
+
+
+def jsrun(rank, local_rank, **more):
+    """IBM Job Step Manager, jsrun(1), in a job of LSF 10.1."""
+    job = {"LSB_JOBID": "17", "LSB_DJOB_NUMPROC": "4", "LSB_MCPU_HOSTS": "n1 2 n2 2"}
+    values = {"RANK": rank, "SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2}
+    return job | {f"JSM_NAMESPACE_{name}": str(value) for name, value in values.items()} | more
+
+
+def flux_run(rank, local_rank, *, nodes="2", **more):
+    """flux-core, flux-environment(7)."""
+    task = {"FLUX_TASK_RANK": str(rank), "FLUX_TASK_LOCAL_ID": str(local_rank), "FLUX_JOB_ID": "f3XyZ"}
+    return task | {"FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": nodes, "FLUX_URI": "local:///run/local"} | more
+
+
+def test_the_launchers_of_other_schedulers(tmp_path):
+    (tmp_path / "nodes").write_text("n1.site\nn2.site\n")
+    started = {
+        "pals": lambda *rank: pals(*rank, tmp_path / "nodes"),
+        "jsrun": lambda *rank: jsrun(*rank, MASTER_ADDR="n1.site"),
+        "flux": lambda *rank: flux_run(*rank, MASTER_ADDR="n1.site"),
+    }
+    for name, env in started.items():
+        all_ranks = [discover(env(*rank)) for rank in ((0, 0), (1, 1), (2, 0), (3, 1))]
+        assert [place(ranks) for ranks in all_ranks] == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)]
+        found = {(ranks.world_size, ranks.launcher, ranks.master_addr) for ranks in all_ranks}
+        assert found == {(4, name, "n1.site")}
+
+
+def test_one_node_of_another_scheduler_needs_no_address():
+    assert discover(flux_run(3, 3, nodes="1")).master_addr == "127.0.0.1"
+    assert discover(flux_run(0, 0, FLUX_JOB_SIZE="1", nodes="1")).launcher == "single"
+    assert discover(flux_run(1, 1) | TORCHRUN).launcher == "torchrun"  # slurm/train.flux
+
+
+@pytest.mark.parametrize("env", [jsrun(0, 0), flux_run(0, 0)])
+def test_an_unknown_first_node_is_refused(env):
+    with pytest.raises(ValueError, match=r"export MASTER_ADDR=\$\(hostname\)"):
+        discover(env)
+
+
+def test_unequal_nodes_of_flux_are_refused():
+    with pytest.raises(ValueError, match="4 tasks on 3 nodes"):
+        discover(flux_run(0, 0, nodes="3"))
 
 
 # Precedence ---------------------------------------------------------------------------------------------

@@ -1,0 +1,230 @@
+"""The schedulers of `launch submit` and `sweep`: Slurm, PBS Pro, LSF and Flux.
+
+A batch file of the last three holds the options and the run, and sources slurm/train.pbs, train.lsf or
+train.flux, which stop it before the time limit and run it again. The manuals are named at each; only Slurm's
+files have been run by their scheduler.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from launch import batch_file, slurm
+from launch.batch_file import ROOT, Resources, seconds
+from launch.points import tasks_text
+from rl.config.options import ConfigError
+
+CORES_PER_GPU = 8
+"""Cores of a rank on a GPU node unless cpus_per_task is given, as in slurm/train.pbs."""
+
+
+class Scheduler(Protocol):
+    """A kind of batch file, and how it is submitted."""
+
+    suffix: str
+    """Suffix of a batch file."""
+
+    def render(
+        self,
+        resources: Resources,
+        *,
+        name: str,
+        logs: Path,
+        config: str,
+        overrides: Sequence[str],
+        command: str,
+    ) -> str:
+        """Return the batch file of one run."""
+
+    def render_sweep(
+        self,
+        resources: Resources,
+        *,
+        name: str,
+        logs: Path,
+        config: str,
+        points: Path,
+        command: str,
+        tasks: Sequence[int],
+        at_a_time: int,
+    ) -> str:
+        """Return the batch file of a sweep's tasks. points: directory with a file of overrides per task."""
+
+    def submit(self, file: Path, *, name: str, tasks: Sequence[int] = (), at_a_time: int = 0) -> str:
+        """Submit a batch file; return the id of its first job."""
+
+    def command(self, file: Path, *, name: str = "", tasks: Sequence[int] = (), at_a_time: int = 0) -> str:
+        """Return the command lines that `submit` runs."""
+
+
+class Slurm:
+    """Slurm, whose batch files use slurm/job.sh."""
+
+    suffix = ".sbatch"
+    render = staticmethod(batch_file.render)
+
+    @staticmethod
+    def render_sweep(resources, *, tasks, at_a_time, **facts) -> str:
+        limit = f"%{at_a_time}" if at_a_time else ""
+        return batch_file.render_sweep(resources, array=tasks_text(tasks) + limit, **facts)
+
+    @staticmethod
+    def submit(file, **_) -> str:
+        return slurm.submit(str(file))
+
+    @staticmethod
+    def command(file, **_) -> str:
+        return f"sbatch {file}"
+
+
+@dataclass(frozen=True)
+class Other:
+    """A scheduler whose batch files use slurm/nodes.sh."""
+
+    suffix: str
+    directive: str
+    """Start of a line with options."""
+    options: Callable[[Resources, str, Path], list[str]]
+    """Options of a job of these resources with this name and this directory of logs."""
+    index: str
+    """Task of an array, in bash."""
+    commands: Callable[[Path, str, Sequence[int], int], list[list[str]]]
+    """Commands that submit a file, or these of its tasks, at most that many at a time. A last '<' stands for
+    the file as standard input."""
+
+    def render(self, resources, *, name, logs, config, overrides, command) -> str:
+        run = batch_file.one_per_line("set --", [config, *overrides])
+        return self._file(resources, name, logs, command, run)
+
+    def render_sweep(self, resources, *, name, logs, config, points, command, tasks, at_a_time) -> str:
+        if at_a_time and not self.index:
+            raise ConfigError(
+                f"at_a_time={at_a_time} limits an array, which Flux does not have; leave it out."
+            )
+        task = "${POINT:-" + self.index + "}" if self.index else '"${POINT:?}"'
+        body = f"""
+# Overrides of this task, one per line. POINT is set when a task is submitted by itself, to continue.
+export POINT={task}
+export JOB_NAME={_plain(name)}-$POINT
+mapfile -t overrides <{shlex.quote(str(points))}/"$POINT"
+set -- {shlex.quote(config)} "${{overrides[@]}}" """
+        return self._file(resources, name, logs, command, body.strip("\n "))
+
+    def submit(self, file, *, name, tasks=(), at_a_time=0) -> str:
+        outputs = []
+        for words in self.commands(file, _plain(name), tasks, at_a_time):
+            given = file.read_text() if words[-1] == "<" else None
+            outputs.append(slurm.run(*(words[:-1] if given else words), given=given))
+        found = re.search(r"<(\d+)>", outputs[0])  # bsub: Job <17> is submitted to queue <normal>.
+        return found[1] if found else outputs[0].strip()
+
+    def command(self, file, *, name="", tasks=(), at_a_time=0) -> str:
+        lines = map(shlex.join, self.commands(file, _plain(name), tasks, at_a_time))
+        return "; ".join(re.sub("'<'$", f"<{file}", line) for line in lines)
+
+    def _file(self, resources: Resources, name: str, logs: Path, command: str, run: str) -> str:
+        if resources.qos:
+            raise ConfigError(f"qos={resources.qos} is an option of Slurm; give queue or class as partition.")
+        sets = {"LOCKSTEP_ROOT": str(ROOT), "LOCKSTEP_LOGS": str(logs)}
+        sets |= {"RANKS": str(resources.ranks_per_node)} if resources.ranks_per_node else {}
+        sets |= {} if resources.requeue else {"NO_REQUEUE": "1"}
+        lines = [
+            "#!/usr/bin/env bash",
+            f"# Written by: {command}",
+            f"# To change it, edit the file and submit it: {self.command(Path('FILE'))}. slurm/nodes.sh",
+            "# defines what a job does, slurm/site.sh has the settings of a site.",
+            "#",
+            *(f"{self.directive} {option}" for option in self.options(resources, _plain(name), logs)),
+            *(f"{self.directive} {option}" for option in resources.sbatch),
+            "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in sets.items()),
+            run,
+            f'source "$LOCKSTEP_ROOT/slurm/train{self.suffix}"',
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _plain(name: str) -> str:
+    """Return the name of a job without characters that have a meaning in options, such as a blank or [."""
+    return re.sub(r"[^\w.+=-]", "-", name)
+
+
+def _clock(time: str, *, with_seconds: bool) -> str:
+    """Return Slurm's time as hours:minutes[:seconds]."""
+    minutes, rest = divmod(seconds(time), 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}" + (f":{rest:02}" if with_seconds else "")
+
+
+def _pbs(resources: Resources, name: str, logs: Path) -> list[str]:
+    """PBS Pro 2022.1 User's Guide, qsub(1B)."""
+    ranks = resources.gpus_per_node or resources.ranks_per_node
+    cores = ranks * (resources.cpus_per_task or (CORES_PER_GPU if resources.gpus_per_node else 1))
+    chunk = f"{resources.nodes}:ncpus={cores}:mpiprocs=1"
+    chunk += f":ngpus={resources.gpus_per_node}" if resources.gpus_per_node else ""
+    chunk += f":mem={resources.mem}" if resources.mem else ""
+    place = "scatter:excl" if resources.gpus_per_node else "scatter"
+    out = [f"-N {name}", f"-l select={chunk}", f"-l place={place}"]
+    out += [f"-l walltime={_clock(resources.time, with_seconds=True)}", "-j oe", f"-o {logs}/"]
+    return [*out, f"-r {'y' if resources.requeue else 'n'}", *_account(resources, "-A", "-q")]
+
+
+def _lsf(resources: Resources, name: str, logs: Path) -> list[str]:
+    """LSF 10.1 Command Reference, bsub. Without seconds."""
+    out = [f"-J {name}", f"-n {resources.nodes}", "-R span[ptile=1]"]
+    if resources.gpus_per_node:
+        out += [f"-gpu num={resources.gpus_per_node}:mode=shared:j_exclusive=yes", "-x"]
+    out += [f"-R rusage[mem={resources.mem}]"] if resources.mem else []
+    out += [f"-W {_clock(resources.time, with_seconds=False)}", f"-o {logs}/{name}-%J.out"]
+    return [*out, *(["-r", "-Q 75"] if resources.requeue else ["-rn"]), *_account(resources, "-P", "-q")]
+
+
+def _flux(resources: Resources, name: str, logs: Path) -> list[str]:
+    """flux-core, flux-batch(1). A job has all of a node's memory."""
+    if resources.mem:
+        raise ConfigError(
+            f"mem={resources.mem}: Flux gives a job whole nodes with their memory; leave it out."
+        )
+    out = [f"--job-name={name}", f"--nodes={resources.nodes}", "--exclusive"]
+    out += [f"--time-limit={seconds(resources.time)}s", f"--output={logs}/{{{{name}}}}-{{{{id}}}}.out"]
+    return [*out, *_account(resources, "--bank=", "--queue=")]
+
+
+def _account(resources: Resources, account: str, queue: str) -> list[str]:
+    found = ((account, resources.account), (queue, resources.partition))
+    return [f"{key}{value}" if key.endswith("=") else f"{key} {value}" for key, value in found if value]
+
+
+def _limit(at_a_time: int) -> str:
+    return f"%{at_a_time}" if at_a_time else ""
+
+
+def _qsub(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> list[list[str]]:
+    """qsub -J takes one range X-Y:Z, so several ranges are several arrays, and a single task is a job."""
+    out = []
+    for part in tasks_text(tasks).split(",") if tasks else [""]:
+        array = ["-J", part + _limit(at_a_time)] if "-" in part else ["-v", f"POINT={part}"] if part else []
+        out.append(["qsub", *array, str(file)])
+    return out
+
+
+def _bsub(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> list[list[str]]:
+    """Elements of an LSF array count from 1."""
+    array = tasks_text([task + 1 for task in tasks])
+    return [["bsub", *(["-J", f"{name}[{array}]{_limit(at_a_time)}"] if tasks else []), "<"]]
+
+
+def _flux_batch(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> list[list[str]]:
+    """Flux has no arrays of batch jobs: a job for each task."""
+    command = ["flux", "batch"]
+    each = [[*command, f"--job-name={name}-{task}", f"--env=POINT={task}", str(file)] for task in tasks]
+    return each or [[*command, str(file)]]
+
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "slurm": Slurm(),
+    "pbs": Other(".pbs", "#PBS", _pbs, "$PBS_ARRAY_INDEX", _qsub),
+    "lsf": Other(".lsf", "#BSUB", _lsf, "$((LSB_JOBINDEX - 1))", _bsub),
+    "flux": Other(".flux", "#flux:", _flux, "", _flux_batch),
+}

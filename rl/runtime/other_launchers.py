@@ -1,0 +1,84 @@
+"""Rank discovery under the launchers of PBS Pro (HPE's PALS), LSF (jsrun) and Flux, for `rl.runtime.ranks`.
+
+    mpiexec -n 16 --ppn 8 python train_rl.py ...          PBS Pro on HPE Cray
+    jsrun --smpiargs=none -n 16 python train_rl.py ...    LSF, without Spectrum MPI
+    flux run -N 2 -n 16 python train_rl.py ...            Flux
+
+They give each process its rank, but do not name the node of rank 0. It is MASTER_ADDR, which a batch script
+sets, or the first line of PBS's file of nodes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Launcher(NamedTuple):
+    """Names of a launcher's environment variables."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    """Number of processes on this node; "" if there is only `num_nodes`."""
+    step: str
+    """Id of this start, identical on all ranks."""
+    num_nodes: str = ""
+    hosts: str = ""
+    """File with the node of rank 0 in its first line."""
+
+
+_PALS = "PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE PALS_APID".split()
+_JSM = [f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+LAUNCHERS = {
+    launcher.name: launcher
+    for launcher in (
+        Launcher("pals", *_PALS, hosts="PBS_NODEFILE"),
+        Launcher("jsrun", *_JSM, "LSB_JOBID"),
+        Launcher(
+            "flux",
+            "FLUX_TASK_RANK",
+            "FLUX_JOB_SIZE",
+            "FLUX_TASK_LOCAL_ID",
+            "",
+            "FLUX_JOB_ID",
+            "FLUX_JOB_NNODES",
+        ),
+    )
+}
+
+
+def started_by(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that started this process as one of several, or None."""
+    for launcher in LAUNCHERS.values():
+        if launcher.rank in env and int(env.get(launcher.world_size, "1")) > 1:
+            return launcher
+    return None
+
+
+def sizes_and_address(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, int, str]:
+    """Return world size, number of ranks of this node, and the address of rank 0's node.
+
+    Raises ValueError if the address is unknown.
+    """
+    world_size = int(env[launcher.world_size])
+    if launcher.local_world_size in env:
+        local = int(env[launcher.local_world_size])
+    else:
+        local, rest = divmod(world_size, int(env[launcher.num_nodes]))
+        if rest:
+            raise ValueError(
+                f"{world_size} tasks on {env[launcher.num_nodes]} nodes are not equally many on each; use "
+                "--tasks-per-node, or torchrun (slurm/train.flux)."
+            )
+    if local == world_size:
+        return world_size, local, "127.0.0.1"
+    if "MASTER_ADDR" in env:
+        return world_size, local, env["MASTER_ADDR"]
+    if launcher.hosts in env:
+        return world_size, local, Path(env[launcher.hosts]).read_text().split()[0]
+    raise ValueError(
+        f"{launcher.name} started {world_size} ranks without the address of the first one's node; add "
+        "`export MASTER_ADDR=$(hostname)` to the batch script, which runs on that node."
+    )
