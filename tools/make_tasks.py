@@ -70,11 +70,14 @@ def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
 
 def harbor_rows(options: Row) -> Iterator[Row]:
     """Yield a row per task directory. Raises ValueError for a task that cannot be run."""
-    from rl.agents.integrations.harbor import is_task, read_task
+    from rl.agents.integrations.harbor import is_task, read_task, unmet
 
     top = Path(options.get("tasks", "")).resolve()
-    for i, path in enumerate(sorted(path for path in top.iterdir() if is_task(path))):
-        yield row(top.name, read_task(path).instruction, "", task=str(path), index=i)
+    tasks = [read_task(path) for path in sorted(path for path in top.iterdir() if is_task(path))]
+    for sentence in unmet(tasks):
+        print(f"note: {sentence}", file=sys.stderr)
+    for i, task in enumerate(tasks):
+        yield row(top.name, task.instruction, "", task=str(task.path), index=i)
 
 
 def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from rl.agents.integrations.harbor import Task, read_task
+from rl.agents.integrations.harbor import Task, read_task, unmet
 from rl.config.container import Container as Settings
 from tests.container_image import build_image
 from tests.records import records
@@ -24,6 +24,17 @@ COPY data/ /data/
 RUN cp /data/start.txt \\
     start.txt
 CMD ["sh"]
+"""
+DESCRIPTION = """
+version = "1.0"
+[agent]
+timeout_sec = 900.0
+[verifier]
+timeout_sec = 60.0
+[environment]
+cpus = 2
+memory_mb = 2048
+storage = "1G"
 """
 TESTS = {
     "reward-text": "if [ -f /work/start.txt ]; then echo 0.5 > /logs/verifier/reward.txt; fi",
@@ -42,7 +53,7 @@ def tasks(tmp_path_factory):
         for directory in ("environment/data", "tests"):
             (task / directory).mkdir(parents=True)
         (task / "instruction.md").write_text(f"Write done to /work/out ({name}).\n")
-        (task / "task.toml").write_text('version = "1.0"\n[verifier]\ntimeout_sec = 60.0\n')
+        (task / "task.toml").write_text(DESCRIPTION)
         (task / "environment/Dockerfile").write_text(DOCKERFILE)
         (task / "environment/data/start.txt").write_text("start")
         (task / "tests/test.sh").write_text(f"#!/bin/bash\n{test}\n")
@@ -77,6 +88,36 @@ def test_tasks_are_scored_as_their_files_say(tasks, image):
         scores[path.name] = task.score()["score"]
         task.close()
     assert scores == {"reward-text": 0.5, "reward-json": 0.25, "answer": 1.0, "python": 0.75, "terminal": 1.0}
+
+
+def test_limits_of_a_task_hold_up_to_those_of_the_run(tasks, image, tmp_path):
+    path = tmp_path / "task"
+    shutil.copytree(tasks / "answer", path)
+    stated = DESCRIPTION.replace("60.0", "0.5").replace("2048", "64").replace("1G", "8M")
+    (path / "task.toml").write_text(stated)
+    (path / "tests/test.sh").write_text("sleep 60\n")
+    task = Task(container=asdict(Settings(image="")), images={"tiny:1": str(image)})
+    task.reset({"extra_info": {"task": str(path)}})
+    assert "memory" in task.bash("python3 -c 'x = bytearray(100 << 20)'").lower()
+    assert "No space left" in task.bash("head -c 20000000 /dev/zero >full; rm full")
+    values = task.score()
+    task.close()
+    assert values["test_timeout"] == 1.0 and values["test_s"] < 20 and values["limits_below_task"] == 0.0
+    short = Task(container=asdict(Settings(image="", memory_mib=32)), images={"tiny:1": str(image)})
+    short.reset({"extra_info": {"task": str(tasks / "answer")}})
+    assert short.score()["limits_below_task"] == 1.0
+    short.close()
+
+
+def test_what_is_not_applied_is_said_with_the_settings_that_tasks_need(tasks):
+    sentences = unmet([read_task(path) for path in sorted(tasks.iterdir())])
+    assert sentences == [
+        "agent.timeout_sec of 4 tasks is not applied.",
+        "environment.cpus of 4 tasks is not applied.",
+        "The largest memory_mib of a task is 2048: agents.container.memory_mib must be at least that.",
+        "The largest disk_mib of a task is 1024: agents.container.disk_mib must be at least that.",
+        "The largest test_s of a task is 60: agents.timeout_s must be above that.",
+    ]
 
 
 @pytest.mark.parametrize(

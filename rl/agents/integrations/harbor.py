@@ -12,13 +12,17 @@ docker_image, or for FROM of the Dockerfile. In the last case its WORKDIR, ENV, 
 out when a trajectory begins; images that were built before need only WORKDIR and ENV. A test is run as the
 format says: tests/ lies at /tests, and test.sh writes /logs/verifier/reward.txt or reward.json, while
 Terminal-Bench's run-tests.sh ends with a status.
+
+Limits that a task states: memory and storage hold, up to those of `agents.container`; a test and a RUN have
+the task's time. Not applied are the agent's time, in which the engine also serves other trajectories, and
+numbers of processors and GPUs. `unmet` says for how many tasks, when the rows are written.
 """
 
 import json
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +65,16 @@ class TaskDirectory:
     reward_files: tuple[str, ...]
     variables: Mapping[str, str]
     """Environment variables of the test."""
+    memory_mib: int
+    """Memory that the task states, in MiB; 0 if it states none, as for the others."""
+    disk_mib: int
+    """Storage, in MiB."""
+    build_s: float
+    """Time of an instruction RUN, in seconds."""
+    test_s: float
+    """Time of the test, in seconds."""
+    not_applied: tuple[str, ...]
+    """Keys of further limits and needs that a container cannot meet."""
 
 
 def is_task(path: Path) -> bool:
@@ -87,18 +101,60 @@ def read_task(path: Path) -> TaskDirectory:
     file = context / "Dockerfile"
     steps = read_dockerfile(file.read_text(), file) if file.is_file() else []
     base = next((arguments.split()[0] for kind, arguments in steps if kind == "FROM"), "")
-    stated = described.get("environment", {}).get("docker_image")
+    stated = described.get("environment", {})
+    verifier = described.get("verifier", {})
     return TaskDirectory(
         path,
         instruction.strip(),
-        built=tuple(filter(None, (path.name, stated))),
+        built=tuple(filter(None, (path.name, stated.get("docker_image")))),
         base=base,
         steps=tuple(step for step in steps if step[0] != "FROM"),
         context=context,
         test=test,
         reward_files=rewards,
-        variables={"TEST_DIR": "/tests", **described.get("verifier", {}).get("env", {})},
+        variables={"TEST_DIR": "/tests", **verifier.get("env", {})},
+        memory_mib=_mib(stated, "memory", path),
+        disk_mib=_mib(stated, "storage", path),
+        build_s=float(stated.get("build_timeout_sec", 0)),
+        test_s=float(verifier.get("timeout_sec", described.get("max_test_timeout_sec", 0))),
+        not_applied=tuple(
+            name
+            for name, has in (
+                ("agent.timeout_sec", "timeout_sec" in described.get("agent", {})),
+                ("max_agent_timeout_sec", "max_agent_timeout_sec" in described),
+                ("environment.cpus", "cpus" in stated),
+                ("environment.gpus", stated.get("gpus", 0)),
+            )
+            if has
+        ),
     )
+
+
+def _mib(stated: Mapping[str, Any], name: str, path: Path) -> int:
+    """Return a size in MiB, stated as `memory_mb = 2048` or `memory = "2G"`; 0 if it is not.
+
+    Raises ValueError for another form.
+    """
+    if f"{name}_mb" in stated:
+        return int(stated[f"{name}_mb"])
+    match = re.fullmatch(r"(\d+)\s*([MG])i?B?", text := str(stated.get(name, "0M")), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{path}/task.toml: environment.{name}={text!r} must be a size such as 512M or 2G.")
+    return int(match[1]) * (1024 if match[2].upper() == "G" else 1)
+
+
+def unmet(tasks: Sequence[TaskDirectory]) -> list[str]:
+    """Return sentences on limits of these tasks that are not applied, and on settings that they need."""
+    out = []
+    for name in dict.fromkeys(name for task in tasks for name in task.not_applied):
+        number = sum(name in task.not_applied for task in tasks)
+        out.append(f"{name} of {number} tasks is not applied.")
+    for name, key in (("memory_mib", "memory_mib"), ("disk_mib", "disk_mib"), ("test_s", "timeout_s")):
+        if most := max((getattr(task, name) for task in tasks), default=0):
+            place = "agents" if key == "timeout_s" else "agents.container"
+            bound = "above" if key == "timeout_s" else "at least"
+            out.append(f"The largest {name} of a task is {most:g}: {place}.{key} must be {bound} that.")
+    return out
 
 
 def read_dockerfile(text: str, file: Path) -> list[tuple[str, str]]:
@@ -130,7 +186,10 @@ class Task(ContainerEnvironment):
     def reset(self, row: dict[str, Any]) -> Any:
         task = self._read = read_task(Path(task_of(row)["task"]))
         name = next((name for name in (*task.built, task.base) if name in self._images), "")
-        self.start(self._images.get(name) or self._settings["image"])
+        stated = {"memory_mib": task.memory_mib, "disk_mib": task.disk_mib}
+        limits = {key: min(value, self._settings[key]) for key, value in stated.items() if value}
+        self._is_short = any(limits[key] < stated[key] for key in limits)
+        self.start(self._images.get(name) or self._settings["image"], **limits)
         is_built = name in task.built
         for kind, arguments in task.steps:
             self._carry_out(kind, arguments, is_built)
@@ -149,7 +208,9 @@ class Task(ContainerEnvironment):
             self.variables = {**self.variables, **{key: value for key, value in pairs}}
         elif kind == "RUN" and not is_built:
             command = shlex.join(json.loads(arguments)) if arguments.startswith("[") else arguments
-            self.check(self.command(re.sub(r"^(--\S+\s+)+", "", command)), f"RUN {arguments:.80}")
+            command = re.sub(r"^(--\S+\s+)+", "", command)
+            outcome = self.command(command, wall_s=self._read.build_s or None)
+            self.check(outcome, f"RUN {arguments:.80}")
         elif kind in ("COPY", "ADD") and not is_built:
             words = json.loads(arguments) if arguments.startswith("[") else shlex.split(arguments)
             *sources, target = [word for word in words if not word.startswith("--")]
@@ -181,4 +242,5 @@ class Task(ContainerEnvironment):
         if not task.reward_files:
             self._copy(task.path / "run-tests.sh", "/tests", is_directory=True)
         self.variables = {**self.variables, **task.variables}
-        return self.judge(task.test, list(task.reward_files))
+        values = self.judge(task.test, list(task.reward_files), wall_s=task.test_s or None)
+        return {**values, "limits_below_task": float(self._is_short)}

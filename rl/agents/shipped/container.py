@@ -57,18 +57,24 @@ class ContainerEnvironment:
             self.check(self.command(self._task["setup"]), "setup")
         return row.get("messages") or row["prompt"]
 
-    def start(self, image: str) -> None:
-        """Start the trajectory's container. Raises ValueError for a bad image."""
+    def start(self, image: str, **limits: int) -> None:
+        """Start the trajectory's container. Raises ValueError for a bad image.
+
+        limits: limits in place of those of `agents.container`.
+        """
         if not image:
             raise ValueError("the row has no extra_info.image; set it, or agents.container.image.")
-        self._stock = stock(tuple(self._settings.items()))
+        self._stock = stock(tuple({**self._settings, **limits}.items()))
         self._container = self._stock.take(unpack(image))
 
-    def command(self, command: str) -> Outcome:
-        """Run a command with bash, or sh if there is none; standard error is in `stdout` too."""
+    def command(self, command: str, *, wall_s: float | None = None) -> Outcome:
+        """Run a command with bash, or sh if there is none; standard error is in `stdout` too.
+
+        wall_s: time limit in seconds; None for the container's.
+        """
         assert self._container is not None
         return self._container.run(
-            [*_SHELL, command], directory=self.directory, variables=self.variables, merge=True
+            [*_SHELL, command], directory=self.directory, variables=self.variables, wall_s=wall_s, merge=True
         )
 
     def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -126,9 +132,12 @@ class ContainerEnvironment:
             raise ValueError("the row has no extra_info.test; set it, or agents.kwargs.test.")
         return self.judge(self._task["test"], [self._task["reward_file"]])
 
-    def judge(self, test: str, reward_files: list[str]) -> dict[str, float]:
-        """Run a test; return the score by its exit status, or by the first of the files that exists."""
-        outcome = self.command(test)
+    def judge(self, test: str, reward_files: list[str], *, wall_s: float | None = None) -> dict[str, float]:
+        """Run a test; return the score by its exit status, or by the first of the files that exists.
+
+        wall_s: time limit of the test in seconds; None for the container's.
+        """
+        outcome = self.command(test, wall_s=wall_s)
         values = {
             "acc": float(outcome.ok),
             "test_s": outcome.seconds,
