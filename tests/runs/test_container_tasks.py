@@ -9,7 +9,9 @@ from dataclasses import asdict
 import pytest
 import yaml
 
+from rl.agents.environment import load_environment
 from rl.agents.integrations.harbor import Task, read_task, unmet
+from rl.config.agents import Agents
 from rl.config.container import Container as Settings
 from tests.container_image import build_image
 from tests.records import records
@@ -25,6 +27,7 @@ RUN cp /data/start.txt \\
     start.txt
 CMD ["sh"]
 """
+HARBOR = "rl.agents.integrations.harbor:Task"
 DESCRIPTION = """
 version = "1.0"
 [agent]
@@ -99,7 +102,9 @@ def test_limits_of_a_task_hold_up_to_those_of_the_run(tasks, image, tmp_path):
     task = Task(container=asdict(Settings(image="")), images={"tiny:1": str(image)})
     task.reset({"extra_info": {"task": str(path)}})
     assert "memory" in task.bash("python3 -c 'x = bytearray(100 << 20)'").lower()
-    assert "No space left" in task.bash("head -c 20000000 /dev/zero >full; rm full")
+    assert "No space left" in task.bash("head -c 20000000 /dev/zero >full")
+    assert task.score()["score"] == 0.0  # not a failure, whose trajectory would be sampled again
+    task.bash("rm full")
     values = task.score()
     task.close()
     assert values["test_timeout"] == 1.0 and values["test_s"] < 20 and values["limits_below_task"] == 0.0
@@ -118,6 +123,12 @@ def test_what_is_not_applied_is_said_with_the_settings_that_tasks_need(tasks):
         "The largest disk_mib of a task is 1024: agents.container.disk_mib must be at least that.",
         "The largest test_s of a task is 60: agents.timeout_s must be above that.",
     ]
+
+
+@pytest.mark.parametrize("name", ["rl.agents.shipped.container:ContainerEnvironment", HARBOR])
+def test_a_policy_has_three_tools_and_none_that_starts_a_container(name, image):
+    config = Agents(environment=name, container=Settings(image=str(image)))
+    assert load_environment(config.plan.default).methods.keys() == {"bash", "read", "write"}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +154,7 @@ def test_a_training_run_scores_five_tasks(tasks, image, toy, tmp_path, monkeypat
         "data": {"train": ["rows/train.jsonl"], "prompts_per_step": 5, "max_prompt_tokens": 896},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 64, "cpu_kv_cache_mib": 32},
         "agents": {
-            "environment": "rl.agents.integrations.harbor:Task",
+            "environment": HARBOR,
             "kwargs": {"images": {"tiny:1": str(image)}},
             "max_turns": 2,
             "workers": 1,

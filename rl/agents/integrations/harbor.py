@@ -189,7 +189,7 @@ class Task(ContainerEnvironment):
         stated = {"memory_mib": task.memory_mib, "disk_mib": task.disk_mib}
         limits = {key: min(value, self._settings[key]) for key, value in stated.items() if value}
         self._is_short = any(limits[key] < stated[key] for key in limits)
-        self.start(self._images.get(name) or self._settings["image"], **limits)
+        self._start(self._images.get(name) or self._settings["image"], **limits)
         is_built = name in task.built
         for kind, arguments in task.steps:
             self._carry_out(kind, arguments, is_built)
@@ -200,7 +200,7 @@ class Task(ContainerEnvironment):
         if kind == "WORKDIR":
             at = Path(self.directory or "/", shlex.split(arguments)[0])
             self.directory = "/"
-            self.check(self.command(f"mkdir -p -- {shlex.quote(str(at))}"), f"WORKDIR {at}")
+            self._check(self._command(f"mkdir -p -- {shlex.quote(str(at))}"), f"WORKDIR {at}")
             self.directory = str(at)
         elif kind in ("ENV", "ARG"):
             words = shlex.split(arguments)
@@ -209,8 +209,8 @@ class Task(ContainerEnvironment):
         elif kind == "RUN" and not is_built:
             command = shlex.join(json.loads(arguments)) if arguments.startswith("[") else arguments
             command = re.sub(r"^(--\S+\s+)+", "", command)
-            outcome = self.command(command, wall_s=self._read.build_s or None)
-            self.check(outcome, f"RUN {arguments:.80}")
+            outcome = self._command(command, wall_s=self._read.build_s or None)
+            self._check(outcome, f"RUN {arguments:.80}")
         elif kind in ("COPY", "ADD") and not is_built:
             words = json.loads(arguments) if arguments.startswith("[") else shlex.split(arguments)
             *sources, target = [word for word in words if not word.startswith("--")]
@@ -229,18 +229,25 @@ class Task(ContainerEnvironment):
         if source.is_dir():
             for file in sorted(path for path in source.rglob("*") if path.is_file()):
                 name = f"{target.rstrip('/')}/{file.relative_to(source)}"
-                self.put(name, file.read_bytes(), mode=file.stat().st_mode & 0o777)
+                self._put(name, file.read_bytes(), mode=file.stat().st_mode & 0o777)
         else:
             name = f"{target.rstrip('/')}/{source.name}" if is_directory else target
-            self.put(name, source.read_bytes(), mode=source.stat().st_mode & 0o777)
+            self._put(name, source.read_bytes(), mode=source.stat().st_mode & 0o777)
 
     def score(self) -> dict[str, float]:
         task = self._read
-        self.check(self.command("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier"), "test")
+        self.variables = {**self.variables, **task.variables}
+        try:
+            self._put_tests(task)
+        except (RuntimeError, ValueError):  # the policy left no disk space, or no shell
+            values = {"score": 0.0, "acc": 0.0, "test_s": 0.0, "test_timeout": 0.0}
+        else:
+            values = self._judge(task.test, list(task.reward_files), wall_s=task.test_s or None)
+        return {**values, "limits_below_task": float(self._is_short)}
+
+    def _put_tests(self, task: TaskDirectory) -> None:
+        self._check(self._command("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier"), "test")
         if (task.path / "tests").is_dir():
             self._copy(task.path / "tests", "/tests", is_directory=True)
         if not task.reward_files:
             self._copy(task.path / "run-tests.sh", "/tests", is_directory=True)
-        self.variables = {**self.variables, **task.variables}
-        values = self.judge(task.test, list(task.reward_files), wall_s=task.test_s or None)
-        return {**values, "limits_below_task": float(self._is_short)}

@@ -22,7 +22,10 @@ _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /b
 
 
 class ContainerEnvironment:
-    """A container with a shell. Subclasses may replace `reset` and `score`."""
+    """A container with a shell. Subclasses may replace `reset` and `score`.
+
+    What they use has a leading underscore: every public method is a tool of the policy.
+    """
 
     def __init__(
         self, *, container: Mapping[str, Any], setup: str = "", test: str = "", reward_file: str = ""
@@ -52,12 +55,12 @@ class ContainerEnvironment:
     def reset(self, row: dict[str, Any]) -> Any:
         task = task_of(row)
         self._task = {key: task.get(key) or value for key, value in self._defaults.items()}
-        self.start(self._task["image"])
+        self._start(self._task["image"])
         if self._task["setup"]:
-            self.check(self.command(self._task["setup"]), "setup")
+            self._check(self._command(self._task["setup"]), "setup")
         return row.get("messages") or row["prompt"]
 
-    def start(self, image: str, **limits: int) -> None:
+    def _start(self, image: str, **limits: int) -> None:
         """Start the trajectory's container. Raises ValueError for a bad image.
 
         limits: limits in place of those of `agents.container`.
@@ -67,7 +70,7 @@ class ContainerEnvironment:
         self._stock = stock(tuple({**self._settings, **limits}.items()))
         self._container = self._stock.take(unpack(image))
 
-    def command(self, command: str, *, wall_s: float | None = None) -> Outcome:
+    def _command(self, command: str, *, wall_s: float | None = None) -> Outcome:
         """Run a command with bash, or sh if there is none; standard error is in `stdout` too.
 
         wall_s: time limit in seconds; None for the container's.
@@ -77,7 +80,7 @@ class ContainerEnvironment:
             [*_SHELL, command], directory=self.directory, variables=self.variables, wall_s=wall_s, merge=True
         )
 
-    def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+    def _put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file of the container. Raises ValueError if that is impossible."""
         assert self._container is not None
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && chmod "$2" "$1"'
@@ -87,7 +90,7 @@ class ContainerEnvironment:
             raise ValueError(describe(outcome))
 
     @staticmethod
-    def check(outcome: Outcome, what: str) -> None:
+    def _check(outcome: Outcome, what: str) -> None:
         """Raise RuntimeError if a command of the task, not of the policy, has failed."""
         if not outcome.ok:
             raise RuntimeError(f"{what} of the task failed: {describe(outcome)[-2000:]}")
@@ -100,7 +103,7 @@ class ContainerEnvironment:
         Args:
             command: the command; each one starts in the same directory, with the files that the others left
         """
-        return describe(self.command(command))
+        return describe(self._command(command))
 
     def read(self, path: str) -> str:
         """Return the content of a file.
@@ -122,7 +125,7 @@ class ContainerEnvironment:
             path: path of the file
             content: the whole new content
         """
-        self.put(path, content.encode("utf-8", "replace"))
+        self._put(path, content.encode("utf-8", "replace"))
         return f"{len(content)} characters were written to {path}"
 
     # ---- end ----
@@ -130,14 +133,14 @@ class ContainerEnvironment:
     def score(self) -> dict[str, float]:
         if not self._task["test"]:
             raise ValueError("the row has no extra_info.test; set it, or agents.kwargs.test.")
-        return self.judge(self._task["test"], [self._task["reward_file"]])
+        return self._judge(self._task["test"], [self._task["reward_file"]])
 
-    def judge(self, test: str, reward_files: list[str], *, wall_s: float | None = None) -> dict[str, float]:
+    def _judge(self, test: str, reward_files: list[str], *, wall_s: float | None = None) -> dict[str, float]:
         """Run a test; return the score by its exit status, or by the first of the files that exists.
 
         wall_s: time limit of the test in seconds; None for the container's.
         """
-        outcome = self.command(test, wall_s=wall_s)
+        outcome = self._command(test, wall_s=wall_s)
         values = {
             "acc": float(outcome.ok),
             "test_s": outcome.seconds,
