@@ -20,6 +20,7 @@ from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.report import report, verdict
+from rl.runtime.private_directory import make_private
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +53,8 @@ def main(argv: list[str]) -> int:
         overrides=arguments.overrides,
         command=as_typed("submit", argv),
     )
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory.parent)
+    directory.mkdir(exist_ok=True)
     file.write_text(text)
     print(f"# {file}\n{text}\n# resolved config\n{to_yaml(config)}")
     fits = print_estimate(config, resources)

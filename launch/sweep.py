@@ -23,6 +23,7 @@ from rl.config.options import ConfigError, flatten, load
 from rl.config.schema import Config, load_config
 from rl.config.sweep_checks import load_points
 from rl.run_directory.named_metrics import check_named_metrics
+from rl.runtime.private_directory import make_private
 
 
 @dataclass
@@ -185,6 +186,7 @@ def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list
     known = [Point(**point) for point in before]
     names = {point.name for point in known}
     every = known + [point for point in points if point.name not in names]
+    make_private(directory)
     (place / "points").mkdir(parents=True, exist_ok=True)
     tasks = {point.name: task for task, point in enumerate(every)}
     for point in points:  # also earlier ones, whose common overrides may have changed

@@ -27,6 +27,7 @@ else
 fi
 rank_logs=${LOCKSTEP_LOGS:-$PWD}/$SLURM_JOB_NAME-$job_id.ranks # one file per rank; a requeued job appends
 mkdir -p "$rank_logs"
+chmod o-rwx "$rank_logs"
 
 # shellcheck source=slurm/starts.sh
 source "$LOCKSTEP_ROOT/slurm/starts.sh"

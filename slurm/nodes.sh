@@ -20,6 +20,7 @@ set -eu
 if [ -f "$LOCKSTEP_ROOT/slurm/site.sh" ]; then source "$LOCKSTEP_ROOT/slurm/site.sh"; fi
 rank_logs=${LOCKSTEP_LOGS:-$PWD}/$job_name.ranks # one file per node; a job that runs again appends
 mkdir -p "$rank_logs"
+chmod o-rwx "$rank_logs"
 
 # shellcheck source=slurm/starts.sh
 source "$LOCKSTEP_ROOT/slurm/starts.sh"

@@ -23,6 +23,7 @@ from rl.faults import heartbeat
 from rl.faults.heartbeat import heartbeat_path
 from rl.faults.process import process_from, this_process
 from rl.run_directory.status import FILE_NAME as STATUS
+from rl.runtime.private_directory import make_private
 
 FILE_NAME = "lock.json"
 
@@ -234,13 +235,13 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def make_run_directory(config: Config) -> RunLock:
-    """Make run.dir with the user's umask, check that it is writable, and lock it.
+    """Make run.dir, closed to other users, check that it is writable, and lock it.
 
     run.dir itself may be a symbolic link, for example to scratch; its entries must not lead out of it.
     Raises OSError if it is not writable, ValueError if another run uses it or an entry leads out of it.
     """
     directory = Path(config.run.dir)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory)
     refuse_links(directory)
     with tempfile.TemporaryFile(dir=directory):
         pass

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl.runtime.private_directory import make_private
+
 KEY_VARIABLE = "LOCKSTEP_JOB_KEY"
 MIN_CHARACTERS = 32
 """Shortest LOCKSTEP_JOB_KEY."""
@@ -62,7 +64,7 @@ def share_file(directory: Path, attempt: str) -> JobKey:
     """
     path = directory / f".job_key.{hashlib.sha256(attempt.encode()).hexdigest()[:16]}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         _create(path)
         return JobKey(_read(path), path)
     except OSError as error:

@@ -164,15 +164,15 @@ def config(tmp_path) -> Config:
     return config
 
 
-def test_run_directory_has_the_users_umask(config):
-    for umask in (0o022, 0o077, 0o002):
+def test_run_directory_is_closed_to_other_users(config):
+    for umask in (0o022, 0o077, 0o002, 0):
         config.run.dir += "x"
         before = os.umask(umask)
         try:
             make_run_directory(config)
         finally:
             os.umask(before)
-        assert stat.S_IMODE(Path(config.run.dir).stat().st_mode) == 0o777 & ~umask
+        assert stat.S_IMODE(Path(config.run.dir).stat().st_mode) == 0o770 & ~umask
 
 
 def test_links_out_of_the_run_directory_are_refused(config, tmp_path):
