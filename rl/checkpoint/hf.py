@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from rl.checkpoint.contents import exported_checksums
 from rl.models import as_written
 from rl.models.boxes import whole
-from rl.models.files import PREDICTING, TensorReader, as_stored, stored_shapes
+from rl.models.files import PREDICTING, TensorReader, as_stored, save_tensors, stored_shapes
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import broadcast_object
@@ -59,7 +58,7 @@ def export_hf(
     def flush():
         fence()
         name = f"model-{len(files) + 1:05d}.safetensors"
-        save_file(pending, partial / name, metadata={"format": "pt"})
+        save_tensors(pending, partial / name)
         files.append(name)
         index.update(dict.fromkeys(pending, name))
 

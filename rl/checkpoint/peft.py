@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rl.checkpoint.contents import exported_checksums
 from rl.checkpoint.hf import WronglyExported
+from rl.models.files import save_tensors
 from rl.models.layout import Weight
 from rl.models.peft import CONFIG, TENSORS, peft_config
 from rl.runtime.checksum import placed_checksum
@@ -49,7 +50,7 @@ def export_peft(
         fence()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
+        save_tensors(tensors, partial / TENSORS)
         config = peft_config(
             adapters.pairs,
             trainer.weight_map.weights,

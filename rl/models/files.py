@@ -2,12 +2,14 @@
 
 import json
 import math
+import stat
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rl.models.boxes import Box, index
@@ -98,6 +100,11 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
                             f"{path} and {files[name]} both hold {name}; remove one of the two files."
                         )
                     files[name], shapes[name] = path, tuple(opened.get_slice(name).get_shape())
+        except FileNotFoundError as error:  # it exists, but the library says so of a file without permission
+            owner, mode = path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)
+            raise ValueError(
+                f"{path} cannot be read: it has owner={owner} and mode={mode:04o}; its owner can chmod it."
+            ) from error
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged or no safetensors file: {error}.") from error
     expected = {
@@ -150,6 +157,14 @@ def as_stored(
         if len(parts) == place.count:
             yield place.name, torch.stack(parts)
             parts = []
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file with the mode of the user's umask; the library gives it 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _paths(directory: Path) -> list[Path]:

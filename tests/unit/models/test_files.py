@@ -1,5 +1,7 @@
 """Reading the tensors of a checkpoint, and errors about missing, wrong or additional ones."""
 
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from rl.models import architecture, read_hf_config
 from rl.models import files as files_module
-from rl.models.files import TensorReader, as_stored, refuse_extra, tensor_files
+from rl.models.files import TensorReader, as_stored, refuse_extra, save_tensors, tensor_files
 from rl.models.layout import COLUMN, Stored, Weight
 from tests.checkpoints import quantise_experts, save_tiny
+from tests.ordinary_user import as_ordinary_user
 
 
 def weights(*names: str) -> list[Weight]:
@@ -44,6 +47,17 @@ def test_no_safetensors_and_truncated_files_are_refused(tmp_path):
     (tmp_path / "1.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(ValueError, match="1.safetensors is damaged or no safetensors file"):
         tensor_files(str(tmp_path), weights("a"))
+
+
+def test_a_file_without_permission_is_not_called_missing(tmp_path):
+    """As safetensors calls it. What this project writes has the user's umask, so that a group can use it."""
+    before = os.umask(0o027)
+    save_tensors({"a": torch.zeros(4, 2)}, tmp_path / "1.safetensors")
+    os.umask(before)
+    assert (tmp_path / "1.safetensors").stat().st_mode & 0o777 == 0o640
+    program = "from rl.models.files import tensor_files; import sys; tensor_files(sys.argv[1], [])"
+    done = as_ordinary_user(tmp_path, [sys.executable, "-c", program, str(tmp_path)])
+    assert "1.safetensors cannot be read: it has owner=0 and mode=0640; its owner can chmod it" in done.stderr
 
 
 def test_tensors_unknown_to_the_architecture_are_listed():
