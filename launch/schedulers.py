@@ -89,6 +89,8 @@ class Other:
     """Start of a line with options."""
     options: Callable[[Resources, str, Path], list[str]]
     """Options of a job of these resources with this name and this directory of logs."""
+    directory: str
+    """Variable with the directory in which a job starts."""
     index: str
     """Task of an array, in bash."""
     commands: Callable[[Path, str, Sequence[int], int], list[list[str]]]
@@ -128,7 +130,8 @@ set -- {shlex.quote(config)} "${{overrides[@]}}" """
     def _file(self, resources: Resources, name: str, logs: Path, command: str, run: str) -> str:
         if resources.qos:
             raise ConfigError(f"qos={resources.qos} is an option of Slurm; give queue or class as partition.")
-        sets = {"LOCKSTEP_ROOT": str(ROOT), "LOCKSTEP_LOGS": str(logs)}
+        here = {self.directory: str(Path.cwd())}  # wherever the file is submitted
+        sets = here | {"LOCKSTEP_ROOT": str(ROOT), "LOCKSTEP_LOGS": str(logs)}
         sets |= {"RANKS": str(resources.ranks_per_node)} if resources.ranks_per_node else {}
         sets |= {} if resources.requeue else {"NO_REQUEUE": "1"}
         lines = [
@@ -224,7 +227,7 @@ def _flux_batch(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> 
 
 SCHEDULERS: dict[str, Scheduler] = {
     "slurm": Slurm(),
-    "pbs": Other(".pbs", "#PBS", _pbs, "$PBS_ARRAY_INDEX", _qsub),
-    "lsf": Other(".lsf", "#BSUB", _lsf, "$((LSB_JOBINDEX - 1))", _bsub),
-    "flux": Other(".flux", "#flux:", _flux, "", _flux_batch),
+    "pbs": Other(".pbs", "#PBS", _pbs, "PBS_O_WORKDIR", "$PBS_ARRAY_INDEX", _qsub),
+    "lsf": Other(".lsf", "#BSUB", _lsf, "LS_SUBCWD", "$((LSB_JOBINDEX - 1))", _bsub),
+    "flux": Other(".flux", "#flux:", _flux, "LOCKSTEP_START", "", _flux_batch),
 }

@@ -10,6 +10,7 @@
 #flux: --time-limit=24h
 #flux: --output={{name}}-{{id}}.out
 # Bank and queue: --bank=BANK --queue=QUEUE.
+cd "${LOCKSTEP_START:-$PWD}"
 : "${LOCKSTEP_ROOT:=$PWD}"
 job_id=$(flux getattr jobid)
 job_name=${JOB_NAME:-$(flux --parent jobs --no-header --format='{name}' "$job_id")}

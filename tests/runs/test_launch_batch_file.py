@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,11 @@ def test_a_file_of_another_scheduler_asks_for_the_same(kind, tmp_path):
     assert set(asked) <= set(text.splitlines()), text
     assert shell_run(text, tmp_path) == "<c.yaml>" + "".join(f"<{each}>" for each in overrides) + "\n"
     assert_shellcheck_passes(text)
+    directory = {"pbs": "PBS_O_WORKDIR", "lsf": "LS_SUBCWD", "flux": "LOCKSTEP_START"}[kind]
+    assert f"export {directory}={Path.cwd()} " in text
+    assert re.search(
+        rf'^cd "\${{?{directory}\b', (ROOT / "slurm" / f"train.{kind}").read_text(), re.MULTILINE
+    )
     cpu = Resources(gpus_per_node=0, ranks_per_node=2, requeue=False)
     text = SCHEDULERS[kind].render(cpu, **run)
     assert "RANKS=2" in text and "NO_REQUEUE=1" in text and "gpu" not in text
