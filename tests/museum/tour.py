@@ -100,6 +100,11 @@ CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
         "llama",
         ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2.0", BF16),
     ),
+    "drafts of a head that learns, bfloat16": (
+        2,
+        "deepseek-v3-mtp",
+        ("rollout.draft.method=mtp", "training.mtp.head_lr=1e-3", "training.pp=2", BF16),
+    ),
     "roles, bfloat16": (2, "qwen2", (*ROLES, "roles.granularity=group", BF16)),
 }
 """Name -> number of ranks, model and overrides. Each run stops half-way and resumes."""
