@@ -80,7 +80,8 @@ class Drafts(Part):
         required, self._required = self._required, 0.0  # drafts go on in the whole test
         samples = engine.generate([prompt] * engine.num_replicas, sampling, seeds)
         self._required = required
-        values = chi_square((sample.token_ids, sample.segments[0].logprobs) for sample in samples)
+        found = ((sample.token_ids, sample.segments[0].logprobs) for sample in samples)
+        values = chi_square(found, top_k=TOP_K)
         statistic, freedom = sum_over_world(torch.tensor(values).double(), engine.device.torch).tolist()
         if (value := deviate(statistic, int(freedom))) > LIMIT:
             raise WrongDistribution(

@@ -31,5 +31,14 @@ def test_tokens_of_almost_no_probability_are_found():
     assert deviate(*chi_square(found)) < LIMIT < deviate(*chi_square(found + wrong))
 
 
+def test_sets_of_tokens_that_rounding_changes_are_accepted():
+    found = []
+    for last, seed in ((3, 1), (4, 2)):
+        drawn = np.random.default_rng(seed).choice(4, size=(2048, 3), p=P[:4] / P[:4].sum())
+        tokens = np.where(drawn == 3, last, drawn).astype(np.int32)
+        found += zip(tokens, np.log(P[:4] / P[:4].sum())[drawn])
+    assert deviate(*chi_square(found, top_k=4)) < LIMIT < deviate(*chi_square(found))
+
+
 def test_few_samples_say_nothing():
     assert deviate(*chi_square(samples(P, 3, 1))) == 0.0
