@@ -148,6 +148,8 @@ def _replace_stale(mine: Path, path: Path, silent_s: float, watch_s: float) -> N
         )
     # If several runs find the same stale lock, one gets this name, and only while that lock still exists.
     claim = path.with_name(f"{FILE_NAME}.after-{owner.get('token', 'unreadable')}")
+    if 0 < (_read(claim) or {}).get("generation", 0) < generation():
+        claim.unlink(missing_ok=True)  # of an earlier generation of this elastic run, which was killed here
     if not _link(mine, claim):
         raise ValueError(f"another run is taking over {path.parent}; if there is none, remove {claim}.")
     try:

@@ -122,6 +122,18 @@ def test_lock_of_an_earlier_start_of_the_job_is_stale(tmp_path, monkeypatch):
     assert take(tmp_path).is_held()
 
 
+def test_the_next_generation_of_an_elastic_run_takes_what_a_killed_one_held(tmp_path, monkeypatch):
+    """The killed one left its claim beside the lock."""
+    write_lock(tmp_path, **ELSEWHERE, generation=1)
+    (tmp_path / FILE_NAME).rename(tmp_path / f"{FILE_NAME}.after-old")
+    write_lock(tmp_path, **ELSEWHERE, generation=1)
+    monkeypatch.setenv("LOCKSTEP_GENERATION", "1")
+    with pytest.raises(ValueError):
+        take(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_GENERATION", "2")
+    assert take(tmp_path).is_held() and not list(tmp_path.glob("*.after-*"))
+
+
 @pytest.mark.parametrize(
     ("out", "error", "free"),
     [
