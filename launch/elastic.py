@@ -10,16 +10,16 @@ continue from the newest checkpoint. Exit codes are those of train_rl.py.
 """
 
 import argparse
+import hashlib
 import json
 import os
-import shlex
 import signal
 import sys
 import time
 from pathlib import Path
 
-from launch import slurm
 from launch.elastic_files import Board, Generation, Lease, exit_code
+from launch.elastic_jobs import Jobs
 from launch.elastic_ranks import Ranks
 from rl.config.checks import check
 from rl.config.elastic_checks import as_overrides
@@ -27,6 +27,7 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
 from rl.dry_run.layouts import find_layout
 from rl.dry_run.shape import check_layouts, models_of
+from rl.faults.lock import FILE_NAME as LOCK
 from rl.run_directory.status import FILE_NAME as STATUS
 from rl.runtime.ranks import expand_hostlist
 
@@ -36,10 +37,11 @@ GRACE_S = 30.0
 """Seconds for the other ranks, and the other nodes, to end after the first one: they report the cause."""
 SETTLE_S = 5.0
 """Seconds during which the nodes that could join have not changed, before the run stops to take them."""
-ASK_S = 60.0
-"""Shortest time between two questions of the queue, in seconds."""
-JOIN = "LOCKSTEP_JOIN"
-"""Environment variable: options and arguments of sbatch for a job that brings further nodes."""
+SILENT_S = 600.0
+"""Seconds without a successful turn, as on a full disk, after which the agent gives up."""
+PARTS = ("notice", "agree", "start", "load", "step")
+"""Parts of a recovery: until the leader sees the death, all members know the next generation, their ranks
+have met, the checkpoint is loaded, the first step is done."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +69,9 @@ def main(argv: list[str]) -> int:
     except EOFError as error:
         print(f"error: {error}; the agent starts again", file=sys.stderr, flush=True)
         return 137
+    except (OSError, RuntimeError) as error:  # run.dir cannot be written, or a rank cannot import the program
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 class Agent:
@@ -74,10 +79,11 @@ class Agent:
 
     def __init__(self, options: argparse.Namespace):
         job, now = os.environ.get("SLURM_JOB_ID", ""), time.time_ns()
-        node, suffix = options.node, os.environ.get("LOCKSTEP_NODE_SUFFIX", "")
-        self.lease = Lease(f"{node}-{os.getpid()}-{now}", node, node + suffix, options.ranks, job, now)
+        node, address = options.node, options.node + os.environ.get("LOCKSTEP_NODE_SUFFIX", "")
         self.options = options
         self.config = self._config([])
+        digest = hashlib.sha256(f"{options.ranks} {self.config!r}".encode()).hexdigest()
+        self.lease = Lease(f"{node}-{os.getpid()}-{now}", node, address, options.ranks, job, digest, now)
         elastic = self.config.run.elastic
         if not elastic.is_on:
             raise ConfigError(
@@ -87,6 +93,7 @@ class Agent:
         self.layouts = self._layouts()
         self.logs = options.logs or Path(self.config.run.dir, "elastic")
         self.board = Board(self.config.run.dir, elastic.lost_s)
+        self.jobs = Jobs(self.board.directory, job, self._say)
         self.at = self.board.newest(None)
         self.first = self.at.number if self.at else 0
         """Number of the newest generation when this agent began."""
@@ -98,8 +105,8 @@ class Agent:
         self.node_ended: float | None = None
         """When this agent, as the leader, first saw that the ranks of a node had ended."""
         self.candidates: list[str] = []
-        self.changed = self.asked = 0.0
-        """When the candidates last changed, and when the queue was last asked for further nodes."""
+        self.changed = 0.0
+        """When the candidates last changed."""
         self.recovery: dict[str, float] = {}
         """On the leader, the times of a death and of the events of the recovery, until the first step."""
 
@@ -135,33 +142,57 @@ class Agent:
         return found
 
     def run(self) -> int:
-        """Renew the lease, follow the generations, and lead if it is this agent's part, until the end."""
+        """Take a turn each second until the end. After an error of the disk, log it and try again."""
         self._say(f"layouts by nodes: {self.layouts}")
-        last = time.monotonic()
+        last = well = time.monotonic()
+        error = ""
         while True:
             begun = time.monotonic()
-            if begun - last > 3 * BEAT_S:
-                self.board.excuse(begun - last)  # this node was paused, not all others
+            if begun - last > 3 * BEAT_S:  # this node was paused, or the disk is slow: others count no more
+                self.board.excuse(begun - last - 3 * BEAT_S)
             last = begun
-            self.lease.leaving = self.lease.leaving or bool(
-                signal.sigpending() & {signal.SIGUSR2, signal.SIGTERM}
-            )
-            self.ranks.poll()
-            self.lease.ready = self.ranks.is_ready
-            self.board.renew(self.lease)
-            newest = self.board.newest(self.at)
-            if newest is not None and newest is not self.at:
-                self.at = newest
-                self.ranks.kill()
-                self.since = time.monotonic()
-                if newest.code is not None and newest.number > self.first:
-                    return self._end(newest)
-                self._start(newest)
-            self._watch()
-            alive = self.board.alive()
-            if self._leads(alive):
-                self._lead(alive)
+            try:
+                if (code := self._turn()) is not None:
+                    return code
+                well, error = time.monotonic(), ""
+            except OSError as found:
+                if error != (error := str(found)):
+                    self._say(error)
+                if time.monotonic() - well > SILENT_S:
+                    raise
             time.sleep(max(0.05, BEAT_S - (time.monotonic() - begun)))
+
+    def _turn(self) -> int | None:
+        """Follow the generations, renew the lease, lead if it is this agent's part; return an exit code."""
+        asked = signal.sigpending() & {signal.SIGUSR2, signal.SIGTERM}
+        self.lease.leaving = self.lease.leaving or bool(asked)
+        self.ranks.poll()
+        self.lease.ready = self.ranks.is_ready
+        newest = self.board.newest(self.at)
+        if newest is not None and newest is not self.at:
+            self.at = newest
+            self.ranks.kill()
+            self.since = time.monotonic()
+            if newest.code is not None and newest.number > self.first:
+                return self._end(newest.code, newest.reason)
+            self._start(newest)
+        self._watch()
+        self.board.renew(self.lease)
+        alive = self.board.alive()
+        members = [] if self.at is None else self.at.members
+        others = [member for member in members if member.key in {lease.key for lease in alive}]
+        if others and self.lease.key not in [member.key for member in members]:
+            if others[0].config != self.lease.config:
+                raise ConfigError(
+                    f"run.dir={self.config.run.dir} is that of a live run with another config or number of "
+                    f"ranks per node (job {others[0].job}, --ranks {others[0].ranks}); use its command, or "
+                    "another run.dir."
+                )
+            if self.lease.leaving:
+                return self._end(75, "this node leaves, and others continue")
+        if self._leads(alive):
+            self._lead(alive)
+        return None
 
     # Ranks ----------------------------------------------------------------------------------------------
 
@@ -172,13 +203,18 @@ class Agent:
         if place is None:
             return
         first = sum(member.ranks for member in at.members[:place])
-        self.logs.mkdir(parents=True, exist_ok=True)
-        for local in range(self.lease.ranks):
-            log = self.logs / f"rank-{first + local}.log"
-            with log.open("a") as file:
-                file.write(f"generation {at.number} on {self.lease.node}\n")
-            environ = _environment(at, place, first + local, local)
-            self.ranks.start(environ, self._arguments(at.overrides), log)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for local in range(self.lease.ranks):
+                log = self.logs / f"rank-{first + local}.log"
+                with log.open("a") as file:
+                    file.write(f"generation {at.number} on {self.lease.node}\n")
+                environ = _environment(at, place, first + local, local)
+                self.ranks.start(environ, self._arguments(at.overrides), log)
+        except OSError as error:
+            self._say(f"the ranks do not start: {error}")
+            self.ranks.kill()
+            self.lease.code = 1
 
     def _watch(self) -> None:
         """Note the end of this node's ranks in the lease, once all have ended."""
@@ -190,7 +226,6 @@ class Agent:
             return
         self.ranks.kill()
         self.lease.code = exit_code([code for code in codes if code is not None])
-        self.board.renew(self.lease)
 
     # Leading --------------------------------------------------------------------------------------------
 
@@ -207,13 +242,14 @@ class Agent:
     def _lead(self, alive: list[Lease]) -> None:
         """Propose the next generation if it is time."""
         at, now = self.at, time.monotonic()
-        candidates = [lease for lease in alive if lease.ready and not lease.leaving]
-        come = any(not lease.ready and not lease.leaving for lease in alive)
+        stay = [lease for lease in alive if not lease.leaving and lease.config == self.lease.config]
+        candidates = [lease for lease in stay if lease.ready]
+        come = len(stay) > len(candidates)
         if (keys := [lease.key for lease in candidates]) != self.candidates:
             self.candidates, self.changed = keys, now
         now_of = {lease.key: lease for lease in alive}
         if at is None or not any(member.key in now_of for member in at.members):
-            return self._form(candidates, come, 0 if at is None else at.number)
+            return self._form(at or Generation(0), candidates, come)
         lost = [member for member in at.members if member.key not in now_of]
         codes = [
             now_of[member.key].code if now_of[member.key].generation == at.number else None
@@ -228,37 +264,37 @@ class Agent:
             self._decide(at, candidates, come, lost, ended)
         elif not ended:
             self.node_ended = None
-            self._note_recovery(at)
+            self._note_recovery(at, now_of)
             settled = now - max(self.changed, self.since) > SETTLE_S and self._has_stepped(at)
+            self.jobs.tell(alive, max(0, at.target - len(alive)) if settled else 0)
             if settled and self._nodes(len(candidates)) > len(at.members):
                 self._say(f"{len(candidates)} nodes are ready, {len(at.members)} run: stopping to take them")
                 self.ranks.ask_to_stop()
                 self.since = now
-            elif settled and len(alive) < at.target and now - self.asked > ASK_S:
-                self.asked = now
-                self._request(at.target - len(alive))
 
-    def _form(self, candidates: list[Lease], come: bool, number: int) -> None:
-        """Begin a session: the first generation after a start or a requeue of the job."""
-        waited = time.monotonic() - self.since
+    def _form(self, last: Generation, candidates: list[Lease], come: bool) -> None:
+        """Begin a session: the first generation after a start, or after the death of all members."""
+        waited, number = time.monotonic() - self.since, last.number + 1
         patience = float(os.environ.get("LOCKSTEP_JOIN_TIMEOUT", "60"))
-        if len(candidates) < self.options.nodes and (come or waited < patience):
+        if not candidates and not come:
+            self._finish(number, 75, "all nodes leave")
+        elif len(candidates) < self.options.nodes and (come or waited < patience):
             return
-        if self._nodes(len(candidates)):
-            self._propose(number + 1, candidates, target=len(candidates), reason="start")
+        elif self._nodes(len(candidates)):
+            target = 0 if last.code is not None else last.target
+            self._propose(number, candidates, target=max(target, len(candidates)), reason="start")
         elif waited >= patience:
-            least = min(self.layouts)
-            self._finish(
-                number + 1, 1, f"{len(candidates)} nodes came, but the smallest layout needs {least}"
-            )
+            nodes = f"{len(candidates)} nodes came, but the smallest layout needs {min(self.layouts)}"
+            self._finish(number, 75, nodes)
 
     def _decide(
         self, at: Generation, candidates: list[Lease], come: bool, lost: list[Lease], codes: list[int]
     ) -> None:
         """End the run, or propose the next generation, after the ranks have ended or a node died."""
         code = exit_code(codes)
-        status = self._status()
-        if code == 2 or (code == 0 and (not lost or status.get("state") == "finished")):
+        status = self._json(STATUS)
+        stopped = bool(codes) and status.get("state") == "stopped"  # by a file, as no code is 75
+        if code == 2 or (code == 0 and (not lost or stopped or status.get("state") == "finished")):
             return self._finish(at.number + 1, code, "the input is invalid" if code else "done")
         is_stop = not lost and code == 75
         if is_stop and status.get("reason") not in ("SIGUSR2", "SIGTERM"):
@@ -280,7 +316,8 @@ class Agent:
             "nodes change" if is_stop else f"ranks ended with code {code}"
         )
         ago = silent if lost else time.monotonic() - (self.node_ended or time.monotonic())
-        self.recovery = {"death": time.monotonic() - ago, "agreed": time.monotonic()}
+        now = time.monotonic()
+        self.recovery = {"death": self.recovery.get("death", now - ago), "notice": now}
         self._propose(
             at.number + 1, candidates, target=at.target, reason=why, step=step, attempts=attempts, was=at
         )
@@ -315,78 +352,56 @@ class Agent:
 
     # The run --------------------------------------------------------------------------------------------
 
-    def _status(self) -> dict:
+    def _json(self, name: str) -> dict:
         try:
-            return json.loads(Path(self.config.run.dir, STATUS).read_text())
+            return json.loads(Path(self.config.run.dir, name).read_text())
         except (OSError, ValueError):  # no rank has begun
             return {}
 
     def _checkpoint_step(self) -> int:
-        return int(self._status().get("checkpoint_step", 0))
+        return int(self._json(STATUS).get("checkpoint_step", 0))
 
     def _has_stepped(self, at: Generation) -> bool:
         """Return whether this generation has taken a step."""
-        status = self._status()
+        status = self._json(STATUS)
         return status.get("restarts") == at.number and status["step"] > at.step
 
-    def _note_recovery(self, at: Generation) -> None:
+    def _note_recovery(self, at: Generation, alive: dict[str, Lease]) -> None:
         """Log the seconds from a death to the next step, by parts."""
-        status, now = self._status(), time.monotonic()
-        if not self.recovery or status.get("restarts") != at.number:
+        if not (times := self.recovery):
             return
-        self.recovery.setdefault("loaded", now)
-        first = self.recovery.setdefault("step", status["step"])
-        if status["step"] <= first:
-            return
-        times = [self.recovery[name] for name in ("death", "agreed", "loaded")] + [now]
-        parts = [round(later - earlier, 1) for earlier, later in zip(times, times[1:])]
-        line = dict(zip(("notice_s", "load_s", "step_s"), parts), total_s=round(now - times[0], 1))
-        self.board.note("recoveries.jsonl", {"generation": at.number, "reason": at.reason, **line})
-        self._say(f"generation {at.number} took its first step {line}")
-        self.recovery = {}
+        status, now = self._json(STATUS), time.monotonic()
+        if all(alive[member.key].generation == at.number for member in at.members):
+            times.setdefault("agree", now)
+        if self._json(LOCK).get("generation") == at.number:
+            times.setdefault("start", now)
+        if status.get("restarts") == at.number:
+            times.setdefault("load", now)
+            first = times.setdefault("from", status["step"])
+            if status["step"] > first:
+                points = [times[name] for name in ("death", *PARTS[:-1])] + [now]
+                line = {f"{part}_s": round(b - a, 1) for part, a, b in zip(PARTS, points, points[1:])}
+                line["total_s"] = round(now - points[0], 1)
+                self.board.note("recoveries.jsonl", {"generation": at.number, "reason": at.reason} | line)
+                self._say(f"generation {at.number} took its first step {line}")
+                self.recovery = {}
 
-    def _request(self, nodes: int) -> None:
-        """Submit a job that brings nodes in place of the lost ones, unless one is in the queue."""
-        words = os.environ.get(JOIN)
-        if not words:
-            return
-        note = self.board.directory / "joining"
+    def _end(self, code: int, reason: str) -> int:
+        """Return the exit code of this node; the last agent of a job lets the job end, too."""
+        self._say(f"the end with code {code}: {reason}")
         try:
-            if note.exists() and slurm.states([note.read_text().strip()]):
-                return
-            job = slurm.run("sbatch", "--parsable", f"--nodes={nodes}", *shlex.split(words)).strip()
-        except slurm.SlurmError as error:
-            return self._say(f"no job for {nodes} further nodes: {error}")
-        note.write_text(job)
-        self._say(f"job {job} is to bring {nodes} nodes")
-
-    def _end(self, at: Generation) -> int:
-        """Return the exit code of the run; end the job if the node of its batch script is lost."""
-        self._say(f"the run ends with code {at.code}: {at.reason}")
-        if (copy := os.environ.get("LOCKSTEP_STATUS")) and (status := self._status()):
-            Path(copy).write_text(json.dumps(status) + "\n")  # the leader may belong to another job
-        if self.options.logs:
-            (self.logs / "outcome").write_text(
-                f"{at.code}\n"
-            )  # for the batch script: srun's code may be another
-        same = [lease for lease in self.board.alive() if lease.job == self.lease.job]
-        self.board.withdraw(self.lease)
-        nodes = expand_hostlist(os.environ.get("SLURM_JOB_NODELIST", ""))
-        is_last = bool(same) and same[-1].key == self.lease.key
-        note = self.board.directory / "joining"
-        try:
-            if is_last and note.exists():
-                slurm.run("scancel", "--state=PENDING", note.read_text().strip())
-                note.unlink()
-            if is_last and nodes and nodes[0] not in [lease.node for lease in same]:
-                again = at.code == 75 and os.environ.get("NO_REQUEUE", "0") != "1"
-                slurm.run("scontrol", "requeue", self.lease.job) if again else slurm.run(
-                    "scancel", self.lease.job
-                )
-        except (slurm.SlurmError, OSError) as error:
+            if (copy := os.environ.get("LOCKSTEP_STATUS")) and (status := self._json(STATUS)):
+                Path(copy).write_text(json.dumps(status) + "\n")  # the leader may belong to another job
+            if self.options.logs:  # for the batch script: srun's code may be another
+                (self.logs / "outcome").write_text(f"{code}\n")
+            same = [lease for lease in self.board.alive() if lease.job == self.lease.job]
+        except OSError as error:
             self._say(str(error))
-        assert at.code is not None
-        return at.code
+            return code
+        if self.lease.job and same and same[-1].key == self.lease.key:
+            nodes = expand_hostlist(os.environ.get("SLURM_JOB_NODELIST", ""))
+            self.jobs.end(code, [lease.node for lease in same], nodes)
+        return code
 
     def _say(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} agent of {self.lease.node}: {text}", flush=True)

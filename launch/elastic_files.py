@@ -37,6 +37,8 @@ class Lease:
     """Number of ranks that the node can run."""
     job: str
     """Slurm job id, empty outside of Slurm."""
+    config: str
+    """Hash of the config. Agents of another config are not taken: they belong to another run."""
     started: int
     """Start of the agent in nanoseconds of its node's clock: of two agents on one node, the later counts."""
     beat: int = 0
@@ -87,10 +89,6 @@ class Board:
         lease.beat += 1
         self._replace(f"{lease.key}.json", asdict(lease))
 
-    def withdraw(self, lease: Lease) -> None:
-        with contextlib.suppress(OSError):  # an agent that finds it later sees that it does not change
-            (self.directory / f"{lease.key}.json").unlink()
-
     def alive(self) -> list[Lease]:
         """Return the leases that were renewed within lost_s, one per node, ordered by node.
 
@@ -98,9 +96,8 @@ class Board:
         """
         now, found = time.monotonic(), dict[str, Lease]()
         for path in self.directory.glob("*.json"):
-            if path.name.startswith("generation-") or (content := _read(path)) is None:
+            if path.name.startswith("generation-") or (lease := _lease(_read(path))) is None:
                 continue
-            lease = Lease(**content)
             known = self._seen.get(lease.key)
             if known is None or known[0] != lease.beat:
                 self._seen[lease.key] = known = lease.beat, now, known is not None
@@ -121,20 +118,26 @@ class Board:
         return time.monotonic() - self._seen[key][1] if key in self._seen else 0.0
 
     def newest(self, known: Generation | None) -> Generation | None:
-        """Return the newest generation, `known` or a later one."""
+        """Return the newest generation, `known` or a later one. A damaged one counts as one without members.
+
+        Raises OSError if a file cannot be read.
+        """
         number = 0 if known is None else known.number
         if known is None:  # the names of later ones are known, which is safer than a list on a network disk
             numbers = [int(path.stem[-6:]) for path in self.directory.glob("generation-*.json")]
             number = max(numbers, default=1) - 1
         while (content := _read(self._path(number + 1))) is not None:
-            members = [Lease(**member) for member in content.pop("members")]
-            known, number = Generation(**content, members=members), number + 1
+            number += 1
+            try:
+                known = Generation(**content | {"members": [Lease(**it) for it in content["members"]]})
+            except (KeyError, TypeError):
+                known = Generation(number, reason="its record is damaged")
         return known
 
     def propose(self, generation: Generation, by: str) -> None:
         """Create the generation unless another agent was first. by: key of the lease of this agent."""
         name = f"{by}.proposal"
-        self._replace(name, asdict(generation))
+        self._replace(name, asdict(generation), sync=True)  # else a node that dies now may leave it empty
         with contextlib.suppress(FileExistsError):
             os.link(self.directory / name, self._path(generation.number))
         (self.directory / name).unlink()
@@ -147,9 +150,13 @@ class Board:
     def _path(self, number: int) -> Path:
         return self.directory / f"generation-{number:06d}.json"
 
-    def _replace(self, name: str, content: dict) -> None:
+    def _replace(self, name: str, content: dict, sync: bool = False) -> None:
         partial = self.directory / f"{name}.partial"
-        partial.write_text(json.dumps(content) + "\n")
+        with partial.open("w") as file:
+            file.write(json.dumps(content) + "\n")
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
         partial.replace(self.directory / name)
 
 
@@ -159,9 +166,19 @@ def exit_code(codes: Sequence[int]) -> int:
     return 2 if 2 in faults else next(iter(faults), 75 if 75 in codes else 0)
 
 
+def _lease(content: dict | None) -> Lease | None:
+    try:
+        return Lease(**content or {})
+    except TypeError:  # removed meanwhile, or damaged
+        return None
+
+
 def _read(path: Path) -> dict | None:
+    """Return the content of a file, None if there is none, {} if it is damaged."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):  # removed meanwhile
+    except FileNotFoundError:
         return None
-    return content if isinstance(content, dict) else None
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

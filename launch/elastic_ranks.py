@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 import types
 import warnings
@@ -77,7 +76,10 @@ class Ranks:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()  # whole lines are written at once
         if not line:
-            raise EOFError("the process that starts the ranks has ended")
+            code = self._process.wait()
+            if not self.is_ready and code > 0:  # its traceback is above
+                raise RuntimeError("the ranks' program cannot be imported on this node")
+            raise EOFError(f"the process that starts the ranks has ended with code {code}")
         return json.loads(line)
 
 
@@ -106,6 +108,8 @@ def main(number: int, arguments: list[str]) -> None:
     gc.collect()
     gc.freeze()  # the pages of these objects stay shared
     can_fork = len(os.listdir("/proc/self/task")) == 1  # a rank would lack the other threads
+    if not can_fork:
+        print("a module started a thread, so that each start of a rank imports all modules", file=sys.stderr)
     _tell(answers, "ready")
     running: set[int] = set()
     pending = b""
@@ -173,9 +177,6 @@ def fork(environ: dict[str, str], arguments: list[str], log: str, answers: int) 
             os.close(opened)
         os.environ.clear()
         os.environ.update(environ)
-        from rl.stopping import deadline
-
-        deadline.STARTED = time.time()  # run.max_time counts from here
         sys.argv = [str(TRAIN), *arguments]
         module = types.ModuleType("__main__")
         module.__file__ = str(TRAIN)

@@ -25,10 +25,15 @@ def check_elastic(config: Config) -> None:
             "checkpoint.every=0 leaves no checkpoint from which the other nodes continue when one dies "
             "(run.elastic); set checkpoint.every=1 and checkpoint.background=true."
         )
+    if elastic.lost_s < 5:  # leases are renewed each second
+        raise ConfigError(
+            f"run.elastic.lost_s={elastic.lost_s:g}, but a node that lives is seen once a second at most; "
+            "set it to 5 or more."
+        )
     known, seen = flatten(config), set()
     for layout in elastic.layouts:
         nodes = layout.get("nodes")
-        if not isinstance(nodes, int) or not least <= nodes <= most or nodes in seen:
+        if type(nodes) is not int or not least <= nodes <= most or nodes in seen:
             raise ConfigError(
                 f"run.elastic.layouts has nodes={show(nodes)}, but each layout needs a number of its own, "
                 f"from run.elastic.min_nodes={least} to run.elastic.max_nodes={most}."
@@ -40,6 +45,11 @@ def check_elastic(config: Config) -> None:
                     f"run.elastic.layouts sets {key}, but layouts differ only in keys of training, rollout "
                     "and roles; move it out of the layout (train_rl.py --help lists the keys)."
                 )
+    if seen and min(seen) > least:
+        raise ConfigError(
+            f"run.elastic.min_nodes={least}, but the smallest of run.elastic.layouts has nodes={min(seen)}; "
+            f"add a layout for {least}, or set run.elastic.min_nodes={min(seen)}."
+        )
 
 
 def as_overrides(layout: dict[str, Any]) -> list[str]:

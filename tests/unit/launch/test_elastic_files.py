@@ -13,7 +13,7 @@ from rl.config.schema import load_config
 from rl.dry_run.layouts import find_layout
 from tests.spawn import ROOT
 
-NODE1, NODE2 = (Lease(f"node{n}-1", f"node{n}", f"node{n}", 2, "7", n) for n in (1, 2))
+NODE1, NODE2 = (Lease(f"node{n}-1", f"node{n}", f"node{n}", 2, "7", "c0", n) for n in (1, 2))
 
 
 def test_a_node_lives_while_its_lease_changes(tmp_path):
@@ -51,6 +51,19 @@ def test_of_many_proposals_for_a_number_one_holds(tmp_path):
     assert boards[1].newest(found[1]) == Generation(2, code=0) == Board(str(tmp_path), 9).newest(None)
 
 
+def test_damaged_files_count_as_no_lease_and_no_members(tmp_path):
+    board, generation = Board(str(tmp_path), lost_s=9), Generation(1, [NODE1], ["training.tp=1"])
+    board.propose(generation, "a0")
+    for text in ("", "[]", "{}", '{"number": 2, "members": [{}]}', '{"number": 2, "members": [], "odd": 1}'):
+        (board.directory / "generation-000002.json").write_text(text)
+        (board.directory / "node1-1.json").write_text(text)
+        found = board.newest(None)
+        assert (found.number, found.members, found.reason) == (2, [], "its record is damaged")
+        assert board.newest(generation) == found and board.alive() == []
+    board.propose(generation := Generation(3, [NODE1]), "a0")
+    assert board.newest(found) == generation == board.newest(None)
+
+
 @pytest.mark.parametrize(
     "codes, expected", [([0, 0], 0), ([75, 75], 75), ([0, 75], 75), ([1, 75], 1), ([1, 2], 2), ([-9, 1], 137)]
 )
@@ -62,6 +75,9 @@ BAD = {
     "run.elastic.max_nodes=1": "run.elastic.max_nodes=1 is below run.elastic.min_nodes=2; set it to 2",
     "checkpoint.every=0": "checkpoint.every=0 leaves no checkpoint from which the other nodes continue",
     "run.elastic.layouts=[{nodes: 5}]": "run.elastic.layouts has nodes=5, but each layout needs a number",
+    "run.elastic.layouts=[{nodes: true}]": "run.elastic.layouts has nodes=true, but each layout needs",
+    "run.elastic.layouts=[{nodes: 3}]": "run.elastic.min_nodes=2, but the smallest of run.elastic.layouts",
+    "run.elastic.lost_s=4": "run.elastic.lost_s=4, but a node that lives is seen once a second",
     "run.elastic.layouts=[{nodes: 2, data.shuffle: false}]": "run.elastic.layouts sets data.shuffle, but",
     "run.elastic.min_nodes=0": "run.elastic.max_nodes=4 has no effect",
 }

@@ -1,0 +1,102 @@
+"""The Slurm jobs of an elastic run: which of them Slurm may requeue, and the job that brings further nodes.
+
+`<run.dir>/elastic/job-4711` holds 1 if Slurm requeues job 4711 when its last node fails, else 0. That must
+not happen while the run lives in another job.
+"""
+
+import os
+import shlex
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch import slurm
+from launch.elastic_files import Lease
+
+ASK_S = 60.0
+"""Shortest time between two questions of the queue, in seconds."""
+JOIN = "LOCKSTEP_JOIN"
+"""Environment variable: options and arguments of sbatch for a job that brings further nodes."""
+
+
+class Jobs:
+    """The jobs as the agent of one node sees them.
+
+    directory: that of the leases. own: id of the node's job, empty outside of Slurm. say: writes a line.
+    """
+
+    def __init__(self, directory: Path, own: str, say: Callable[[str], None]):
+        self._directory, self._own, self._say = directory, own, say
+        self._asked = -ASK_S
+        self._thread = threading.Thread()
+        if own:
+            self._note(own, self._known().get(own, True))
+
+    def tell(self, alive: Sequence[Lease], missing: int) -> None:
+        """Tell Slurm which jobs it may requeue, and submit a job for missing nodes; for the leader.
+
+        Does not wait, because the lease must be renewed while Slurm does not answer.
+        """
+        if self._thread.is_alive():
+            return
+        nodes, known = Counter(lease.job for lease in alive if lease.job and not lease.leaving), self._known()
+        requeues = {job: number > 1 or len(nodes) == 1 for job, number in nodes.items()}
+        changes = {job: requeue for job, requeue in requeues.items() if known.get(job, True) != requeue}
+        if missing and (now := time.monotonic()) - self._asked > ASK_S:
+            self._asked = now
+        else:
+            missing = 0
+        if changes or missing:
+            self._thread = threading.Thread(target=self._tell, args=(changes, missing), daemon=True)
+            self._thread.start()
+
+    def end(self, code: int, nodes_left: Sequence[str], nodes: Sequence[str]) -> None:
+        """Let the own job end as the run does; for the job's last agent.
+
+        Its batch script does it, unless the job's first node is lost. code: of the run. nodes_left: those of
+        the job that live. nodes: all of the job.
+        """
+        again = code == 75 and os.environ.get("NO_REQUEUE", "0") != "1"
+        try:
+            if again:
+                self._set_requeue(self._own, True)
+            states = {} if code == 75 else slurm.states(self._known())
+            useless = [job for job, state in states.items() if state == "PENDING"]
+            if nodes and nodes[0] not in nodes_left:
+                if again:
+                    slurm.run("scontrol", "requeue", self._own)
+                else:
+                    useless.append(self._own)
+            if useless:
+                slurm.run("scancel", *useless)
+        except (slurm.SlurmError, OSError) as error:
+            self._say(str(error))
+
+    def _tell(self, changes: dict[str, bool], missing: int) -> None:
+        try:
+            for job, requeue in changes.items():
+                self._set_requeue(job, requeue)
+            words = os.environ.get(JOIN)
+            if missing and words and "PENDING" not in slurm.states(self._known()).values():
+                job = slurm.run("sbatch", "--parsable", f"--nodes={missing}", *shlex.split(words))
+                self._note(job := job.strip().split(";")[0], True)
+                self._say(f"job {job} is to bring {missing} nodes")
+        except (slurm.SlurmError, OSError) as error:
+            self._say(str(error))
+
+    def _set_requeue(self, job: str, requeue: bool) -> None:
+        if self._known().get(job, True) == requeue:
+            return
+        self._note(job, requeue)
+        try:
+            slurm.run("scontrol", "update", f"JobId={job}", f"Requeue={requeue:d}")
+        except slurm.SlurmError as error:  # if Slurm then requeues the job, its nodes join as others would
+            self._say(str(error))
+
+    def _known(self) -> dict[str, bool]:
+        return {path.name[4:]: path.read_text() == "1" for path in self._directory.glob("job-*")}
+
+    def _note(self, job: str, requeues: bool) -> None:
+        (self._directory / f"job-{job}").write_text(f"{requeues:d}")
