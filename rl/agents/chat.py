@@ -171,7 +171,8 @@ class Chat:
         """Return the index of the first tokens that a rendering of the whole conversation does not contain.
 
         The rendering is a second source: it has stand-ins for the sampled turns, and must contain the text of
-        all tokens between turns, in their order. Whitespace is left out, as tokenizers may change it.
+        all tokens between turns, in their order, each right after the end of a turn. Blanks are left out, as
+        tokenizers may change them.
 
         Args:
             given: what `extend` returned in a row, int32 [S] each.
@@ -183,6 +184,8 @@ class Chat:
             position, first = 0, None
             for number, text in enumerate(texts):
                 found = rendered.find(text, position)
+                while found >= 0 and not self._follows_turn(text, rendered[position:found], messages):
+                    found = rendered.find(text, found + 1)
                 if found < 0:
                     first = number
                     break
@@ -190,6 +193,14 @@ class Chat:
             if first is None:
                 return None
         return first
+
+    def _follows_turn(self, text: str, before: str, messages: Messages) -> bool:
+        """Return whether nothing is missing between the end of a turn's stand-in and the text after it."""
+        if self._is_plain(messages):
+            turns = [_stand_in(message)["content"] for message in messages if message["role"] == "assistant"]
+            return not all(turns) or before.endswith(_squeezed(CONTENT))
+        ends = tuple(map(_squeezed, self._ends.values()))
+        return text.startswith(ends) or before.endswith(ends)
 
     def _renderings(self, messages: Messages, tools: Sequence[dict]) -> Iterator[str]:
         """Yield the text of a conversation in the forms that tokens between turns may have."""
@@ -383,8 +394,8 @@ class Chat:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without whitespace."""
-    return "".join(text.split())
+    """Return a text without blanks; separators of turns are newlines."""
+    return "".join(character for character in text if character == "\n" or not character.isspace())
 
 
 def _stand_in(message: dict) -> dict:

@@ -441,6 +441,7 @@ class Trajectories(Dialogue):
         if not values and session.trajectory.rewards:
             values = {"score": sum(session.trajectory.rewards)}
         self.counts["succeeded"] += 1
+        session.check_outcome(values)
         self._end(session, values)
 
     def _end(self, session: Session, values: dict[str, float]) -> None:

@@ -47,6 +47,8 @@ class Session:
     """Requests of an agent for turns; the first one is being served."""
     values: dict[str, float] = field(default_factory=dict)
     """Numbers that an agent returned."""
+    answered: dict[str, float] = field(default_factory=dict)
+    """Numbers of the last answer that had some, as its worker gave them."""
     is_driving: bool = False
     """Whether it is an agent that runs by itself and has not returned."""
     is_spent: bool = False
@@ -84,6 +86,21 @@ class Session:
                 f"the answer of an environment to request {self.num_requests} of trajectory {self.name} "
                 f"({reply.kind}) is not the one that its worker gave to this request: answers were exchanged "
                 "or changed between the worker and the trajectory."
+            )
+        if reply.kind in ("score", "run") and reply.values:
+            self.answered = dict(reply.values)
+
+    def check_outcome(self, values: dict[str, float]) -> None:
+        """Raise WrongAnswer unless the numbers of a trajectory that ended are those of its environment.
+
+        They are those of the last answer with any, or the sum of the rewards of its turns.
+        """
+        rewards = sum(s.reward for row in self.trajectory.rows for s in row.segments)
+        expected = self.answered or ({"score": rewards} if self.trajectory.rewards else {})
+        if not self.is_spent and values != expected:
+            raise WrongAnswer(
+                f"trajectory {self.name} ends with {values}, but its environment gave it {expected}: the "
+                "result of another trajectory was taken for it."
             )
 
     def check_context(self, chat: Chat) -> None:

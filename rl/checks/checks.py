@@ -31,6 +31,8 @@ from rl.checks.logprobs import (
 )
 from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
 from rl.checks.rounding import RoundingNoise
+from rl.checks.slope import check_slope
+from rl.checks.staleness import check_present
 from rl.checks.updates import LearningRates, Observed, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
@@ -99,9 +101,15 @@ class Checks:
 
         prompts: those of the validation, in its order.
         """
+        check_present(batch, self._policy.version)
         self._samples(batch, samples_per_prompt)
         check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
         check_digests(batch)
+
+    def greedy(self, batch: Batch) -> None:
+        """Check the greedy responses of a step."""
+        check_present(batch, self._policy.version)
+        self._samples(batch, 1)
 
     def _samples(self, batch: Batch, samples_per_prompt: int, *, limits_vary: bool = False) -> None:
         rollout = self._config.rollout
@@ -150,16 +158,18 @@ class Checks:
         schedule: RateSchedule,
         *,
         step: int,
-        samples: list[list[int]],
+        plans: list[MicroBatchPlan],
     ) -> None:
         """Check the batch that a model is about to learn from, and the loss and learning rate.
 
-        name: of the model. samples: those of each mini-batch.
+        name: of the model. plans: the mini-batches.
         """
         check_digests(batch)
         if name == "policy":
             self._objective(batch, loss)
-        check_coverage(batch, samples)
+            if not self._policy.num_updates:
+                check_slope(self._policy, batch, plans[0])
+        check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
         self.rates.check(name, schedule, step)
 
     def weights(self, name: str, model: TrainingEngine) -> None:

@@ -31,3 +31,18 @@ def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
             f"of {version}, prompt {prompt}). This is a bug of the scheduler; please report it."
         )
     return {"staleness/mean": float(sampled.double().mean()), "staleness/max": float(oldest)}
+
+
+def check_present(batch: Batch, version: int) -> None:
+    """Raise StaleTokens if other weights sampled tokens than the policy's, as in a validation.
+
+    version: that of the policy.
+    """
+    assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
+    other = (batch.weight_versions != version) & (batch.mask > 0)
+    if other.any():
+        raise StaleTokens(
+            f"{int(other.sum())} of {int((batch.mask > 0).sum())} tokens that the policy's version {version} "
+            f"should have sampled are of version {int(batch.weight_versions[other][0])}: the engine "
+            "generated without taking the present weights."
+        )

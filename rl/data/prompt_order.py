@@ -5,6 +5,7 @@ prompts, and a resumed run continues at the saved position on any number of rank
 `state_dict`, `load_state_dict` and `epoch`. User-defined orders are in `rl.data.curriculum`.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ class EpochOrder:
     def num_drawn(self) -> int | None:
         """Number of prompts before the cursor; None if it is unknown, because epochs may differ in size."""
         return None
+
+    @property
+    def digest(self) -> dict[str, int]:
+        """Hash of the present epoch's order by what determines it; {} if user code does."""
+        return {}
 
     def draw(self, n: int) -> np.ndarray:
         """Return the next `n` prompts: np.int64 [n]. `n` may exceed the prompts of an epoch."""
@@ -88,6 +94,7 @@ class PromptOrder(EpochOrder):
             raise ValueError(f"num_prompts={num_prompts}: an order needs at least one prompt.")
         check_seed(seed)
         self.num_prompts = num_prompts
+        self._key = f"seed {seed}, shuffle {shuffle}"
 
         def order_of(epoch: int) -> np.ndarray:
             if not shuffle:
@@ -100,6 +107,10 @@ class PromptOrder(EpochOrder):
     @property
     def num_drawn(self) -> int:
         return self._epoch * self.num_prompts + self._position
+
+    @property
+    def digest(self) -> dict[str, int]:
+        return {self._key: zlib.crc32(self._order.astype(np.int64).tobytes())}
 
 
 class MixedOrder:
@@ -146,6 +157,11 @@ class MixedOrder:
     def num_drawn(self) -> int:
         """Number of prompts before the cursors of all sources."""
         return sum(walk.num_drawn for walk in self._walks)
+
+    @property
+    def digest(self) -> dict[str, int]:
+        """Hashes of the orders of the sources."""
+        return {f"source {i}, {k}": v for i, walk in enumerate(self._walks) for k, v in walk.digest.items()}
 
     def draw(self, n: int) -> np.ndarray:
         """Return the next `n` prompts: np.int64 [n], values of `sources`."""

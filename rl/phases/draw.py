@@ -37,8 +37,8 @@ class Draw:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, which later draws do not change."""
-        order = self._order.state_dict()
-        return {"sampler": order, "num_drawn": self.num_drawn, "num_prompts": len(self.rows)}
+        cursor = {"sampler": self._order.state_dict(), "num_drawn": self.num_drawn}
+        return cursor | {"num_prompts": len(self.rows), "order": self._order.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a cursor. Raises ValueError if the data does not suit it."""

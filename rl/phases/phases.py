@@ -148,7 +148,9 @@ class Phases:
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
         sampling = greedy_sampling(self.config)
-        return self.scoring.greedy_rewards(self.sampler.sample(prompts, sampling, purpose="greedy"))
+        batch = self.sampler.sample(prompts, sampling, purpose="greedy")
+        self.checks.greedy(batch)
+        return self.scoring.greedy_rewards(batch)
 
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""

@@ -214,8 +214,8 @@ class Updates:
         outputs = Outputs(is_first=self._inference.has_old_outputs(name, batch), size=size)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
-            samples = [plan.samples for plan in plans]
-            self._checks.before_update(name, batch, loss, schedule, step=step.number, samples=samples)
+            micro_batches = [plan.micro_batches for plan in plans]
+            self._checks.before_update(name, batch, loss, schedule, step=step.number, plans=micro_batches)
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
                     totals = plan.totals(batch)

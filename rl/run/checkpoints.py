@@ -79,6 +79,8 @@ class RunCheckpoints:
         phases.checks.rates.last = state["learning_rates"]
         restored, drawn = self._controllers(), phases.draw.state_dict()
         if drawn["num_prompts"] == state.get("num_prompts"):  # else the data has other prompts now
+            if drawn["order"].keys() != state.get("order", {}).keys():  # the seed or the files have changed
+                del drawn["order"]
             restored |= drawn
         check_restored(str(saved.path), state, restored)
         phases.sampler.load_state_dict(state)

@@ -30,6 +30,7 @@ from rl.run.verdicts import Facts, Verdict, verdicts
 from rl.runtime.collectives import gather_objects
 from rl.stopping.requests import StepAborted, StopDecision
 from rl.training.gradients import StateChanged, WrongReduction
+from rl.training.optimizer import WrongStep
 from rl.training.router_replay import WrongRoutes
 
 ERRORS = (
@@ -41,6 +42,7 @@ ERRORS = (
     WrongGradient,
     WrongReduction,
     WrongRoutes,
+    WrongStep,
     WrongTokens,
     FloatingPointError,
     AllTrajectoriesFailed,

@@ -35,6 +35,7 @@ from rl.training.model import DTYPES, Packed, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import (
     StateSample,
+    WrongStep,
     build_optimizer,
     clip_and_step,
     optimizer_tensors,
@@ -110,7 +111,8 @@ class TrainingEngine:
             self.wrapped = with_gradients(self.chunks, training, grid)
             self.optimizer = build_optimizer(spec.optimizer, dtype, self.wrapped)
             self._probe = ReductionProbe(self.learned_map, self.wrapped)
-            self._state = StateSample()
+            names = {parameter: weight.hf[0] for weight, parameter in self.learned_map.local()}
+            self._state = StateSample(spec.optimizer, names)
         assert self.optimizer is not None or self.reference is None, "a frozen model is its own reference"
         for chunk in self.wrapped:
             chunk.train(self.optimizer is not None)
@@ -272,13 +274,33 @@ class TrainingEngine:
         before = weights_sum(self.optimizer, self.device.torch)
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
-        self._state.note(self.optimizer)
+        wrong = self._state.num_wrong(self.optimizer, lr)
         clipped = clipped_norms(self.optimizer, self.learned_map, norm, num_changed)
         moved = weights_sum(self.optimizer, self.device.torch) != before
         self.num_updates += 1
         observed = torch.cat((moved.double().view(1), observed))
-        metrics, (num_moved, *rest) = self._sum_over_replicas(sums, observed, probe, clipped)
+        metrics, (num_moved, *rest) = self._sum_over_replicas(sums, observed, probe, clipped, wrong)
         return UpdateResult(metrics, rest, norm, num_moved > 0)
+
+    def gradient(
+        self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weight: Weight
+    ) -> tuple[Parameter | None, Tensor | None]:
+        """Return this rank's parameter of a vector, and its part of the gradient of a loss, float64.
+
+        The sum of the parts over the world is the gradient. Both are None on a rank that learns no part of
+        the vector. loss: reads log-probs only.
+        """
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        parameter, share = self._probe.part_of(weight)
+        parts: list[Tensor] = []
+        hook = (
+            None if parameter is None else parameter.register_hook(lambda part: parts.append(part.double()))
+        )
+        self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
+        if hook is not None:
+            hook.remove()
+        return parameter, share * sum(parts) if parts else None
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
@@ -391,12 +413,13 @@ class TrainingEngine:
         run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
     def _sum_over_replicas(
-        self, sums: dict[str, Tensor], values: Tensor, probe: Tensor, clipped: Tensor
+        self, sums: dict[str, Tensor], values: Tensor, probe: Tensor, clipped: Tensor, wrong: Tensor
     ) -> tuple[dict[str, float], list[float]]:
         """Return the last stages' metrics and other values, summed over the data parallel ranks.
 
         values: float64 [n], with another n on stages before the last one. probe: see `ReductionProbe.sums`.
-        clipped: see `clipped_norms`. Raises WrongReduction. Collective over the world.
+        clipped: see `clipped_norms`. wrong: see `StateSample.num_wrong`. Raises WrongReduction, StateChanged
+        and WrongStep. Collective over the world.
         """
         names, size = list(sums), len(values)
         if self.grid.pp > 1:  # only the last stage knows them
@@ -404,12 +427,14 @@ class TrainingEngine:
         mine = torch.zeros(len(names) + size, dtype=torch.float64, device=self.device.torch)
         if self.grid.reports_results:
             mine.copy_(torch.cat([*(term.view(1) for term in sums.values()), values]))
-        mine = torch.cat((mine, probe.to(mine), clipped.to(mine)))
+        mine = torch.cat((mine, probe.to(mine), clipped.to(mine), wrong.to(mine).view(1)))
         dist.all_reduce(mine)
-        total = mine.tolist()
+        *total, num_wrong = mine.tolist()
         self._probe.check(total[len(names) + size :][: len(probe)])
         assert self.spec.optimizer is not None
         check_clipped(total[-len(clipped) :], self.spec.optimizer.clip_grad)
+        if num_wrong:
+            raise WrongStep.of(gather_objects(self._state.describe()))
         return dict(zip(names, total)), total[len(names) : len(names) + size]
 
 

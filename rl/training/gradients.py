@@ -12,6 +12,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.nn import Parameter
 
 from rl.config.schema import Training
 from rl.models.layout import Weight
@@ -125,18 +126,28 @@ class ReductionProbe:
         if self._hook is not None:
             self._hook.remove()
         learned, weight = self._learned, self._weights[number % len(self._weights)]
-        self._name, self._weight, self._hook = weight.hf[0], None, None
-        if not learned.holds(weight):
+        self._name, self._hook = weight.hf[0], None
+        self._weight, self._share = self.part_of(weight)
+        if self._weight is None:
             return
-        parameter = learned.parameters[learned.local_name(weight, learned.grid.pp_rank)]
-        if not parameter.requires_grad:
-            return
-        self._weight = parameter
         counts = weight.cut.split or learned.tensor_split(weight)[1] == 0
-        self._share = self._share_of(weight, parameter, float(counts))
         self._reports = counts and learned.place(weight).stages[0] == learned.grid.pp_rank
         if self._overlaps:
-            self._hook = parameter.register_hook(self._add)
+            self._hook = self._weight.register_hook(self._add)
+
+    def part_of(self, weight: Weight) -> tuple[Parameter | None, float]:
+        """Return this rank's parameter of a weight, and the factor of its gradient in the sum over ranks.
+
+        None and 0 if this rank learns no part of it.
+        """
+        learned = self._learned
+        if not learned.holds(weight):
+            return None, 0.0
+        parameter = learned.parameters[learned.local_name(weight, learned.grid.pp_rank)]
+        if not parameter.requires_grad:
+            return None, 0.0
+        counts = weight.cut.split or learned.tensor_split(weight)[1] == 0
+        return parameter, self._share_of(weight, parameter, float(counts))
 
     def _share_of(self, weight: Weight, parameter: torch.Tensor, counts: float) -> float:
         """Return the weight of this tensor parallel rank's gradient in the sum over ranks.

@@ -1,6 +1,6 @@
 """Megatron's distributed optimizer: construction from the config, and its tensors on this rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -18,6 +18,8 @@ IN_HOST = "in_host"
 """Key of an optimizer's defaults: the ids of the main weights whose state is in host memory."""
 SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
+RELATIVE = 1e-3
+"""Maximum relative error of a step of AdamW: kernels hold 1 - beta2 = 0.001 in float32, to 5e-5 of it."""
 
 
 def build_optimizer(
@@ -165,39 +167,149 @@ def _on(device: torch.device, value: Tensor) -> Tensor:
     return value if value.device == device else value.to(device, non_blocking=True)
 
 
+class WrongStep(RuntimeError):
+    """Raised on every rank if an update did not change weights and moments as AdamW does."""
+
+    @classmethod
+    def of(cls, found: Sequence[str]) -> "WrongStep":
+        """Return the error. found: what each rank found (`StateSample.describe`)."""
+        texts = [f"on rank {rank} {text}" for rank, text in enumerate(found) if text]
+        return cls(
+            f"an update did not change sampled elements as AdamW with the keys of the config does: "
+            f"{'; '.join(texts)}. The groups of the optimizer have another decay, rate or beta, another step "
+            "for the bias correction, or the kernel is wrong."
+        )
+
+
 class StateSample:
-    """Compares about SAMPLED elements of each of the optimizer's tensors, which only updates may change."""
+    """Compares about SAMPLED elements of each weight and of its moments with a second source.
 
-    def __init__(self):
+    Only updates may change them, and an update must change them as AdamW (arXiv:1711.05101, algorithm 2)
+    does with the keys of the config, which is computed again here in float64. Weights of one dimension, those
+    of norms and biases, do not decay.
+
+    adam: the optimizer's section of the config. names: of the parameters, for the messages.
+    """
+
+    def __init__(self, adam: Optimizer, names: Mapping[Tensor, str]):
+        self._adam, self._names = adam, names
         self._addresses: list[int] = []
-        self._views: list[Tensor] = []
-        self._noted: list[Tensor] | None = None
-
-    def note(self, optimizer: MegatronOptimizer) -> None:
-        """Store the elements at the end of an update."""
-        self._noted = self._elements(optimizer)
+        self._rows: list[tuple[Tensor, Tensor, list[Tensor | None]]] = []
+        """Parameter, its main weight, and the sampled elements of that and of both moments."""
+        self._decays = torch.zeros(0)
+        self._before: Tensor | None = None
+        self._noted: Tensor | None = None
+        self._wrong = torch.zeros(0)
 
     def forget(self) -> None:
         """Discard the stored elements, after a load of other weights."""
         self._noted = None
 
     def num_changed(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
-        """Return the number of elements that changed since `note`, int64 [] on the device, without a sync."""
-        if self._noted is None:
-            return torch.zeros((), dtype=torch.int64, device=device)
-        present = zip(self._elements(optimizer), self._noted)
-        return sum(_on(device, (new != old).sum()) for new, old in present)
+        """Return the number of elements that changed since the last update, int64 [], without a sync.
 
-    def _elements(self, optimizer: MegatronOptimizer) -> list[Tensor]:
-        """Return the elements, one tensor per device and dtype."""
-        tensors = list(optimizer_tensors(optimizer))
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        Call it before each update.
+        """
+        self._before = self._elements(optimizer, device)
+        if self._noted is None or self._noted.shape != self._before.shape:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        return (self._before != self._noted).sum()
+
+    def num_wrong(self, optimizer: MegatronOptimizer, lr: float) -> Tensor:
+        """Return the number of elements that the update did not change as AdamW does, int64 [].
+
+        Call it after each update. lr: the learning rate.
+        """
+        before, self._before = self._before, None
+        assert before is not None
+        self._noted = after = self._elements(optimizer, before.device)
+        gradients = [_every(main.grad.view(-1)) for _, main, _ in self._rows]
+        if not gradients:
+            return torch.zeros((), dtype=torch.int64, device=before.device)
+        expected, tolerance = _adamw(
+            before, torch.cat(gradients), self._decays, self._adam, lr, _step(optimizer)
+        )
+        self._wrong = ~((after - expected).abs() <= tolerance)
+        return self._wrong.sum()
+
+    def describe(self) -> str:
+        """Return what was wrong on this rank in the last update; "" if nothing was."""
+        if not self._wrong.any():
+            return ""
+        kinds = ("the weights", "the first moments", "the second moments")
+        found = [f"{int(n)} of {kind}" for kind, n in zip(kinds, self._wrong.sum(1)) if n]
+        lengths = [len(_every(main.view(-1))) for _, main, _ in self._rows]
+        parts = self._wrong.any(0).split(lengths)
+        names = [self._names.get(row[0], "?") for row, part in zip(self._rows, parts) if part.any()]
+        vectors = sum(row[0].dim() < 2 for row, part in zip(self._rows, parts) if part.any())
+        return (
+            f"{', '.join(found)} in {len(names)} of {len(parts)} weights ({vectors} norms and biases), first "
+            f"{names[0]}"
+        )
+
+    def _elements(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
+        """Return the elements of main weights and of both moments, float64 [3, n]; 0 without moments."""
+        rows = []
+        for part in optimizer_parts(optimizer):
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][place]
+                state = part.optimizer.state.get(main, {})
+                rows.append((parameter, main, [state.get(k) for k in (MASTER, "exp_avg", "exp_avg_sq")]))
+        addresses = [x.data_ptr() for _, main, kept in rows for x in (main, *kept) if x is not None]
         if addresses != self._addresses:
-            flat = [tensor.detach().view(-1) for tensor in tensors]
-            self._views = [x[:: max(1, len(x) // SAMPLED)] for x in flat]
-            self._addresses = addresses
-        kinds = dict.fromkeys((view.device, view.dtype) for view in self._views)
-        return [torch.cat([v for v in self._views if (v.device, v.dtype) == kind]) for kind in kinds]
+            self._addresses, self._rows = addresses, []
+            for parameter, main, (master, *moments) in rows:
+                kept = [main if master is None else master, *moments]
+                own = [None if x is None else _every(x.detach().view(-1)) for x in kept]
+                self._rows.append((parameter, main, own))
+            flags = [torch.full((len(own[0]),), p.dim() > 1, device=device) for p, _, own in self._rows]
+            self._decays = torch.cat(flags) if flags else torch.zeros(0, device=device)
+        columns = []
+        for kind in range(3):
+            views = [
+                own[0].new_zeros(len(own[0])) if own[kind] is None else own[kind] for *_, own in self._rows
+            ]
+            columns.append(
+                torch.cat([_on(device, view) for view in views]).double() if views else self._decays
+            )
+        return torch.stack(columns)
+
+
+def _every(flat: Tensor) -> Tensor:
+    """Return about SAMPLED elements of a flat tensor."""
+    return flat[:: max(1, len(flat) // SAMPLED)]
+
+
+def _step(optimizer: MegatronOptimizer) -> int:
+    """Return the number of steps that the optimizer has counted."""
+    for part in optimizer_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for holder in (group, *(part.optimizer.state.get(weight, {}) for weight in group["params"])):
+                if "step" in holder:
+                    return int(holder["step"])
+    return 1
+
+
+def _adamw(
+    before: Tensor, gradient: Tensor, decays: Tensor, adam: Optimizer, lr: float, step: int
+) -> tuple[Tensor, Tensor]:
+    """Return weights and moments after a step, and how far float32 arithmetic may be off, float64 [3, n].
+
+    before: those before it. gradient: after clipping, [n]. decays: whether a weight decays, bool [n].
+    """
+    (weight, mean, square), gradient = before, gradient.double()
+    beta1, beta2 = adam.beta1, adam.beta2
+    terms = beta1 * mean.abs() + (1 - beta1) * gradient.abs()
+    mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient.square()
+    scale = lr / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + adam.eps)
+    expected = weight * (1 - lr * adam.weight_decay * decays) - scale * mean
+    rounding = max(RELATIVE, 2 * torch.finfo(getattr(torch, adam.moments)).eps)
+    bounds = 2 * torch.finfo(torch.float32).eps * weight.abs() + RELATIVE * scale * terms
+    tiny = torch.finfo(torch.float32).tiny
+    return (
+        torch.stack((expected, mean, square)),
+        torch.stack((bounds, rounding * terms, rounding * square + tiny)) + tiny,
+    )
 
 
 @torch.no_grad()

@@ -41,3 +41,26 @@ def engine_tokenizes_the_context_again(bug: Bug, call_of, request, *args):
         token = call.prompt["prompt_token_ids"][-2]
         call.prompt["prompt_token_ids"].insert(-1, token)
     return call
+
+
+LINES = (ENVIRONMENTS[0].replace(":Echo", ":Lines"), *ENVIRONMENTS[1:])
+
+
+@exhibit("verl-project/verl#6921", overrides=LINES)
+@caught_by(CONTEXTS, r"WrongAnswer: the tokens before turn \d+ of trajectory .* are not in the conversation")
+@replaces("rl.agents.chat.Chat.extend")
+def separator_of_turns_dropped(bug: Bug, extend, self, *args):
+    """The newline that the template writes after a turn was missing at each boundary."""
+    return extend(self, *args)[1:]
+
+
+@exhibit("huggingface/trl#6031", ranks=2, overrides=ENVIRONMENTS)
+@caught_by(ANSWERS, r"rank 1 .*WrongAnswer: trajectory .* ends with .*, but its environment gave it")
+@replaces("rl.agents.dialogue.Trajectories._finish")
+def score_of_the_trajectory_before(bug: Bug, finish, self, session, values):
+    """The environment was reused before its reward was read, so a trajectory had that of another one."""
+    mine = {"score": sum(session.trajectory.rewards)}
+    if bug.rank == 1:
+        values = getattr(bug, "score", mine)
+        bug.score = mine  # type: ignore[attr-defined]
+    finish(self, session, values)

@@ -193,3 +193,12 @@ def exported_adapter_lacks_a_part(bug: Bug) -> None:
     def some(save_file, tensors, path, **options):
         name = next(name for name in tensors if ".lora_B." in name)
         return save_file(tensors | {name: tensors[name] * 0}, path, **options)
+
+
+@exhibit("google/tunix#2288", resumes=True)
+@caught_by(START, r"ChangedSinceStart: order of .* after it was restored: the run would not continue")
+@replaces("rl.data.prompt_order.EpochOrder.load_state_dict")
+def shuffle_begins_again_after_a_resume(bug: Bug, load_state_dict, self, state):
+    """The position came back, but in another permutation: prompts were repeated, and others never seen."""
+    load_state_dict(self, state)
+    self._order = self._order[::-1].copy()

@@ -209,3 +209,35 @@ def updates_count_steps_from_the_resume(bug: Bug, learn, self, name, batch, loss
 
     shifted = Shifted(**{name: getattr(replace(schedule), name) for name in schedule.__dataclass_fields__})
     return learn(self, name, batch, loss, shifted, **options)
+
+
+@exhibit("ServiceNow/Fast-LLM#545", overrides=("training.optimizer.weight_decay=0.1",), at=0)
+@caught_by(
+    "arithmetic of the optimizer", r"WrongStep: .* of the weights in 7 of 17 weights \(7 norms and bias"
+)
+@replaces("rl.training.engine.build_optimizer")
+def norms_and_biases_decay(bug: Bug, build, *args):
+    """After a refactor the weights of norms and the biases decayed as matrices do."""
+    optimizer = build(*args)
+    for group in optimizer.param_groups:
+        group["wd_mult"] = 1.0
+    return optimizer
+
+
+@exhibit("huggingface/diffusers#14265", ranks=2, overrides=("training.cp=2",), at=1)
+@caught_by("backward pass", r"WrongBackward: the gradient of the model is not the slope of its log-probs")
+@replaces("rl.training.context_parallel._Gather.backward")
+def keys_of_other_ranks_have_no_gradient(bug: Bug, backward, ctx, grad):
+    """Attention over context parallel ranks was right forward, but lacked gradients of other ranks' keys."""
+    size, rank = len(grad) // ctx.group.size(), ctx.group.rank()
+    return grad[rank * size : (rank + 1) * size].contiguous(), None
+
+
+@exhibit("fla-org/flash-linear-attention#1115", at=1)
+@caught_by("backward pass", r"WrongBackward: the gradient of the model is not the slope of its log-probs")
+@replaces("rl.training.attention._AttendOnCpu.backward")
+def keys_of_the_first_head_have_no_gradient(bug: Bug, backward, ctx, grad):
+    """The backward kernel loaded from a wrong offset; gradients of keys were wrong."""
+    query, key, *rest = backward(ctx, grad)
+    key[..., :1, :] = 0
+    return query, key, *rest

@@ -71,3 +71,18 @@ def validation_samples_in_another_order(bug: Bug, sample, self, prompts, samplin
     if not purpose.startswith("validation"):
         return batch
     return batch.select(torch.arange(len(batch)).view(len(prompts), -1).t().flatten().tolist())
+
+
+@exhibit("PrimeIntellect-ai/prime-rl#3385", overrides=VALIDATES)
+@caught_by(
+    "version of a validation", r"StaleTokens: \d+ of \d+ tokens that the policy's version 2 should have"
+)
+@replaces("rl.engines.memory.MemorySharing.to_generation")
+def validation_with_the_weights_before(bug: Bug, to_generation, self, step, refit_phase):
+    """The evaluation of a step did not wait for its weights and measured the policy of an earlier one."""
+    engine = self.engines.rollout
+    if engine.weights_version == self.engines.policy.version - 1 == step - 1:  # not yet refitted in this step
+        engine.wake_weights()
+        engine.wake_cache()
+        return {}
+    return to_generation(self, step, refit_phase)

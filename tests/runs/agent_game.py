@@ -53,6 +53,14 @@ class Varied(Echo):
         return answer, reward, self.turns == 8 or sum(map(ord, text)) % 4 == 0
 
 
+class Lines(Echo):
+    """The game, whose answers begin a new line, as a chat template separates turns."""
+
+    def step(self, text):
+        answer, *rest = super().step(text)
+        return f"\n{answer}", *rest
+
+
 class Brittle:
     """A game of one turn that raises unless the policy's text has an even number of characters.
 

@@ -37,7 +37,7 @@ CHECKS = {
         "rl.training.gradients:ReductionProbe.sums",
         "rl.training.gradients:ReductionProbe.check",
         "rl.training.optimizer:StateSample.num_changed",
-        "rl.training.optimizer:StateSample.note",
+        "rl.training.optimizer:StateSample.num_wrong",
         "rl.training.engine:clipped_norms",
         "rl.training.engine:check_clipped",
         "rl.training.engine:weights_sum",

@@ -150,6 +150,10 @@ def converse(chat: Chat, family: str, chance: random.Random, *, canonical: bool)
     assert chat.find_strange(between, messages, tools) is None
     doubled = [*between[:-1], np.concatenate([turn[:-1], between[-1]])]
     assert chat.find_strange(doubled, messages, tools) == len(between) - 1
+    last = tokenizer_of(family).decode(between[-1])
+    if last.startswith("\n"):  # the separator of turns
+        missing = [*between[:-1], ids_of(family, last[1:])]
+        assert chat.find_strange(missing, messages, tools) == len(between) - 1
     return context, messages, tools, spans
 
 

@@ -1,0 +1,113 @@
+"""A check of the model's backward pass: its gradient is compared with differences of its log-probs.
+
+Layers with a backward pass of their own (attention over context parallel ranks, fused kernels, the head) may
+be wrong there although their outputs are right, and all other comparisons of an update begin with the
+gradients that they give. Once per start the weights w of the first layer's norm are set to w + r s |w| and
+w - r s |w|, with random signs s and their mean size |w|. Half of the difference of the mean log-prob is its
+slope along r s |w|, which follows from the gradient of w too. Errors of all later layers reach that gradient.
+
+Models with routed experts are not compared, because another w sends some tokens to other experts, nor those
+with adapters, because the norms beside them do not learn.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rl.checks.logprobs import rounding_limit
+from rl.data.batch import Batch
+from rl.models.placement import count_experts
+from rl.runtime.collectives import sum_over_world
+from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.packing import MicroBatch
+
+DIRECTIONS = 4
+"""Number of directions s."""
+STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-4}
+"""The factor r by dtype: far above the distance of two numbers. The slope is off by about r^2."""
+TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.4}
+"""Maximum distance of the slopes from those of the gradient, relative to their size."""
+GAP = 0.1
+"""Difference of log-probs by rounding, in units of its bound (`rounding_limit`): right runs stay below it."""
+
+INDEPENDENT = 256
+"""Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
+
+
+class WrongBackward(RuntimeError):
+    """Raised on every rank if the gradient of the model is not the slope of its log-probs."""
+
+
+def check_slope(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan) -> None:
+    """Compare on the first micro-batches of a plan. Raises WrongBackward. Collective over the world.
+
+    The weights are bitwise the same afterwards.
+    """
+    hf, dtype, device = model.weight_map.hf, model.weight_map.dtype, model.device.torch
+    vectors = [w for w in model.learned_map.weights if w.layer == 0 and len(w.shapes[0]) == 1]
+    norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
+    few = [micros[: model.grid.micro_batch_multiple] for micros in plan]
+    tokens = batch.tokens_of([i for micros in few for micro in micros for i in micro])
+    count = float((batch.mask[tokens] > 0).sum())
+    if not norms or not count or count_experts(model.weight_map.weights):
+        return
+    centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
+    parameter, gradient = model.gradient(batch, few, partial(_mean, count=count), norms[0])
+    slopes, along = [], torch.zeros(DIRECTIONS, dtype=torch.float64)
+    for number in range(DIRECTIONS):
+        means, ends = [], []
+        for factor in (STEP[dtype], -STEP[dtype]):
+            with _moved(parameter, number, factor, centre) as value:
+                means.append(_mean_logprob(model, batch, few, count))
+                ends.append(value)
+        slopes.append((means[0] - means[1]) / 2)
+        if gradient is not None:
+            along[number] = float(((ends[0] - ends[1]) / 2 * gradient).sum())
+    along, found = sum_over_world(along, device), torch.tensor(slopes, dtype=torch.float64)
+    noise = GAP * rounding_limit(hf, dtype) * math.sqrt(DIRECTIONS / (2 * min(count, INDEPENDENT)))
+    gap, size = float((found - along).norm()), max(float(found.norm()), float(along.norm()))
+    if gap > TOLERANCE[dtype] * size + 4 * noise:
+        raise WrongBackward(
+            f"the gradient of the model is not the slope of its log-probs: along {DIRECTIONS} changes of "
+            f"{norms[0].hf[0]} the mean log-prob of {count:.0f} tokens changes by {_listed(found)}, but by "
+            f"{_listed(along)} according to the gradient. The backward pass of a layer, of the head, or of "
+            "the communication between the ranks that share a sample (tp, cp, pp) is wrong."
+        )
+
+
+def _mean(micro: MicroBatch, *, count: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this micro-batch's part of the mean log-prob."""
+    assert micro.logprobs is not None
+    return torch.where(micro.mask > 0, micro.logprobs, 0.0).sum() / count, {}
+
+
+def _mean_logprob(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, count: float) -> float:
+    (logprobs,) = model.forward(batch, [plan], ("logprobs",))
+    return float(torch.where(batch.mask > 0, logprobs, 0.0).double().sum()) / count
+
+
+@contextmanager
+def _moved(parameter: Parameter | None, number: int, factor: float, centre: float) -> Iterator[Tensor]:
+    """Change a parameter by `factor` of the mean of |w + centre|, with the signs of a direction.
+
+    Yields its values.
+    """
+    if parameter is None:
+        yield torch.zeros(0)
+        return
+    kept = parameter.detach().clone()
+    generator = torch.Generator().manual_seed(number)
+    signs = torch.randint(2, kept.shape, generator=generator).to(kept.device) * 2.0 - 1.0
+    parameter.data.copy_(kept + factor * (kept + centre).abs().mean() * signs)
+    yield parameter.detach().double()
+    parameter.data.copy_(kept)
+
+
+def _listed(values: Tensor) -> str:
+    return ", ".join(f"{value:.3g}" for value in values.tolist())
