@@ -234,6 +234,8 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             if name.endswith("A_log"):
                 tensor.sub_(3.0)  # states of gated delta nets last for some tokens
+                # Their norms would multiply the gradient of a token whose embedding is 0 by a million.
+                model.get_input_embeddings().weight[0].normal_(std=0.1)
     model.save_pretrained(directory)
     if architecture in VISION:
         build_image_tokenizer().save_pretrained(directory)

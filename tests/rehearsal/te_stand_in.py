@@ -59,10 +59,11 @@ class LayerNormLinear(Linear):
         super().build(given)
         assert given.normalization == "RMSNorm" and not given.return_layernorm_output
         self.layer_norm_weight = self.parameter(given.in_features, dtype=given.params_dtype)
-        self.eps = given.eps
+        self.eps, self.offset = given.eps, float(given.zero_centered_gamma)
 
     def forward(self, inp, is_first_microbatch=None):
-        return super().forward(F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps))
+        weight = self.layer_norm_weight + self.offset
+        return super().forward(F.rms_norm(inp, inp.shape[-1:], weight, self.eps))
 
 
 class RMSNorm(_Layer):
@@ -70,10 +71,10 @@ class RMSNorm(_Layer):
         size = given.normalized_shape or given.hidden_size
         self.weight = self.parameter(size, dtype=given.params_dtype or given.dtype or torch.bfloat16)
         self.weight.sequence_parallel = given.sequence_parallel
-        self.eps = given.eps
+        self.eps, self.offset = given.eps, float(given.zero_centered_gamma)
 
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return F.rms_norm(x, x.shape[-1:], self.weight + self.offset, self.eps)
 
 
 class GroupedLinear(_Layer):
@@ -141,11 +142,13 @@ def get_cpu_offload_context(enabled, *sizes):
 
 
 def apply_rotary_pos_emb(t, freqs, tensor_format, *, fused, cu_seqlens, cp_size=1, cp_rank=0):
-    """Rotate t [T, heads, d] by the angles freqs [T, 1, 1, d] of a row that is one sequence."""
+    """Rotate the first r channels of t [T, heads, d] by the angles freqs [T, 1, 1, r] of a row."""
     assert tensor_format == "thd" and fused and cu_seqlens.tolist() == [0, len(t)] and cp_size == 1
-    angles, halves = freqs[: len(t), 0], t.float().chunk(2, -1)
+    angles = freqs[: len(t), 0]
+    rotated, rest = t.split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], -1)
+    halves = rotated.float().chunk(2, -1)
     turned = torch.cat([-halves[1], halves[0]], -1)
-    return (t.float() * angles.cos() + turned * angles.sin()).to(t.dtype)
+    return torch.cat([(rotated.float() * angles.cos() + turned * angles.sin()).to(t.dtype), rest], -1)
 
 
 FUNCTIONS = {

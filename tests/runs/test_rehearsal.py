@@ -98,8 +98,10 @@ def test_every_cuda_statement_is_executed(rehearsed):
 
 
 @pytest.mark.slow  # a new interpreter, because Megatron looks for Transformer Engine at import
-def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path):
-    config = write_config(tmp_path, toy, *RUN, "run.max_steps=2")
+@pytest.mark.parametrize("family", ["", "Qwen3_5ForCausalLM"])
+def test_layers_of_transformer_engine_train_and_refit(toy, tmp_path, family):
+    other = [f"model.path={save_tiny(family, tmp_path / 'tiny', seed=1)}"] if family else []
+    config = write_config(tmp_path, toy, *RUN, "run.max_steps=2", *other)
     run_ranks(1, REHEARSE, "--te", tmp_path / "lines", "--config", config, fresh=True, timeout=300)
     found = records(tmp_path / "run")
     assert len(found) == 2 and all(record["actor/grad_norm"] > 0 for record in found)
