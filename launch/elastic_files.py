@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rl.runtime.private_directory import make_private
+
 DIRECTORY = "elastic"
 FORGET_S = 3600.0
 """Seconds after which the lease of a dead agent is removed."""
@@ -81,7 +83,8 @@ class Board:
 
     def __init__(self, run_dir: str, lost_s: float):
         self.directory, self._lost_s = Path(run_dir, DIRECTORY), lost_s
-        self.directory.mkdir(parents=True, exist_ok=True)
+        for directory in (self.directory.parent, self.directory):
+            make_private(directory)
         self._seen: dict[str, tuple[int, float, bool]] = {}
         """Key of a lease -> its last beat, when it was first seen, and whether it followed another one."""
 

@@ -99,3 +99,8 @@ def test_the_dry_run_finds_a_layout_for_the_ranks_that_are_left():
     assert found is not None and 4 % (found["training.tp"] * found["training.pp"]) == 0
     assert find_layout(load_config(path), 8, ranks_per_node=8) == {}  # as it is
     assert find_layout(wide, 1, ranks_per_node=1) is None  # 7B does not fit
+
+
+def test_the_first_agent_makes_a_run_directory_that_others_cannot_enter(tmp_path):
+    Board(str(tmp_path / "run"), lost_s=5.0)
+    assert [oct(path.stat().st_mode & 0o007) for path in tmp_path.rglob("*")] == ["0o0", "0o0"]
