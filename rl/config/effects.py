@@ -95,6 +95,13 @@ READ_WITH = [
     ("teacher.divergence=jensen_shannon", "teacher.beta", ""),
     ("teacher.teacher_share", "teacher.gpu_memory_utilization", ""),
     ("teacher.self_taught=present|initial", "teacher.template teacher.max_prompt_tokens", ""),
+    ("agents", "agents.*", "leave it out, or set agents.environment or agents.tools"),
+    (
+        "roles",
+        "roles.lag roles.granularity roles.cache roles.refit_after_steps",
+        "leave it out, or set roles.train and roles.rollout",
+    ),
+    ("roles.granularity=turn|group|sample", "roles.cache roles.refit_after_steps", ""),
     ("training.recompute=selective", "training.recompute_modules", ""),
     ("training.recompute=full", "training.recompute_every", ""),
     ("run.elastic.min_nodes", "run.elastic.*", ""),

@@ -120,8 +120,9 @@ EXCLUSIONS = {
         "not a correction": f"tokens of older weights need a correction; {CORRECT}",
     },
     "no lag": {
-        "roles.granularity=group|sample": (
-            "samples would continue under new weights; use roles.lag=1 or more, or roles.granularity=batch"
+        "roles.granularity=turn|group|sample": (
+            "no sample is in progress when new weights come; use roles.lag=1 or more, or "
+            "roles.granularity=batch"
         )
     },
     "rollout.dp_attention": {

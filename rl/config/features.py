@@ -173,7 +173,7 @@ NAMED = {
     "a loss per sample": loss(lambda formula: formula.per_sample),
     "a loss of weighted ratios": loss(lambda formula: "loss_weights" in formula.columns),
     # Sections
-    "agents": Feature(lambda config: config.agents.is_on, "the section agents"),
+    "agents": Feature(lambda config: config.agents.is_on, "the section agents", "no environment and no tool"),
     "adapters": Feature(
         lambda config: config.adapter.is_on,
         "adapter.kind={adapter.kind}",
@@ -188,7 +188,10 @@ NAMED = {
     "a prediction head": Feature(has_prediction_head, "training.mtp.head_lr or rollout.draft.method=mtp"),
     "scaled rotation": Feature(lambda config: bool(config.model.rope_scaling), "model.rope_scaling"),
     "roles": Feature(
-        lambda config: config.roles.is_on, "roles.rollout={roles.rollout}", required="the section roles"
+        lambda config: config.roles.is_on,
+        "roles.rollout={roles.rollout}",
+        off="an empty roles.rollout",
+        required="the section roles",
     ),
     "a sweep": Feature(lambda config: config.sweep.is_on, "sweep.adapters"),
     "a teacher": Feature(uses_teacher, "the section teacher", "algorithm={algorithm} and no teacher"),

@@ -66,7 +66,7 @@ EVERYTHING = (
 def test_kills_of_either_role_change_nothing(agent_config, tmp_path, form):
     """Two trainers and two replicas. Trajectories of a killed run that no checkpoint holds begin again."""
     ranks = ("roles.train=0-1", "roles.rollout=2-3", CORRECT)
-    own = (f"roles.granularity={form}",)
+    own = (f"roles.granularity={form}", *("roles.refit_after_steps=64",) * (form == "batch"))
     if form == "everything":
         own = (*EVERYTHING, f"model.path={save_tiny('Qwen3MoeForCausalLM', tmp_path / 'moe', seed=1)}")
     overrides = (WAVES, *ranks, *IN_FLIGHT, *own, "watchdog.lost_s=60")

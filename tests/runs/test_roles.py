@@ -107,6 +107,7 @@ def test_no_token_is_older_than_the_lag_in_200_steps(config, tmp_path):
 def test_kills_of_either_role_change_nothing(config, toy, tmp_path, granularity):
     overrides = (*IN_FLIGHT, f"roles.granularity={granularity}", "checkpoint.every=2", "watchdog.lost_s=60")
     overrides += (f"data.val=[{toy}/test.parquet]", "validation.every=3", "validation.max_prompts=4")
+    overrides += ("roles.refit_after_steps=64",) * (granularity == "batch")
     train(2, config, *overrides, run=tmp_path / "whole")
     killed = tmp_path / "killed"
     for place, rank, call in (("update", 0, 6), ("receive_weights", 1, 3)):

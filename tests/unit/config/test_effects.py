@@ -118,6 +118,30 @@ def test_all_keys_without_effect_are_named_at_once():
     )
 
 
+SPLIT = ("roles.train=0-0", "roles.rollout=1-1")
+
+
+@pytest.mark.parametrize(
+    ("key", "feature", "said"),
+    [
+        ("agents.max_turns=3", ("agents.tools=[own:tool]",), "set agents.environment or agents.tools."),
+        ("roles.lag=2", SPLIT, "set roles.train and roles.rollout."),
+        ("roles.granularity=group", SPLIT, "set roles.train and roles.rollout."),
+        ("roles.cache=keep", (*SPLIT, "roles.granularity=group"), "set roles.train and roles.rollout."),
+    ],
+)
+def test_keys_of_a_section_that_is_off_are_refused(key, feature, said):
+    assert "has no effect" in error("grpo", key) and error("grpo", key).endswith(said)
+    assert error("grpo", *feature, key) == ""
+
+
+@pytest.mark.parametrize("key", ["roles.cache=keep", "roles.refit_after_steps=4"])
+def test_keys_of_samples_in_flight_are_refused_for_whole_batches(key):
+    said = error("grpo", *SPLIT, key)
+    assert said.startswith(key.partition("=")[0]) and "has no effect with roles.granularity=batch" in said
+    assert said.endswith("; leave it out, or set roles.granularity=turn, group or sample.")
+
+
 def test_validation_reads_the_keys_of_generation():
     assert VALIDATE in error("dpo", "rollout.tp=2")
     held_out = ["data.val=test.jsonl", "validation.greedy=true", "validation.samples_per_prompt=2"]

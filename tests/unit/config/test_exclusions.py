@@ -29,7 +29,7 @@ EXAMPLES = {
     "rollout.carry_over": f"rollout.carry_over=true {TRUNCATE}",
     "rollout.carry_over_cache=keep": f"rollout.carry_over_cache=keep rollout.carry_over=true {TRUNCATE}",
     "roles.min_replicas": f"roles.min_replicas=1 {ROLES}",
-    "roles.granularity=group|sample": f"roles.granularity=group {LAG}",
+    "roles.granularity=turn|group|sample": f"roles.granularity=group {LAG}",
     "training.router_replay": "training.router_replay=old_policy",
     "training.ep": "training.ep=2",
     "refit.changed_only": "refit.changed_only=true",
