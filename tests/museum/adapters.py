@@ -118,7 +118,7 @@ def requests_without_their_adapter(bug: Bug, add_request, self, *args, lora_requ
         *BESIDE,
         BF16,
         "objective.kl_coef=0.01",
-        "training.optimizer.lr=0.01",
+        "training.optimizer.lr=0.002",
         "data.prompts_per_step=16",
         "rollout.samples_per_prompt=8",
     ),
