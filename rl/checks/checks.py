@@ -72,6 +72,7 @@ class Checks:
         self._engine_limit = self._limit * coarser
         """The same for those of the engine."""
         is_measured = weights.dtype is torch.bfloat16 and slack > 0 and config.model.numerics != "bitwise"
+        is_measured &= config.training.router_replay != "engine"  # whose own check names the layer
         multiple = policy.grid.micro_batch_multiple
         self.noise = RoundingNoise(multiple, slack * coarser) if is_measured else None
         self.start: Start | None = None
@@ -146,6 +147,8 @@ class Checks:
             found = self._against_engine(batch, plans, entropy)
         if not is_replay:
             self._along_reference(batch)
+        if self.noise is not None and not reference:  # last, because the others name the cause more closely
+            self._gap(batch, plans, noise=self.noise.limit)
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
             check_reference(batch, limit=self._limit)
         return found
@@ -232,17 +235,8 @@ class Checks:
         counted, rollout = self.sampled_now(batch), self._config.rollout
         if counted is None:
             return {}
-        ranks = [[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)]
-        found = check_engine(
-            batch,
-            batch.old_logprobs,
-            counted,
-            limit=self._engine_limit,
-            noise=math.inf if self.noise is None else self.noise.limit,
-            routes=self._policy.weight_map.placement.num_experts > 0,
-            ranks=ranks,
-            weights=what_is_equal(self._policy),
-        )
+        ranks = self._samples_of_ranks(plans)
+        found = self._gap(batch, plans)
         if entropy is not None and rollout.temperature and not self._selects:
             self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
         gaps, numbers = sample_gaps(batch, batch.old_logprobs, counted)
@@ -256,6 +250,25 @@ class Checks:
         self.gaps.check(gaps[has_tokens] / numbers[has_tokens], of_ranks, limit=self._engine_limit)
         self.gaps.check_positions(batch, counted, limit=self._engine_limit)
         return found
+
+    def _samples_of_ranks(self, plans: list[MicroBatchPlan]) -> list[list[int]]:
+        return [[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)]
+
+    def _gap(self, batch: Batch, plans: list[MicroBatchPlan], *, noise: float = math.inf) -> dict[str, float]:
+        """Compare the means of the log-probs. noise: see `check_engine`."""
+        counted = self.sampled_now(batch)
+        if counted is None:
+            return {}
+        return check_engine(
+            batch,
+            batch.old_logprobs,
+            counted,
+            limit=self._engine_limit,
+            noise=noise,
+            routes=self._policy.weight_map.placement.num_experts > 0,
+            ranks=self._samples_of_ranks(plans),
+            weights=what_is_equal(self._policy),
+        )
 
     def _objective(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and once per start the gradient of the loss.

@@ -145,11 +145,11 @@ def data_from_the_beginning_after_a_resume(bug: Bug, load_state_dict, self, stat
 @caught_by(
     "exported tensors", r"WronglyExported: .*lm_head.weight in the files differ from the model's, 1 in all"
 )
-@replaces("rl.checkpoint.hf.save_file")
-def exported_head_is_the_embedding(bug: Bug, save_file, tensors, path, **options):
+@replaces("rl.checkpoint.hf.save_tensors")
+def exported_head_is_the_embedding(bug: Bug, save_tensors, tensors, path):
     """The head of a model whose head is its own was written as the embedding."""
     head = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors | {"lm_head.weight": head}, path, **options)
+    save_tensors(tensors | {"lm_head.weight": head}, path)
 
 
 @exhibit("OpenEuroLLM/oellm-autoexp#54", overrides=("checkpoint.export_hf=true",), at=3)
@@ -189,10 +189,10 @@ def exported_adapter_lacks_a_part(bug: Bug) -> None:
     """A layer's adapter was exported empty, because its name differed in the file."""
     from rl.checkpoint import peft
 
-    @bug.replaces(peft, "save_file")
-    def some(save_file, tensors, path, **options):
+    @bug.replaces(peft, "save_tensors")
+    def some(save_tensors, tensors, path):
         name = next(name for name in tensors if ".lora_B." in name)
-        return save_file(tensors | {name: tensors[name] * 0}, path, **options)
+        return save_tensors(tensors | {name: tensors[name] * 0}, path)
 
 
 @exhibit("google/tunix#2288", resumes=True)
