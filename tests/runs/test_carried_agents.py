@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import assert_same_checkpoint
+from tests.checkpoints import assert_same_checkpoint, save_tiny
 from tests.records import comparable
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import train, write_config
@@ -78,6 +78,26 @@ def test_ten_kills_lose_and_double_no_trajectory(toy, tmp_path, order, stops):
         straight.mkdir()
         train(2, write_config(straight, toy, *CARRIED, *steps))
         assert comparable(tmp_path / "run") == comparable(straight / "run")
+
+
+ROLES = ("roles.train=0-0", "roles.rollout=1-1", "roles.lag=2", "roles.granularity=sample")
+FORMS = {
+    "carry-over": (*CARRIED, "rollout.oversample=2"),
+    "roles": (*(key for key in CARRIED if "carry_over" not in key and "oversample" not in key), *ROLES),
+}
+
+
+@pytest.mark.parametrize("form", ["carry-over", pytest.param("roles", marks=pytest.mark.slow)])
+@pytest.mark.covers("agents", "replay of the engine's experts", "sampling masks")
+def test_log_probs_are_those_of_each_tokens_version(toy, tmp_path, form):
+    """The algorithm compares them, for tokens of several versions in one trajectory, too."""
+    model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
+    replayed = (f"model.path={model}", "training.router_replay=engine", "rollout.top_p=0.9")
+    algorithm = f"algorithm={Path(__file__).with_name('older_weights.py')}"
+    options = ("run.max_steps=4", "data.prompts_per_step=3", "rollout.samples_per_prompt=3")
+    config = write_config(tmp_path, toy, *FORMS[form], *ARRIVAL, *replayed, algorithm, *options)
+    steps = train(2, config, "training.prompts_per_minibatch=3")
+    assert max(step["staleness/max"] for step in steps) >= 1
 
 
 ALGORITHMS = {
