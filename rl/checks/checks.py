@@ -71,10 +71,11 @@ class Checks:
         coarser = FP8_FACTOR if config.rollout.quantization == "fp8" else 1
         self._engine_limit = self._limit * coarser
         """The same for those of the engine."""
-        is_measured = weights.dtype is torch.bfloat16 and slack > 0 and config.model.numerics != "bitwise"
+        is_measured = slack > 0 and weights.dtype is torch.bfloat16 and config.model.numerics != "bitwise"
         is_measured &= config.training.router_replay != "engine"  # whose own check names the layer
-        multiple = policy.grid.micro_batch_multiple
-        self.noise = RoundingNoise(multiple, slack * coarser) if is_measured else None
+        self.noise: RoundingNoise | None = None
+        if is_measured:
+            self.noise = RoundingNoise(policy.grid.micro_batch_multiple, slack * coarser)
         self.start: Start | None = None
         """Start of the run; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()

@@ -49,14 +49,16 @@ def check_slope(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan) -> No
 
     The weights are bitwise the same afterwards.
     """
-    hf, dtype, device = model.weight_map.hf, model.weight_map.dtype, model.device.torch
     vectors = [w for w in model.learned_map.weights if w.layer == 0 and len(w.shapes[0]) == 1]
     norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
+    if not norms or count_experts(model.weight_map.weights):
+        return
     few = [micros[: model.grid.micro_batch_multiple] for micros in plan]
     tokens = batch.tokens_of([i for micros in few for micro in micros for i in micro])
     count = float((batch.mask[tokens] > 0).sum())
-    if not norms or not count or count_experts(model.weight_map.weights):
+    if not count:
         return
+    hf, dtype, device = model.weight_map.hf, model.weight_map.dtype, model.device.torch
     centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
     parameter, gradient = model.gradient(batch, few, partial(_mean, count=count), norms[0])
     slopes, along = [], torch.zeros(DIRECTIONS, dtype=torch.float64)

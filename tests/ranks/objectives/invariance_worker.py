@@ -94,7 +94,8 @@ class ToyEngine:
 
     def __init__(self):
         self.grid = SimpleNamespace(dp=dist.get_world_size(), reports_results=True)
-        self.weight_map, self.shares_prompts = SimpleNamespace(hf=HF, weights=[]), True
+        self.weight_map = self.learned_map = SimpleNamespace(hf=HF, weights=[])
+        self.shares_prompts = True
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
         self.optimizer = "plain steps"
