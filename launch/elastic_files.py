@@ -27,7 +27,7 @@ FORGET_S = 3600.0
 
 @dataclass
 class Lease:
-    """What an agent says about itself and its node."""
+    """State of an agent and of its node, as the agent states it."""
 
     key: str
     """Name of the agent, which no other agent had."""

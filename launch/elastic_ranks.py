@@ -6,6 +6,7 @@ receives its pid, and later [pid, exit code]. When the agent ends, so does this 
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -84,10 +85,8 @@ class Ranks:
 
 
 def _signal(send, pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         send(pid, number)
-    except ProcessLookupError:  # it has ended meanwhile
-        pass
 
 
 def _end_with_parent() -> None:

@@ -65,7 +65,7 @@ REMEDIES = {
     "bandwidth": REPORT_IT,
     "transport": "set the interfaces and adapters in slurm/site.sh; NCCL_DEBUG=INFO says what is missing",
 }
-"""What to do about a finding of each check that does not state a remedy of its own."""
+"""Name of a check -> remedy of its findings, unless a finding states its own."""
 
 
 def ok(check: str, text: str) -> Finding:

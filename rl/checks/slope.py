@@ -36,7 +36,6 @@ TOLERANCE = {torch.float32: 0.05, torch.bfloat16: 0.4}
 """Maximum distance of the slopes from those of the gradient, relative to their size."""
 GAP = 0.1
 """Difference of log-probs by rounding, in units of its bound (`rounding_limit`): right runs stay below it."""
-
 INDEPENDENT = 256
 """Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
 

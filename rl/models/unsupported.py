@@ -1,4 +1,4 @@
-"""What an architecture without a file here would need, read off its config.json."""
+"""Features that an architecture without a file here would need, according to its config.json."""
 
 from typing import Any
 

@@ -60,7 +60,7 @@ class Pass:
 
 
 class Recurrence:
-    """What recurrent layers read of a row: which token follows which.
+    """The order of a row's tokens, for recurrent layers: which token follows which.
 
     groups: the adjacent groups that fill the row. part: this rank's part of it, if ranks share the row.
     device: that of the result.

@@ -1,4 +1,4 @@
-"""What another ordinary user of a node can read of a run, and which of its sockets that user reaches."""
+"""Files and sockets of a run that another ordinary user of the node can read or reach."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What an elastic run asks of Slurm, by fake commands that note their arguments."""
+"""Commands of Slurm that an elastic run calls; fake ones note their arguments."""
 
 import time
 
