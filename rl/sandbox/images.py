@@ -9,6 +9,7 @@ user namespace of one user, files of others could not be written.
 """
 
 import contextlib
+import copy
 import fcntl
 import hashlib
 import json
@@ -179,7 +180,11 @@ def _apply_layer(layer: tarfile.TarFile, root: Path) -> None:
             existing = target / name
             if existing.is_symlink() or (existing.exists() and not (existing.is_dir() and member.isdir())):
                 _remove(existing)
-            layer.extract(member, root, numeric_owner=True, filter="tar")
+            # Python before 3.11.4 has no filters; the same is done here for all versions.
+            own = copy.copy(member)
+            own.name, own.mode = f"{parent}/{name}".strip("/") or ".", member.mode & 0o755
+            trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+            layer.extract(own, root, numeric_owner=True, **trusted)
 
 
 def _owned(layer: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
