@@ -91,9 +91,9 @@ def best(found: list[Form]) -> Form:
 
 
 def _engines(estimate: Estimate) -> Engines:
-    config, layout, model = estimate.config, estimate.layout, estimate.models["policy"]
+    config, layout, models = estimate.config, estimate.layout, estimate.models
     assert estimate.memory.engine is not None
-    return engines_of(config, layout, model, estimate.memory.engine, estimate.lengths, estimate.hardware)
+    return engines_of(config, layout, models, estimate.memory.engine, estimate.lengths, estimate.hardware)
 
 
 def _work(estimate: Estimate) -> Work:

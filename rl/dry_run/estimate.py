@@ -131,7 +131,10 @@ def _estimate(
     memory = estimate_memory(config, world_size, models, hardware, points=points)
     refit = None
     if plan and needs_engine(config):
-        refit = plan_refit(config, layout, models["policy"], hardware, points=points)
+        policy = models["policy"]
+        if config.rollout.draft.method == "mtp":
+            policy = replace(policy, weights=policy.weights + models["mtp"].weights)
+        refit = plan_refit(config, layout, policy, hardware, points=points)
         # The buffer limit bounds the plan's messages unless one row of a weight is larger.
         memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
     other_refit = None

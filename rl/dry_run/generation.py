@@ -13,7 +13,7 @@ import functools
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,8 @@ import numpy as np
 from rl.config.schema import Config
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, parts_in_fp8
-from rl.dry_run.shape import Model
+from rl.dry_run.parameters import Part
+from rl.dry_run.shape import Model, drafter_of
 
 NUM_STEPS, WARM_UP = 8, 2
 """Number of simulated steps, and of those that are not counted."""
@@ -137,22 +138,32 @@ def work_of(config: Config, lengths: Lengths, points: int = 1) -> Work:
 
 
 def engines_of(
-    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+    config: Config,
+    layout: Layout,
+    models: Mapping[str, Model],
+    engine: EngineMemory,
+    lengths: Lengths,
+    hardware: Hardware,
 ) -> Engines:
     """Return the rates of the replicas."""
-    decode = decoding(config, layout, model, engine, lengths, hardware)
+    decode = decoding(config, layout, models, lengths, hardware)
     at_once = slots(config, engine, lengths)
-    return Engines(layout.replicas, at_once, decode, prefill_seconds(layout, model, hardware))
+    return Engines(layout.replicas, at_once, decode, prefill_seconds(layout, models["policy"], hardware))
 
 
 def seconds_between_nodes(
-    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+    config: Config,
+    layout: Layout,
+    models: Mapping[str, Model],
+    engine: EngineMemory,
+    lengths: Lengths,
+    hardware: Hardware,
 ) -> float:
     """Return the seconds of generation that replicas lose because their messages cross nodes."""
     ranks = max(layout.rollout_tp, layout.rollout_ep)
     one_node = replace(hardware, ranks_per_node=max(hardware.ranks_per_node, ranks))
     work = work_of(config, lengths)
-    both = [engines_of(config, layout, model, engine, lengths, some) for some in (hardware, one_node)]
+    both = [engines_of(config, layout, models, engine, lengths, some) for some in (hardware, one_node)]
     far, near = (generation_seconds(work, engines) for engines in both)
     return far - near
 
@@ -170,12 +181,38 @@ def prefill_seconds(layout: Layout, model: Model, hardware: Hardware) -> float:
 
 
 def decoding(
-    config: Config, layout: Layout, model: Model, engine: EngineMemory, lengths: Lengths, hardware: Hardware
+    config: Config, layout: Layout, models: Mapping[str, Model], lengths: Lengths, hardware: Hardware
 ) -> Callable[[float], float]:
-    """Return a function: number of samples, at half their length -> seconds of a replica's decoding step.
+    """Return a function: number of samples, at half their length -> seconds of a replica per token of each.
+
+    With draft tokens an engine step is one pass of the policy over them and the token before them, after one
+    pass of what proposes them for each.
+    """
+    policy, drafter, drafts = models["policy"], drafter_of(config, models), config.rollout.draft.tokens
+    verify = _forward_pass(config, layout, policy, lengths, hardware, parts_in_fp8(config, policy))
+    propose = _forward_pass(config, layout, drafter, lengths, hardware, []) if drafter else None
+    launch_ms = hardware.eager_layer_ms * policy.num_layers if config.rollout.enforce_eager else 0.0
+
+    @functools.cache
+    def seconds(at_once: float) -> float:
+        host_s = (hardware.engine_step_ms + hardware.engine_sample_ms * at_once + launch_ms) / 1e3
+        if propose is None:
+            return verify(at_once, 1) + host_s
+        step = verify(at_once, 1 + drafts) + drafts * propose(at_once, 1) + host_s
+        return step / hardware.tokens_per_step(drafts)
+
+    return seconds
+
+
+def _forward_pass(
+    config: Config, layout: Layout, model: Model, lengths: Lengths, hardware: Hardware, in_fp8: list[Part]
+) -> Callable[[float, int], float]:
+    """Return a function: (number of samples, tokens of each) -> seconds of a pass of a replica.
 
     With data parallel attention the replicas that share experts have as many samples each; in a mixture each
     of their ranks receives the tokens of all, and sends as many outputs.
+
+    in_fp8: the weights that are in FP8.
     """
     tp, itemsize, hidden = layout.rollout_tp, ITEMSIZE[config.model.dtype], model.hf["hidden_size"]
     sharing = layout.rollout_sharing if model.num_experts else 1
@@ -183,27 +220,24 @@ def decoding(
     repeated = sum(part.elements for part in model.parts if placement.repeats(part.weight))
     num_mixtures = len({part.weight.layer for part in model.parts if part.weight.expert is not None})
     exchanges = num_mixtures if sharing > 1 else 0
-    per_sample = (lengths.prompt + lengths.response / 2) * engine.bytes_per_token
+    per_sample = (lengths.prompt + lengths.response / 2) * itemsize * model.cache_elements(tp)
     per_sample += model.state_bytes(tp, itemsize)  # one state is read and written
     prefill = prefill_seconds(layout, model, hardware)
-    launch_ms = hardware.eager_layer_ms * model.num_layers if config.rollout.enforce_eager else 0.0
 
     # With FP8 the bytes of an element fall to one in routed experts, and in a share of the other weights.
-    is_fp8 = config.rollout.quantization == "fp8"
-    shared_fp8 = sum(p.elements for p in parts_in_fp8(config, model) if p.weight.expert is None)
+    shared_fp8 = sum(part.elements for part in in_fp8 if part.weight.expert is None)
     dense_share = 1 - shared_fp8 / _weights_read(model, 0)[0] * (1 - 1 / itemsize)
 
-    @functools.cache
-    def seconds(at_once: float) -> float:
-        dense, routed = _weights_read(model, at_once * sharing)
-        routed *= 1 / itemsize if is_fp8 else 1.0
+    def seconds(at_once: float, tokens: int) -> float:
+        batch = at_once * tokens
+        dense, routed = _weights_read(model, batch * sharing)
+        routed *= 1 / itemsize if in_fp8 else 1.0
         weights = itemsize * (((dense - repeated) * dense_share + routed / sharing) / tp + repeated)
         reading = (weights + at_once * per_sample) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
-        message = at_once * hidden * itemsize
+        message = batch * hidden * itemsize
         messages = (2 * model.num_layers - exchanges) * hardware.all_reduce_seconds(message, tp)
         messages += exchanges * hardware.all_reduce_seconds(message * sharing, tp * sharing)
-        host_ms = hardware.engine_step_ms + hardware.engine_sample_ms * at_once + launch_ms
-        return max(reading, at_once * prefill) + messages + host_ms / 1e3
+        return max(reading, batch * prefill) + messages
 
     return seconds
 

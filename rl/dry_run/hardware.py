@@ -54,6 +54,9 @@ class Hardware:
     """launches of an optimizer step and its checks, ms (about 3,000 of 10 microseconds)"""
     launches_ahead: int = 1
     """1: kernels compute while the next ones are launched, as on a GPU; 0: not, as on a CPU"""
+    draft_acceptance: float = 0.8
+    """share of draft tokens that are accepted if those before them are (arXiv:2412.19437, section 5.4.3: 0.85
+    to 0.90 for a head's first)"""
     tensor_ms: float = 0.85
     """a weight in a refit that moves them one by one, ms (NeMo-RL #3166: 16 to 19 s for 30B in 128 experts);
     this program's refit moves planned batches"""
@@ -71,6 +74,10 @@ class Hardware:
     def reserve(self) -> float:
         """Reserved memory of a GPU, in bytes."""
         return self.reserve_gib * GIB
+
+    def tokens_per_step(self, drafts: int) -> float:
+        """Return the mean number of tokens that an engine step yields with that many draft tokens."""
+        return sum(self.draft_acceptance**number for number in range(drafts + 1))
 
     def link_seconds(self, near_bytes: float, far_bytes: float) -> float:
         """Return the seconds of a rank's messages if those within its node and to other nodes overlap."""

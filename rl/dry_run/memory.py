@@ -15,7 +15,7 @@ from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
-from rl.dry_run.shape import Model
+from rl.dry_run.shape import DRAFTERS, Model
 from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
@@ -261,6 +261,7 @@ def estimate_memory(
         for name, model in on_grid.items()
         if model.adapters and config.adapter.base == "fp8"
     }
+    head = models.get("mtp")
     stages = []
     for stage in range(layout.pp):
         states = {
@@ -276,9 +277,12 @@ def estimate_memory(
             )
             for name in counts
         }
+        if head is not None:
+            own = count_stages(head.parts, layout.placement(models["policy"]))[stage]
+            states["mtp"] = model_state(own, layout, itemsize, head.run.optimizer)
         learning = [model for model in on_grid.values() if model.run.learns]
         # One model computes at a time, so the largest counts.
-        work = max(_activations(config, layout, model, stage, hardware) for model in learning)
+        work = max(_activations(config, layout, model, stage, hardware, head) for model in learning)
         stages.append(StageMemory(states, *work))
     references = [
         adapters.get(name, counts[name])[0 if layout.pp == 1 else 1]
@@ -288,9 +292,7 @@ def estimate_memory(
     judge = models["judge"] if "judge" in models else None
     return Memory(
         stages,
-        engine_memory(config, layout, models["policy"], hardware, points=points)
-        if needs_engine(config)
-        else None,
+        engine_memory(config, layout, models, hardware, points=points) if needs_engine(config) else None,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
         refit_buffers=config.refit.buffer_mib << 20,
         connections=0,
@@ -395,11 +397,12 @@ def sequences_per_prompt(config: Config) -> int:
 
 
 def _activations(
-    config: Config, layout: Layout, model: Model, stage: int, hardware: Hardware
+    config: Config, layout: Layout, model: Model, stage: int, hardware: Hardware, predictor: Model | None
 ) -> tuple[float, float]:
     """Return the bytes of (activations, head) of one stage at the peak of a training pass.
 
-    The peak is in the backward pass of a layer or of the head.
+    The peak is in the backward pass of a layer or of a head: that of the log-probs, or the policy's for
+    multi-token prediction (`predictor`), which computes after the last layer's forward pass.
     """
     itemsize, row = ITEMSIZE[config.model.dtype], longest_row(config)
     tokens = math.ceil(row / layout.cp)
@@ -429,14 +432,18 @@ def _activations(
         # Keys and values of the whole row for the backward pass, and a copy in another order.
         saved += keys * max(1, kept_keys)
         working += keys
-    head = _head(config, layout, model, tokens, itemsize) if stage == layout.pp - 1 else 0.0
+    head = 0.0
+    if stage == layout.pp - 1:
+        head = _head(config, layout, model, tokens, itemsize)
+        if predictor is not None and predictor.run.learns and model.run.name == "policy":
+            head = max(head, _prediction(config, layout, predictor, tokens, imbalance, itemsize))
     if head > working:
         return saved * in_flight, head
     return saved * in_flight + working, 0.0
 
 
 def layer_elements(
-    model: Model, layer: int, layout: Layout, tokens: float, imbalance: float, parts: Kept = EVERYTHING
+    model: Model, layer: int | None, layout: Layout, tokens: float, imbalance: float, parts: Kept = EVERYTHING
 ) -> float:
     """Return the number of elements that the backward pass of a layer needs on one rank.
 
@@ -518,17 +525,41 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
     states = 3 * hidden * tokens * itemsize
     if not model.has_head:
         return states
-    rows = padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
+    rows = _head_rows(layout, model)
     chunk = min(config.training.head_chunk(rows), tokens)
     gradient = 0 if model.adapters else (4 + itemsize) * rows * hidden
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
 
+def _prediction(
+    config: Config, layout: Layout, head: Model, tokens: int, imbalance: float, itemsize: int
+) -> float:
+    """Return the bytes of the forward and backward pass of the head for multi-token prediction.
+
+    These are its layer's activations, the embedding that it received, and six arrays of a quarter of a
+    chunk's logits in float32 (`rl.training.mtp.prediction_loss`).
+    """
+    hidden, rows = head.hf["hidden_size"], _head_rows(layout, head)
+    layer = layer_elements(head, None, layout, tokens, imbalance)
+    embedding = rows * hidden if layout.pp > 1 else 0
+    chunk = min(config.training.head_chunk(rows) // 4, tokens)
+    return itemsize * (layer + 3 * hidden * tokens + embedding) + 6 * 4 * chunk * rows
+
+
+def _head_rows(layout: Layout, model: Model) -> int:
+    """Return the number of rows of an output head on a rank."""
+    return padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
+
+
 def engine_memory(
-    config: Config, layout: Layout, model: Model, hardware: Hardware, *, points: int = 1
+    config: Config, layout: Layout, models: Mapping[str, Model], hardware: Hardware, *, points: int = 1
 ) -> EngineMemory:
-    """Return the memory of the policy's engine, which holds `points` adapters if it holds them unmerged."""
+    """Return the memory of the policy's engine, with what proposes draft tokens.
+
+    It holds `points` adapters if it holds them unmerged.
+    """
     rollout, itemsize = config.rollout, ITEMSIZE[config.model.dtype]
+    model, drafter = models["policy"], models.get(DRAFTERS[rollout.draft.method])
     placement = layout.rollout_placement(model)
     elements, float32 = count_engine(model.parts, placement)
     if config.adapter.in_engine == "adapter":
@@ -543,11 +574,17 @@ def engine_memory(
     sampler = 3 * 4 * rollout.max_concurrent_samples * vocab
     in_fp8 = count_engine(parts_in_fp8(config, model), placement)[0]
     saved = in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
+    cached = [model.cache_elements(rollout.tp)]
+    elements += model.derived_elements(rollout.tp)
+    if drafter is not None:
+        own, in_float32 = count_engine(drafter.parts, layout.rollout_placement(drafter))
+        elements, float32 = elements + own + drafter.derived_elements(rollout.tp), float32 + in_float32
+        cached.append(drafter.cache_elements(rollout.tp))
     return EngineMemory(
         rollout.gpu_memory_utilization * hardware.memory,
-        itemsize * (elements + model.derived_elements(rollout.tp)) + 4 * float32 - saved,
+        itemsize * elements + 4 * float32 - saved,
         BATCHED_TOKENS * width * itemsize + sampler,
-        itemsize * model.cache_elements(rollout.tp),
+        itemsize * sum(cached),
         longest_sequence(config),
         staged=itemsize * in_fp8 / REFIT_GROUPS,
         states=rollout.max_concurrent_samples * model.state_bytes(rollout.tp, itemsize),

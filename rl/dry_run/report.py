@@ -195,8 +195,8 @@ def _work(estimate: Estimate) -> str:
     ranks = max(estimate.layout.rollout_tp, estimate.layout.rollout_ep)
     nodes = -(-ranks // hardware.ranks_per_node)
     if nodes > 1 and (engine := estimate.memory.engine):
-        policy, layout = estimate.models["policy"], estimate.layout
-        lost = seconds_between_nodes(estimate.config, layout, policy, engine, lengths, hardware)
+        config, layout = estimate.config, estimate.layout
+        lost = seconds_between_nodes(config, layout, estimate.models, engine, lengths, hardware)
         lines.append(
             f"generation: {ranks} ranks on {nodes} nodes hold the weights; every layer's messages between "
             f"them take about {lost:.0f} s of gen"

@@ -4,21 +4,25 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.config.adapter_checks import adapters_of
 from rl.config.layout_checks import check_has_experts, check_judge, check_layout
 from rl.config.options import ConfigError, listed
 from rl.config.run_models import RunModel, run_models
-from rl.config.schema import Config, validates
+from rl.config.schema import Config, has_prediction_head, needs_engine, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
-from rl.models import SUPPORTED, architecture, read_hf_config, rope, sizes, value_model, value_weights
+from rl.models import SUPPORTED, architecture, mtp, read_hf_config, rope, sizes, value_model, value_weights
 from rl.models.layout import Weight
 from rl.models.unsupported import needed
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Directory of published config.json files, for models whose checkpoints are on other machines."""
+
+
+DRAFTERS = {"mtp": "mtp", "model": "draft"}
+"""`rollout.draft.method` -> name of what proposes the tokens among the models of a run."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,9 @@ class Model:
 
 def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) -> None:
     """Raise ConfigError if a model or the number of ranks does not fit the layouts of the config."""
-    for model in models.values():
+    for name, model in models.items():
+        if name in DRAFTERS.values():
+            continue
         if model.run.on_training_grid:
             check_layout(config, world_size, model.hf, SUPPORTED, path=model.run.own_path or None)
         else:
@@ -193,7 +199,39 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
             adapters=tuple(learned),
             adapter_parts=tuple(group_parts(learned)),
         )
+    policy = models["policy"]
+    if has_prediction_head(config):
+        lr = config.training.mtp.head_lr
+        key = f"training.mtp.head_lr={lr:g}" if lr else config.rollout.draft.setting
+        mtp.check(policy.hf, key=key, path=config.model.path)
+        optimizer = config.training.optimizer if lr else None
+        run = RunModel("mtp", key, "", config.model.path, optimizer=optimizer, on_training_grid=False)
+        own = mtp.weights(policy.hf)
+        hf = policy.hf | {"num_hidden_layers": 1}
+        models["mtp"] = Model(run, hf, tuple(own), tuple(group_parts(own)))
+    if (path := config.rollout.draft.path) and needs_engine(config):
+        hf = _read(path, "rollout.draft.path", "", notes)
+        _check_known(hf, path)
+        own = architecture(hf).weights(hf)
+        run = RunModel("draft", "rollout.draft.path", path, path, on_training_grid=False)
+        models["draft"] = Model(run, hf, tuple(own), tuple(group_parts(own)))
     return models, notes + _absent(config)
+
+
+def drafter_of(config: Config, models: Mapping[str, Model]) -> Model | None:
+    """Return what proposes draft tokens to the engine; None without drafts.
+
+    The head for multi-token prediction has one layer and reads the policy's output head too.
+    """
+    if config.rollout.draft.method != "mtp":
+        return models.get("draft")
+    return with_output_head(models["mtp"], models["policy"])
+
+
+def with_output_head(head: Model, policy: Model) -> Model:
+    """Return the head for multi-token prediction with the policy's output head among its parts."""
+    shared = [p for p in policy.parts if p.weight.tied_to_head or p.weight.hf == ("lm_head.weight",)]
+    return replace(head, parts=(*head.parts, *shared))
 
 
 def _check_known(hf: dict, path: str) -> None:

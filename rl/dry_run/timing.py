@@ -25,7 +25,7 @@ from rl.dry_run.memory import (
 )
 from rl.dry_run.parameters import Part, count_parameters
 from rl.dry_run.recompute import attention_again, computed_again
-from rl.dry_run.shape import Model
+from rl.dry_run.shape import Model, with_output_head
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def estimate_seconds(
     if "samples" in needs:
         assert memory.engine is not None
         work = work_of(config, lengths, points)
-        engines = engines_of(config, layout, policy, memory.engine, lengths, hardware)
+        engines = engines_of(config, layout, models, memory.engine, lengths, hardware)
         seconds["gen"] = generation_seconds(work, engines)
         idle["gen"] = max(0.0, seconds["gen"] - generation_seconds(replace(work, sigma=0.0), engines))
         if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
@@ -116,6 +116,9 @@ def estimate_seconds(
         for model in teachers:
             add("teacher", model, 2, 1 / len(teachers))
     update("update_actor", "policy", config.training.epochs)
+    if "mtp" in models and models["mtp"].run.learns:
+        one = prediction_seconds(config, layout, models, memory, sequences, lengths, hardware)
+        seconds["update_actor"] += config.training.epochs * one
     return seconds, idle
 
 
@@ -175,6 +178,28 @@ def training_pass(
         number = _gathers(config, per_parameter) * layers * passes
         messages += hardware.exchange_seconds(gathered, layout.cp, layout.tp, number)
     return Pass(work, messages, (work + messages) * idle_share(config, layout, lengths))
+
+
+def prediction_seconds(
+    config: Config,
+    layout: Layout,
+    models: Mapping[str, Model],
+    memory: Memory,
+    sequences: float,
+    lengths: Lengths,
+    hardware: Hardware,
+) -> float:
+    """Return the seconds in which the head for multi-token prediction learns from all sequences of a step.
+
+    Only the last pipeline stage computes it, and the others wait. The output head has three products: the
+    policy's distribution, the head's own, and the gradient of its states.
+    """
+    head = with_output_head(models["mtp"], models["policy"])
+    last = replace(layout, pp=1, vpp=1, world_size=layout.world_size // layout.pp)
+    one = training_pass(config, last, head, sequences, lengths, 6, hardware)
+    state = memory.stages[-1].states["mtp"]
+    steps = _minibatches(config) * optimizer_seconds(state, layout, hardware)
+    return one.total * (1 + idle_share(config, layout, lengths)) + steps
 
 
 def _minibatches(config: Config) -> int:

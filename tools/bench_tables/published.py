@@ -249,7 +249,7 @@ def seconds_of(run: Published, sigma: float) -> dict[str, float]:
         "idle": sum(found.idle.values()),
     }
     if run.lag > 1:  # a further group begins when one ends
-        engines = engines_of(config, layout, policy, found.memory.engine, lengths, hardware)
+        engines = engines_of(config, layout, found.models, found.memory.engine, lengths, hardware)
         phases["generation"] = generation_seconds(
             work_of(config, lengths), engines, started=1.0 + run.lag, staleness=run.lag
         )

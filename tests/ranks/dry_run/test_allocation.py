@@ -10,7 +10,7 @@ from rl.config.schema import Optimizer
 from rl.dry_run.memory import Layout, model_state
 from rl.dry_run.parameters import count_stages, group_parts
 from rl.dry_run.shape import Model
-from rl.models import architecture, read_hf_config
+from rl.models import architecture, mtp, read_hf_config
 from rl.models.adapters import adapters as adapters_of
 from tests.checkpoints import save_tiny
 from tests.ranks.dry_run.allocation_worker import optimizer_of
@@ -40,9 +40,9 @@ CASES = {
         ["1x2x2", "2x1x2", "2x2x1", "2x1x2+lora"],
     ),
     "latent attention": (
-        lambda at: save_tiny("DeepseekV3ForCausalLM", at, seed=0),
+        lambda at: save_tiny("DeepseekV3ForCausalLM", at, seed=0, num_nextn_predict_layers=1),
         "bfloat16",
-        ["2x2x2", "1x1x4"],
+        ["2x2x2", "1x1x4", "2x2x2+mtp"],
     ),
 }
 
@@ -66,15 +66,16 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     itemsize = 2 if dtype == "bfloat16" else 4
     for number, text in enumerate(layouts):
         sizes, *options = text.split("+")
-        adapters = options == ["lora"]
-        adam = Optimizer() if adapters else optimizer_of(*options)
+        adapters, is_head = options == ["lora"], options == ["mtp"]
+        adam = Optimizer() if adapters or is_head else optimizer_of(*options)
         per_parameter = (4 if itemsize == 2 else 0) + (4 if adam.moments == "bfloat16" else 8)
         tp, pp, ep = map(int, sizes.split("x"))
         etp = 1 if ep > 1 else tp
         layout = Layout(
             WORLD, WORLD, WORLD, tp, pp, 1, ep, etp, rollout_tp=1, rollout_ep=1, sequence_parallel=True
         )
-        counts = count_stages(model.parts, layout.placement(model))
+        parts = group_parts(mtp.weights(hf)) if is_head else model.parts
+        counts = count_stages(parts, layout.placement(model))
         learned = counts
         if adapters:
             pairs = [weight for pair in adapters_of(weights, rank=4) for weight in pair.weights]
@@ -92,7 +93,7 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
             assert real["parameters"] == counts[stage].parameters + more, (text, rank)
             assert real["weights"] == state.weights - 4 * counts[stage].buffers, (text, rank)
             assert real["gradients"] == state.gradients, (text, rank)
-            largest = per_parameter * max(learned[stage].shared)
+            largest = per_parameter * max(learned[stage].shared, default=0)
             assert real["optimizer"] <= state.optimizer + (largest if 0 < adam.host_share < 1 else 0), (
                 text,
                 rank,

@@ -26,6 +26,7 @@ PRODUCTION = {CONFIGS / "ppo_deepseek671b.yaml": 512} | {
     for nodes, gpus in re.findall(r"_(?:(\d+)x)?(\d+)(?:gpu)?$", path.stem)
 }
 """Config -> number of ranks, the last part of most names."""
+V3 = "deepseek-v3_math_grpo_64x8"
 GRPO = "qwen2.5-7b_gsm8k_grpo_8gpu"
 LORA = ("adapter.kind=lora", "adapter.rank=16", "training.tp=1", "rollout.tp=2")
 
@@ -100,6 +101,19 @@ class TestMemory:
         linear = 28 * (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944)
         saved = model.states["policy"].weights - fp8.states["policy"].weights
         assert saved == pytest.approx(linear * (1 - 4 / 128**2), rel=1e-6)
+
+    def test_a_head_that_drafts_is_on_the_last_stage_and_in_the_engine(self):
+        plain = ("training.vpp=1", "rollout.ep=1", "rollout.dp_attention=false", "rollout.quantization=none")
+        head = ("training.mtp.head_lr=1e-4", "rollout.draft.method=mtp", "rollout.draft.tokens=1")
+        without, with_it = (found(V3, 512, *plain, *keys) for keys in ((), head))
+        one, other = without.memory, with_it.memory
+        heads = [stage.states["mtp"].total for stage in other.stages]
+        assert heads[-1] > 0 == sum(heads[:-1]) and other.away >= one.away
+        layer = 512 + 64  # the latent and the rotary key, in bfloat16
+        assert other.engine.bytes_per_token - one.engine.bytes_per_token == 2 * layer
+        # The head reads its layer and the output head for 1 + 0.8 tokens per step.
+        assert 1.3 < without.seconds["gen"] / with_it.seconds["gen"] < 1.8
+        assert 1 < with_it.seconds["update_actor"] / without.seconds["update_actor"] < 1.5
 
     def test_points_share_the_base(self):
         one, nine = (estimate_of_points(points) for points in (1, 9))
