@@ -11,8 +11,9 @@ import torch.distributed as dist
 from rl.checkpoint.contents import exported_checksums
 from rl.models import as_written
 from rl.models.boxes import whole
-from rl.models.files import PREDICTING, TensorReader, as_stored, save_tensors, stored_shapes
+from rl.models.files import TensorReader, as_stored, save_tensors, stored_shapes
 from rl.models.layout import Weight
+from rl.models.sizes import PREDICTING
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import broadcast_object
 from rl.training.engine import TrainingEngine

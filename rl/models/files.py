@@ -14,13 +14,11 @@ from torch import Tensor
 
 from rl.models.boxes import Box, index
 from rl.models.layout import FP8_BLOCK, Weight
+from rl.models.sizes import PREDICTING
 
 MAPPED_BYTES = 256 << 20
 """Bytes read from a file before it is opened again, which releases the pages read so far from memory."""
 
-
-PREDICTING = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-"""Keys of config.json for the number of layers for multi-token prediction."""
 MXFP4_BLOCK = 32
 """Number of values that share a power of two in MXFP4."""
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from rl.models import architecture
 from rl.models.dense import embedding, head
-from rl.models.files import PREDICTING
 from rl.models.layout import REPLICATED, Weight
+from rl.models.sizes import PREDICTING
 
 HEADS = {
     "DeepseekV3ForCausalLM": "DeepSeekMTPModel",

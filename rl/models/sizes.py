@@ -1,5 +1,8 @@
 """Sizes that Hugging Face configs name in several ways."""
 
+PREDICTING = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+"""Keys of config.json for the number of layers for multi-token prediction."""
+
 
 def num_kv_heads(hf: dict) -> int:
     """Return the number of key/value heads.
