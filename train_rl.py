@@ -226,6 +226,8 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
         # Spinning OpenMP threads make a generation 20 times slower if there are more threads than cores.
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
+        # Every request has a seed, for which vLLM never uses FlashInfer's sampler but would compile it.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM on CPU warns of its NUMA binding on every rank

@@ -114,9 +114,7 @@ class CoreAttention(MegatronModule):
         if self.softmax_offset is not None:
             window = (-1 if self.window is None else self.window - 1, 0)
             return _VarlenWithSinks.apply(query, key, value, self.softmax_offset, row, self.scale, window)
-        options: dict[str, bool] = {}
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # older versions of torch need no flag
-            options.update(enable_gqa=query.shape[1] != key.shape[1])
+        options = _grouped(query, key)
         return varlen_attn(
             query,
             key,
@@ -277,8 +275,8 @@ class _VarlenWithSinks(torch.autograd.Function):
 
         places = row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv
         mask = dict(is_causal=window == (-1, 0), scale=scale, window_size=list(window))
-        grouped = query.shape[1] != key.shape[1]
-        out, lse, state = varlen._varlen_attn(query, key, value, *places, **mask, enable_gqa=grouped)
+        options = mask | _grouped(query, key)
+        out, lse, state = varlen._varlen_attn(query, key, value, *places, **options)
         lse = _take_share(out, lse.t(), sinks)  # the kernel's is [heads, T]
         ctx.save_for_backward(query, key, value, sinks, out, lse, state)
         ctx.places, ctx.mask = places, mask
@@ -292,6 +290,14 @@ class _VarlenWithSinks(torch.autograd.Function):
         inputs = grad.contiguous(), query, key, value, out, lse.t().contiguous()
         grads = varlen._varlen_attn_backward(*inputs, *ctx.places, rng_state=state, **ctx.mask)
         return *grads, _sinks_gradient(grad, out, lse, sinks), None, None, None
+
+
+def _grouped(query: Tensor, key: Tensor) -> dict[str, bool]:
+    """Return the argument that lets query heads share a key head; older versions of torch need none."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": query.shape[1] != key.shape[1]} if has_flag else {}
 
 
 def _take_share(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

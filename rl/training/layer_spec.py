@@ -22,6 +22,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from rl.training import permutation
 from rl.training.attention import CoreAttention, te_attention
 
 NORMALISES_ALL = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
@@ -67,6 +68,7 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
         # TE's attention has no sinks for packed rows.
         own = CoreAttention if config.softmax_type == "learnable" else te_attention(TEDotProductAttention)
         return replace_classes(spec, {TEDotProductAttention: own} | own_mixers)
+    permutation.install()
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=kind, vp_stage=vp_stage

@@ -215,13 +215,30 @@ class SelectRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        return _sum_rows(grad, *ctx.saved_tensors, ctx.num_rows), None
+
+
+class SumRows(torch.autograd.Function):
+    """`zeros(num_rows, ...).index_add(0, index, x)`, the same in every run on a GPU too (`SelectRows`)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return _sum_rows(x, index, num_rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
         (index,) = ctx.saved_tensors
-        index, order = index.sort(stable=True)
-        bounds = torch.searchsorted(index, torch.arange(ctx.num_rows + 1, device=index.device))
-        parts = grad.index_select(0, order).float()
-        # unsafe: without a check that would wait for the GPU
-        summed = torch.segment_reduce(parts, "sum", offsets=bounds, axis=0, unsafe=True, initial=0)
-        return summed.to(grad.dtype), None
+        return grad.index_select(0, index), None, None
+
+
+def _sum_rows(x: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    index, order = index.sort(stable=True)
+    bounds = torch.searchsorted(index, torch.arange(num_rows + 1, device=index.device))
+    parts = x.index_select(0, order).float()
+    # unsafe: without a check that would wait for the GPU
+    summed = torch.segment_reduce(parts, "sum", offsets=bounds, axis=0, unsafe=True, initial=0)
+    return summed.to(x.dtype)
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -1,0 +1,27 @@
+"""One cuDNN per process: that of torch's own packages."""
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+
+
+def load_torchs_cudnn() -> None:
+    """Load every library of the cuDNN that pip installed with torch; do nothing if there is none.
+
+    transformer-engine is linked against cuDNN's eight libraries. torch loads only some of them, and the
+    loader takes the others from the system if it has a cuDNN too. Two versions in one process do not fit:
+    transformer-engine's import then fails with an undefined symbol, or a later call returns
+    CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH. A library that is loaded already is not looked for again.
+    CUDNN_HOME tells transformer-engine where to look first.
+    """
+    try:
+        found = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:  # no package of NVIDIA's is installed
+        return
+    if found is None:
+        return
+    home = Path(next(iter(found.submodule_search_locations or ())))
+    os.environ.setdefault("CUDNN_HOME", str(home))
+    for library in sorted(home.glob("lib/libcudnn*.so.*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

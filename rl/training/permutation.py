@@ -1,0 +1,38 @@
+"""Order of the tokens at the experts on a GPU without Transformer Engine and its fused kernels.
+
+Megatron's own functions add the outputs of a token's experts, and the gradients of its copies, by atomic
+operations, whose order is undefined: two passes over the same tokens then differ by rounding.
+"""
+
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+from rl.training.rows import SelectRows, SumRows
+
+
+def install() -> None:
+    """Let Megatron's dispatchers use `permute` and `unpermute` for tensors on a GPU. Idempotent."""
+    token_dispatcher.permute = _for_gpus(permute, moe_utils.permute)
+    token_dispatcher.unpermute = _for_gpus(unpermute, moe_utils.unpermute)
+
+
+def _for_gpus(own, megatrons):
+    def chosen(tokens, *args, fused=False, **options):
+        if fused or not tokens.is_cuda:
+            return megatrons(tokens, *args, fused=fused, **options)
+        return own(tokens, *args, **options)
+
+    return chosen
+
+
+def permute(tokens, routing_map, probs=None, **options):
+    """Return copies of `tokens` [T, h] in the order of the experts, their probabilities and their tokens.
+
+    routing_map: bool [T, experts]; probs: [T, experts] or None. Megatron's `permute` without dropped tokens.
+    """
+    _, permuted_probs, index = moe_utils.permute(tokens.detach()[:, :0], routing_map, probs=probs, **options)
+    return SelectRows.apply(tokens, index), permuted_probs, index
+
+
+def unpermute(copies, index, restore_shape, **options):
+    """Return the sums [T, h] of the copies of each token. index: int64 [copies], as `permute` returns it."""
+    return SumRows.apply(copies, index, restore_shape[0])
