@@ -31,7 +31,7 @@ ATTRIBUTES = {
     "vllm.v1.engine.core_client.InprocClient": "abort_requests(request_ids) engine_core _finalizer",
     "vllm.v1.engine.core.EngineCore": "scheduler batch_queue step_with_batch_queue()",
     "vllm.v1.core.sched.scheduler.Scheduler": (
-        "requests aux_output_connector has_requests() make_spec_decoding_stats(spec_decoding_stats,"
+        "requests connector aux_output_connector has_requests() make_spec_decoding_stats(spec_decoding_stats,"
         "num_draft_tokens,num_accepted_tokens,num_invalid_spec_tokens,request_id)"
     ),
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "schedule update_from_output",
@@ -42,6 +42,12 @@ ATTRIBUTES = {
     "vllm.logprobs.FlatLogprobs": "logprobs",
     "vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector": (
         "take_output(request,output)"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1": (
+        "get_num_new_matched_tokens(request,num_computed_tokens) request_finished(request,block_ids) "
+        "update_state_after_alloc(request,blocks,num_external_tokens) build_connector_meta(scheduler_output) "
+        "reset_cache() register_kv_caches(kv_caches) handle_preemptions(kv_connector_metadata) "
+        "start_load_kv(forward_context)"
     ),
     "vllm.config.VllmConfig": "aux_output_config",
     "vllm.LLM": (

@@ -44,6 +44,7 @@ READ_WITH = [
         "leave it out, or set rollout.draft.path or rollout.draft.method=mtp",
     ),
     ("rollout.ep", "rollout.dp_attention", ""),
+    ("agents", "rollout.kv_offload_gib", ""),
     (
         "sampling",
         "rollout.top_p rollout.top_k rollout.min_p",

@@ -133,6 +133,12 @@ EXCLUSIONS = {
         "adapters in the engine": f"dummy steps have no adapter; {MERGED}",
         "reward.judge.path": "a second engine would have other groups of ranks; use rollout.ep=1",
     },
+    "rollout.kv_offload_gib": {
+        "training.router_replay=engine": (
+            "the experts of offloaded tokens would be lost; use training.router_replay=old_policy"
+        ),
+        "reward.judge.path": "vLLM has one such cache per process, for all engines; leave out one of both",
+    },
     "drafts": {
         "roles, a sweep, agents, rollout.carry_over": (
             "drafts are checked only in turn with training, one turn per sample; leave out one of both"
@@ -388,6 +394,7 @@ _NOT_BUILT = {
     "rollout.draft.method=mtp": "rollout.quantization=fp8, scaled rotation",
     "a prediction head": "training.vpp, training.cp, adapters, model.numerics=bitwise",
     "training.mtp.head_lr": "training.shared_prefix=true",
+    "rollout.kv_offload_gib": "training.router_replay=engine, reward.judge.path",
     "drafts": (
         "roles, a sweep, agents, rollout.carry_over, adapters in the engine, rollout.ep, "
         "rollout.dp_attention, model.numerics=bitwise, rollout.min_p, rollout.stop, "

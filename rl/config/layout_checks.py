@@ -90,6 +90,11 @@ def check_recurrent(config: Config) -> None:
             f"rollout.draft.path={config.rollout.draft.path} verifies several tokens at once, but the states "
             "of gated delta nets cannot be taken back to the last accepted one; leave out the draft."
         )
+    if config.rollout.kv_offload_gib:
+        raise ConfigError(
+            f"rollout.kv_offload_gib={config.rollout.kv_offload_gib:g} holds keys and values, but not the "
+            "states of gated delta nets; leave it out."
+        )
     if config.rollout.quantization != "none":
         raise ConfigError(
             f"rollout.quantization={config.rollout.quantization} is not supported for a model with gated "
@@ -130,11 +135,11 @@ def check_blocks(config: Config, world_size: int, hf: dict[str, Any]) -> None:
         for key, size in (training_size, rollout_size):
             if name := cut(weight, key, size):
                 fits = [n for n in divisors(world_size) if n < size and not cut(weight, key, n)]
-                remedy = f"use {key}={listed(fits, 'or')}, or rollout.quantization=none"
+                other = f"{key}={listed(fits, 'or')}, or " if fits else ""
                 raise ConfigError(
                     f"rollout.quantization=fp8 quantises blocks of {FP8_BLOCK} x {FP8_BLOCK} elements, but "
                     f"with {key}={size} a rank holds a part of one of {name}; "
-                    f"{remedy if fits else 'use rollout.quantization=none'}."
+                    f"use {other}rollout.quantization=none."
                 )
 
 

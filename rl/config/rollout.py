@@ -54,6 +54,9 @@ class Rollout:
     """Fraction of a GPU's memory that the engine may take while it is awake. No effect on CPU."""
     cpu_kv_cache_mib: Annotated[int, AT_LEAST_ONE] = 64
     """KV cache per rank on CPU, in MiB; released while the trainer works."""
+    kv_offload_gib: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Host memory per rank for the KV cache of ended turns of trajectories, in GiB: the next turn reads from
+    it what the engine's cache no longer holds. Emptied at each refit. 0: none."""
     enforce_eager: bool = False
     """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
     async_scheduling: bool = True

@@ -171,6 +171,7 @@ def _memory(estimate: Estimate) -> str:
         f"offloaded during generation (training.offload={estimate.config.training.offload})": memory.away,
         "for reference weights": memory.reference,
         "for the optimizer's state (host_share)": memory.optimizer_in_host,
+        "for the KV cache of ended turns": estimate.config.rollout.kv_offload_gib * GIB,
     }
     if any(used.values()):
         per_rank = sum(used.values()) / GIB

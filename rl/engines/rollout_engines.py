@@ -72,6 +72,10 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
         from rl.rollout.routes import Routes
 
         parts.append(Routes())
+    if config.rollout.kv_offload_gib:
+        from rl.rollout.kv_offload import KvOffload
+
+        parts.append(KvOffload(config.rollout.kv_offload_gib))
     if config.rollout.draft.is_on:
         from rl.rollout.drafts import SOURCES
 

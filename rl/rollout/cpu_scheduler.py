@@ -17,7 +17,8 @@ from vllm.v1.request import RequestStatus
 
 
 class DecodeScheduler(AsyncScheduler):
-    """Schedules exactly what vLLM's scheduler does, without speculation, pipeline stages or connectors.
+    """Schedules exactly what vLLM's scheduler does, without speculation or pipeline stages. With a connector
+    (`rl.rollout.kv_offload`) it is vLLM's scheduler.
 
     A step may be scheduled before the tokens of the one before are known: a request then has placeholders
     for them (`num_output_placeholders`). A request without stop strings yields one output, when it is
@@ -27,7 +28,7 @@ class DecodeScheduler(AsyncScheduler):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        assert not (self.num_spec_tokens or self.use_pp or self.connector or self.log_stats)
+        assert not (self.num_spec_tokens or self.use_pp or self.log_stats)
         self.logprobs: dict[str, list[float]] = {}
         """Log-probs of the tokens of running requests, by vLLM's internal id."""
         self.before_free: Callable | None = None
@@ -45,6 +46,7 @@ class DecodeScheduler(AsyncScheduler):
         if (
             not running
             or self.waiting
+            or self.connector is not None
             or len(running) > self.max_num_scheduled_tokens
             or len(full) > self.kv_cache_manager.block_pool.get_num_free_blocks()
             or any(r.num_tokens + r.num_output_placeholders != n + 1 for r, n in zip(running, starts))
@@ -100,7 +102,7 @@ class DecodeScheduler(AsyncScheduler):
         live = [
             (self.requests[name], num_tokens) for name, num_tokens in plan.items() if name in self.requests
         ]
-        if any(request.sampling_params.detokenize for request, _ in live):
+        if self.connector is not None or any(request.sampling_params.detokenize for request, _ in live):
             return super().update_from_output(scheduler_output, model_runner_output)
         logprobs = model_runner_output.logprobs.logprobs[:, 0].tolist() if live else []
         outputs, finished, preempted = [], set(), set()

@@ -227,6 +227,7 @@ def install() -> None:
     _add_delta_rule()
     _refuse_sums_without_order()
     _replace_sleep_mode()
+    _replace_block_copies()
     _share_log_probs()
 
 
@@ -345,6 +346,20 @@ def _replace_sleep_mode() -> None:
             return super().wake_up(tags=tags)
 
     vllm.LLM = Engine
+
+
+def _replace_block_copies() -> None:
+    """Replace vLLM's copies between addresses of GPU and host."""
+    import ctypes
+
+    from vllm import _custom_ops
+
+    def swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False):
+        assert {each.dtype for each in (src_ptrs, dst_ptrs, sizes)} == {torch.int64}
+        for source, target, size in zip(src_ptrs.tolist(), dst_ptrs.tolist(), sizes.tolist()):
+            ctypes.memmove(target, source, size)
+
+    _custom_ops.swap_blocks_batch = _checked(_custom_ops.swap_blocks_batch, swap_blocks_batch)
 
 
 def _discard(values: Iterable) -> None:

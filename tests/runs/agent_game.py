@@ -53,6 +53,13 @@ class Varied(Echo):
         return answer, reward, self.turns == 8 or sum(map(ord, text)) % 4 == 0
 
 
+class Long(Echo):
+    """The game with a long prompt, which fills blocks of the engine's KV cache."""
+
+    def reset(self, row):
+        return 40 * row["prompt"]
+
+
 class Lines(Echo):
     """The game, whose answers begin a new line, as a chat template separates turns."""
 

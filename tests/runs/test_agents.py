@@ -25,6 +25,23 @@ BASE = (
 WAVES, ARRIVAL = "agents.order=waves", ("agents.order=arrival", "rollout.deterministic=false")
 
 
+LONG = (f"agents.environment={GAME}:Long", "data.max_prompt_tokens=300")
+
+
+@pytest.mark.slow
+def test_a_cache_on_the_host_changes_no_metric(toy, tmp_path):
+    config = write_config(tmp_path, toy, *BASE, WAVES, *LONG, "rollout.cpu_kv_cache_mib=1")
+    plain = train(2, config, run=tmp_path / "plain")
+    found = train(2, config, "rollout.kv_offload_gib=0.1", run=tmp_path / "offloading")
+    loaded = [record.pop("perf/kv_loaded_tokens") for record in found]
+    print(loaded)
+    assert min(loaded) > 1000
+    kept = [comparable(tmp_path / name) for name in ("plain", "offloading")]
+    assert len(plain) == 2 and kept[0] == [
+        {key: value for key, value in record.items() if key != "perf/kv_loaded_tokens"} for record in kept[1]
+    ]
+
+
 def processes_with(token: str) -> list[int]:
     """Return the processes, other than this one, that have the text in their environment."""
     found = []

@@ -11,6 +11,7 @@ from tests.rehearsal.statements import cuda_statements
 from tests.spawn import ROOT, run_ranks
 from tests.toy import SFT, write_config
 
+GAME = ROOT / "tests" / "runs" / "agent_game.py"
 REHEARSE = ROOT / "tests" / "rehearsal" / "rehearse.py"
 HINT = """
 Each of these statements runs only on CUDA, and no test has executed it. Make one of the runs below reach it
@@ -81,6 +82,10 @@ def rehearsed(toy, tmp_path_factory):
     exact = ("model.numerics=bitwise", *whole, "run.max_steps=1", f"run.dir={directory}/bitwise")
     run_ranks(1, REHEARSE, lines, "--config", config, *exact, timeout=300)
     assert records(directory / "bitwise")[0]["training/rollout_probs_diff_max"] == 0.0
+    game = (f"agents.environment={GAME}:Long", "agents.workers=1", "rollout.kv_offload_gib=0.1", *untraced)
+    turns = ("data.max_prompt_tokens=300", "rollout.max_response_tokens=40", "agents.max_tokens_per_turn=6")
+    offloading = (*game, *turns, *whole, "run.max_steps=1", f"run.dir={directory}/offloading")
+    run_ranks(1, REHEARSE, lines, "--config", config, *offloading, timeout=300)
     nets = save_tiny("Qwen3NextForCausalLM", directory / "nets", seed=1)
     recurrent = (f"model.path={nets}", *untraced, *whole, "run.max_steps=1", f"run.dir={directory}/recurrent")
     run_ranks(1, REHEARSE, lines, "--config", config, *recurrent, timeout=300)

@@ -101,6 +101,7 @@ FEATURES = {
             "agents.max_tokens_per_turn=6",
             "agents.order=waves",
             "rollout.max_response_tokens=40",
+            "rollout.kv_offload_gib=0.1",
         ),
     ),
     "images": Feature(

@@ -40,6 +40,7 @@ SAMPLING = {
 WITHOUT_ANOTHER = {
     "rollout.biased_truncation": "true",
     "rollout.dp_attention": "true",
+    "rollout.kv_offload_gib": 1.0,
     "rollout.draft.tokens": 2,
     "rollout.draft.min_tokens_per_step": 1.0,
     "rollout.oversample": 1.5,
@@ -162,6 +163,8 @@ def test_a_key_is_accepted_with_the_one_that_it_needs(key):
         others = ["rollout.draft.path=draft"]
     if key == "rollout.dp_attention":
         others = ["rollout.ep=2"]
+    if key == "rollout.kv_offload_gib":
+        others = ["agents.environment=game.py:Game"]
     assert error("grpo", *others, f"{key}={WITHOUT_ANOTHER[key]}") == ""
 
 

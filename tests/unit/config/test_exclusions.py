@@ -37,6 +37,7 @@ EXAMPLES = {
     "rollout.ep": "rollout.ep=2",
     "drafts": "rollout.draft.path=d",
     "rollout.draft.path": "rollout.draft.path=d",
+    "rollout.kv_offload_gib": "rollout.kv_offload_gib=1 agents.environment=game.py:Game",
     "a prediction head": "training.mtp.head_lr=0.1",
     "training.mtp.head_lr": "training.mtp.head_lr=0.1",
     "scaled rotation": "model.rope_scaling={rope_type:linear,factor:2.0}",

@@ -148,6 +148,8 @@ def test_an_engine_in_fp8_cuts_no_block():
     assert "rollout.tp=2 a rank holds a part of one of model.layers.0.mlp.experts" in text
     text = refuse(4, fp8, "training.tp=4", "training.ep=2", **wide | dict(num_key_value_heads=4))
     assert "training.tp=4" in text and "use training.tp=1 or 2" in text
+    text = refuse(1, fp8, **wide | dict(num_key_value_heads=1))
+    assert "training.tp=1 a rank holds" not in text and text.endswith("; use rollout.quantization=none.")
 
 
 def test_experts_with_biases_are_not_quantised():
