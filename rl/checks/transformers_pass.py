@@ -6,7 +6,8 @@ In a process of its own, because an engine of vLLM changes classes of transforme
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -50,10 +51,28 @@ def hf_logprobs(model, batch: Batch, *, temperature: float = 1.0) -> tuple[Tenso
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let models of transformers that are first imported in the context compute with torch alone.
+
+    With flash-linear-attention or causal-conv1d installed, transformers uses their kernels for delta nets,
+    also on a CPU, where Triton cannot run them.
+    """
+    hidden = ("fla", "causal_conv1d")
+    before = {name: sys.modules[name] for name in hidden if name in sys.modules}
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
 def main(directory: str, temperature: str, out: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    with torch.no_grad():
+    with torch.no_grad(), without_kernels():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         batch = random_batch(model.config.get_text_config().vocab_size)
         np.save(out, hf_logprobs(model, batch, temperature=float(temperature))[0].numpy())

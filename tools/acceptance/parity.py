@@ -75,6 +75,7 @@ class _Case:
         import torch.distributed as dist
         from transformers import AutoModelForCausalLM
 
+        from rl.checks.transformers_pass import without_kernels
         from rl.models import architecture, read_hf_config
         from tools import bounds
         from tools.hf_reference import hf_gradient, random_batch
@@ -83,7 +84,8 @@ class _Case:
         self.task, self.device, self.name, self.dtype = task, device, name, getattr(torch, dtype)
         self.path = str(task.out / "models" / name)
         if dist.get_rank() == 0:
-            save_tiny(ARCHITECTURES[name], Path(self.path), seed=0)
+            with without_kernels():  # of a reference on the CPU
+                save_tiny(ARCHITECTURES[name], Path(self.path), seed=0)
         dist.barrier()
         self.hf = read_hf_config(self.path)
         architecture(self.hf).check(self.hf)
