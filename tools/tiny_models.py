@@ -81,7 +81,7 @@ DELTA_NETS = dict(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
     linear_key_head_dim=32,
-    linear_value_head_dim=16,
+    linear_value_head_dim=32,  # vLLM's kernels on a GPU compile only for keys and values of one size
 )
 GATED_EXPERT = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=64
