@@ -54,7 +54,7 @@ def test_a_resumed_run_continues_bitwise(config, tmp_path, attention):
     "attention", [pytest.param("tensor parallel", marks=pytest.mark.slow), "data parallel"]
 )
 def test_a_rank_killed_while_others_step_with_it_is_named(config, tmp_path, attention):
-    beats = ("watchdog.beat_s=1", "watchdog.lost_s=60")
+    beats = ("watchdog.beat_s=1", "watchdog.lost_s=20")
     failure = failed_run("kill_this_rank", "engine_step", 1, config, *LAYOUTS[attention], *beats, call=10)
     assert failure.returncodes == [1, -9]
     said = errors(failure)[0]
