@@ -84,7 +84,7 @@ DELTA_NETS = dict(
     linear_value_head_dim=32,  # vLLM's kernels on a GPU compile only for keys and values of one size
 )
 GATED_EXPERT = dict(
-    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=64
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=64
 )
 PARTICULAR: dict[str, dict] = {
     "Qwen2ForCausalLM": {},
