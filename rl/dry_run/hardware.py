@@ -33,7 +33,8 @@ class Hardware:
     host_gb_s: float = 40.0
     """a rank's share of the bandwidth of host memory, GB/s (two sockets of 8 DDR5-4800 have 77 per GPU)"""
     train_share: float = 0.35
-    """share of tflops that training and prefill reach (verl's docs/perf/dpsk.md: 0.31 to 0.40)"""
+    """share of tflops that training and prefill reach (verl's docs/perf/dpsk.md: 0.31 to 0.40;
+    a dense 1.5B model on one H100, docs/performance.md: 0.48)"""
     hbm_share: float = 0.75
     """share of hbm_gb_s that decoding and the optimizer reach (STREAM reaches about 0.9)"""
     link_share: float = 0.7

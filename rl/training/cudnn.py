@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def load_torchs_cudnn() -> None:
-    """Load every library of the cuDNN that pip installed with torch; do nothing if there is none.
+    """Load every library of torch's own cuDNN, for transformer-engine; do nothing if either is missing.
 
     transformer-engine is linked against cuDNN's eight libraries. torch loads only some of them, and the
     loader takes the others from the system if it has a cuDNN too. Two versions in one process do not fit:
@@ -15,6 +15,8 @@ def load_torchs_cudnn() -> None:
     CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH. A library that is loaded already is not looked for again.
     CUDNN_HOME tells transformer-engine where to look first.
     """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
     try:
         found = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:  # no package of NVIDIA's is installed
