@@ -11,10 +11,11 @@ a root directory in a user and a mount namespace; the rest is the same for each:
 - writes go to memory, at most `disk_mib`, and end with the container
 - `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms; `tasks` by
   setrlimit (but for root) and counted; `wall_s` and `output_bytes` per command. An excess ends every process
+- `cpus` processors by sched_setaffinity(2), which commands then cannot call; containers may share them
 - no capabilities, no further namespaces, and no system calls of `sandbox.DENIED_EVERYWHERE`
 
 It protects against accidents and against what a policy finds while it searches for reward, not against bugs
-of the kernel. The load on caches, memory bandwidth and the processors is not limited.
+of the kernel. The load on caches and memory bandwidth, and the share of a processor, are not limited.
 """
 
 import base64
@@ -23,6 +24,7 @@ import functools
 import json
 import os
 import platform
+import random
 import shutil
 import subprocess
 import sys
@@ -118,11 +120,23 @@ class Image:
 class Container:
     """A container. Thread-safe calls are the caller's concern; the end of this process ends it too."""
 
-    def __init__(self, image: Image, *, limits: Limits = LIMITS, network: bool = False, runtime: str = ""):
-        """Start it. Raises ValueError if this machine cannot run it, OSError if the start failed."""
+    def __init__(
+        self,
+        image: Image,
+        *,
+        limits: Limits = LIMITS,
+        network: bool = False,
+        runtime: str = "",
+        cpus: int = 0,
+    ):
+        """Start it. Raises ValueError if this machine cannot run it, OSError if the start failed.
+
+        cpus: maximum number of this process's processors that commands run on; 0 for all.
+        """
         found, program = find_runtime(runtime)
         self.image, self.limits, self.uses = image, limits, 0
-        machine = platform.machine()
+        machine, own = platform.machine(), sorted(os.sched_getaffinity(0))
+        denied = sandbox.DENIED_EVERYWHERE + (f", {sandbox.SET_AFFINITY}" if cpus else "")
         job = {
             "image": image.root,
             "scratch": _scratch(image.root, program),
@@ -130,7 +144,8 @@ class Container:
             "network": network,
             "runtime": [program, *found.arguments(network), *_WAIT],
             "runtime_environment": {"PATH": PATH, "USER": "root", "HOME": "/"},
-            "denied_calls": sandbox.call_numbers(sandbox.DENIED_EVERYWHERE, machine),
+            "cpus": random.SystemRandom().sample(own, min(cpus or len(own), len(own))),
+            "denied_calls": sandbox.call_numbers(denied, machine),
             "missing_calls": sandbox.call_numbers(sandbox.MISSING, machine),
         }
         self._process = subprocess.Popen(
@@ -247,17 +262,21 @@ def _describe(error: str) -> str:
     )
 
 
-def describe(*, runtime: str, network: bool, **settings: Any) -> str:
+def describe(*, runtime: str, network: bool, cpus: int, **settings: Any) -> str:
     """Return what containers with these settings are on this machine, and what is not promised."""
     found, program = find_runtime(runtime)
-    gaps = ["memory and processes are counted every 50 ms, because no control group is used"]
+    gaps = [
+        "memory and processes are counted every 50 ms, because no control group is used",
+        "containers of a worker process share its processors",
+    ]
     if os.geteuid() == 0:
         gaps.append("the run is root's, whose processes the kernel does not count")
     if network:
         gaps.append("they have the node's network and its abstract sockets")
     return (
         f"containers by {found.name} ({program}), each with at most {settings['memory_mib']} MiB, "
-        f"{settings['tasks']} processes and {settings['disk_mib']} MiB of files in memory; {'; '.join(gaps)}"
+        f"{settings['tasks']} processes, {f'{cpus} processors' if cpus else 'no limit of processors'} and "
+        f"{settings['disk_mib']} MiB of files in memory; {'; '.join(gaps)}"
     )
 
 
@@ -330,7 +349,8 @@ def stock(settings: tuple[tuple[str, Any], ...]) -> Stock:
     limits = Limits(**{name: given[name] for name in names})
 
     def start(image: Image) -> Container:
-        return Container(image, limits=limits, network=given["network"], runtime=given["runtime"])
+        others = {name: given[name] for name in ("network", "runtime", "cpus")}
+        return Container(image, limits=limits, **others)
 
     return Stock(start, ahead=given["ahead"], reuse=given["reuse"])
 

@@ -291,6 +291,7 @@ class ProcessOne:
         """Enter the container's namespaces without rights, and execve the command."""
         os.setsid()
         os.nice(5)  # process 1 must have its turn beside them
+        os.sched_setaffinity(0, self._job["cpus"])
         for fd, kind in self._inside:
             _setns(fd, kind)
         for target, fd in enumerate(fds):

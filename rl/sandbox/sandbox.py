@@ -53,6 +53,7 @@ keyctl 250 219, add_key 248 217, request_key 249 218
 # Access to files without their path.
 name_to_handle_at 303 264, open_by_handle_at 304 265"""
 """System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
+SET_AFFINITY = "sched_setaffinity 203 122"
 _DENIED = f"""\
 {DENIED_EVERYWHERE}
 # Sockets of every family: AF_UNIX reaches munged, dockerd and D-Bus. Without a socket, bind, connect and the
@@ -62,7 +63,7 @@ socket 41 198
 fork 57 -, vfork 58 -
 # Signals to other processes (kill and tgkill are checked), and their priority and processors.
 tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424
-sched_setaffinity 203 122, sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274
+{SET_AFFINITY}, sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274
 setpriority 141 140, ioprio_set 251 30
 # Memory and state of other processes.
 ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434

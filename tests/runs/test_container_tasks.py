@@ -97,11 +97,13 @@ def test_limits_of_a_task_hold_up_to_those_of_the_run(tasks, image, tmp_path):
     path = tmp_path / "task"
     shutil.copytree(tasks / "answer", path)
     stated = DESCRIPTION.replace("60.0", "0.5").replace("2048", "64").replace("1G", "8M")
+    stated = stated.replace("cpus = 2", "cpus = 1")
     (path / "task.toml").write_text(stated)
     (path / "tests/test.sh").write_text("sleep 60\n")
     task = Task(container=asdict(Settings(image="")), images={"tiny:1": str(image)})
     task.reset({"extra_info": {"task": str(path)}})
     assert "memory" in task.bash("python3 -c 'x = bytearray(100 << 20)'").lower()
+    assert task.bash("python3 -c 'import os; print(len(os.sched_getaffinity(0)))'") == "1"
     assert "No space left" in task.bash("head -c 20000000 /dev/zero >full")
     assert task.score()["score"] == 0.0  # not a failure, whose trajectory would be sampled again
     task.bash("rm full")
@@ -118,7 +120,6 @@ def test_what_is_not_applied_is_said_with_the_settings_that_tasks_need(tasks):
     sentences = unmet([read_task(path) for path in sorted(tasks.iterdir())])
     assert sentences == [
         "agent.timeout_sec of 4 tasks is not applied.",
-        "environment.cpus of 4 tasks is not applied.",
         "The largest memory_mib of a task is 2048: agents.container.memory_mib must be at least that.",
         "The largest disk_mib of a task is 1024: agents.container.disk_mib must be at least that.",
         "The largest test_s of a task is 60: agents.timeout_s must be above that.",

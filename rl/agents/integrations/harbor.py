@@ -13,12 +13,13 @@ out when a trajectory begins; images that were built before need only WORKDIR an
 format says: tests/ lies at /tests, and test.sh writes /logs/verifier/reward.txt or reward.json, while
 Terminal-Bench's run-tests.sh ends with a status.
 
-Limits that a task states: memory and storage hold, up to those of `agents.container`; a test and a RUN have
-the task's time. Not applied are the agent's time, in which the engine also serves other trajectories, and
-numbers of processors and GPUs. `unmet` says for how many tasks, when the rows are written.
+Limits that a task states: memory, storage and processors hold, up to those of `agents.container`; a test and
+a RUN have the task's time. Not applied are the agent's time, in which the engine also serves other
+trajectories, and GPUs. `unmet` says for how many tasks, when the rows are written.
 """
 
 import json
+import math
 import re
 import shlex
 import tomllib
@@ -69,6 +70,8 @@ class TaskDirectory:
     """Memory that the task states, in MiB; 0 if it states none, as for the others."""
     disk_mib: int
     """Storage, in MiB."""
+    cpus: int
+    """Number of processors."""
     build_s: float
     """Time of an instruction RUN, in seconds."""
     test_s: float
@@ -115,6 +118,7 @@ def read_task(path: Path) -> TaskDirectory:
         variables={"TEST_DIR": "/tests", **verifier.get("env", {})},
         memory_mib=_mib(stated, "memory", path),
         disk_mib=_mib(stated, "storage", path),
+        cpus=math.ceil(stated.get("cpus", 0)),
         build_s=float(stated.get("build_timeout_sec", 0)),
         test_s=float(verifier.get("timeout_sec", described.get("max_test_timeout_sec", 0))),
         not_applied=tuple(
@@ -122,7 +126,6 @@ def read_task(path: Path) -> TaskDirectory:
             for name, has in (
                 ("agent.timeout_sec", "timeout_sec" in described.get("agent", {})),
                 ("max_agent_timeout_sec", "max_agent_timeout_sec" in described),
-                ("environment.cpus", "cpus" in stated),
                 ("environment.gpus", stated.get("gpus", 0)),
             )
             if has
@@ -186,8 +189,8 @@ class Task(ContainerEnvironment):
     def reset(self, row: dict[str, Any]) -> Any:
         task = self._read = read_task(Path(task_of(row)["task"]))
         name = next((name for name in (*task.built, task.base) if name in self._images), "")
-        stated = {"memory_mib": task.memory_mib, "disk_mib": task.disk_mib}
-        limits = {key: min(value, self._settings[key]) for key, value in stated.items() if value}
+        stated = {key: getattr(task, key) for key in ("memory_mib", "disk_mib", "cpus")}
+        limits = {key: min(value, self._settings[key] or value) for key, value in stated.items() if value}
         self._is_short = any(limits[key] < stated[key] for key in limits)
         self._start(self._images.get(name) or self._settings["image"], **limits)
         is_built = name in task.built

@@ -87,6 +87,14 @@ def test_a_hostile_program_gets_an_error(container, attack):
     assert after.stdout.startswith("alive"), after
 
 
+def test_commands_stay_on_their_processors(runtime, image):
+    every = sorted(os.sched_getaffinity(0))
+    source = f"import os; print(len(os.sched_getaffinity(0))); os.sched_setaffinity(0, {every})"
+    with Container(Image(str(image)), runtime=runtime, cpus=1) as limited:
+        outcome = limited.run(["python3", "-c", source])
+    assert outcome.stdout == "1\n" and "PermissionError" in outcome.stderr
+
+
 def processes_of(pid):
     found = [pid]
     for one in found:
