@@ -42,6 +42,11 @@ class Saved:
     metric: float | None = None
     """Value of `checkpoint.best_metric` at that step."""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of that step."""
+        return json.loads((self.path / STATE).read_text())["metrics"]
+
 
 def complete(directory: Path) -> list[Saved]:
     """Return the complete checkpoints, oldest first."""

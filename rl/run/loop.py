@@ -17,7 +17,7 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
-from rl.run.run_log import RunLog
+from rl.run.run_log import RunLog, complete_metrics
 from rl.run.set_up import SetUp
 from rl.run.validation import validate
 from rl.run_directory.progress import Progress
@@ -49,6 +49,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     is_finished = is_complete(config, newest)
     if newest is not None and is_finished:
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
+        if leads:
+            complete_metrics(config, newest, partial(check_lock, watchdog.lock))
         if not config.checkpoint.export_hf:
             status.write(state="finished", step=newest.step, checkpoint_step=newest.step)
             return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from rl.checkpoint.directory import Saved
 from rl.config.schema import Config, learns_from_samples
 from rl.data.batch import Batch
 from rl.data.prompts import num_shared
@@ -14,7 +15,7 @@ from rl.engines.inputs import Inputs
 from rl.phases.step_record import StepRecord
 from rl.rollout import stored_log
 from rl.run_directory import consumed, rollout_files
-from rl.run_directory.metric_log import MetricLog, keep_lines_up_to, step_line
+from rl.run_directory.metric_log import FILE_NAME, STEP, MetricLog, keep_lines_up_to, read_records, step_line
 from rl.run_directory.record import record_run
 from rl.run_directory.status import Status
 from rl.run_directory.trackers import followers
@@ -88,6 +89,20 @@ class RunLog:
         for file in (self._metrics, self._rollouts):
             if file is not None:
                 file.close()
+
+
+def complete_metrics(config: Config, saved: Saved, fence: Callable[[], None]) -> None:
+    """Write the last record of a run that was killed between its last checkpoint and this record.
+
+    For rank 0. saved: that checkpoint.
+    """
+    path = Path(config.run.dir, FILE_NAME)
+    if path.exists() and any(record[STEP] >= saved.step for record in read_records(path)):
+        return
+    fence()
+    log = MetricLog(config.run.dir, resume_step=saved.step, followers=followers(config, fence))
+    log.write(saved.step, saved.metrics)
+    log.close()
 
 
 def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> MetricLog:

@@ -39,6 +39,10 @@ def test_a_resumed_run_is_the_undisturbed_one(config, tmp_path, algorithm):
     train(2, config, *overrides, run=killed)
     records = comparable(straight)
     assert comparable(killed) == records
+    *others, _ = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(others))  # and one killed between its last save and record
+    train(2, config, *overrides, run=killed)
+    assert comparable(killed) == records
     assert [record["training/global_step"] for record in records] == [1, 2, 3, 4]
     assert_same_checkpoint(*(run / "checkpoints" / "step_000004" for run in (straight, killed)))
     if algorithm == "ppo":  # or there would be nothing to carry over
