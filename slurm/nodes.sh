@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# For train.pbs, train.lsf and train.flux: torchrun on each node of a job, and the rules of job.sh for ends and restarts.
+# For train.pbs, train.lsf and train.flux: the ranks on each node of a job, and the rules of job.sh for ends and restarts.
 #
-#   train CONFIG [key=value ...]    one torchrun per node, a rank per GPU; runs the job again if the run can continue
+#   train CONFIG [key=value ...]    a rank per GPU; runs the job again if the run can continue
 #
 # The batch file sets before it sources this file:
 #   job_id       of this job
@@ -12,7 +12,7 @@
 # and defines afterwards:
 #   on_nodes COMMAND ...    runs a command once on every node with NODE_RANK, its number from 0, and waits for all
 #   again                   makes the scheduler run the job again
-# RANKS is the number of ranks of a node, by default that of its GPUs. CONTAINER (apptainer only), PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE,
+# RANKS is the number of ranks of each node, by default that of the first node's GPUs. CONTAINER (apptainer only), PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE,
 # NO_REQUEUE, RETRY_CRASHED and MAX_ATTEMPTS are those of job.sh, and site.sh is read as there.
 
 set -eu
@@ -33,8 +33,10 @@ export LOCKSTEP_STATUS=$rank_logs/status.json LOCKSTEP_JOB_END=$job_end
 ulimit -c 0                    # a core file per rank would fill the disk
 ulimit -S -n "$(ulimit -H -n)" # rank 0 holds a connection to every other one
 
-# The ports of jobs that share a node differ with high probability.
-port=$((20000 + $(cksum <<<"$job_id" | cut -d' ' -f1) % 10000))
+# The ranks meet as those of a Slurm step (rl/runtime/rendezvous.py), at a port that only holders of the job's key can predict.
+LOCKSTEP_STEP="$job_id $(date +%s.%N)"
+export LOCKSTEP_STEP MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
+export PYTHONPATH=$LOCKSTEP_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 inside=() # prefix of a node's command
 case ${CONTAINER:-none} in
@@ -70,22 +72,28 @@ train() {
     allow_start "$attempts"
     # Schedulers differ in the variables that a process on another node inherits, so the node reads them from a file.
     (umask 077 && export -p >"$rank_logs/environment")
+    local gpus
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
     cat >"$rank_logs/node.sh" <<NODE
 node=\$NODE_RANK
 source "$rank_logs/environment"
+export NODE_RANK=\$node
 cd "$PWD"
 gpus=\$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
-if [ "\$gpus" = 0 ]; then gpus=1; fi
+if [ -z "\${RANKS:-}" ] && [ "\$gpus" != $gpus ]; then
+    echo "error: gpus=\$gpus on node \$node, but $gpus on the first node; set RANKS, the number of ranks of each node" >&2
+    exit 2
+fi
 if [ "\$node" != 0 ]; then exec >>"$rank_logs/node-\$node.log" 2>&1; fi
-exec $(printf '%q ' "${inside[@]}" "${PYTHON:-python}") -m torch.distributed.run --nnodes=${#hosts[@]} --node-rank="\$node" \
-    --nproc-per-node="\${RANKS:-\$gpus}" --master-addr="${MASTER_ADDR:-${hosts[0]}}" --master-port=$port \
+exec $(printf '%q ' "${inside[@]}" "${PYTHON:-python}") -m launch.node ${#hosts[@]} ${RANKS:-$((gpus > 0 ? gpus : 1))} "$rank_logs" \
     "$LOCKSTEP_ROOT/train_rl.py" --config "\$@"
 NODE
     on_nodes bash "$rank_logs/node.sh" "$config" "$@" || code=$?
-    # torchrun's code is 1 for every end of a rank but a finished run.
+    # Schedulers may replace the code of a command on another node.
     if [ "$code" -ne 0 ] && [ "$(run_state)" = stopped ]; then requeue 75; fi
     if [ "$code" -eq 0 ]; then return 0; fi
     say "the run failed; the logs of the nodes are in $rank_logs" >&2
-    if [ "${RETRY_CRASHED:-0}" = 1 ]; then requeue "$code"; fi
+    # 2: the input is invalid, also for the next start.
+    if [ "$code" -ne 2 ] && [ "${RETRY_CRASHED:-0}" = 1 ]; then requeue "$code"; fi
     exit "$code"
 }

@@ -1,5 +1,6 @@
 """Rank discovery under the launchers of PBS Pro (HPE's PALS), LSF (jsrun) and Flux, for `rl.runtime.ranks`.
 
+    python -m launch.node ...                             slurm/train.pbs, train.lsf and train.flux
     mpiexec -n 16 --ppn 8 python train_rl.py ...          PBS Pro on HPE Cray
     jsrun --smpiargs=none -n 16 python train_rl.py ...    LSF, without Spectrum MPI
     flux run -N 2 -n 16 python train_rl.py ...            Flux
@@ -8,6 +9,7 @@ They give each process its rank, but do not name the node of rank 0. It is MASTE
 sets, or the first line of PBS's file of nodes.
 """
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +31,13 @@ class Launcher(NamedTuple):
     """File with the node of rank 0 in its first line."""
 
 
+_OWN = [f"LOCKSTEP_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STEP")]
 _PALS = "PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE PALS_APID".split()
 _JSM = [f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 LAUNCHERS = {
     launcher.name: launcher
     for launcher in (
+        Launcher("node", *_OWN),  # first: the scheduler's variables may be those of its process per node
         Launcher("pals", *_PALS, hosts="PBS_NODEFILE"),
         Launcher("jsrun", *_JSM, "LSB_JOBID"),
         Launcher(
@@ -70,13 +74,13 @@ def sizes_and_address(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, 
         if rest:
             raise ValueError(
                 f"{world_size} tasks on {env[launcher.num_nodes]} nodes are not equally many on each; use "
-                "--tasks-per-node, or torchrun (slurm/train.flux)."
+                "--tasks-per-node, or slurm/train.flux."
             )
     if local == world_size:
         return world_size, local, "127.0.0.1"
     if "MASTER_ADDR" in env:
         return world_size, local, env["MASTER_ADDR"]
-    if launcher.hosts in env:
+    with contextlib.suppress(KeyError, OSError, IndexError):  # a container may not have the file
         return world_size, local, Path(env[launcher.hosts]).read_text().split()[0]
     raise ValueError(
         f"{launcher.name} started {world_size} ranks without the address of the first one's node; add "

@@ -32,7 +32,7 @@ class Ranks:
     local_world_size: int
     """Number of processes on this host."""
     launcher: str
-    """torchrun, mpi, slurm, pals, jsrun, flux or single."""
+    """torchrun, mpi, slurm, node, pals, jsrun, flux or single."""
     master_addr: str
     master_port: int = 0
     """0 before `rendezvous.join_ranks`; torchrun sets it."""
@@ -69,7 +69,23 @@ def discover(environ: Mapping[str, str] | None = None) -> Ranks:
     env = os.environ if environ is None else environ
     key = key_from(env)
     os.environ.pop(KEY_VARIABLE, None)  # worker processes do not inherit it
-    return replace(_discover(env), key=key)
+    try:
+        ranks = _discover(env)
+    except KeyError as error:
+        raise ValueError(
+            f"{error.args[0]} is not set, but other variables of its launcher are; a container or `env -i` "
+            "must pass on all of them."
+        ) from error
+    if not (
+        0 <= ranks.rank < ranks.world_size
+        and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
+    ):
+        raise ValueError(
+            f"{ranks.launcher} says RANK={ranks.rank} of {ranks.world_size}, on its node "
+            f"{ranks.local_rank} of {ranks.local_world_size}, which is a contradiction; ranks count from 0; "
+            "unset the variables of another job or step."
+        )
+    return replace(ranks, key=key)
 
 
 def _discover(env: Mapping[str, str]) -> Ranks:
@@ -98,8 +114,6 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
             f"RANK and WORLD_SIZE are set but {', '.join(missing)} is not; torchrun sets all of them."
         )
     rank, world_size, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"])
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} is not in a world of WORLD_SIZE={world_size}; ranks count from 0.")
     return Ranks(
         rank=rank,
         world_size=world_size,
@@ -143,13 +157,18 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
 
 def _from_slurm(env: Mapping[str, str]) -> Ranks:
     rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    nodes = tasks_of_nodes(env)
+    nodes, node = tasks_of_nodes(env), int(env["SLURM_NODEID"])
+    if node >= len(nodes):
+        raise ValueError(
+            f"SLURM_NODEID={node}, but the step has {len(nodes)} nodes ({', '.join(nodes)}); unset the "
+            "variables of another step."
+        )
     first = "127.0.0.1" if len(nodes) == 1 else env.get("MASTER_ADDR", next(iter(nodes)))
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=int(env["SLURM_LOCALID"]),
-        local_world_size=list(nodes.values())[int(env["SLURM_NODEID"])],
+        local_world_size=list(nodes.values())[node],
         launcher="slurm",
         master_addr=first,
     )

@@ -14,6 +14,7 @@ import pytest
 
 from launch.batch_file import Resources
 from launch.schedulers import SCHEDULERS
+from tests.intruder import attacked
 from tests.records import records
 from tests.slurm.cluster import status, wait_for
 from tests.spawn import ROOT
@@ -112,8 +113,10 @@ def test_two_nodes_train_and_a_stopped_run_is_run_again(scheduler, tmp_path):
     """A signal stops the first job; the second one ends the run."""
     run = tmp_path / "run"
     job = scheduler.start(*SFT, "run.max_steps=400")
-    wait_for(lambda: status(run)["step"] >= 2 or job.poll() is not None, "step 2")
+    with attacked(payload := tmp_path / "payload", [job.pid]) as found:
+        wait_for(lambda: status(run)["step"] >= 2 or job.poll() is not None, "step 2")
     assert job.poll() is None, scheduler.log
+    assert found["questions"] and not found["answers"] and not payload.exists()
     os.kill(status(run)["pid"], signal.SIGUSR2)
     assert job.wait(120) == 75, scheduler.log
     assert "2 nodes (127.0.0.1 localhost), attempt 1 after step 0" in scheduler.log

@@ -203,12 +203,20 @@ def flux_run(rank, local_rank, *, nodes="2", **more):
     return task | {"FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": nodes, "FLUX_URI": "local:///run/local"} | more
 
 
+def node(rank, local_rank, **more):
+    """A rank of `launch.node`, which `flux run` has started once per node."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STEP")
+    own = zip(names, (rank, 4, local_rank, 2, "f3XyZ 17"))
+    return flux_run(rank // 2, 0, FLUX_JOB_SIZE="2") | {f"LOCKSTEP_{k}": str(v) for k, v in own} | more
+
+
 def test_the_launchers_of_other_schedulers(tmp_path):
     (tmp_path / "nodes").write_text("n1.site\nn2.site\n")
     started = {
         "pals": lambda *rank: pals(*rank, tmp_path / "nodes"),
         "jsrun": lambda *rank: jsrun(*rank, MASTER_ADDR="n1.site"),
         "flux": lambda *rank: flux_run(*rank, MASTER_ADDR="n1.site"),
+        "node": lambda *rank: node(*rank, MASTER_ADDR="n1.site"),
     }
     for name, env in started.items():
         all_ranks = [discover(env(*rank)) for rank in ((0, 0), (1, 1), (2, 0), (3, 1))]
@@ -220,12 +228,33 @@ def test_the_launchers_of_other_schedulers(tmp_path):
 def test_one_node_of_another_scheduler_needs_no_address():
     assert discover(flux_run(3, 3, nodes="1")).master_addr == "127.0.0.1"
     assert discover(flux_run(0, 0, FLUX_JOB_SIZE="1", nodes="1")).launcher == "single"
-    assert discover(flux_run(1, 1) | TORCHRUN).launcher == "torchrun"  # slurm/train.flux
+    assert discover(flux_run(1, 1) | TORCHRUN).launcher == "torchrun"
 
 
 @pytest.mark.parametrize("env", [jsrun(0, 0), flux_run(0, 0)])
 def test_an_unknown_first_node_is_refused(env):
     with pytest.raises(ValueError, match=r"export MASTER_ADDR=\$\(hostname\)"):
+        discover(env)
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        (
+            jsrun(4, 0, MASTER_ADDR="n1"),
+            "jsrun says RANK=4 of 4, on its node 0 of 2, which is a contradiction",
+        ),
+        (node(0, 2, MASTER_ADDR="n1"), "node says RANK=0 of 4, on its node 2 of 2"),
+        (slurm_step(0, 0, 2), r"SLURM_NODEID=2, but the step has 2 nodes \(node1, node2\)"),
+        (
+            {k: v for k, v in node(0, 0, MASTER_ADDR="n1").items() if k != "LOCKSTEP_LOCAL_RANK"},
+            "LOCKSTEP_LOCAL_RANK is not set",
+        ),
+        (pals(0, 0, "/nowhere") | {"PMI_SIZE": "4"}, "pals started 4 ranks without the address"),
+    ],
+)
+def test_variables_that_miss_or_contradict_each_other_are_refused(env, message):
+    with pytest.raises(ValueError, match=message):
         discover(env)
 
 

@@ -1,0 +1,60 @@
+"""The ranks of one node of a job of PBS, LSF or Flux, for slurm/nodes.sh.
+
+    NODE_RANK=1 python -m launch.node NODES RANKS LOGS PROGRAM [argument ...]
+
+Rank 0 writes to the output of this process, each other rank to LOGS/rank-N.log. The ranks meet as those of a
+Slurm step do (`rl.runtime.rendezvous`). When one ends with an error, the others have GRACE_S seconds to
+report the cause. The exit code is that of the ranks.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.elastic_files import exit_code
+
+GRACE_S = 60.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+"""Signals that the ranks receive, too."""
+
+
+def main(argv: Sequence[str]) -> int:
+    nodes, ranks, logs, node = int(argv[0]), int(argv[1]), Path(argv[2]), int(os.environ["NODE_RANK"])
+    processes: list[subprocess.Popen] = []
+
+    def send(number: int, frame: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    for number in SIGNALS:
+        signal.signal(number, send)
+    for local_rank in range(ranks):
+        rank = node * ranks + local_rank
+        place = dict(RANK=rank, WORLD_SIZE=nodes * ranks, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=ranks)
+        env = os.environ | {f"LOCKSTEP_{name}": str(value) for name, value in place.items()}
+        log = None if rank == 0 else (logs / f"rank-{rank}.log").open("a")
+        streams = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        processes.append(
+            subprocess.Popen([sys.executable, *argv[3:]], env=env, preexec_fn=_end_with_parent, **streams)
+        )
+    failed_at = None
+    while None in (codes := [process.poll() for process in processes]):
+        if failed_at is None and any(codes):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+            send(signal.SIGKILL, None)
+        time.sleep(0.2)
+    return exit_code([code for code in codes if code is not None])
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
