@@ -67,7 +67,7 @@ def sizes_and_address(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, 
     Raises ValueError if the address is unknown.
     """
     world_size = int(env[launcher.world_size])
-    if launcher.local_world_size in env:
+    if launcher.local_world_size:
         local = int(env[launcher.local_world_size])
     else:
         local, rest = divmod(world_size, int(env[launcher.num_nodes]))
