@@ -172,7 +172,8 @@ class Checks:
         if name == "policy":
             self._objective(batch, loss)
             if not self._policy.num_updates:
-                check_slope(self._policy, batch, plans[0])
+                noise = None if self.noise is None else self.noise.noise
+                check_slope(self._policy, batch, plans[0], noise=noise)
         check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
         self.rates.check(name, schedule, step)
 

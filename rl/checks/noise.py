@@ -209,8 +209,8 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
     of_reference = torch.where(counted, batch.rollout_logprobs - batch.ref_logprobs, 0.0).double()
     far, near = (segment_sum(each.square(), batch.lengths) for each in (gaps, of_reference))
     logs = (far / near)[(far > 0) & (near > 0)].log()
-    error = float(logs.std()) / max(1, len(logs)) ** 0.5
-    if len(logs) >= MIN_SAMPLES and float(logs.mean()) - DEVIATIONS * error > math.log(NEARER):
+    error = float(logs.std()) / len(logs) ** 0.5 if len(logs) >= MIN_SAMPLES else math.inf
+    if float(logs.mean()) - DEVIATIONS * error > math.log(NEARER):
         raise LogprobMismatch(
             f"the engine's log-probs are {math.exp(float(logs.mean()) / 2):.1f} times nearer to those of "
             f"the reference than to the policy's, over {len(logs)} samples: the engine generates without "

@@ -2,7 +2,8 @@
 
 The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most. Here the noise
 is measured: log-probs are compared with those of a second pass that rounds the hidden states once more.
-Engine and trainer of a right run differ by 1.3 to 2.5 times this noise.
+Engine and trainer of a right run differ by 1.3 to 2.5 times this noise. An error of the logits moves the
+log-prob of a token of probability p in proportion to 1 - p, so the noise grows with the mean of 1 - p.
 """
 
 import math
@@ -58,47 +59,77 @@ class RoundingNoise:
     def __init__(self, multiple: int, factor: float):
         self._multiple, self._factor, self._age = multiple, factor, 0
         self._noise: float | None = None
+        self._measured = self._present = 0.0
+        """Mean of 1 - p over the tokens of the last measurement, and over those of the present batch."""
 
     def plan(self, first: MicroBatchPlan, batch: Batch, counted: Tensor) -> MicroBatchPlan | None:
         """Return the micro-batches to measure with; None if no measurement is due, or no token is counted.
 
-        first: of the first mini-batch. counted: bool [T], the tokens that the present weights sampled.
+        Call it for each batch. first: of the first mini-batch. counted: bool [T], the tokens that the present
+        weights sampled.
         """
+        self._present = _mean_doubt(batch, counted)
         if self._noise is not None and self._age % EVERY:
             return None
-        for number in range(self._multiple, len(first[0]) + 1, self._multiple):
-            plan = [micros[:number] for micros in first]
-            if int(counted[_tokens(plan, batch)].sum()) >= MIN_TOKENS:
-                return plan
-        return first if counted[_tokens(first, batch)].any() else None
+        plan = few_tokens(first, batch, counted, multiple=self._multiple, enough=MIN_TOKENS)
+        return plan if counted[_tokens(plan, batch)].any() else None
 
     def measure(self, plan: MicroBatchPlan, batch: Batch, counted: Tensor, passes: list[Tensor]) -> None:
         """Keep the mean difference of two passes, float32 [T] each, over the counted tokens of the plan."""
         first, second = passes
-        tokens = _tokens(plan, batch)
-        gaps = (first - second)[tokens].abs().double()
-        self._noise, self._age = float(gaps[counted[tokens]].mean()), 0
+        tokens = torch.zeros_like(counted)
+        tokens[_tokens(plan, batch)] = True
+        tokens &= counted
+        self._noise, self._age = float((first - second)[tokens].abs().double().mean()), 0
+        self._measured = _mean_doubt(batch, tokens)
+
+    @property
+    def noise(self) -> float | None:
+        """Noise of the present batch; None before the first measurement. Not below the measured one."""
+        more = self._present / self._measured if self._measured else 1.0
+        return None if self._noise is None else self._noise * max(1.0, more)
 
     @property
     def limit(self) -> float:
         """Maximum mean difference; infinite before the first measurement."""
-        return ENDED * self._factor * self._noise if self._noise else math.inf
+        return ENDED * self._factor * self.noise if self.noise else math.inf
 
     def exceeds(self, gap: float, multiple: float) -> bool:
         """Return whether a mean difference is more than this multiple of the noise."""
-        return self._noise is not None and gap > multiple * self._factor * self._noise
+        return self.noise is not None and gap > multiple * self._factor * self.noise
 
     def warning(self, gap: float) -> str:
         """Return a warning if the mean difference is far above the noise, "" otherwise. Once per batch."""
         self._age += 1
-        if not self._noise or not self.exceeds(gap, WARNED):
+        if not self.noise or not self.exceeds(gap, WARNED):
             return ""
         return (
             f"warning: log-prob check: engine and trainer differ by {gap:.2g} nats per token, "
-            f"{gap / self._noise:.1f} times the noise that one more rounding per layer causes in this model; "
+            f"{gap / self.noise:.1f} times the noise that one more rounding per layer causes in this model; "
             "1.3 to 2.5 is usual."
         )
 
 
+def few_tokens(
+    plan: MicroBatchPlan, batch: Batch, counted: Tensor, *, multiple: int, enough: int
+) -> MicroBatchPlan:
+    """Return the first micro-batches of a plan with `enough` counted tokens over all ranks; all if too few.
+
+    counted: bool [T]. multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`).
+    """
+    for number in range(multiple, len(plan[0]), multiple):
+        few = [micros[:number] for micros in plan]
+        if int(counted[_tokens(few, batch)].sum()) >= enough:
+            return few
+    return plan
+
+
 def _tokens(plan: MicroBatchPlan, batch: Batch) -> Tensor:
     return batch.tokens_of(sorted(i for micros in plan for micro in micros for i in micro))
+
+
+def _mean_doubt(batch: Batch, tokens: Tensor) -> float:
+    """Return the mean of 1 - p, with p the engine's probability, over tokens, bool [T]; 0 for none."""
+    assert batch.rollout_logprobs is not None
+    doubts = -torch.expm1(batch.rollout_logprobs[tokens].double())
+    return float(doubts.mean()) if len(doubts) else 0.0

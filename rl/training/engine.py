@@ -41,7 +41,6 @@ from rl.training.optimizer import (
     optimizer_tensors,
     reload_main_weights,
     stale_master_weights,
-    weights_sum,
 )
 from rl.training.packing import MicroBatch, lay_out, with_columns
 from rl.training.parts import Part, Parts
@@ -65,7 +64,7 @@ class UpdateResult:
     grad_norm: float
     """Norm of the gradient before clipping."""
     has_moved: bool
-    """Whether weights of the last stage changed on any data parallel rank."""
+    """Whether sampled weights of the last stage changed on any data parallel rank (`StateSample`)."""
 
 
 class TrainingEngine:
@@ -271,16 +270,14 @@ class TrainingEngine:
             )
         probe = self._probe.sums(self.optimizer)
         num_changed = self._state.num_changed(self.optimizer, self.device.torch)
-        before = weights_sum(self.optimizer, self.device.torch)
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
-        wrong = self._state.num_wrong(self.optimizer, lr)
+        wrong, num_moved = self._state.changes(self.optimizer, lr)
         clipped = clipped_norms(self.optimizer, self.learned_map, norm, num_changed)
-        moved = weights_sum(self.optimizer, self.device.torch) != before
         self.num_updates += 1
-        observed = torch.cat((moved.double().view(1), observed))
-        metrics, (num_moved, *rest) = self._sum_over_replicas(sums, observed, probe, clipped, wrong)
-        return UpdateResult(metrics, rest, norm, num_moved > 0)
+        observed = torch.cat((num_moved.double().view(1), observed))
+        metrics, (moved, *rest) = self._sum_over_replicas(sums, observed, probe, clipped, wrong)
+        return UpdateResult(metrics, rest, norm, moved > 0)
 
     def gradient(
         self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weight: Weight
@@ -418,7 +415,7 @@ class TrainingEngine:
         """Return the last stages' metrics and other values, summed over the data parallel ranks.
 
         values: float64 [n], with another n on stages before the last one. probe: see `ReductionProbe.sums`.
-        clipped: see `clipped_norms`. wrong: see `StateSample.num_wrong`. Raises WrongReduction, StateChanged
+        clipped: see `clipped_norms`. wrong: see `StateSample.changes`. Raises WrongReduction, StateChanged
         and WrongStep. Collective over the world.
         """
         names, size = list(sums), len(values)

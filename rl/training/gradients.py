@@ -216,7 +216,7 @@ def clipped_norms(
         if (weight.cut.split or learned.tensor_split(weight)[1] == 0)
         and learned.place(weight).stages[0] == learned.grid.pp_rank
     }
-    gradients = [main.grad for parameter, main in main_weights(optimizer) if parameter in counted]
+    gradients = [main.grad for parameter, main, _ in main_weights(optimizer) if parameter in counted]
     device = learned.device
     rank, world = dist.get_rank(), dist.get_world_size()
     found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=device)

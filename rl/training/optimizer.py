@@ -1,6 +1,7 @@
 """Megatron's distributed optimizer: construction from the config, and its tensors on this rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -10,7 +11,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from rl.config.schema import Optimizer
-from rl.runtime.checksum import bit_sum
 
 MASTER = "master"
 """Key of a main weight in its optimizer state, if it is there because its state is in host memory."""
@@ -19,7 +19,7 @@ IN_HOST = "in_host"
 SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
 RELATIVE = 1e-3
-"""Maximum relative error of a step of AdamW: kernels hold 1 - beta2 = 0.001 in float32, to 5e-5 of it."""
+"""Maximum relative error of a step of AdamW, if the kernel's rounding of 1 - beta is not above it."""
 
 
 def build_optimizer(
@@ -104,14 +104,15 @@ def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
     return None
 
 
-def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (parameter, this rank's part of its main weight) of the parameters that this rank updates.
+def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Any]]]:
+    """Yield (parameter, this rank's part of its main weight, state of that) of what this rank updates.
 
     The values of a main weight in host memory are in its state, as MASTER.
     """
     for part in optimizer_parts(optimizer):
         for parameter, (group, place) in part.model_param_group_index_map.items():
-            yield parameter, part.optimizer.param_groups[group]["params"][place]
+            main = part.optimizer.param_groups[group]["params"][place]
+            yield parameter, main, part.optimizer.state.get(main, {})
 
 
 def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
@@ -153,13 +154,6 @@ def optimizer_tensors(optimizer: MegatronOptimizer, *, in_host: bool = True) -> 
                 if in_host or id(weight) not in held:
                     yield state.pop(MASTER, weight)
                     yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _main_values(part: MegatronOptimizer) -> Iterator[Tensor]:
-    """Yield the values of the main weights of one of Megatron's optimizers."""
-    for group in part.optimizer.param_groups:
-        for weight in group["params"]:
-            yield part.optimizer.state.get(weight, {}).get(MASTER, weight)
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:
@@ -215,22 +209,23 @@ class StateSample:
             return torch.zeros((), dtype=torch.int64, device=device)
         return (self._before != self._noted).sum()
 
-    def num_wrong(self, optimizer: MegatronOptimizer, lr: float) -> Tensor:
-        """Return the number of elements that the update did not change as AdamW does, int64 [].
+    def changes(self, optimizer: MegatronOptimizer, lr: float) -> tuple[Tensor, Tensor]:
+        """Return how many elements the update did not change as AdamW does, and how many weights it changed.
 
-        Call it after each update. lr: the learning rate.
+        Call it after each update. lr: the learning rate. Returns int64 [] both.
         """
         before, self._before = self._before, None
         assert before is not None
         self._noted = after = self._elements(optimizer, before.device)
+        num_moved = (after[0] != before[0]).sum()
         gradients = [_every(main.grad.view(-1)) for _, main, _ in self._rows]
         if not gradients:
-            return torch.zeros((), dtype=torch.int64, device=before.device)
+            return torch.zeros_like(num_moved), num_moved
         expected, tolerance = _adamw(
             before, torch.cat(gradients), self._decays, self._adam, lr, _step(optimizer)
         )
         self._wrong = ~((after - expected).abs() <= tolerance)
-        return self._wrong.sum()
+        return self._wrong.sum(), num_moved
 
     def describe(self) -> str:
         """Return what was wrong on this rank in the last update; "" if nothing was."""
@@ -249,12 +244,10 @@ class StateSample:
 
     def _elements(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
         """Return the elements of main weights and of both moments, float64 [3, n]; 0 without moments."""
-        rows = []
-        for part in optimizer_parts(optimizer):
-            for parameter, (group, place) in part.model_param_group_index_map.items():
-                main = part.optimizer.param_groups[group]["params"][place]
-                state = part.optimizer.state.get(main, {})
-                rows.append((parameter, main, [state.get(k) for k in (MASTER, "exp_avg", "exp_avg_sq")]))
+        rows = [
+            (parameter, main, [state.get(key) for key in (MASTER, "exp_avg", "exp_avg_sq")])
+            for parameter, main, state in main_weights(optimizer)
+        ]
         addresses = [x.data_ptr() for _, main, kept in rows for x in (main, *kept) if x is not None]
         if addresses != self._addresses:
             self._addresses, self._rows = addresses, []
@@ -303,18 +296,11 @@ def _adamw(
     mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient.square()
     scale = lr / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + adam.eps)
     expected = weight * (1 - lr * adam.weight_decay * decays) - scale * mean
-    rounding = max(RELATIVE, 2 * torch.finfo(getattr(torch, adam.moments)).eps)
-    bounds = 2 * torch.finfo(torch.float32).eps * weight.abs() + RELATIVE * scale * terms
-    tiny = torch.finfo(torch.float32).tiny
+    eps, tiny = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).tiny
+    relative = max(RELATIVE, eps / (1 - max(beta1, beta2)))  # of 1 - beta in float32
+    rounding = max(relative, 2 * torch.finfo(getattr(torch, adam.moments)).eps)
+    bounds = 2 * eps * weight.abs() + relative * scale * terms
     return (
         torch.stack((expected, mean, square)),
         torch.stack((bounds, rounding * terms, rounding * square + tiny)) + tiny,
     )
-
-
-@torch.no_grad()
-def weights_sum(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
-    """Return the sum of the bits of this rank's main weights, int64 []; a change of any weight changes it."""
-    weights = [weight for part in optimizer_parts(optimizer) for weight in _main_values(part)]
-    sums = [_on(device, bit_sum(weight)) for weight in weights]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)

@@ -37,10 +37,9 @@ CHECKS = {
         "rl.training.gradients:ReductionProbe.sums",
         "rl.training.gradients:ReductionProbe.check",
         "rl.training.optimizer:StateSample.num_changed",
-        "rl.training.optimizer:StateSample.num_wrong",
+        "rl.training.optimizer:StateSample.changes",
         "rl.training.engine:clipped_norms",
         "rl.training.engine:check_clipped",
-        "rl.training.engine:weights_sum",
     ],
     "weights": ["rl.checks.checks:Checks.weights", "rl.engines.memory:check_weights"],
 }

@@ -82,7 +82,7 @@ def weights_of(trainer) -> dict:
 
 def bytes_of_masters(trainer) -> int:
     """Device memory of the main weights of this rank."""
-    return sum(main.untyped_storage().nbytes() for _, main in main_weights(trainer.optimizer))
+    return sum(main.untyped_storage().nbytes() for _, main, _ in main_weights(trainer.optimizer))
 
 
 def furthest(a: dict, b: dict) -> float:

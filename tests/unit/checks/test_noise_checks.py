@@ -7,6 +7,7 @@ import torch
 from rl.checks.batches import CheckFailed
 from rl.checks.logprobs import LogprobMismatch, present_tokens, sample_gaps
 from rl.checks.noise import DrawnEntropy, Gaps, check_direction
+from rl.checks.rounding import ENDED, RoundingNoise
 from rl.data.batch import Batch
 
 SAMPLES, LENGTH, LIMIT = 64, 20, 0.2
@@ -133,3 +134,18 @@ def test_steps_that_draw_no_rare_token_are_healthy(rare):
     for _ in range(300):
         is_rare = torch.from_numpy(rng.random(total) < rare)
         given(batch, (torch.where(is_rare, np.log(rare), np.log(1 - rare)), entropy), check)
+
+
+def test_the_noise_grows_with_the_doubt_of_the_policy():
+    certain = batch_of(np.random.default_rng(6))
+    certain.rollout_logprobs = torch.full_like(certain.old_logprobs, -0.01)
+    noise, counted, plan = RoundingNoise(1, 1.0), certain.mask > 0, [[[0, 1, 2, 3]]]
+    assert noise.plan(plan, certain, counted) is not None
+    noise.measure(plan, certain, counted, [certain.old_logprobs, certain.old_logprobs + 1e-3])
+    assert noise.limit == pytest.approx(ENDED * 1e-3, rel=0.01)
+    doubtful = batch_of(np.random.default_rng(7))
+    doubtful.rollout_logprobs = torch.full_like(doubtful.old_logprobs, -1.0)
+    noise.plan(plan, doubtful, counted)
+    assert noise.limit == pytest.approx(ENDED * 1e-3 * 63.5, rel=0.01)
+    noise.plan(plan, certain, counted)
+    assert noise.limit == pytest.approx(ENDED * 1e-3, rel=0.01)

@@ -61,3 +61,10 @@ def test_other_keys_give_other_steps(wrong):
 def test_a_step_count_that_begins_again_is_found():
     *_, last = steps_of_torch(ADAM, ADAM.weight_decay, 5)
     assert outside(*last, 1) > 100
+
+
+def test_kernels_may_hold_one_minus_beta_in_float32():
+    adam = Optimizer(lr=1e-3, beta2=0.99999)
+    for step, (before, after, gradient) in enumerate(steps_of_torch(adam, 0.0, 3), start=1):
+        after[2] = before[2] * 0.99999 + float(1 - torch.tensor(0.99999)) * gradient.double().square()
+        assert outside(before, after, gradient, step, adam=adam) == 0
