@@ -33,6 +33,7 @@ def invert(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return for each row the first token whose cumulative probability exceeds `uniform`, int64 [B].
 
     A token of probability 0 is never returned. The sums are float64: float32 would distort tokens below 6e-8.
+    Raises ValueError if a row is not a number.
 
     Args:
         logprobs: float32 [B, V].
@@ -43,4 +44,10 @@ def invert(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     for some, number in zip(logprobs.split(rows), uniform.split(rows)):
         cumulative = some.exp().cumsum(-1, dtype=torch.float64)
         tokens.append(torch.searchsorted(cumulative, number[:, None] * cumulative[:, -1:], right=True)[:, 0])
-    return torch.cat(tokens)
+    found = torch.cat(tokens)
+    if (found == logprobs.shape[1]).any():
+        raise ValueError(
+            "sampler check: the engine's log-probs of a token are NaN; weights of model.path, or of the head "
+            "or model that drafts, are not finite."
+        )
+    return found

@@ -63,3 +63,12 @@ def test_large_vocabularies_are_summed_exactly(monkeypatch):
     assert invert(logprobs, uniform).tolist() == places.tolist()
     monkeypatch.setattr(inversion, "CHUNK", num_tokens * 2)
     assert invert(logprobs, uniform).tolist() == places.tolist()
+
+
+def test_no_token_is_drawn_from_what_is_not_a_number():
+    logprobs = torch.log_softmax(torch.zeros(3, 5), -1)
+    logprobs[1, 2] = torch.nan
+    with pytest.raises(
+        ValueError, match="^sampler check: .* are NaN; weights of model.path, .* not finite.$"
+    ):
+        invert(logprobs, torch.full((3,), 0.5, dtype=torch.float64))
