@@ -213,6 +213,8 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
 
     in_order: whether a GPU runs all work in the order of its launches.
     """
+    from rl.runtime.rendezvous import address_of_host
+
     ranks.export()
     # Rank 0 holds connections to all ranks, and strangers may open some to the ports of libraries.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -243,6 +245,9 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
     if ranks.on_one_host:  # then nothing listens on an interface that another node reaches
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
         defaults["VLLM_HOST_IP"] = "127.0.0.1"
+    elif address := address_of_host(ranks):
+        # vLLM's queue of a group over several nodes would listen on the way to the internet, or everywhere.
+        defaults["VLLM_HOST_IP"] = address
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

@@ -60,6 +60,11 @@ def main(argv: list[str]) -> int:
     add("--logs", metavar="DIR", type=Path, help="directory of the ranks' logs (RUN/elastic)")
     add("overrides", metavar="key=value", nargs="*", help="config overrides")
     options = parser.parse_intermixed_args(argv)
+    if options.ranks < 1 or options.nodes < 1 or "/" in options.node:
+        parser.error(
+            f"--ranks={options.ranks}, --nodes={options.nodes} and --node={options.node} must be two numbers "
+            "of at least 1 and a host name"
+        )
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})  # they stay pending
     try:
         return Agent(options).run()
@@ -81,6 +86,9 @@ class Agent:
         job, now = os.environ.get("SLURM_JOB_ID", ""), time.time_ns()
         node, address = options.node, options.node + os.environ.get("LOCKSTEP_NODE_SUFFIX", "")
         self.options = options
+        self.patience = _number("LOCKSTEP_JOIN_TIMEOUT", 60)
+        """Seconds for which a start waits for the other nodes."""
+        self.max_attempts = _number("MAX_ATTEMPTS", 3)
         self.config = self._config([])
         digest = hashlib.sha256(f"{options.ranks} {self.config!r}".encode()).hexdigest()
         self.lease = Lease(f"{node}-{os.getpid()}-{now}", node, address, options.ranks, job, digest, now)
@@ -275,15 +283,14 @@ class Agent:
     def _form(self, last: Generation, candidates: list[Lease], come: bool) -> None:
         """Begin a session: the first generation after a start, or after the death of all members."""
         waited, number = time.monotonic() - self.since, last.number + 1
-        patience = float(os.environ.get("LOCKSTEP_JOIN_TIMEOUT", "60"))
         if not candidates and not come:
             self._finish(number, 75, "all nodes leave")
-        elif len(candidates) < self.options.nodes and (come or waited < patience):
+        elif len(candidates) < self.options.nodes and (come or waited < self.patience):
             return
         elif self._nodes(len(candidates)):
             target = 0 if last.code is not None else last.target
             self._propose(number, candidates, target=max(target, len(candidates)), reason="start")
-        elif waited >= patience:
+        elif waited >= self.patience:
             nodes = f"{len(candidates)} nodes came, but the smallest layout needs {min(self.layouts)}"
             self._finish(number, 75, nodes)
 
@@ -302,7 +309,7 @@ class Agent:
         failed = not lost and code not in (0, 75)
         step = self._checkpoint_step()
         attempts = 1 if step > at.step else at.attempts + failed
-        if attempts > int(os.environ.get("MAX_ATTEMPTS", "3")):
+        if attempts > self.max_attempts:
             return self._finish(
                 at.number + 1, code, f"{at.attempts} failures without a checkpoint after {step}"
             )
@@ -405,6 +412,14 @@ class Agent:
 
     def _say(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} agent of {self.lease.node}: {text}", flush=True)
+
+
+def _number(name: str, default: float) -> float:
+    """Return an environment variable as a number. Raises ValueError before a death needs it."""
+    try:
+        return float(text := os.environ.get(name) or str(default))
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be a number; set one, or unset it.") from None
 
 
 def _environment(at: Generation, place: int, rank: int, local: int) -> dict[str, str]:

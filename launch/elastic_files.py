@@ -127,7 +127,7 @@ class Board:
         """
         number = 0 if known is None else known.number
         if known is None:  # the names of later ones are known, which is safer than a list on a network disk
-            numbers = [int(path.stem[-6:]) for path in self.directory.glob("generation-*.json")]
+            numbers = [int(path.stem[-6:]) for path in self.directory.glob(f"generation-{'[0-9]' * 6}.json")]
             number = max(numbers, default=1) - 1
         while (content := _read(self._path(number + 1))) is not None:
             number += 1

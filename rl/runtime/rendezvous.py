@@ -134,6 +134,17 @@ def address_to_bind(ranks: Ranks) -> str:
     return ""
 
 
+def address_of_host(ranks: Ranks) -> str:
+    """Return this host's address in the network of rank 0's node; '' if it is unknown, or loopback."""
+    with contextlib.suppress(OSError):  # no such name, or no route
+        family, *_, place = socket.getaddrinfo(ranks.master_addr, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # chooses the address, and sends nothing
+            address = probe.getsockname()[0]
+        return "" if ipaddress.ip_address(address).is_loopback else address
+    return ""
+
+
 def candidate_ports(attempt: str, secret: bytes) -> list[int]:
     """Return the ports of a step in the order of trial, a function of its attempt and the job's key."""
     seed = hmac.digest(secret, b"ports of " + attempt.encode(), hashlib.sha256)

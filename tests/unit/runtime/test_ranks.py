@@ -385,6 +385,21 @@ def test_a_rank_may_open_as_many_files_as_the_hard_limit():
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout == b"256 256\n"
 
 
+@pytest.mark.parametrize(
+    "first, expected", [("192.0.2.9", True), ("127.0.0.1", False), ("no.invalid", False)]
+)
+def test_vllm_listens_in_the_network_of_the_first_node(monkeypatch, first, expected):
+    from train_rl import prepare_environment
+
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+    prepare_environment(discover(slurm_step(2, 0, 1, MASTER_ADDR=first)))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if expected and probe.connect_ex((first, 9)):
+            pytest.skip("this machine has no route there")
+        own = probe.getsockname()[0]
+    assert os.environ.get("VLLM_HOST_IP") == (own if expected else None)
+
+
 @pytest.mark.parametrize("in_order, expected", [(True, "1"), (False, None)])
 def test_only_the_gpu_of_a_run_without_roles_has_one_queue(monkeypatch, in_order, expected):
     from train_rl import prepare_environment
