@@ -132,16 +132,6 @@ requeue() {
     exit "$1" # Slurm ends this script anyway
 }
 
-# Print the last lines of the ranks that reported an error in this attempt and stopped writing first. Rank 0's are above.
-show_errors() {
-    local file
-    find "$rank_logs" -name 'rank-[1-9]*.log' -newer "$rank_logs/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
-        xargs -r0 ls -tr | head -n 3 | while read -r file; do
-        echo "==> $file"
-        tail -n 8 "$file"
-    done
-}
-
 train() {
     local config=$1 code=0
     shift

@@ -18,7 +18,7 @@
 set -eu
 # shellcheck source=/dev/null
 if [ -f "$LOCKSTEP_ROOT/slurm/site.sh" ]; then source "$LOCKSTEP_ROOT/slurm/site.sh"; fi
-rank_logs=${LOCKSTEP_LOGS:-$PWD}/$job_name.ranks # one file per node; a job that runs again appends
+rank_logs=${LOCKSTEP_LOGS:-$PWD}/$job_name.ranks # one file per rank; a job that runs again appends
 mkdir -p "$rank_logs"
 chmod o-rwx "$rank_logs"
 
@@ -92,7 +92,8 @@ NODE
     # Schedulers may replace the code of a command on another node.
     if [ "$code" -ne 0 ] && [ "$(run_state)" = stopped ]; then requeue 75; fi
     if [ "$code" -eq 0 ]; then return 0; fi
-    say "the run failed; the logs of the nodes are in $rank_logs" >&2
+    show_errors >&2
+    say "the run failed; the logs of the ranks are in $rank_logs" >&2
     # 2: the input is invalid, also for the next start.
     if [ "$code" -ne 2 ] && [ "${RETRY_CRASHED:-0}" = 1 ]; then requeue "$code"; fi
     exit "$code"

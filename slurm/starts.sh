@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# Starts of a job since its newest checkpoint, for job.sh and nodes.sh, which set job_id, rank_logs and LOCKSTEP_STATUS.
+# Starts of a job since its newest checkpoint, and the errors of its ranks, for job.sh and nodes.sh, which set job_id, rank_logs and LOCKSTEP_STATUS.
 
 say() { echo "job $job_id: $*"; }
 
@@ -31,4 +31,14 @@ count_start() {
     if [ "$started_at" != "$last" ]; then attempts=0; fi
     attempts=$((attempts + 1))
     echo "$attempts $started_at" >"$rank_logs/attempts"
+}
+
+# Print the last lines of the logs with an error of this attempt, those that ended first. Rank 0's are above.
+show_errors() {
+    local file
+    find "$rank_logs" -name '[rn]*-[!0]*.log' -newer "$rank_logs/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
+        xargs -r0 ls -tr | head -n 3 | while read -r file; do
+        echo "==> $file"
+        tail -n 8 "$file"
+    done
 }

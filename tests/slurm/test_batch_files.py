@@ -139,7 +139,9 @@ def test_an_agent_per_node_starts_the_ranks_of_an_elastic_run(site):
     assert job.command[3:] == command.split()
     assert job.env["SRUN_CPUS_PER_TASK"] == "64" and job.env["SBATCH_PARTITION"] == "gpu"
     join = job.env["LOCKSTEP_JOIN"].split()
-    assert {"--job-name=elastic-join", "--gpus-per-node=8", "--ntasks-per-node=8"} <= set(join)
+    assert {"--no-requeue", "--job-name=elastic-join", "--gpus-per-node=8", "--ntasks-per-node=8"} <= set(
+        join
+    )
     assert join[-2:] == words.split()[1:]
 
 

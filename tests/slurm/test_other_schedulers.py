@@ -108,6 +108,18 @@ def test_a_job_without_a_config_says_how_to_submit_it(tmp_path, config):
     assert "qsub -v CONFIG=FILE" in found["pbs"] and "CONFIG=FILE bsub" in found["lsf"]
 
 
+def test_the_error_of_another_node_is_in_the_jobs_log(scheduler, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/bash\nif [ "$NODE_RANK" = 0 ]; then exit 0; fi; echo "error: no GPU" >&2; exit 3\n'
+    )
+    python.chmod(0o755)
+    job = scheduler.start(PYTHON=str(python))
+    assert job.wait(60) == 3, scheduler.log
+    assert f"==> {tmp_path}/my-run.ranks/node-1.log\nerror: no GPU\n" in scheduler.log
+    assert "the run failed" in scheduler.log and not scheduler.again
+
+
 @pytest.mark.slow
 def test_two_nodes_train_and_a_stopped_run_is_run_again(scheduler, tmp_path):
     """A signal stops the first job; the second one ends the run."""

@@ -20,7 +20,7 @@ def calls(tmp_path, monkeypatch):
         path.chmod(0o755)
     (tmp_path / "queue").touch()
     log = tmp_path / "calls"
-    for name, value in {"CALLS": log, "QUEUE": tmp_path / "queue", JOIN: "file.sbatch my.yaml"}.items():
+    for name, value in {"CALLS": log, "QUEUE": tmp_path / "queue", JOIN: "--no-requeue my.sbatch"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
 
@@ -50,9 +50,10 @@ def test_slurm_requeues_no_job_while_the_run_lives_in_another(tmp_path, calls):
 
 def test_one_job_at_a_time_brings_the_missing_nodes(tmp_path, calls):
     jobs, later, at = Jobs(tmp_path, "1", print), Jobs(tmp_path, "1", print), leases("1", "1")
-    assert calls(2, jobs.tell, at, 2) == ["sbatch --parsable --nodes=2 file.sbatch my.yaml"]
-    while not (tmp_path / "job-9").exists():
+    assert calls(2, jobs.tell, at, 2) == ["sbatch --parsable --nodes=2 --no-requeue my.sbatch"]
+    while not (tmp_path / "job-9").exists() or not (noted := (tmp_path / "job-9").read_text()):
         time.sleep(0.02)
+    assert noted == "0"
     (tmp_path / "queue").write_text("9 PENDING\n")
     assert calls(1, later.tell, at, 2) == []
     assert calls(2, jobs.end, 0, ["n0"], ["n0", "n1"]) == ["scancel 9"]
