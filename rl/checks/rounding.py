@@ -22,7 +22,8 @@ WARNED, ENDED = 4.0, 8.0
 EVERY = 50
 """Number of batches after which the noise is measured again: it depends on the lengths and the entropy."""
 MIN_TOKENS = 64
-"""Minimum number of tokens of a measurement, if the batch has so many."""
+"""Minimum number of tokens of a measurement. With n fewer in a batch the limit grows by sqrt(MIN_TOKENS / n):
+the mean of few tokens depends on the largest."""
 SEED = 0
 
 
@@ -61,18 +62,20 @@ class RoundingNoise:
         self._noise: float | None = None
         self._measured = self._present = 0.0
         """Mean of 1 - p over the tokens of the last measurement, and over those of the present batch."""
+        self._few = 1.0
 
     def plan(self, first: MicroBatchPlan, batch: Batch, counted: Tensor) -> MicroBatchPlan | None:
-        """Return the micro-batches to measure with; None if no measurement is due, or no token is counted.
+        """Return the micro-batches to measure with; None if no measurement is due, or tokens are too few.
 
         Call it for each batch. first: of the first mini-batch. counted: bool [T], the tokens that the present
         weights sampled.
         """
         self._present = _mean_doubt(batch, counted)
+        self._few = math.sqrt(max(1.0, MIN_TOKENS / max(1, int(counted.sum()))))
         if self._noise is not None and self._age % EVERY:
             return None
         plan = few_tokens(first, batch, counted, multiple=self._multiple, enough=MIN_TOKENS)
-        return plan if counted[_tokens(plan, batch)].any() else None
+        return plan if int(counted[_tokens(plan, batch)].sum()) >= MIN_TOKENS else None
 
     def measure(self, plan: MicroBatchPlan, batch: Batch, counted: Tensor, passes: list[Tensor]) -> None:
         """Keep the mean difference of two passes, float32 [T] each, over the counted tokens of the plan."""
@@ -87,7 +90,7 @@ class RoundingNoise:
     def noise(self) -> float | None:
         """Noise of the present batch; None before the first measurement. Not below the measured one."""
         more = self._present / self._measured if self._measured else 1.0
-        return None if self._noise is None else self._noise * max(1.0, more)
+        return None if self._noise is None else self._noise * max(1.0, more) * self._few
 
     @property
     def limit(self) -> float:

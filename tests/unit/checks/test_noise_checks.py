@@ -149,3 +149,16 @@ def test_the_noise_grows_with_the_doubt_of_the_policy():
     assert noise.limit == pytest.approx(ENDED * 1e-3 * 63.5, rel=0.01)
     noise.plan(plan, certain, counted)
     assert noise.limit == pytest.approx(ENDED * 1e-3, rel=0.01)
+
+
+def test_few_tokens_measure_no_noise_and_have_more_of_it():
+    batch, plan = batch_of(np.random.default_rng(8)), [[[*range(SAMPLES)]]]
+    batch.rollout_logprobs = torch.full_like(batch.old_logprobs, -1.0)
+    noise, counted = RoundingNoise(1, 1.0), batch.mask > 0
+    few = counted & (counted.cumsum(0) <= 4)
+    assert noise.plan(plan, batch, few) is None and noise.noise is None
+    assert noise.plan(plan, batch, counted) == plan
+    noise.measure(plan, batch, counted, [batch.old_logprobs, batch.old_logprobs + 1e-3])
+    assert noise.noise == pytest.approx(1e-3, rel=0.01)
+    noise.plan(plan, batch, few)
+    assert noise.noise == pytest.approx(4e-3, rel=0.01)
