@@ -2,7 +2,7 @@
 
 The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most. Here the noise
 is measured: log-probs are compared with those of a second pass that rounds the hidden states once more.
-Engine and trainer of a right run differ by 1.3 to 2.5 times this noise. An error of the logits moves the
+Engine and trainer of a right run differ by 1 to 2.6 times this noise. An error of the logits moves the
 log-prob of a token of probability p in proportion to 1 - p, so the noise grows with the mean of 1 - p.
 """
 
@@ -109,7 +109,7 @@ class RoundingNoise:
         return (
             f"warning: log-prob check: engine and trainer differ by {gap:.2g} nats per token, "
             f"{gap / self.noise:.1f} times the noise that one more rounding per layer causes in this model; "
-            "1.3 to 2.5 is usual."
+            "1 to 2.6 is usual."
         )
 
 
