@@ -8,6 +8,7 @@ from rl.dry_run.changes import Change
 from rl.dry_run.estimate import Estimate
 from rl.dry_run.generation import seconds_between_nodes
 from rl.dry_run.hardware import GIB
+from rl.dry_run.images import images_of
 from rl.dry_run.memory import num_micro_batches
 from rl.dry_run.parameters import count_parameters, count_stages
 from rl.dry_run.timing import idle_share
@@ -201,6 +202,12 @@ def _work(estimate: Estimate) -> str:
         lines.append(
             f"generation: {ranks} ranks on {nodes} nodes hold the weights; every layer's messages between "
             f"them take about {lost:.0f} s of gen"
+        )
+    if images := images_of(estimate.config, estimate.models["policy"], lengths):
+        lines.append(
+            f"images: at most {images.tokens:,} tokens of a prompt, {images.pixels:,} pixels; the tower takes "
+            f"{images.operations / 1e9:,.0f} GFLOP for them, and samples of a step hold "
+            f"{3 * images.pixels * estimate.sequences / GIB:.2f} GiB of pixels"
         )
     if refit := estimate.refit:
         lines.append(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
 from rl.dry_run.generation import Lengths, engines_of, generation_seconds, work_of
 from rl.dry_run.hardware import Hardware
+from rl.dry_run.images import encoding_seconds, images_of
 from rl.dry_run.memory import (
     ITEMSIZE,
     Layout,
@@ -94,8 +95,13 @@ def estimate_seconds(
         assert memory.engine is not None
         work = work_of(config, lengths, points)
         engines = engines_of(config, layout, models, memory.engine, lengths, hardware)
-        seconds["gen"] = generation_seconds(work, engines)
-        idle["gen"] = max(0.0, seconds["gen"] - generation_seconds(replace(work, sigma=0.0), engines))
+        images, groups = images_of(config, policy, lengths), points * config.data.prompts_per_step
+        ranks = layout.replicas * layout.rollout_tp
+        encoding = encoding_seconds(images, groups, ranks, hardware) if images else 0.0
+        seconds["gen"] = generation_seconds(work, engines) + encoding
+        idle["gen"] = max(
+            0.0, seconds["gen"] - encoding - generation_seconds(replace(work, sigma=0.0), engines)
+        )
         if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
             add("old_log_prob", policy, 2, share)
     if needs_reference(config):
@@ -154,6 +160,9 @@ def training_pass(
     """
     products = model.multiplied + model.score_products(lengths.total)
     operations = per_parameter * products * sequences * lengths.total
+    if images := images_of(config, model, lengths):
+        # Every tensor parallel rank of the first stage computes the tower; the other stages wait.
+        operations += images.pass_operations(per_parameter) * sequences * layout.tp * layout.pp
     imbalance = hardware.expert_imbalance if model.num_experts else 1.0
     arithmetic = imbalance * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
     micro_batches = num_micro_batches(config, layout, lengths.total)

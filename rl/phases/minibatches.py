@@ -115,9 +115,27 @@ class MinibatchPlanner:
 
     def operations(self, batch: Batch, plans: list[MinibatchPlan], model: "TrainingEngine") -> int:
         """Return the operations of a forward pass of a model over the plans, on all ranks."""
+        return self._sum(batch, plans, self._cost_of(model))
+
+    def update_operations(self, batch: Batch, plans: list[MinibatchPlan], model: "TrainingEngine") -> int:
+        """Return the operations of forward and backward passes of a model over the plans, on all ranks.
+
+        A backward pass takes as many operations as a forward pass for the input's gradients, and as many for
+        the weights' gradients, which adapters do not need. A frozen vision tower needs neither.
+        """
+        cost = self._cost_of(model)
+        whole = self._sum(batch, plans, cost)
+        if not model.has_frozen_weights:
+            return 3 * whole
+        return 2 * whole if cost.tower is None else 3 * whole - 2 * self._sum(batch, plans, cost.of_images)
+
+    def _cost_of(self, model: "TrainingEngine") -> Cost:
         if model not in self._costs:
             self._costs[model] = Cost.of_model(model.weight_map.hf, model.weight_map.weights)
-        work = Workload.of_batch(batch, cost=self._costs[model], shared_prefix=self._shares_prompts)
+        return self._costs[model]
+
+    def _sum(self, batch: Batch, plans: list[MinibatchPlan], cost: Cost) -> int:
+        work = Workload.of_batch(batch, cost=cost, shared_prefix=self._shares_prompts)
         return sum(work.cost(micro) for p in plans for rank in p.micro_batches for micro in rank)
 
     def _plan_samples(self, work: Workload, samples: list[int], samples_per_unit: int) -> MinibatchPlan:

@@ -234,10 +234,7 @@ class Updates:
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] = sums.get(name, 0.0) + value
         if step.peak_tflops:
-            # A backward pass takes as many operations as a forward pass for the input's gradients, and as
-            # many for the weights' gradients.
-            passes = 2 if model.has_frozen_weights else 3
-            step.operations[timing] += passes * epochs * self._planner.operations(batch, plans, model)
+            step.operations[timing] += epochs * self._planner.update_operations(batch, plans, model)
         num_updates = len(plans) * epochs
         return {name: value / num_updates for name, value in sums.items()} | {"lr": lr}
 

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch import Tensor
 from rl.data.batch import Batch
 from rl.models.layout import VOCAB, Weight
 from rl.models.sizes import attention_widths, num_experts
+
+if TYPE_CHECKING:  # runs without images do not import it
+    from rl.models.tower_cost import TowerCost
 
 MicroBatches = list[list[int]]
 """Sample indices of each micro-batch of one data parallel rank; an empty one holds only padding."""
@@ -50,11 +53,18 @@ class Cost:
     """Operations of the head per answer token; the head reads only positions that predict one."""
     per_pair: int = 0
     """Operations of attention per pair of a token and itself or an earlier token, in all layers."""
+    tower: "TowerCost | None" = None
+    """Operations of images; None for a model that reads none."""
 
     @classmethod
     def of_model(cls, hf: dict, weights: Iterable[Weight]) -> "Cost":
         """Return the cost of a forward pass. hf: the model's config.json; weights: from `rl.models`."""
-        layers = routed = head = 0
+        weights, layers, routed, head, tower = list(weights), 0, 0, 0, None
+        if "vision_config" in hf:
+            from rl.models.tower_cost import TowerCost
+
+            tower = TowerCost.of_model(hf, weights)
+            weights = [weight for weight in weights if not weight.megatron.startswith("visual.")]
         for weight in weights:
             if weight.expert is not None:
                 routed += weight.num_elements
@@ -64,7 +74,12 @@ class Cost:
                 head += weight.num_elements
         if routed:
             layers += routed * hf["num_experts_per_tok"] // num_experts(hf)
-        return cls(2 * layers, 2 * head, 2 * hf["num_hidden_layers"] * sum(attention_widths(hf)))
+        return cls(2 * layers, 2 * head, 2 * hf["num_hidden_layers"] * sum(attention_widths(hf)), tower)
+
+    @property
+    def of_images(self) -> "Cost":
+        """The part of a vision tower."""
+        return Cost(0, 0, 0, self.tower)
 
 
 class Workload:
@@ -73,15 +88,24 @@ class Workload:
     Args:
         prompts, answers: number of tokens of each sample's prompt and answer, int64 [N].
         groups: samples with the same number have the same prompt, int64 [N] (`contexts`).
+        images: operations of the images of each sample's prompt, int64 [N]; None: there are none.
         shared_prefix: whether a micro-batch contains the prompt of a group once instead of once per sample.
     """
 
     def __init__(
-        self, prompts: Tensor, answers: Tensor, groups: Tensor, *, cost: Cost, shared_prefix: bool = True
+        self,
+        prompts: Tensor,
+        answers: Tensor,
+        groups: Tensor,
+        *,
+        cost: Cost,
+        shared_prefix: bool = True,
+        images: Tensor | None = None,
     ):
         own = (cost.per_token + cost.per_answer_token) * answers
         own = own + cost.per_pair * (answers * prompts + answers * (answers + 1) // 2)
         shared = cost.per_token * prompts + cost.per_pair * (prompts * (prompts + 1) // 2)
+        shared = shared if images is None else shared + images
         if not shared_prefix:
             own, answers, groups = own + shared, answers + prompts, torch.arange(len(groups))
             shared, prompts = torch.zeros_like(own), torch.zeros_like(prompts)
@@ -95,8 +119,20 @@ class Workload:
 
     @classmethod
     def of_batch(cls, batch: Batch, *, cost: Cost, shared_prefix: bool) -> "Workload":
+        images = None
+        if cost.tower is not None:
+            per_prompt = [
+                sum(cost.tower.operations(image.num_tokens) for image in prompt.images)
+                for prompt in batch.prompts
+            ]
+            images = torch.tensor([per_prompt[group] for group in batch.groups.tolist()])
         return cls(
-            batch.prompt_lengths, batch.lengths, contexts(batch), cost=cost, shared_prefix=shared_prefix
+            batch.prompt_lengths,
+            batch.lengths,
+            contexts(batch),
+            cost=cost,
+            shared_prefix=shared_prefix,
+            images=images,
         )
 
     def cost(self, samples: Sequence[int]) -> int:

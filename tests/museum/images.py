@@ -25,6 +25,23 @@ def images_of_another_sample(bug: Bug, completion, self, engine, internal_id, ou
     return before
 
 
+@exhibit("microsoft/agent-lightning#559", **IMAGES)
+@caught_by("images of samples", r"WrongImages: image check: sample \d+ came with 0 bytes of pixels")
+@replaces("rl.vision.requests.ImageRequests.completion")
+def images_lost_on_the_way(bug: Bug, completion, self, engine, internal_id, output):
+    """The engine saw the images, but the samples came to the trainer without them."""
+    return {name: values[:0] for name, values in completion(self, engine, internal_id, output).items()}
+
+
+@exhibit("huggingface/trl#5461", **IMAGES)
+@caught_by("images of samples", r"WrongImages: image check: sample \d+ came with \d+ bytes of pixels")
+@replaces("rl.vision.requests.ImageRequests.completion")
+def image_doubled_on_the_way(bug: Bug, completion, self, engine, internal_id, output):
+    """Images were repeated for the samples of a prompt where they had been repeated before."""
+    held = completion(self, engine, internal_id, output)
+    return {name: np.concatenate([values, values]) for name, values in held.items()}
+
+
 @exhibit("Blaizzy/mlx-vlm#1744", **IMAGES)
 @caught_by(GAP, DIFFER)
 @replaces("rl.vision.requests.image_input")

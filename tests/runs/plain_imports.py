@@ -29,6 +29,7 @@ OF_FEATURES = (
     "rl.run.generators",
     "rl.run.points",
     "rl.sandbox",
+    "rl.models.tower_cost",
     "rl.vision",
 )
 """Modules, or packages, that a synchronous run of single turns on text has no need of."""

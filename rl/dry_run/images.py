@@ -1,0 +1,42 @@
+"""The images of a prompt in a dry run, which reads no data: all of its tokens are those of one image."""
+
+from dataclasses import dataclass
+
+from rl.config.schema import Config
+from rl.dry_run.generation import Lengths
+from rl.dry_run.hardware import Hardware
+from rl.dry_run.shape import Model
+
+
+@dataclass(frozen=True)
+class Images:
+    """The image of a prompt of mean length, of at most data.max_pixels."""
+
+    tokens: int
+    pixels: int
+    operations: int
+    """Of the tower's forward pass."""
+    passes: int
+    """Forward passes that take as many operations as an update of the tower."""
+
+    def pass_operations(self, per_parameter: float) -> float:
+        """Return the tower's operations in a pass that takes so many per parameter and token of text."""
+        return self.operations * min(per_parameter / 2, self.passes)
+
+
+def images_of(config: Config, model: Model, lengths: Lengths) -> Images | None:
+    """Return the images of a prompt; None for a model that reads none."""
+    if "vision_config" not in model.hf:
+        return None
+    from rl.models.tower_cost import TowerCost
+
+    vision, cost = model.hf["vision_config"], TowerCost.of_model(model.hf, model.weights)
+    unit = cost.merged * vision["patch_size"] ** 2
+    tokens = int(min(lengths.prompt, config.data.max_pixels // unit or lengths.prompt))
+    passes = 3 if config.model.vision == "train" else 1
+    return Images(tokens, tokens * unit, cost.operations(tokens), passes)
+
+
+def encoding_seconds(images: Images, prompts: int, num_ranks: int, hardware: Hardware) -> float:
+    """Return the seconds in which engines of so many ranks encode the images, each rank its share."""
+    return prompts * images.operations / (num_ranks * hardware.tflops * 1e12 * hardware.train_share)

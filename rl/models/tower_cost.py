@@ -1,0 +1,51 @@
+"""Operations of a vision tower, for the balance of micro-batches, perf/mfu and the dry run."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rl.models.layout import Weight
+
+
+@dataclass(frozen=True)
+class TowerCost:
+    """Operations of a forward pass of one image: a product and a sum count as two."""
+
+    per_patch: int
+    """Of the linear layers, per patch."""
+    per_token: int
+    """Of the mergers, per token of the text model."""
+    per_pair: int
+    """Of attention, per pair of patches that see each other."""
+    layers: tuple[int, int]
+    """Number of layers in which all patches see each other, and in which only those of a window do."""
+    window: int
+    """Patches of a window."""
+    merged: int
+    """Patches per token."""
+
+    @classmethod
+    def of_model(cls, hf: dict, weights: Iterable[Weight]) -> "TowerCost":
+        """Return the cost of a model's tower. hf: its config.json; weights: from `rl.models`."""
+        vision, per_patch, per_token = hf["vision_config"], 0, 0
+        for weight in weights:
+            if not weight.megatron.startswith("visual.") or "pos_embed" in weight.megatron:
+                continue
+            if "merger" in weight.megatron:
+                per_token += 2 * weight.num_elements
+            else:
+                per_patch += 2 * weight.num_elements
+        full = len(vision["fullatt_block_indexes"]) if "window_size" in vision else vision["depth"]
+        return cls(
+            per_patch,
+            per_token,
+            4 * vision["hidden_size"],
+            (full, vision["depth"] - full),
+            (vision.get("window_size", 0) // vision["patch_size"]) ** 2,
+            vision["spatial_merge_size"] ** 2,
+        )
+
+    def operations(self, tokens: int) -> int:
+        """Return the operations of an image of so many tokens of the text model."""
+        patches, (full, windowed) = tokens * self.merged, self.layers
+        pairs = full * patches**2 + windowed * patches * min(patches, self.window)
+        return self.per_patch * patches + self.per_token * tokens + self.per_pair * pairs

@@ -1,0 +1,77 @@
+"""Operations of vision towers are those that torch counts in the towers of transformers."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl.config.schema import load_config
+from rl.data.batch import Batch
+from rl.dry_run.estimate import estimate
+from rl.dry_run.hardware import Hardware
+from rl.dry_run.report import report
+from rl.dry_run.shape import SHAPES
+from rl.models import architecture
+from rl.training.micro_batch_plans import Cost, Workload
+from tests.checkpoints import VISION, tiny_config
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (12, 8)])
+@pytest.mark.parametrize("name", VISION)
+def test_operations_are_those_that_torch_counts(name, grid):
+    config = tiny_config(name)
+    config._attn_implementation = config.vision_config._attn_implementation = "eager"
+    hf = json.loads(config.to_json_string(use_diff=False))
+    hf = {**hf["text_config"], **hf}
+    cost = Cost.of_model(hf, architecture(hf).weights(hf)).tower
+    tower = getattr(transformers, name)(config).model.visual.float()
+    vision = hf["vision_config"]
+    channels = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    patches = torch.zeros(grid[0] * grid[1], channels)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(patches, grid_thw=torch.tensor([(1, *grid)]))
+    # Biases and norms count too, as in the text model.
+    assert cost.operations(len(patches) // cost.merged) == pytest.approx(counter.get_total_flops(), rel=0.06)
+
+
+def test_a_row_costs_what_its_images_and_its_text_do():
+    hf = json.loads((SHAPES / "qwen2.5-vl-7b" / "config.json").read_text())
+    weights = architecture(hf).weights(hf)
+    cost = Cost.of_model(hf, weights)
+    text = [weight for weight in weights if not weight.megatron.startswith("visual.")]
+    plain = {key: value for key, value in hf.items() if key != "vision_config"}
+    assert replace(cost, tower=None) == Cost.of_model(plain, text)
+    prompts = [
+        SimpleNamespace(images=[SimpleNamespace(num_tokens=n) for n in sizes]) for sizes in ((6, 9), ())
+    ]
+    ids = [np.arange(20, dtype=np.int32)] * 3
+    batch = Batch(ids, ids, torch.tensor([0, 0, 1]), torch.zeros(3, dtype=torch.bool), prompts=prompts)
+    images = cost.tower.operations(6) + cost.tower.operations(9)
+    for shared, times in ((True, 1), (False, 2)):
+        work, of_text = (
+            Workload.of_batch(batch, cost=each, shared_prefix=shared)
+            for each in (cost, replace(cost, tower=None))
+        )
+        assert work.cost([0, 1]) - of_text.cost([0, 1]) == times * images
+        assert work.cost([2]) == of_text.cost([2])
+        only = Workload.of_batch(batch, cost=cost.of_images, shared_prefix=shared)
+        assert only.cost([0, 1, 2]) == times * images
+
+
+def test_the_dry_run_counts_images():
+    keys = ("model.path=qwen2.5-vl-7b", "data.image_key=images", "data.max_prompt_tokens=2048")
+    keys += ("algorithm=grpo", "data.train=[a.parquet]", "training.tp=2", "rollout.tp=2")
+
+    def found(*more):
+        return estimate(load_config(None, (*keys, *more)), 8, Hardware(), plan=False)
+
+    frozen, learns = found(), found("model.vision=train")
+    small = found(f"data.max_pixels={28 * 28 * 256}")
+    assert "images: at most 1,024 tokens of a prompt, 802,816 pixels; the tower takes" in report(frozen)
+    assert small.seconds["gen"] < frozen.seconds["gen"]
+    assert small.seconds["update_actor"] < frozen.seconds["update_actor"] < learns.seconds["update_actor"]
