@@ -10,6 +10,7 @@ JSONL or CSV by the name of the file; parquet and JSONL have every column, CSV t
 """
 
 import argparse
+import base64
 import json
 import math
 import sys
@@ -180,8 +181,14 @@ def export(tables: Iterator["pa.Table"], path: Path) -> int:
         )
     else:
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
+            rows = (json.dumps(row, ensure_ascii=False, default=_base64) for row in table.to_pylist())
+            file.writelines(row + "\n" for row in rows)
     return table.num_rows
+
+
+def _base64(file: bytes) -> str:
+    """Return an image's file as JSON can hold it."""
+    return base64.b64encode(file).decode()
 
 
 if __name__ == "__main__":

@@ -205,8 +205,8 @@ def _work(estimate: Estimate) -> str:
         )
     if images := images_of(estimate.config, estimate.models["policy"], lengths):
         lines.append(
-            f"images: at most {images.tokens:,} tokens of a prompt, {images.pixels:,} pixels; the tower takes "
-            f"{images.operations / 1e9:,.0f} GFLOP for them, and samples of a step hold "
+            f"images: at most {images.tokens:,} tokens of a prompt, {images.pixels:,} pixels; the tower "
+            f"takes {images.operations / 1e9:,.0f} GFLOP for them, and samples of a step hold "
             f"{3 * images.pixels * estimate.sequences / GIB:.2f} GiB of pixels"
         )
     if refit := estimate.refit:

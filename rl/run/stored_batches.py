@@ -44,6 +44,8 @@ FILE_COLUMNS = {
     },
 }
 """Type of each column of a file, as in `rl.run_directory.rollout_files.schema`."""
+OF_IMAGES = {"images": "binarys"}
+"""Further columns of a run with images."""
 
 
 class RolloutWriter:
@@ -58,7 +60,8 @@ class RolloutWriter:
     def __init__(self, config: Config, tokenizer, *, fence: Callable[[], None] = lambda: None):
         self._kind, self._tokenizer = config.logging.rollouts, tokenizer
         options: dict = dict(kind=self._kind, token_texts=self._token_texts, fence=fence)
-        self._log = RolloutLog(config.run.dir, FILE_COLUMNS, **options)
+        self._more = OF_IMAGES if config.data.image_key else {}
+        self._log = RolloutLog(config.run.dir, FILE_COLUMNS | self._more, **options)
 
     def write(self, step: int, collected: Batch, learned: Batch) -> None:
         """Store the batch of a step. collected: a shallow copy of it from before `learn`."""
@@ -67,7 +70,11 @@ class RolloutWriter:
             groups = [groups[i * len(groups) // SAMPLED_GROUPS] for i in range(SAMPLED_GROUPS)]
         samples = torch.isin(collected.groups, torch.tensor(groups)).nonzero().squeeze(1).tolist()
         arrays = stored_arrays(collected, learned)
-        self._log.write(step, partial(columns_of, step, collected, samples, arrays, self._decode))
+        self._log.write(step, partial(self._columns, step, collected, samples, arrays))
+
+    def _columns(self, step: int, batch: Batch, samples: list[int], arrays) -> dict[str, list[Any]]:
+        found = columns_of(step, batch, samples, arrays, self._decode)
+        return found | ({"images": images_of(batch, samples)} if self._more else {})
 
     def flush(self) -> None:
         self._log.flush()
@@ -153,6 +160,16 @@ def columns_of(
         columns["feedback"] = [batch.feedback[i] for i in samples]
     columns["messages"] = none if batch.turns is None else [_messages(batch, i, decode) for i in samples]
     return {name: columns.get(name, none) for name in FILE_COLUMNS}
+
+
+def images_of(batch: Batch, samples: list[int]) -> list[list[bytes] | None]:
+    """Return the files of the images of a prompt at the first of its samples, None at the others."""
+    groups = batch.groups[samples].tolist()
+    firsts = {group: place for place, group in reversed(list(enumerate(groups)))}
+    return [
+        [image.content for image in batch.prompts[group].images] if firsts[group] == place else None
+        for place, group in enumerate(groups)
+    ]
 
 
 def _places(owners: list[tuple[int, int]]) -> list[tuple[int, int]]:

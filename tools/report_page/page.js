@@ -255,6 +255,7 @@ async function openGroup(run, entry, line) {
   $("group").hidden = false;
   $("group-title").textContent = `Step ${entry.step}, group ${entry.group}${open.group.truth === null ? "" : `, ground truth ${open.group.truth.slice(0, 200)}`}`;
   $("prompt").textContent = open.group.prompt;
+  $("images").replaceChildren(...(open.group.images ?? []).map((file, i) => element("img", undefined, { src: `data:image/*;base64,${file}`, alt: `image ${i + 1}` })));
   drawGroup();
 }
 const list = (values, i) => (Array.isArray(values) ? values[i] : values);  // one number stands for equal ones

@@ -217,10 +217,12 @@ def _samples(
     for name, dtype in types.items():
         parts.add(f"{name}.{run}", np.ascontiguousarray(columns[name], dtype).tobytes())
     parts.add(f"source.{run}", own.tobytes())
-    kept = _kept_groups(columns["step"], columns["group"], columns["length"], limit)
+    images = {step: _images(path) for step, path in files.items()}
+    kept = _kept_groups(columns["step"], columns["group"], columns["length"], images, limit)
     vocabulary: dict[int, int] = {}
     for step, groups in kept.items():
         rows = [row for row in read(files[step], list(CONTENTS)).to_pylist() if row["group"] in groups]
+        rows = [row | {"images": images[step].get(row["group"], [])} for row in rows]
         parts.add_json(f"tokens.{run}.{step}", _groups(rows, vocabulary))
     texts = json.loads((run_dir / TOKENS_FILE).read_text(encoding="utf-8"))
     tokens = [texts[i] if i < len(texts) else f"<{i}>" for i in vocabulary]
@@ -228,13 +230,34 @@ def _samples(
     return {"kind": kind, "sources": sources, "stored": stored}, tokens
 
 
+def _images(path: Path) -> dict[int, list[str]]:
+    """Return the images of each group's prompt, as base64; empty for a run without images."""
+    import pyarrow.parquet as pq
+
+    if "images" not in pq.read_schema(path).names:
+        return {}
+    rows = read(path, ["group", "images"]).to_pylist()
+    return {
+        row["group"]: [base64.b64encode(file).decode() for file in row["images"]]
+        for row in rows
+        if row["images"]
+    }
+
+
 def _kept_groups(
-    steps: np.ndarray, groups: np.ndarray, lengths: np.ndarray, limit: float
+    steps: np.ndarray,
+    groups: np.ndarray,
+    lengths: np.ndarray,
+    images: dict[int, dict[int, list[str]]],
+    limit: float,
 ) -> dict[int, set[int]]:
-    """Return the groups of each step whose tokens are in the page: evenly spaced ones within the limit."""
+    """Return the groups of each step whose contents are in the page: evenly spaced ones within the limit."""
     sizes: dict[tuple[int, int], int] = defaultdict(lambda: GROUP_BYTES)
     for step, group, length in zip(steps.tolist(), groups.tolist(), lengths.tolist()):
         sizes[step, group] += TOKEN_BYTES * length
+    for step, found in images.items():
+        for group, files in found.items():
+            sizes[step, group] += sum(map(len, files))
     owners = list(sizes)
     share = min(1.0, limit / max(1, sum(sizes.values())))
     chosen = {owners[math.floor(i / share)] for i in range(math.floor(len(owners) * share + 1e-9))}
@@ -249,6 +272,7 @@ def _groups(rows: list[dict[str, Any]], vocabulary: dict[int, int]) -> list[dict
     groups: dict[int, dict[str, Any]] = {}
     for row in rows:
         first = {"group": row["group"], "prompt": row["prompt"], "truth": row["ground_truth"], "samples": []}
+        first |= {"images": row["images"]} if row["images"] else {}
         group = groups.setdefault(row["group"], first)
         ids = [vocabulary.setdefault(i, len(vocabulary)) for i in row["response_ids"]]
         sample = {name: row[name] for name in ("sample", "row", "truncated")}

@@ -1,12 +1,18 @@
+import base64
+import gzip
 import json
 import os
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from tests.stored_run import save_run
-from tools import report
+from rl.run.stored_batches import FILE_COLUMNS, OF_IMAGES, images_of
+from rl.run_directory.rollout_files import RolloutLog, stored_steps
+from tests.stored_run import TOKENS, batch, columns, save_run
+from tools import report, rollouts
 from tools.report_page import write
 
 ACCURACY = "val-core/add/acc/mean@1"
@@ -174,3 +180,29 @@ def test_a_copied_run_has_the_same_events(tmp_path):
     for path in run.rglob("*"):  # as after a copy
         os.utime(path, (0, 0))
     assert write._events(run, write._configs(run)) == events
+
+
+def test_the_page_has_the_images_of_the_groups_within_the_limit(tmp_path):
+    of, files = batch(1), {0: [b"\x89PNG of one", b"of two"], 1: [], 2: [bytes(5000)]}
+    prompts = [
+        replace(prompt, images=tuple(SimpleNamespace(content=file) for file in files[group]))
+        for group, prompt in enumerate(of.prompts)
+    ]
+    seeing = replace(of, prompts=prompts)
+    stored = columns(1, seeing) | {"images": images_of(seeing, list(range(len(seeing))))}
+    log = RolloutLog(tmp_path, FILE_COLUMNS | OF_IMAGES, kind="all", token_texts=lambda: TOKENS)
+    log.write(1, lambda: stored)
+    log.close()
+
+    def found(limit: int) -> dict[int, list[bytes]]:
+        parts = write.Parts()
+        write._samples(parts, 0, tmp_path, stored_steps(tmp_path), limit)
+        groups = json.loads(gzip.decompress(base64.b64decode(parts.packed["tokens.0.1"])))
+        return {each["group"]: [*map(base64.b64decode, each.get("images", []))] for each in groups}
+
+    assert found(2**20) == files
+    assert len(found(4000)) < 3  # the third image counts
+    assert rollouts.main([str(tmp_path), "--export", str(tmp_path / "out.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found_files = [[*map(base64.b64decode, row["images"])] for row in rows[::2]]
+    assert found_files == [*files.values()] and {row["images"] for row in rows[1::2]} == {None}
