@@ -10,13 +10,14 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl.config.schema import load_config
+from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.report import report
 from rl.dry_run.shape import SHAPES
 from rl.models import architecture
+from rl.phases.minibatches import MinibatchPlanner
 from rl.training.micro_batch_plans import Cost, Workload
 from tests.checkpoints import VISION, tiny_config
 
@@ -61,6 +62,19 @@ def test_a_row_costs_what_its_images_and_its_text_do():
         assert work.cost([2]) == of_text.cost([2])
         only = Workload.of_batch(batch, cost=cost.of_images, shared_prefix=shared)
         assert only.cost([0, 1, 2]) == times * images
+    planner = MinibatchPlanner(Config(), 1, cost, shares_prompts=True)
+    plans = planner.plans(batch)
+    learns, frozen = (Model(hf, weights, has_frozen_weights=own) for own in (False, True))
+    forward = planner.operations(batch, plans, learns)
+    assert planner.update_operations(batch, plans, learns) == 3 * forward
+    assert planner.update_operations(batch, plans, frozen) == 3 * (forward - images) + images
+
+
+class Model:
+    """What the planner reads of a training engine."""
+
+    def __init__(self, hf: dict, weights: list, *, has_frozen_weights: bool):
+        self.weight_map, self.has_frozen_weights = SimpleNamespace(hf=hf, weights=weights), has_frozen_weights
 
 
 def test_the_dry_run_counts_images():
