@@ -183,7 +183,18 @@ VISION: dict[str, tuple[dict, dict]] = {
     "Qwen2_5_VLForConditionalGeneration": (
         dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6])),
         TOWER | dict(window_size=56, fullatt_block_indexes=[1]),
-    )
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        dict(
+            head_dim=64,
+            num_hidden_layers=4,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, mrope_section=[12, 10, 10], mrope_interleaved=True
+            ),
+        ),
+        # Learned positions of a grid of 3 x 3; the images' grids are interpolated from it.
+        TOWER | dict(patch_size=14, num_position_embeddings=9, deepstack_visual_indexes=[1, 0]),
+    ),
 }
 """Architecture with a vision tower -> keys of its tiny text and vision configs in addition to SIZES."""
 

@@ -15,9 +15,16 @@ from rl.config.rollout import Rollout
 from rl.config.schema import Config, Training, algorithm_of, learns_from_data, needs_engine
 from rl.models import BITWISE, architecture
 from rl.models.fp8_blocks import cut_blocks, quantised_weights
-from rl.models.layout import FP8_BLOCK, Weight
+from rl.models.layout import FP8_BLOCK, Weight, stage_layers
 from rl.models.rope import positions
-from rl.models.sizes import expert_width, has_delta_nets, has_expert_biases, num_experts, num_kv_heads
+from rl.models.sizes import (
+    expert_width,
+    has_delta_nets,
+    has_expert_biases,
+    num_deep_layers,
+    num_experts,
+    num_kv_heads,
+)
 from rl.models.unsupported import needed
 
 
@@ -191,6 +198,12 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
         raise ConfigError(
             f"training.pp={pp} leaves stages without a layer, the model has {layers}; use "
             f"{listed(fits, 'or')}."
+        )
+    if pp > 1 and stage_layers(layers, pp)[0] < (deep := num_deep_layers(hf)):
+        fits = [n for n in divisors(world_size // tp) if n <= layers and stage_layers(layers, n)[0] >= deep]
+        raise ConfigError(
+            f"training.pp={pp} gives the first stage {stage_layers(layers, pp)[0]} layers, but it must have "
+            f"the {deep} that receive inner outputs of the vision tower; use {listed(fits, 'or')}."
         )
     check_chunks(config.training, layers)
     modules = config.training.recompute_modules if config.training.recompute == "selective" else []

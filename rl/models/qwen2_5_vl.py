@@ -10,6 +10,8 @@ from rl.models.layout import REPLICATED, Weight, rows_from
 from rl.models.rope import rope_parameters
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
+TOWER_CLASS = "qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"
+"""Module and name of the tower's class in transformers.models."""
 TOWER = "visual."
 """Begins the names of the tower's weights in Megatron and vLLM."""
 
@@ -24,9 +26,17 @@ def check(hf: dict) -> None:
         raise ValueError("Qwen2.5-VL with another activation than silu in its vision tower is not supported.")
 
 
-def check_axes(hf: dict, family: str) -> None:
-    """Raise ValueError unless the rotary embedding is the plain one with three axes."""
+def check_axes(hf: dict, family: str, *, interleaved: bool = False) -> None:
+    """Raise ValueError unless the rotary embedding is the plain one with three axes.
+
+    interleaved: whether the pairs of channels of the axes alternate, as in Qwen3-VL.
+    """
     rope = rope_parameters(hf)
+    if bool(rope.get("mrope_interleaved")) != interleaved:
+        raise ValueError(
+            f"{family} with mrope_interleaved {rope.get('mrope_interleaved')} is not supported; published "
+            f"models have {str(interleaved).lower()}."
+        )
     if rope["rope_type"] != "default" or len(rope.get("mrope_section") or ()) != 3:
         raise ValueError(
             f"{family} with rope_type {rope['rope_type']} and mrope_section {rope.get('mrope_section')} is "

@@ -147,9 +147,16 @@ def frequencies(hf: dict, *, local: bool = False) -> Tensor:
 def axes(hf: dict) -> list[int]:
     """Return the axis of an image's positions (time, row, column) by which each pair of channels is rotated.
 
-    []: text has one axis. The sections are `mrope_section` (arXiv:2409.12191, section 2.1).
+    []: text has one axis. The sections are `mrope_section` (arXiv:2409.12191, section 2.1). Interleaved ones
+    alternate as long as each has pairs left, and time has the rest (transformers' Qwen3-VL).
     """
     rope = rope_parameters(hf)
+    if rope.get("mrope_interleaved"):
+        time, *others = rope["mrope_section"]
+        out = [0] * (time + sum(others))
+        for axis, size in enumerate(others, start=1):
+            out[axis : 3 * size : 3] = [axis] * len(out[axis : 3 * size : 3])
+        return out
     return [axis for axis, size in enumerate(rope.get("mrope_section") or ()) for _ in range(size)]
 
 

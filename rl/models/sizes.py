@@ -68,3 +68,8 @@ def expert_width(hf: dict) -> int:
 def has_expert_biases(hf: dict) -> bool:
     """Return whether the linear layers of the routed experts have biases."""
     return "GptOssForCausalLM" in hf["architectures"]
+
+
+def num_deep_layers(hf: dict) -> int:
+    """Return the number of first layers that add inner outputs of the vision tower to their hidden states."""
+    return len(hf.get("vision_config", {}).get("deepstack_visual_indexes") or ())

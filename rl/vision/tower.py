@@ -9,8 +9,9 @@ first stage receive. They are compared with those of the prompt that the rank re
 data have no such column; their pixels are those of the prompt.
 """
 
+import importlib
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +22,11 @@ from torch import Tensor
 from rl.data.batch import Batch
 from rl.data.held import PIXELS
 from rl.data.images import Image
+from rl.models import architecture
 from rl.models.qwen2_5_vl import TOWER
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
+from rl.vision import deepstack
 from rl.vision.positions import row_positions
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class RowImages:
     """Those of each image, uint8 [height, width, 3]."""
     places: Tensor
     """int64 [n]: positions in the row of the tower's outputs."""
+    inner: list[Tensor] = field(default_factory=list)
+    """The tower's inner outputs for the first layers (`rl.vision.deepstack`), once it has run."""
 
     def patches(self) -> Tensor:
         """Return the patches of all images, float32 [patches, channels], on the CPU."""
@@ -71,9 +76,7 @@ class VisionTower(Part):
         if not first.pre_process:
             return
         with torch.random.fork_rng(devices=[]):
-            first.visual = self._tower = _tower_class(hf)._from_config(
-                _vision_config(hf), dtype=first.config.params_dtype, attn_implementation="sdpa"
-            )
+            first.visual = self._tower = _build(hf, first.config.params_dtype)
         self._tower.requires_grad_(self.learns)
         # The row is divided after the images are in it.
         embedding = first.embedding
@@ -82,6 +85,7 @@ class VisionTower(Part):
         embedding.scatter_to_sequence_parallel = False
         embedding.register_forward_hook(self._merge)
         first.register_forward_pre_hook(self._take_row, with_kwargs=True)
+        deepstack.extend(hf, first)
         self._config, self._group = first.config, first.pg_collection.tp
 
     def attach(self, engine: "TrainingEngine") -> None:
@@ -114,26 +118,26 @@ class VisionTower(Part):
         if row is not None:
             with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
                 patches, grids = (x.to(out.device) for x in (row.patches(), row.grids()))
-                outputs = self._tower(patches, grid_thw=grids).pooler_output
-            places = row.places.to(out.device)
-            out = out.index_copy(0, places, outputs.to(out.dtype)[:, None])
+                outputs = self._tower(patches, grid_thw=grids)
+            merged = deepstack.take(row, outputs, len(out), self._divided)
+            out = out.index_copy(0, row.places.to(out.device), merged.to(out.dtype)[:, None])
         elif self.learns and torch.is_grad_enabled():  # every parameter must have a gradient
             out = out + sum(parameter.sum() for parameter in self._tower.parameters()) * 0.0
-        if self._config.sequence_parallel:
-            out = tensor_parallel.scatter_to_sequence_parallel_region(out, group=self._group)
-        return out
+        return self._divided(out)
+
+    def _divided(self, x: Tensor) -> Tensor:
+        """Return this rank's part of x [T, 1, H] with sequence parallelism, else x."""
+        if not self._config.sequence_parallel:
+            return x
+        return tensor_parallel.scatter_to_sequence_parallel_region(x, group=self._group)
 
 
-def _tower_class(hf: dict) -> type:
-    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
-
-    return modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
-
-
-def _vision_config(hf: dict):
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-
-    return Qwen2_5_VLVisionConfig(**hf["vision_config"])
+def _build(hf: dict, dtype: torch.dtype) -> torch.nn.Module:
+    """Return the tower of a model with random weights."""
+    module, name = architecture(hf).TOWER_CLASS
+    kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    config = kind.config_class(**hf["vision_config"])
+    return kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
 def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[Image, ...]]) -> RowImages:
