@@ -179,21 +179,34 @@ PUBLISHED = {
 }
 """Keys of published configs that transformers 5 omits and vLLM reads."""
 TOWER = dict(depth=2, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=SIZES["hidden_size"])
+DEEP_TEXT = dict(
+    head_dim=64,
+    num_hidden_layers=4,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[12, 10, 10], mrope_interleaved=True
+    ),
+)
+DEEP_TOWER = TOWER | dict(
+    patch_size=14,
+    num_position_embeddings=9,  # a grid of 3 x 3, from which those of the images are interpolated
+    deepstack_visual_indexes=[0, 1],
+)
 VISION: dict[str, tuple[dict, dict]] = {
     "Qwen2_5_VLForConditionalGeneration": (
         dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6])),
         TOWER | dict(window_size=56, fullatt_block_indexes=[1]),
     ),
-    "Qwen3VLForConditionalGeneration": (
-        dict(
-            head_dim=64,
-            num_hidden_layers=4,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=1e4, mrope_section=[12, 10, 10], mrope_interleaved=True
-            ),
+    "Qwen3VLForConditionalGeneration": (DEEP_TEXT, DEEP_TOWER),
+    "Qwen3VLMoeForConditionalGeneration": (
+        DEEP_TEXT
+        | dict(
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            mlp_only_layers=[0],
+            norm_topk_prob=True,  # transformers assumes it, vLLM reads it
         ),
-        # Learned positions of a grid of 3 x 3; the images' grids are interpolated from it.
-        TOWER | dict(patch_size=14, num_position_embeddings=9, deepstack_visual_indexes=[1, 0]),
+        DEEP_TOWER,
     ),
 }
 """Architecture with a vision tower -> keys of its tiny text and vision configs in addition to SIZES."""
@@ -256,8 +269,12 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
     config = Path(directory, "config.json")
     hf = json.loads(config.read_text()) | PUBLISHED.get(architecture, {})
     config.write_text(json.dumps(hf))
+    file = Path(directory, "model.safetensors")
+    if architecture == "Qwen3VLMoeForConditionalGeneration":  # published files have [E, H, 2F] and [E, F, H]
+        tensors = load_file(file)
+        experts = {name: x.mT.contiguous() for name, x in tensors.items() if ".mlp.experts." in name}
+        save_file(tensors | experts, file, metadata={"format": "pt"})
     if options.get("num_nextn_predict_layers"):
-        file = Path(directory, "model.safetensors")
         save_file(_with_prediction_head(load_file(file), hf), file, metadata={"format": "pt"})
     return str(directory)
 

@@ -35,7 +35,11 @@ from rl.models.layout import REPLICATED, Weight
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
 _OTHERS = (seed_oss, smollm3, granite, gemma3, phi3, gpt_oss, minimax_m2, qwen3_next, qwen3_5)
 _FILES = (*_WITH_BITWISE, *_OTHERS)
-VISION = {"Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl", "Qwen3VLForConditionalGeneration": "qwen3_vl"}
+VISION = {
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
+}
 """Architectures with a vision tower -> their file, which only a run with such a model imports."""
 SUPPORTED = (*(name for file in _FILES for name in file.ARCHITECTURES), *VISION)
 """Architectures by their name in config.json."""

@@ -4,6 +4,7 @@ import json
 import math
 import stat
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl.models.boxes import Box, index
-from rl.models.layout import FP8_BLOCK, Weight
+from rl.models.layout import FP8_BLOCK, Stored, Weight
 from rl.models.sizes import PREDICTING
 
 MAPPED_BYTES = 256 << 20
@@ -48,7 +49,10 @@ class TensorReader:
 
     def __init__(self, files: dict[str, Path], weights: Iterable[Weight] = ()):
         self.files = files
-        self._stored = {weight.hf[0]: weight.stored for weight in weights if weight.stored is not None}
+        parts = [(weight, weight.stored) for weight in weights if weight.stored is not None]
+        self._stored = {weight.hf[0]: stored for weight, stored in parts}
+        self._shapes = {stored.name: stored.shape(weight.shapes[0]) for weight, stored in parts}
+        """Published shapes of the tensors of all experts."""
         self._path: Path | None = None
         self._opened: Any = None
         self._num_bytes = 0
@@ -59,8 +63,9 @@ class TensorReader:
         if stored is None:
             return self._read(name, box)
         if stored.name in self.files:
-            part = self._read(stored.name, stored.box(box))[0]
-            return part.t() if stored.transposed else part
+            own = self._as_held(stored)
+            part = self._read(stored.name, own.box(box))[0]
+            return part.t() if own.transposed else part
         rows, (first, last) = box
         expert = (stored.index, stored.index + 1)
         blocks = expert, rows, (first // MXFP4_BLOCK, -(-last // MXFP4_BLOCK))
@@ -68,10 +73,15 @@ class TensorReader:
         values = mxfp4(codes, self._read(stored.name + SCALES, blocks)[0])
         return values.narrow(-1, first % MXFP4_BLOCK, last - first)
 
+    def _as_held(self, stored: Stored) -> Stored:
+        """Return the place with the order of rows and columns in these files (`_swapped`)."""
+        self._open(stored.name)
+        held = tuple(self._opened.get_slice(stored.name).get_shape())
+        same = held == self._shapes[stored.name]
+        return stored if same else replace(stored, transposed=not stored.transposed)
+
     def _read(self, name: str, box: Box) -> Tensor:
-        if self._path != self.files[name] or self._num_bytes > MAPPED_BYTES:
-            self._path, self._num_bytes = self.files[name], 0
-            self._opened = safe_open(self._path, framework="pt")
+        self._open(name)
         part = self._opened.get_slice(name)[index(box)]
         # Whole rows are counted: reading some columns maps every page of the rows.
         rows = part.shape[0] if part.dim() else 1
@@ -79,6 +89,11 @@ class TensorReader:
             rows * math.prod(self._opened.get_slice(name).get_shape()[1:]) * part.element_size()
         )
         return part
+
+    def _open(self, name: str) -> None:
+        if self._path != self.files[name] or self._num_bytes > MAPPED_BYTES:
+            self._path, self._num_bytes = self.files[name], 0
+            self._opened = safe_open(self._path, framework="pt")
 
 
 def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
@@ -116,14 +131,25 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     for name, shape in list(expected.items()):
         if (scale := name + "_scale_inv") in files:
             expected[scale] = tuple(-(-size // FP8_BLOCK) for size in shape)
+    parts = [weight for weight in weights if weight.stored is not None]
+    of_experts = {weight.stored.name for weight in parts if weight.stored is not None}
     if odd := [
-        f"{name} has {shapes[name]}, not {shape}" for name, shape in expected.items() if shapes[name] != shape
+        f"{name} has {shapes[name]}, not {shape}"
+        for name, shape in expected.items()
+        if shapes[name] not in (shape, _swapped(shape) if name in of_experts else shape)
     ]:
         raise ValueError(
             f"{directory} has {len(odd)} tensors whose shape differs from config.json: {_few(odd)}."
         )
-    parts = [weight for weight in weights if weight.stored is not None]
     return files | {weight.hf[0]: files[next(iter(stored_shapes(weight, files)))] for weight in parts}
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a tensor of all experts with the rows and columns of each exchanged.
+
+    transformers 5 exchanges them for some models when it loads them, and not back when it saves them.
+    """
+    return (*shape[:-2], *shape[:-3:-1]) if len(shape) == 3 else shape
 
 
 def stored_shapes(weight: Weight, names: Container[str] = ()) -> dict[str, tuple[int, ...]]:

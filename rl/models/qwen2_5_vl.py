@@ -10,12 +10,15 @@ from rl.models.layout import REPLICATED, Weight, rows_from
 from rl.models.rope import rope_parameters
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
-TOWER_CLASS = "qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"
-"""Module and name of the tower's class in transformers.models."""
 TOWER = "visual."
 """Begins the names of the tower's weights in Megatron and vLLM."""
 
 megatron_config = qwen2.megatron_config
+
+
+def tower_class(hf: dict) -> tuple[str, str]:
+    """Return module and name of the tower's class in transformers.models."""
+    return "qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"
 
 
 def check(hf: dict) -> None:

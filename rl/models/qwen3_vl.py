@@ -1,37 +1,73 @@
-"""Qwen3-VL, dense: a vision tower, and a Qwen3 whose first layers also receive the tower's inner outputs.
+"""Qwen3-VL: a vision tower, and a Qwen3 whose first layers also receive the tower's inner outputs.
 
 The outputs of some layers of the tower (`deepstack_visual_indexes`) are added to the hidden states of the
-images' tokens after the first layers of the text model, one each (arXiv:2406.04334).
+images' tokens after the first layers of the text model, one each (arXiv:2406.04334). The text model is dense,
+or that of Qwen3-MoE, whose experts the files hold in two tensors per layer.
 """
 
 from dataclasses import replace
+from itertools import groupby
+from types import ModuleType
 
-from rl.models import qwen3
-from rl.models.layout import Weight
+from rl.models import qwen3, qwen3_moe
+from rl.models.layout import Stored, Weight, joined
 from rl.models.qwen2_5_vl import check_axes, in_tower, linear
+from rl.models.sizes import num_experts
 
-ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
-TOWER_CLASS = "qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel"
-"""Module and name of the tower's class in transformers.models."""
+DENSE, EXPERTS = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
+ARCHITECTURES = (DENSE, EXPERTS)
 
-megatron_config = qwen3.megatron_config
+
+def tower_class(hf: dict) -> tuple[str, str]:
+    """Return module and name of the tower's class in transformers.models."""
+    if num_experts(hf):
+        return "qwen3_vl_moe.modeling_qwen3_vl_moe", "Qwen3VLMoeVisionModel"
+    return "qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel"
+
+
+def megatron_config(hf: dict) -> dict:
+    """Return the fields of Megatron's TransformerConfig that follow from the Hugging Face config."""
+    return _text(hf).megatron_config(hf)
 
 
 def check(hf: dict) -> None:
     """Raise ValueError for a config with an unsupported option."""
     check_axes(hf, "Qwen3-VL", interleaved=True)
-    qwen3.check(hf)
+    if num_experts(hf) and not hf.get("norm_topk_prob"):
+        raise ValueError(
+            "Qwen3-VL with norm_topk_prob false is not supported: the published models have true."
+        )
+    _text(hf).check(hf)
+
+
+def _text(hf: dict) -> ModuleType:
+    return qwen3_moe if num_experts(hf) else qwen3
 
 
 def weights(hf: dict) -> list[Weight]:
     """Return every parameter: those of the tower, then those of the text model."""
-    out = []
-    for weight in tower(hf["vision_config"]):
-        out.append(replace(weight, hf=tuple(f"model.{name}" for name in weight.hf)))
-    for weight in qwen3.weights(hf):
+    seen = [replace(weight, hf=(f"model.{weight.hf[0]}",)) for weight in tower(hf["vision_config"])]
+    text = []
+    for weight in _text(hf).weights(hf):
         names = tuple(name.replace("model.", "model.language_model.", 1) for name in weight.hf)
-        out.append(replace(weight, hf=names, vllm=f"language_model.{weight.vllm}"))
-    return out
+        text.append(replace(weight, hf=names, vllm=f"language_model.{weight.vllm}"))
+    for is_expert, group in groupby(text, lambda weight: weight.expert is not None):
+        parts = list(group)
+        if is_expert:  # gate and up of each, then down of each, as in the files
+            parts = [_of_expert(weight, num_experts(hf)) for weight in parts[::2] + parts[1::2]]
+        seen += parts
+    return seen
+
+
+def _of_expert(weight: Weight, count: int) -> Weight:
+    """Return an expert's weight [rows, H] as a part of the layer's tensor [E, H, rows]."""
+    block, _, name = weight.hf[0].rpartition(f".{weight.expert}.")
+    if len(weight.hf) == 2:  # gate and up
+        name, rows = "gate_up_proj.weight", tuple(shape[0] for shape in weight.shapes)
+        shape, cut = (sum(rows), weight.shapes[0][1]), joined(weight.cut, rows)
+        weight = replace(weight, hf=(f"{block}.{weight.expert}.{name}",), shapes=(shape,), cut=cut)
+    stored = Stored(f"{block}.{name.removesuffix('.weight')}", weight.expert or 0, count, transposed=True)
+    return replace(weight, stored=stored)
 
 
 def tower(vision: dict) -> list[Weight]:

@@ -19,7 +19,7 @@ NEEDS = {
     "shared_expert_intermediate_size": "a shared expert with a gate in this class",
     "attn_type_list": "linear attention in some layers",
     "audio_config": "an encoder of sound",
-    "vision_config": "an encoder of images other than those of Qwen2.5-VL and dense Qwen3-VL",
+    "vision_config": "an encoder of images other than those of Qwen2.5-VL and Qwen3-VL",
     "sliding_window": "attention with a window in this class",
 }
 """Key of config.json, or of its text_config -> what the model needs if the value is not empty."""

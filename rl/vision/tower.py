@@ -134,7 +134,7 @@ class VisionTower(Part):
 
 def _build(hf: dict, dtype: torch.dtype) -> torch.nn.Module:
     """Return the tower of a model with random weights."""
-    module, name = architecture(hf).TOWER_CLASS
+    module, name = architecture(hf).tower_class(hf)
     kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
     config = kind.config_class(**hf["vision_config"])
     return kind._from_config(config, dtype=dtype, attn_implementation="sdpa")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.checkpoints import assert_same_checkpoint
+from tests.checkpoints import assert_same_checkpoint, save_tiny
 from tests.records import comparable
 from tests.toy import train
 from tools.make_image_toy import make_image_toy
@@ -91,3 +91,18 @@ def test_a_resumed_run_continues_exactly(tmp_path, squares, vision):
     assert whole[-1]["perf/held_bytes_received"] == whole[-1]["perf/held_bytes_planned"]
     exported = train(2, config, *keys, "run.max_steps=3", "checkpoint.export_hf=true", run=tmp_path / "parts")
     assert exported and json.loads((tmp_path / "parts" / "hf" / "config.json").read_text())["vision_config"]
+
+
+@pytest.mark.slow
+def test_layers_that_add_inner_outputs_are_recomputed_equally(tmp_path, squares):
+    config = write_config(tmp_path, squares)
+    model = save_tiny("Qwen3VLForConditionalGeneration", tmp_path / "model", seed=0)
+    keys = (*GRPO, f"model.path={model}", "validation.every=0", "run.max_steps=2")
+    keys += ("data.prompts_per_step=8", "rollout.samples_per_prompt=4")
+
+    def run(name: str, *more: str) -> list[dict]:
+        return train(1, config, *keys, *more, run=tmp_path / name)
+
+    kept, recomputed = run("kept"), run("recomputed", "training.recompute=full")
+    assert [r["actor/grad_norm"] for r in recomputed] == [r["actor/grad_norm"] for r in kept]
+    assert len(run("bfloat16", "model.dtype=bfloat16", "training.recompute=full")) == 2

@@ -6,6 +6,7 @@ LAYOUT is TPxPP. The rows have images of different sizes, several, or none; some
 the largest differences to OUT_DIR/out.json, and what the last layout exports to OUT_DIR/export.
 """
 
+import functools
 import io
 import json
 import sys
@@ -28,6 +29,7 @@ from rl.data.prompts import load_prompts, load_tokenizer
 from rl.engines.engines import build_policy
 from rl.engines.rollout_engines import build_rollout
 from rl.models import architecture, read_hf_config
+from rl.models.files import as_stored
 from rl.refit.refit import check_refit, refit
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
@@ -142,7 +144,8 @@ def hf_logprobs(model, batch: Batch, *, by_place: bool = False) -> torch.Tensor:
 def gradient_of(trainer, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The gradient of the sum of log-probs, from an optimizer step that is gradient descent, and the error by
     which the weights round it."""
-    before = {name: tensor.clone() for name, tensor in trainer.full_weights()}
+    in_files = functools.partial(as_stored, trainer.weight_map.weights)
+    before = {name: tensor.clone() for name, tensor in in_files(trainer.full_weights())}
     plan = plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)
 
     def minus_logprobs(micro):
@@ -150,7 +153,7 @@ def gradient_of(trainer, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[st
         return loss, {"loss": loss}
 
     trainer.update(batch, plan, minus_logprobs, lr=EPS)
-    after = dict(trainer.full_weights())
+    after = dict(in_files(trainer.full_weights()))
     eps = torch.finfo(torch.float32).eps
     rounding = {name: float(tensor.norm()) * eps for name, tensor in after.items()}
     return {name: tensor - before[name] for name, tensor in after.items()}, rounding
@@ -217,11 +220,13 @@ def main(checkpoint_a, checkpoint_b, out_dir, rollout_tp, vision, *layouts) -> N
                 export_hf(trainer, checkpoint_b, f"{out_dir}/export")
             found, rounding = gradient_of(trainer, batch)
             if RANKS.rank == 0:
+                # transformers exchanges rows and columns of experts when it loads them, and not back.
+                expected_of = {n: g if g.shape == found[n].shape else g.mT for n, g in gradient.items()}
                 towers = {name for name in gradient if "visual." in name}
                 learned = gradient.keys() - (towers if vision == "frozen" else set())
                 differences = {
-                    n: (float((found[n] - gradient[n]).norm()) - rounding[n])
-                    / (float(gradient[n].norm()) + 1e-3)
+                    n: (float((found[n] - expected_of[n]).norm()) - rounding[n])
+                    / (float(expected_of[n].norm()) + 1e-3)
                     for n in learned
                 }
                 worst = max(differences, key=lambda n: differences[n])
