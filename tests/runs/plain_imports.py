@@ -10,6 +10,7 @@ OF_FEATURES = (
     "rl.agents",
     "rl.data.images",
     "rl.models.qwen2_5_vl",
+    "rl.models.qwen3_vl",
     "rl.phases.carry_over",
     "rl.phases.generation_by_roles",
     "rl.phases.joint_generation",

@@ -362,8 +362,8 @@ OWN_FILE = ", which needs a file of its own in rl/models (docs/extending.md)"
         ),
         (
             {"architectures": ["Qwen3VL"], "vision_config": {"model_type": "qwen3_vl"}},
-            "Qwen3VL, whose vision_config=qwen3_vl needs an encoder of images other than that of Qwen2.5-VL "
-            "(not built)",
+            "Qwen3VL, whose vision_config=qwen3_vl needs an encoder of images other than those of Qwen2.5-VL "
+            "and Qwen3-VL (not built)",
         ),
     ],
 )
@@ -449,6 +449,14 @@ def test_stages_without_a_layer_are_an_error():
     assert (
         layout_error(8, "training.pp=8")
         == "training.pp=8 leaves stages without a layer, the model has 6; use 1, 2 or 4."
+    )
+
+
+def test_the_first_stage_has_the_layers_that_read_the_tower():
+    vision = {"deepstack_visual_indexes": [3, 6]}
+    assert layout_error(8, "training.pp=4", "data.image_key=images", vision_config=vision) == (
+        "training.pp=4 gives the first stage 1 layers, but it must have the 2 that receive inner outputs of "
+        "the vision tower; use 1 or 2."
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from rl.models import SUPPORTED, architecture, form, rope, value_model, value_weights
+from rl.models import SUPPORTED, architecture, form, read_hf_config, rope, value_model, value_weights
 from rl.models.boxes import extent, index, volume
 from rl.models.files import stored_shapes
 from rl.models.layout import VOCAB, Weight
@@ -41,7 +41,7 @@ def weights(hf: dict) -> list[Weight]:
 
 
 def published(model: str) -> dict:
-    return json.loads((CONFIGS / model / "config.json").read_text())
+    return read_hf_config(str(CONFIGS / model))
 
 
 def test_every_architecture_accepts_its_tiny_model():
@@ -235,6 +235,8 @@ PARAMETERS = {
     "qwen3.5-35b-a3b": pytest.approx(35e9, rel=1e-2),
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
     "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
     "qwen3-32b": pytest.approx(32.76e9, rel=1e-3),
 }
 """Elements as the model cards' safetensors metadata counts them, or as their text rounds them; without
@@ -247,6 +249,21 @@ def test_shipped_configs_have_published_sizes():
         hf = published(model)
         architecture(hf).check(hf)
         assert sum(weight.num_elements for weight in weights(hf)) == count, model
+
+
+@pytest.mark.parametrize(
+    "name, part, change, words",
+    [
+        ("qwen3-vl-8b", "rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved False"),
+        ("qwen2.5-vl-7b", "rope_scaling", {"mrope_interleaved": True}, "mrope_interleaved True"),
+        ("qwen3-vl-30b-a3b", "norm_topk_prob", False, "norm_topk_prob false is not supported"),
+    ],
+)
+def test_other_models_with_a_vision_tower_are_refused(name, part, change, words):
+    hf = published(name)
+    hf[part] = hf[part] | change if isinstance(change, dict) else change
+    with pytest.raises(ValueError, match=words):
+        architecture(hf).check(hf)
 
 
 # Rotary embeddings ------------------------------------------------------------------------------------------

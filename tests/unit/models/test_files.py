@@ -136,3 +136,19 @@ def test_experts_are_stacked_in_the_order_of_their_weights():
     both = [*weights("w"), stored(0), stored(1)]
     found = dict(as_stored(both, [("w", c), ("e0", a), ("e1", b)]))
     assert found.keys() == {"w", "all"} and torch.equal(found["all"], torch.stack([a.t(), b.t()]))
+
+
+def test_experts_are_read_with_rows_and_columns_exchanged(tmp_path):
+    """transformers 5 loads some models so and saves them as they are then."""
+    directory = save_tiny("Qwen3VLMoeForConditionalGeneration", tmp_path / "published", seed=0)
+    of_model = architecture(hf := read_hf_config(directory)).weights(hf)
+    tensors = load_file(tmp_path / "published" / "model.safetensors")
+    experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    exchanged = tmp_path / "exchanged"
+    exchanged.mkdir()
+    save_file(tensors | experts, exchanged / "model.safetensors")
+    weight = next(w for w in of_model if w.expert == 3 and w.layer == 2)
+    box = ((7, 60), (5, 100))
+    for path in (directory, str(exchanged)):
+        found = TensorReader(tensor_files(path, of_model), of_model).read(weight.hf[0], box)
+        assert torch.equal(found, tensors[weight.stored.name][3].t()[7:60, 5:100])

@@ -1,6 +1,7 @@
 """Models with a vision tower: their weights are those of transformers, and their angles too."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 from safetensors import safe_open
 
 from rl.models import architecture, as_written, read_hf_config
+from rl.models.files import stored_shapes
 from rl.training.rotary import RowRotary
 from tests.checkpoints import VISION, save_tiny, tiny_config
 
@@ -24,8 +26,9 @@ def test_weights_are_those_of_the_checkpoint(name, tmp_path):
         with safe_open(f"{directory}/model.safetensors", framework="pt") as opened:
             expected = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}
         weights = architecture(hf).weights(hf)
-        found = [pair for weight in weights for pair in zip(weight.hf, weight.shapes)]
-        assert dict(found) == expected and len(found) == len(expected)
+        found = [pair for weight in weights for pair in stored_shapes(weight).items()]
+        assert dict(found) == expected
+        assert sum(weight.num_elements for weight in weights) == sum(map(math.prod, expected.values()))
         assert as_written(hf) == json.loads((tmp_path / str(tie) / "config.json").read_text())
         # Each rank of an engine holds the whole tower.
         tower = [weight for weight in weights if weight.first_stage and not weight.cut.split]
