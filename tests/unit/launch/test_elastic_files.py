@@ -1,5 +1,8 @@
 """The files by which the nodes of an elastic run agree."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -104,3 +107,16 @@ def test_the_dry_run_finds_a_layout_for_the_ranks_that_are_left():
 def test_the_first_agent_makes_a_run_directory_that_others_cannot_enter(tmp_path):
     Board(str(tmp_path / "run"), lost_s=5.0)
     assert [oct(path.stat().st_mode & 0o007) for path in tmp_path.rglob("*")] == ["0o0", "0o0"]
+
+
+@pytest.mark.parametrize(
+    "words, name, message",
+    [
+        (["--ranks=1"], "MAX_ATTEMPTS", "MAX_ATTEMPTS='x' must be a number"),
+        (["--ranks=1", "--node=a/b"], "NONE", "--node=a/b"),
+    ],
+)
+def test_an_agent_refuses_at_its_start_what_a_death_would_need(words, name, message):
+    command = [sys.executable, "-m", "launch.elastic", "--config=none.yaml", "--nodes=1", *words]
+    done = subprocess.run(command, env=os.environ | {name: "x"}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr
