@@ -80,7 +80,11 @@ def _finalize_without_division(model, num_tokens=None, **kwargs):
 
 
 NORM_TOLERANCE = 1e-3
-"""Relative difference of norms: Megatron divides by the norm plus 1e-6, and sums in float32."""
+"""Relative difference of norms, which are summed in float32."""
+ADDED = 1e-6
+"""Number that Megatron adds to the norm that it divides by (`clip_grad_by_total_norm_fp32`)."""
+SMALLEST = 1e-12
+"""Norm below which the squares of a large model's gradients are not representable in float32."""
 
 
 class WrongReduction(RuntimeError):
@@ -244,8 +248,8 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
                 "wrote to them."
             )
     for rank, norm in enumerate(found[1 : 1 + world]):
-        expected = min(norm, limit or norm)
-        if abs(sqrt(square) - expected) > NORM_TOLERANCE * expected:
+        expected = norm * min(1.0, limit / (norm + ADDED)) if limit else norm
+        if expected > SMALLEST and abs(sqrt(square) - expected) > NORM_TOLERANCE * expected:
             raise WrongReduction(
                 f"rank {rank} found a gradient norm of {norm:.6g}, so with optimizer.clip_grad={limit:g} the "
                 f"clipped gradient of the whole model has the norm {expected:.6g}, but it has "
