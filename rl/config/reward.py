@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rl.config.ranges import AT_LEAST_ONE, FINITE, NOT_NEGATIVE, POSITIVE, PROBABILITY
+from rl.config.ranges import AT_LEAST_ONE, FINITE, NOT_ABOVE_TWO, NOT_NEGATIVE, POSITIVE, PROBABILITY
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Judge:
     """Maximum tokens of a message to the judge; a sample with a longer one counts as failed."""
     max_response_tokens: Annotated[int, AT_LEAST_ONE] = 512
     """Maximum tokens of an answer of the judge."""
-    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    temperature: Annotated[float, NOT_ABOVE_TWO] = 0.0
     """Temperature of the judge's answer; 0 is greedy."""
 
 

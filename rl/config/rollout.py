@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from rl.config.draft import Draft
-from rl.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, ONE_TO_TWO, POSITIVE, PROBABILITY
+from rl.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, ONE_TO_TWO, PROBABILITY, TEMPERATURE
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Rollout:
     rollout_correction.truncate_tokens to 2 if the section has no other key."""
     samples_per_prompt: Annotated[int, AT_LEAST_ONE] = 8
     """Responses sampled for each prompt: the size of a group."""
-    temperature: Annotated[float, POSITIVE] = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
     """Softmax temperature of sampling, and of the trainer's log-probs."""
     top_p: Annotated[float, PROBABILITY] = 1.0
     """Nucleus: keep the smallest set of tokens with this much probability. 1: all."""

@@ -20,7 +20,16 @@ from rl.config.declarations import Algorithm, Formula, describe, formulas, liter
 from rl.config.elastic import Elastic
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import build, flatten, read
-from rl.config.ranges import AT_LEAST_ONE, FINITE, FRACTION, NOT_NEGATIVE, PORT, POSITIVE, PROBABILITY
+from rl.config.ranges import (
+    AT_LEAST_ONE,
+    FINITE,
+    FRACTION,
+    NOT_NEGATIVE,
+    PORT,
+    POSITIVE,
+    PROBABILITY,
+    TEMPERATURE,
+)
 from rl.config.reward import Reward
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
@@ -271,7 +280,7 @@ class Validation:
     """One greedy response per held-out prompt: val-core/<data_source>/acc/mean@1."""
     samples_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
     """Sampled responses per held-out prompt: mean@k, best@k (pass@k) and maj@k. 0: none."""
-    temperature: Annotated[float, POSITIVE] = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
     """Temperature of the sampled responses; top_p, top_k and min_p are those of `rollout`."""
     max_prompts: Annotated[int, NOT_NEGATIVE] = 0
     """Number of held-out prompts used, the first ones. 0: all."""

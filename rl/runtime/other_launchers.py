@@ -56,21 +56,27 @@ LAUNCHERS = {
 def started_by(env: Mapping[str, str]) -> Launcher | None:
     """Return the launcher that started this process as one of several, or None."""
     for launcher in LAUNCHERS.values():
-        if launcher.rank in env and int(env.get(launcher.world_size, "1")) > 1:
+        if launcher.rank in env and env.get(launcher.world_size, "1") != "1":
             return launcher
     return None
+
+
+def _count(env: Mapping[str, str], name: str) -> int:
+    if not env[name].isdecimal() or not int(env[name]):
+        raise ValueError(f"{name}={env[name]} is no number of ranks or nodes; unset it, or correct it.")
+    return int(env[name])
 
 
 def sizes_and_address(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, int, str]:
     """Return world size, number of ranks of this node, and the address of rank 0's node.
 
-    Raises ValueError if the address is unknown.
+    Raises ValueError if the address is unknown or a number is none.
     """
-    world_size = int(env[launcher.world_size])
+    world_size = _count(env, launcher.world_size)
     if launcher.local_world_size:
-        local = int(env[launcher.local_world_size])
+        local = _count(env, launcher.local_world_size)
     else:
-        local, rest = divmod(world_size, int(env[launcher.num_nodes]))
+        local, rest = divmod(world_size, _count(env, launcher.num_nodes))
         if rest:
             raise ValueError(
                 f"{world_size} tasks on {env[launcher.num_nodes]} nodes are not equally many on each; use "

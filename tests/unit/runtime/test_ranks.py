@@ -250,6 +250,8 @@ def test_an_unknown_first_node_is_refused(env):
             {k: v for k, v in node(0, 0, MASTER_ADDR="n1").items() if k != "LOCKSTEP_LOCAL_RANK"},
             "LOCKSTEP_LOCAL_RANK is not set",
         ),
+        (flux_run(0, 0, nodes="0", MASTER_ADDR="n1"), "FLUX_JOB_NNODES=0 is no number of ranks or nodes"),
+        (jsrun(0, 0, MASTER_ADDR="n1", JSM_NAMESPACE_SIZE="four"), "JSM_NAMESPACE_SIZE=four is no number"),
         (pals(0, 0, "/nowhere") | {"PMI_SIZE": "4"}, "pals started 4 ranks without the address"),
     ],
 )
