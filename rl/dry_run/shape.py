@@ -13,7 +13,17 @@ from rl.config.options import ConfigError, listed
 from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, has_prediction_head, needs_engine, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
-from rl.models import SUPPORTED, architecture, mtp, read_hf_config, rope, sizes, value_model, value_weights
+from rl.models import (
+    SUPPORTED,
+    architecture,
+    merged,
+    mtp,
+    read_hf_config,
+    rope,
+    sizes,
+    value_model,
+    value_weights,
+)
 from rl.models.layout import Weight
 from rl.models.unsupported import needed
 
@@ -251,7 +261,7 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
         file = Path(shape, "config.json") if Path(shape).is_dir() else Path(shape)
         if not file.is_file():
             raise ConfigError(f"--model-shape {shape} is neither a config.json nor a directory with one.")
-        return json.loads(file.read_text())
+        return merged(json.loads(file.read_text()))
     if Path(path, "config.json").is_file():
         return read_hf_config(path, key=key)
     named = Path(path).name.lower()
@@ -267,7 +277,7 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
     note = f"{path} is not on this machine; its shape is that of configs/models/{directory.name}"
     if note not in notes:
         notes.append(note)
-    return json.loads((directory / "config.json").read_text())
+    return merged(json.loads((directory / "config.json").read_text()))
 
 
 def _absent(config: Config) -> list[str]:

@@ -93,9 +93,7 @@ def form(hf: dict) -> Form:
 
 
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
-    """Return config.json of a Hugging Face checkpoint directory.
-
-    The keys of `text_config`, if there is one, are also those of the whole; `as_written` undoes it.
+    """Return config.json of a Hugging Face checkpoint directory, `merged`.
 
     key: config key that the ValueError names if there is no such file.
     """
@@ -103,12 +101,19 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     if not path.is_file():
         problem = "has no config.json" if path.parent.is_dir() else "is not a directory"
         raise ValueError(f"{key}={directory} {problem}; it must be a Hugging Face checkpoint directory.")
-    written = json.loads(path.read_text())
+    return merged(json.loads(path.read_text()))
+
+
+def merged(written: dict) -> dict:
+    """Return a config.json in which the keys of `text_config`, if there is one, are also those of the whole.
+
+    `as_written` undoes it.
+    """
     if "vision_config" not in written:
         return written
     return {**written.get("text_config", {}), **written, "as_written": written}
 
 
 def as_written(hf: dict) -> dict:
-    """Return the content of the file of which `read_hf_config` returned `hf`."""
+    """Return the content of the file of which `merged` returned `hf`."""
     return hf.get("as_written", hf)

@@ -159,14 +159,14 @@ MODELS = {
     r"Nemotron": "Mamba layers are not supported; docs/models.md lists what is.",
     r"Qwen1\.5-MoE|Hy3|MiMo|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
     r"gemma-(1|2|7)": "Gemma 1 and 2 are not supported; docs/models.md lists what is.",
-    r"Omni|(?<!Qwen2\.5-)VL\b|4\.\dV|Kimi-K2\.[5-9]": (
-        "of models that see or hear, only Qwen2.5-VL is supported; docs/models.md lists what is."
+    r"Omni|(?<!Qwen2\.5-)(?<!Qwen3-)VL\b|4\.\dV|Kimi-K2\.[5-9]": (
+        "of models that see or hear, Qwen2.5-VL and Qwen3-VL are supported; docs/models.md lists others."
     ),
 }
 """Pattern of the name of a published model -> why it cannot be trained."""
 TEXT_ALONE = r"Qwen3\.[5-9]"
 """Pattern of the names of models with a vision tower whose text model can be trained."""
-SEES = r"Qwen2\.5-VL"
+SEES = r"Qwen(2\.5|3)-VL"
 """Pattern of the names of models that read images."""
 EXPERTS = r"(?i)A\d+B\b|MoE|gpt-oss|Mixtral|DeepSeek-(V[23]|R1)|Moonlight|Kimi-K2|GLM-4\.[5-7]|MiniMax-M2"
 """Pattern of the names of mixtures of experts."""

@@ -52,7 +52,7 @@ def refuse(settings: Settings) -> None:
         if re.search(TEXT_ALONE, str(settings.given.get(key, ""))) and reads_images(settings):
             raise ValueError(
                 f"{key}={settings.given[key]}: of this model only the text can be trained, but the script "
-                "reads images; of models that see, only Qwen2.5-VL is supported."
+                "reads images; of models that see, only Qwen2.5-VL and Qwen3-VL are supported."
             )
     for key, value in settings.given.items():
         table = ALWAYS_REFUSED if value in OFF else REFUSED | ALWAYS_REFUSED

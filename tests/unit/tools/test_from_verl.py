@@ -266,9 +266,9 @@ def test_what_verl_ignores_or_chooses_is_translated(tmp_path, capsys):
     assert config.adapter.alpha == 16.0
     config, notes = translated("reward_model.enable=True", "reward_model.model.path=rm")
     assert config.reward.model.path == "rm" and config.reward.sources == {} and "gives 0" in notes
-    path = "actor_rollout_ref.model.path=Qwen2.5-VL-7B-Instruct"
-    config, _ = translated(path, "data.train_files=a.parquet")
-    assert (config.data.image_key, config.model.vision) == ("images", "train")  # verl's defaults
+    for name in ("Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"):
+        config, _ = translated(f"actor_rollout_ref.model.path={name}", "data.train_files=a.parquet")
+        assert (config.data.image_key, config.model.vision) == ("images", "train")  # verl's defaults
     geometry = config.reward.sources["hiyouga/geometry3k"]
     assert [each["weight"] for each in geometry] == [0.9, 0.1]
 
@@ -401,7 +401,10 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
             "algorithm.rollout_correction.rollout_is=group",
             "rollout_is=group has no",
         ),
-        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3-VL-8B", "only Qwen2.5-VL is"),
+        (
+            "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3-Omni-30B",
+            "only Qwen2.5-VL and",
+        ),
         (
             "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3.5-2B "
             "data.train_files=geo3k/train.parquet",
