@@ -54,6 +54,7 @@ class Chat:
         end_token_ids: ids that end a turn, besides the tokenizer's eos (`end_token_ids`).
         on_rewrite: "refuse" makes `check` raise for a template that changes earlier tokens.
         template_kwargs: further arguments of the chat template, such as enable_thinking.
+        uses_renderer: whether the package `renderers` may be used; it has no tokens of images.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Chat:
         end_token_ids: Iterable[int] = (),
         on_rewrite: str = "refuse",
         template_kwargs: dict | None = None,
+        uses_renderer: bool = True,
     ):
         self.tokenizer, self.on_rewrite = tokenizer, on_rewrite
         self._template = ChatTemplate(tokenizer, template_kwargs)
@@ -77,12 +79,13 @@ class Chat:
             prompt = self._template.render([QUESTION])
             self._opens_thinking = prompt.rstrip().endswith("<think>")
             self._thinks = "</think>" in self._template.text and not prompt.rstrip().endswith("</think>")
-            self._renderer = find_renderer(
-                tokenizer,
-                lambda *conversation: self._encode(self._template.render(*conversation)),
-                self._template.kwargs,
-                parallel=self._family.parallel,
-            )
+            if uses_renderer:
+                self._renderer = find_renderer(
+                    tokenizer,
+                    lambda *conversation: self._encode(self._template.render(*conversation)),
+                    self._template.kwargs,
+                    parallel=self._family.parallel,
+                )
         if self._renderer is not None:
             self._ends |= {id: tokenizer.convert_ids_to_tokens(id) for id in self._renderer.end_token_ids}
 

@@ -228,7 +228,8 @@ class Trajectories(Dialogue):
         seed = seed_of(start.seed, start.number)
         names = start.group, start.number
         trajectory = Trajectory(*names, seed=seed, limits=self._limits, log=log, execution=execution)
-        session = Session(start, trajectory, is_repeated=is_repeated)
+        sight = self._environments.sight_of(start.prompt)
+        session = Session(start, trajectory, sight, is_repeated=is_repeated)
         self.counts["executed_again"] += bool(log)
         self._add(session)
         self._resetting.add(session.address)
@@ -345,7 +346,16 @@ class Trajectories(Dialogue):
 
     def _begin(self, session: Session, reply: Reply) -> None:
         """Ask for the first turn, after the reset."""
-        session.messages, session.tools, session.drives = list(reply.messages), reply.tools, reply.drives
+        session.tools, session.drives = reply.tools, reply.drives
+        try:
+            session.messages = list(session.sight.take(reply.messages))
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
+            return
+        if session.drives == "run" and not session.sight.suits_agents:
+            why = "an agent that calls the engine itself cannot read images; leave out data.image_key"
+            self._fail(session, replace(reply, failure=why))
+            return
         if session.drives == "run":
             endpoint, session.is_driving = self._environments.start_endpoint(), True
             self._call(session, Run(endpoint.base_url, endpoint.open(session.address)))
@@ -368,7 +378,8 @@ class Trajectories(Dialogue):
         """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
         try:
             limit = self._limits.context_tokens
-            session.trajectory.begin_row(self._chat.open(session.messages, session.tools, limit))
+            token_ids = self._chat.open(session.messages, session.tools, limit)
+            session.trajectory.begin_row(session.sight.begin(token_ids))
             session.context = list(session.messages)
         except ValueError as error:
             self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
@@ -378,13 +389,23 @@ class Trajectories(Dialogue):
     def _continue(self, session: Session, reply: Reply) -> None:
         """Ask for the next turn, after an environment's answer, unless the trajectory has ended."""
         trajectory, before = session.trajectory, list(session.messages)
-        session.messages += reply.messages
+        try:
+            messages = session.sight.take(reply.messages)
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error)))
+            return
+        session.messages += messages
         if reply.done or trajectory.num_turns >= self._limits.turns:
             self._score(session)
             return
         assert trajectory.turn is not None
         context, turn = trajectory.turn
-        given = self._chat.extend(context, turn.token_ids, before, reply.messages, session.tools)
+        given = self._chat.extend(context, turn.token_ids, before, messages, session.tools)
+        try:
+            given = given if given is None else session.sight.expand(given, len(trajectory.token_ids))
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error)))
+            return
         if given is None:
             self.counts["rewrites"] += not trajectory.is_logged
             if self._config.on_rewrite == "refuse":
@@ -408,6 +429,8 @@ class Trajectories(Dialogue):
     def _ask(self, session: Session) -> None:
         """Take the next turn from the log or ask for it, or ask for the score if there is no room for one."""
         if session.trajectory.replay_turn():
+            if not session.sight.agrees(session.trajectory.rows[-1].segments):
+                raise Diverged("it returned other images")
             self._act(session)
         elif (request := session.trajectory.request()) is not None:
             self._request(session, request)
@@ -416,7 +439,7 @@ class Trajectories(Dialogue):
 
     def _request(self, session: Session, request: Request) -> None:
         session.is_asked = True
-        self._ready[session.address] = replace(request, grammar=session.grammar)
+        self._ready[session.address] = replace(request, grammar=session.grammar, images=session.sight.placed)
 
     def _act(self, session: Session) -> None:
         """Give a turn to the environment."""

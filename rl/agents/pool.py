@@ -73,6 +73,7 @@ def to_row(prompt: "Prompt") -> dict[str, Any]:
         "data_source": prompt.data_source,
         "extra_info": prompt.extra_info,
         **{name: prompt.extra_info.get(name) for name in AGENT_COLUMNS},
+        **({"images": [{"bytes": image.content} for image in prompt.images]} if prompt.images else {}),
     }
 
 

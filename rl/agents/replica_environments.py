@@ -4,15 +4,18 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from rl.agents.chat import Chat
 from rl.agents.pool import EnvironmentPool
+from rl.agents.sight import Sight
 from rl.config.agents import Agents
 from rl.config.schema import Config
-from rl.data.prompts import end_token_ids
+from rl.data.prompts import Prompt, end_token_ids
+from rl.models import read_hf_config
 from rl.rewards.pool.pool import default_workers
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
@@ -31,6 +34,8 @@ class Environments:
     chat: Chat
     make_endpoint: "Callable[[], Endpoint]"
     """Starts the server for agents that run by themselves."""
+    sight_of: Callable[[Prompt], Sight] = Sight
+    """Returns what a trajectory of a prompt sees besides text."""
     kept: "dict[str, Session]" = field(default_factory=dict)
     """Sessions of trajectories that continue in a later call, by address."""
     endpoint: "Endpoint | None" = None
@@ -94,6 +99,7 @@ def start_environments(config: Config, tokenizer) -> Environments | None:
         end_token_ids=end_token_ids(config.model.path) | set(config.rollout.stop_token_ids),
         on_rewrite=agents.on_rewrite,
         template_kwargs=agents.template_kwargs,
+        uses_renderer=not config.data.image_key,
     )
     log.info("tokens between turns: %s", chat.description)
     if agents.container.image:
@@ -116,7 +122,7 @@ def start_environments(config: Config, tokenizer) -> Environments | None:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         return Endpoint(tokenizer, context_tokens=longest, wake=pool.wake)
 
-    environments = Environments(agents, pool, chat, make_endpoint)
+    environments = Environments(agents, pool, chat, make_endpoint, _sight_of(config))
     try:
         for tools in pool.check():
             chat.check(tools)
@@ -126,3 +132,14 @@ def start_environments(config: Config, tokenizer) -> Environments | None:
         environments.close()
         raise
     return environments
+
+
+def _sight_of(config: Config) -> Callable[[Prompt], Sight]:
+    if not config.data.image_key:
+        return Sight
+    from rl.agents.seen_images import SeenImages
+    from rl.data.images import image_format
+
+    path = config.model.path
+    format = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
+    return partial(SeenImages, format)

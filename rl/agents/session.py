@@ -8,6 +8,7 @@ import numpy as np
 
 from rl.agents.chat import Chat
 from rl.agents.environment import Messages, Reply, answer_digest
+from rl.agents.sight import Sight
 from rl.agents.trajectory import Trajectory
 from rl.rollout.source import Start
 
@@ -25,6 +26,7 @@ class Session:
 
     start: Start
     trajectory: Trajectory
+    sight: Sight
     messages: Messages = field(default_factory=list)
     """The conversation, as derived from the tokens."""
     tools: Messages = field(default_factory=list)
@@ -106,12 +108,15 @@ class Session:
     def check_context(self, chat: Chat) -> None:
         """Raise WrongAnswer if the last row has tokens between turns that are not in its conversation."""
         rows = self.trajectory.rows
-        given = [segment for segment in (rows[-1].segments if rows else []) if not segment.is_sampled]
+        given, texts, first = [], [], len(rows[-1].prompt_ids) if rows else 0
+        for segment in rows[-1].segments if rows else ():
+            if not segment.is_sampled:
+                given.append(segment)
+                texts.append(self.sight.rendered(segment.token_ids, first))
+            first += len(segment.token_ids)
         if not self.context or any(segment.source == "environment" for segment in given):
             return  # an agent sent token ids, of which any cut is possible
-        if (
-            turn := chat.find_strange([segment.token_ids for segment in given], self.context, self.tools)
-        ) is not None:
+        if (turn := chat.find_strange(texts, self.context, self.tools)) is not None:
             raise WrongAnswer(
                 f"the tokens before turn {given[turn].turn + 1} of trajectory {self.name} are not in the "
                 "conversation as the chat template renders it, with the other turns before them: a turn or "

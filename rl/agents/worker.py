@@ -43,6 +43,7 @@ from rl.agents.environment import (
     answer_digest,
     load_environment,
 )
+from rl.agents.observations import has_images, image_part
 from rl.config.agent_plan import AgentPlan
 from rl.rewards.score import to_finite, to_score
 from rl.workers.host import Host
@@ -210,8 +211,8 @@ class Session:
         if isinstance(action, ToolCalls):
             results = [(call, *await self._use_tool(call)) for call in action.calls]
             messages = [
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-                for call, text, _ in results
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+                for call, content, _ in results
             ]
             values = {"calls": float(len(results)), "errors": float(sum(failed for *_, failed in results))}
             return {"messages": messages, "values": values, "done": self._done}
@@ -220,7 +221,7 @@ class Session:
             number = to_finite(reward)
             if number is None:
                 raise ValueError(f"step must return (text, reward, done) with a number, not {reward!r:.80}")
-            message = {"role": "user", "content": self._text(text)}
+            message = {"role": "user", "content": self._content(text)}
             return {"messages": [message], "reward": number, "done": bool(done)}
         if isinstance(action, Run):
             arguments = (action.base_url, action.api_key, dict(self._row))
@@ -247,7 +248,7 @@ class Session:
         finally:
             self._jobs.put(None)
 
-    async def _use_tool(self, call: ToolCall) -> tuple[str, bool]:
+    async def _use_tool(self, call: ToolCall) -> tuple[str | list[dict], bool]:
         """Return a tool's output, and whether it is an error message."""
         try:
             if call.name in self._tools:
@@ -260,7 +261,7 @@ class Session:
             else:
                 known = ", ".join([*self._tools, *self._listed]) or "none"
                 raise ValueError(f"there is no tool {call.name:.200}; the tools are: {known}")
-            return self._text(await self._call(function)), False
+            return self._content(await self._call(function)), False
         except TOOL_ERRORS as error:
             name = "" if type(error) is ValueError else f"{type(error).__name__}: "
             return self._text(f"Error: {name}{error}"), True
@@ -268,6 +269,13 @@ class Session:
     @property
     def _done(self) -> bool:
         return bool(getattr(self._instance, "done", False))
+
+    def _content(self, result: Any) -> str | list[dict]:
+        """Return the content of a message: the text of a result, or parts if it has images."""
+        if not has_images(result):
+            return self._text(result)
+        text = self._text(result.get("text"))
+        return [*map(image_part, result["image"]), *([{"type": "text", "text": text}] if text else [])]
 
     def _text(self, result: Any) -> str:
         """Return the text of a tool's result, shortened to the limit."""

@@ -50,7 +50,9 @@ EXCLUSIONS = {
         "whole responses, needs critic, reward.model.path, a teacher": (
             f"only a policy that learns from its own samples or by sft reads images; {NO_IMAGES}"
         ),
-        "agents": f"environments neither see nor return images; {NO_IMAGES}",
+        "agents.on_rewrite=new_row": (
+            "a conversation that is written anew would lose its images; use agents.on_rewrite=refuse"
+        ),
         "adapters": f"the layers of the tower would get adapters too; {NO_IMAGES}",
         "roles, rollout.carry_over, a sweep": f"pixels do not travel with its samples; {NO_IMAGES}",
         "run.mode=train_only": f"stored samples have no pixels; {NO_IMAGES}",
@@ -378,7 +380,7 @@ EXCLUSIONS = {
 
 _NOT_BUILT = {
     "data.image_key": (
-        "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, agents, adapters, "
+        "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, adapters, "
         "roles, rollout.carry_over, a sweep, run.mode=train_only, training.cp, training.vpp, "
         "model.numerics=bitwise"
     ),

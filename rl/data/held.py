@@ -22,6 +22,12 @@ SAMPLING_MASKS = ("kept_ids", "kept_counts")
 PIXELS = "pixels"
 """Column of the pixels of a sample's images end to end, height * width * 3 bytes each (`rl.vision`)."""
 
+PLACES = "image_places"
+"""Column of a sample's images in a run with environments (`rl.data.images.placed_pixels`)."""
+
+OF_CONTEXT = (*OF_SEQUENCE, PIXELS, PLACES)
+"""Columns in which a turn has the values of the turns before it again."""
+
 
 class Row(NamedTuple):
     """The values of one sample."""

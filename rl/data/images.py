@@ -175,19 +175,8 @@ class ImageReader:
         return [self._read(item, row, number) for number, item in enumerate(items, start=1)]
 
     def _read(self, item: Any, row: Row, number: int) -> Image:
-        try:
-            content = _content(item, row.path.parent)
-            with Pillow.open(io.BytesIO(content)) as opened:
-                opened.verify()
-            with Pillow.open(io.BytesIO(content)) as opened:
-                width, height = opened.size
-                if opened.getexif().get(0x0112, 1) >= 5:  # turned by 90 degrees
-                    width, height = height, width
-            return Image(content, *self.format.size(height, width), self.format)
-        except (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
-            raise ValueError(
-                f"{row.place}: image {number} of column {self.column!r} cannot be read: {first_line(error)}."
-            ) from error
+        owner = f"{row.place}: image {number} of column {self.column!r}"
+        return read_image(item, self.format, owner, directory=row.path.parent)
 
     def anchored(self, messages: list[dict] | None, images: Sequence[Image], row: Row) -> list[dict] | None:
         """Return the messages with a part {type: image} in place of each anchor; unchanged without images.
@@ -219,18 +208,56 @@ class ImageReader:
         """
         if not images:
             return token_ids, ()
-        places = np.flatnonzero(token_ids == self.format.token_id)
-        if len(places) != len(images):
-            raise ValueError(
-                f"{row.place}: the rendered prompt has {len(places)} tokens {self.format.token_id} for "
-                f"{len(images)} images; remove the images' special token from the text, or use the chat "
-                "template of a vision-language model."
-            )
-        counts = np.ones(len(token_ids), np.int64)
-        counts[places] = [image.num_tokens for image in images]
-        offsets = (counts.cumsum() - counts)[places].tolist()
-        placed = tuple(replace(image, offset=offset) for image, offset in zip(images, offsets))
-        return token_ids.repeat(counts), placed
+        return expand(token_ids, images, f"{row.place}: the rendered prompt")
+
+
+def expand(
+    token_ids: np.ndarray, images: Sequence[Image], owner: str, *, first: int = 0
+) -> tuple[np.ndarray, tuple[Image, ...]]:
+    """Return tokens with those of the images, at least one, and the images with their offsets.
+
+    token_ids: int32 [S], with one token for each image. owner: the subject of the ValueError if there are
+    more or fewer of these tokens than images. first: number of tokens before them.
+    """
+    [token_id] = {image.format.token_id for image in images}
+    places = np.flatnonzero(token_ids == token_id)
+    if len(places) != len(images):
+        raise ValueError(
+            f"{owner} has {len(places)} tokens {token_id} for {len(images)} images; remove the "
+            "images' special token from the text, or use the chat template of a vision-language model."
+        )
+    counts = np.ones(len(token_ids), np.int64)
+    counts[places] = [image.num_tokens for image in images]
+    offsets = (counts.cumsum() - counts)[places].tolist()
+    placed = tuple(replace(image, offset=first + offset) for image, offset in zip(images, offsets))
+    return token_ids.repeat(counts), placed
+
+
+def placed_pixels(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places of images, at least one, int64 [images, 4], and their pixels end to end, uint8.
+
+    A place is the index of the first token, height, width and `Image.digest`.
+    """
+    places = [(image.offset, image.height, image.width, image.digest) for image in images]
+    return np.array(places, np.int64), np.concatenate([image.pixels.ravel() for image in images])
+
+
+def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = Path()) -> Image:
+    """Return the image of {bytes, path}, a path, a data URI, or bytes.
+
+    owner: the subject of the ValueError for one that cannot be read. directory: to which paths are relative.
+    """
+    try:
+        content = _content(item, directory)
+        with Pillow.open(io.BytesIO(content)) as opened:
+            opened.verify()
+        with Pillow.open(io.BytesIO(content)) as opened:
+            width, height = opened.size
+            if opened.getexif().get(0x0112, 1) >= 5:  # turned by 90 degrees
+                width, height = height, width
+        return Image(content, *format.size(height, width), format)
+    except (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
+        raise ValueError(f"{owner} cannot be read: {first_line(error)}.") from error
 
 
 def _parts(content: Any) -> list[dict]:

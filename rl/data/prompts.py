@@ -62,14 +62,12 @@ class Prompt:
 
     @property
     def placed_pixels(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Places of the images, int32 [images, 3], and their pixels end to end, uint8; None without images.
-
-        A place is the index of the first token, height and width.
-        """
+        """`rl.data.images.placed_pixels` of its images; None without images."""
         if not self.images:
             return None
-        places = [(image.offset, image.height, image.width) for image in self.images]
-        return np.array(places, np.int32), np.concatenate([image.pixels.ravel() for image in self.images])
+        from rl.data.images import placed_pixels
+
+        return placed_pixels(self.images)
 
     @property
     def rendered_ids(self) -> np.ndarray:

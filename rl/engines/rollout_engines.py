@@ -89,9 +89,8 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
         from rl.vision.requests import ImageRequests
 
         path = config.model.path
-        parts.append(
-            ImageRequests(image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels))
-        )
+        format = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
+        parts.append(ImageRequests(format, several_turns=config.agents.is_on))
     return parts
 
 

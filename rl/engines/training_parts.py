@@ -43,9 +43,15 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
     if model.name == "policy":
         parts += prediction_parts(config, config.training, lr=config.training.mtp.head_lr)
     if config.data.image_key and model.name == "policy":
+        from rl.data.images import image_format
+        from rl.models import read_hf_config
         from rl.vision.tower import VisionTower  # imports transformers' model
 
-        parts.append(VisionTower(learns=config.model.vision == "train"))
+        learns = config.model.vision == "train"
+        path, given = config.model.path, None
+        if config.agents.is_on:
+            given = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
+        parts.append(VisionTower(learns=learns, given=given))
     return parts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.data.held import OF_SEQUENCE, Absent
+from rl.data.held import OF_CONTEXT, OF_SEQUENCE, Absent
 
 SOURCES = ("tool", "user", "environment")
 """Sources of tokens that the policy did not sample."""
@@ -41,7 +41,7 @@ class Request:
     adapter: int = 0
     """Index of the low-rank adapter of an engine that has several."""
     images: tuple[np.ndarray, np.ndarray] | None = None
-    """`rl.data.prompts.Prompt.placed_pixels` of the context; None: it has no images."""
+    """`rl.data.images.placed_pixels` of the context; None: it has no images."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Segment:
     def of(cls, completion: Completion, turn: int = 0, before: Sequence["Segment"] = ()) -> "Segment":
         """Return the tokens of a completion as a segment.
 
-        before: the earlier segments of the row. Columns in OF_SEQUENCE have values of these tokens again, of
+        before: the earlier segments of the row. Columns in OF_CONTEXT have values of these tokens again, of
         which the first ones count: those of the pass from which a token was sampled.
         """
         columns = completion.token_ids, completion.logprobs, completion.weight_versions
         held, context = dict(completion.held), completion.context_digest
-        for name in held.keys() & OF_SEQUENCE:
+        for name in held.keys() & OF_CONTEXT:
             held[name] = held[name][sum(len(s.held[name]) for s in before if name in s.held) :]
         ending = dict(end=completion.end, seed=completion.seed)
         return cls(*columns, turn, held=held, context_digest=context, **ending)._with_digest()

@@ -6,6 +6,7 @@ p + row and p + column; the text after it continues from p + the larger number o
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from rl.data.images import Image
 
 
 def image_positions(length: int, images: Sequence[Image]) -> tuple[np.ndarray, int]:
-    """Return the positions of a prompt's tokens, int64 [3, length], and that of the token after it."""
+    """Return the positions of tokens from 0 on, int64 [3, length], and that of the token after them."""
     parts, done, position = [], 0, 0
 
     def text(end: int) -> None:
@@ -36,10 +37,13 @@ def row_positions(
     """Return the positions of a packed row, int64 [3, num_tokens]; 0 for padding.
 
     starts: positions in the row of each sample's first token and of its first response token, int64 [2, B].
-    lengths: numbers of its prompt's and its response's tokens, int64 [2, B]. images: those of each sample.
+    lengths: numbers of its prompt's and its response's tokens, int64 [2, B]. images: those of each sample, in
+    the order of their tokens.
     """
     out = np.zeros((3, num_tokens), np.int64)
     for (first, answer), (prompt, response), own in zip(starts.T, lengths.T, images, strict=True):
-        out[:, first : first + prompt], position = image_positions(int(prompt), own)
-        out[:, answer : answer + response] = np.arange(position, position + response)
+        before = [image for image in own if image.offset < prompt]
+        given = [replace(image, offset=image.offset - int(prompt)) for image in own[len(before) :]]
+        out[:, first : first + prompt], position = image_positions(int(prompt), before)
+        out[:, answer : answer + response] = image_positions(int(response), given)[0] + position
     return out

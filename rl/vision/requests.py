@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import torch
 
-from rl.data.held import PIXELS
+from rl.data.held import PIXELS, PLACES
 from rl.data.images import ImageFormat
 from rl.rollout.calls import Call
 from rl.rollout.parts import Part
@@ -21,12 +21,15 @@ MAX_IMAGES = 1024
 
 
 class ImageRequests(Part):
-    """Gives requests their images, and completions the held column PIXELS on the replica's leader."""
+    """Gives requests their images, and completions the held column PIXELS on the replica's leader.
 
-    def __init__(self, format: ImageFormat):
-        self.format = format
-        self._pixels: dict[str, np.ndarray] = {}
-        """Those of running requests, by name."""
+    several_turns: whether they have the column PLACES too, because environments give images.
+    """
+
+    def __init__(self, format: ImageFormat, *, several_turns: bool = False):
+        self.format, self._columns = format, (PIXELS, PLACES) if several_turns else (PIXELS,)
+        self._held: dict[str, dict[str, np.ndarray]] = {}
+        """Values of running requests, by name."""
 
     def options(self, engine):
         _replace_processor(engine.hf["architectures"][0], self.format)
@@ -39,18 +42,18 @@ class ImageRequests(Part):
         )
 
     def begin(self, engine):
-        self._pixels.clear()
+        self._held.clear()
 
     def request(self, engine, request: Request, call: Call):
-        self._pixels[request.name] = np.zeros(0, np.uint8)
-        if request.images is not None:
-            places, pixels = request.images
-            self._pixels[request.name] = pixels
+        places, pixels = request.images or (np.zeros((0, 4), np.int64), np.zeros(0, np.uint8))
+        values = {PIXELS: pixels, PLACES: places}
+        self._held[request.name] = {name: values[name] for name in self._columns}
+        if len(places):
             call.prompt |= image_input(self.format, call.prompt["prompt_token_ids"], places, pixels)
 
     def completion(self, engine, internal_id, output):
-        pixels = self._pixels.pop(internal_id.rpartition("-")[0])
-        return {PIXELS: pixels} if engine.leads else {}
+        held = self._held.pop(internal_id.rpartition("-")[0])
+        return held if engine.leads else {}
 
     def weights_changed(self, engine):
         engine.llm.llm_engine.reset_mm_cache()
@@ -60,15 +63,15 @@ class ImageRequests(Part):
 def image_input(format: ImageFormat, token_ids: list[int], places: np.ndarray, pixels: np.ndarray) -> dict:
     """Return vLLM's input of a prompt with images.
 
-    places: int32 [images, 3]: index of the first token, height and width. pixels: those of all images.
+    places, pixels: those of `rl.data.images.placed_pixels`.
     """
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    sizes = [height * width * 3 for _, height, width in places.tolist()]
+    sizes = [height * width * 3 for _, height, width, _ in places.tolist()]
     parts = np.split(pixels, np.cumsum(sizes)[:-1])
     patches, grids, hashes, ranges = [], [], [], []
-    for (offset, height, width), part in zip(places.tolist(), parts, strict=True):
+    for (offset, height, width, _), part in zip(places.tolist(), parts, strict=True):
         patches.append(format.patches(part.reshape(height, width, 3)))
         grids.append((1, height // format.patch, width // format.patch))
         hashes.append(
@@ -114,7 +117,7 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
             height = width = side * format.unit
             tokens = [format.token_id] * side**2
             pixels = np.zeros(height * width * 3, np.uint8)
-            return image_input(format, tokens, np.array([(0, height, width)]), pixels)
+            return image_input(format, tokens, np.array([(0, height, width, 0)]), pixels)
 
         _get_mm_fields_config = _get_prompt_updates = _not_called
 

@@ -20,8 +20,8 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from rl.data.batch import Batch
-from rl.data.held import PIXELS
-from rl.data.images import Image
+from rl.data.held import PIXELS, PLACES
+from rl.data.images import Image, ImageFormat
 from rl.models import architecture
 from rl.models.qwen2_5_vl import TOWER
 from rl.training.packing import MicroBatch
@@ -31,6 +31,17 @@ from rl.vision.positions import row_positions
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
+
+
+@dataclass(frozen=True, eq=False)
+class GivenImage(Image):
+    """An image that an environment gave, without its file."""
+
+    known_digest: int = -1
+
+    @property
+    def digest(self) -> int:  # type: ignore[override]
+        return self.known_digest
 
 
 class WrongImages(RuntimeError):
@@ -60,12 +71,18 @@ class RowImages:
 
 
 class VisionTower(Part):
-    """Lets a policy read images. learns: whether the tower is trained, too."""
+    """Lets a policy read images.
+
+    learns: whether the tower is trained, too. given: format of images that environments give; None: there are
+    no environments.
+    """
 
     needs = {PIXELS: lambda stage: slice(None) if stage == 0 else None}
 
-    def __init__(self, *, learns: bool):
-        self.learns = learns
+    def __init__(self, *, learns: bool, given: ImageFormat | None = None):
+        self.learns, self._given = learns, given
+        if given is not None:
+            self.needs = self.needs | {PLACES: lambda stage: slice(None)}
         self._tower: torch.nn.Module | None = None
         self._row: RowImages | None = None
         """Images of the micro-batch that runs."""
@@ -98,7 +115,7 @@ class VisionTower(Part):
 
     def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
         """Return the row with the positions of its tokens and, on the first stage, its images."""
-        images = [batch.prompts[group].images for group in batch.groups[row.samples].tolist()]
+        images = [self._seen(batch, sample) for sample in row.samples]
         if not any(images):
             return row
         assert row.starts is not None
@@ -107,6 +124,27 @@ class VisionTower(Part):
         positions = row_positions(row.tokens.numel(), row.starts, lengths, images)
         row = replace(row, position_ids=torch.from_numpy(positions).to(device))
         return row if self._tower is None else replace(row, images=_images_of(batch, row, images))
+
+    def _seen(self, batch: Batch, sample: int) -> tuple[Image, ...]:
+        """Return the images of a sample, those of its prompt first.
+
+        Raises WrongImages if those of the prompt are not where the engine had them.
+        """
+        prompt = batch.prompts[int(batch.groups[sample])]
+        if self._given is None or PLACES not in batch.held:
+            return prompt.images
+        places, length = batch.held[PLACES].local[sample], len(batch.prompt_ids[sample])
+        if not len(places):
+            return ()
+        of_data = np.array_equal(batch.prompt_ids[sample], prompt.token_ids)
+        own = [(i.offset, i.height, i.width, i.digest) for i in prompt.images] if of_data else []
+        if not np.array_equal(places[places[:, 0] < length], np.reshape(own, (-1, 4))):
+            raise WrongImages(f"image check: sample {sample} came with other images than its prompt has.")
+        given = [
+            GivenImage(b"", height, width, self._given, offset, known_digest=digest)
+            for offset, height, width, digest in places[len(own) :].tolist()
+        ]
+        return *prompt.images[: len(own)], *given
 
     def _take_row(self, module, args, options) -> None:
         self._row = options["packed_seq_params"].images
@@ -144,9 +182,11 @@ def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[Image, ...]]) -
     """Return the images of a row. Samples that share a prompt share its images."""
     assert row.starts is not None
     found: dict[int, tuple[Image, np.ndarray]] = {}
-    for sample, start, own in zip(row.samples, row.starts[0].tolist(), images, strict=True):
+    for sample, (start, answer), own in zip(row.samples, row.starts.T.tolist(), images, strict=True):
+        length = len(batch.prompt_ids[sample])
         for image, pixels in zip(own, _pixels_of(batch, sample, own)):
-            found[start + image.offset] = image, pixels
+            place = start if image.offset < length else answer - length
+            found[place + image.offset] = image, pixels
     places = [np.arange(place, place + image.num_tokens) for place, (image, _) in found.items()]
     return RowImages(
         [image for image, _ in found.values()],

@@ -48,7 +48,7 @@ def image_doubled_on_the_way(bug: Bug, completion, self, engine, internal_id, ou
 def wrong_grid_of_an_image(bug: Bug, image_input, format, token_ids, places, pixels):
     """The engine was told another number of rows and columns than the image has, with the same product."""
     wrong = places.copy()
-    wrong[:, 1:] = places[:, 1:] * np.array([2, 1]) // np.array([1, 2])
+    wrong[:, 1:3] = places[:, 1:3] * np.array([2, 1]) // np.array([1, 2])
     return image_input(format, token_ids, wrong, pixels)
 
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -106,3 +108,23 @@ def test_layers_that_add_inner_outputs_are_recomputed_equally(tmp_path, squares)
     kept, recomputed = run("kept"), run("recomputed", "training.recompute=full")
     assert [r["actor/grad_norm"] for r in recomputed] == [r["actor/grad_norm"] for r in kept]
     assert len(run("bfloat16", "model.dtype=bfloat16", "training.recompute=full")) == 2
+
+
+@pytest.mark.slow
+def test_images_that_an_environment_returns_reach_engine_and_trainer(tmp_path, squares):
+    """The engine's log-probs of turns after images are the trainer's, on two pipeline stages."""
+    rows = pq.read_table(squares / "train.parquet").slice(0, 16).to_pylist()
+    for row in rows[::2]:  # prompts without an image
+        row["images"], row["prompt"][0]["content"] = [], "colour?"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    config = write_config(tmp_path, squares)
+    keys = (*GRPO, f"data.train=[{tmp_path}/rows.parquet]", "run.max_steps=2", "validation.every=0")
+    keys += ("data.prompts_per_step=4", "rollout.samples_per_prompt=2", "training.pp=2")
+    game = Path(__file__).parent / "image_game.py"
+    keys += (f"agents.environment={game}:Views", "agents.workers=1", "agents.max_tokens_per_turn=6")
+    keys += ("rollout.max_response_tokens=90", "agents.max_turns=4")
+    found = train(2, config, *keys)
+    for record in found:
+        assert record["num_turns/min"] == 4
+        assert record["perf/held_bytes_received"] == record["perf/held_bytes_planned"] > 0
+        assert record["training/logprob_gap"] < record["training/logprob_gap_limit"]

@@ -1,0 +1,36 @@
+"""Images in the answers of environments, in the process of the environment: {"text": ..., "image": [...]}.
+
+It is verl's format. An image is one of Pillow, an array uint8 [H, W, 3], the bytes of a file or a data URI.
+"""
+
+import base64
+import io
+from typing import Any
+
+
+def has_images(answer: Any) -> bool:
+    """Return whether an answer is a dict of verl's format with at least one image."""
+    if not isinstance(answer, dict) or not answer.keys() <= {"text", "image"}:
+        return False
+    images = answer.get("image")
+    return isinstance(images, list) and len(images) > 0 and all(map(_is_image, images))
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("data:image/")
+    return isinstance(value, bytes) or hasattr(value, "__array_interface__")  # numpy's and Pillow's
+
+
+def image_part(value: Any) -> dict[str, str]:
+    """Return the part {type, image} of a message's content, with the image as a data URI."""
+    if isinstance(value, str):
+        return {"type": "image", "image": value}
+    if not isinstance(value, bytes):
+        from PIL import Image
+
+        file = io.BytesIO()
+        picture = value if isinstance(value, Image.Image) else Image.fromarray(value)
+        picture.save(file, "PNG")
+        value = file.getvalue()
+    return {"type": "image", "image": f"data:image/png;base64,{base64.b64encode(value).decode()}"}
