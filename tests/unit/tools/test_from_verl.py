@@ -403,7 +403,7 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
         ),
         (
             "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3-Omni-30B",
-            "only Qwen2.5-VL and",
+            "Qwen2.5-VL and Qwen3-VL are",
         ),
         (
             "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3.5-2B "
