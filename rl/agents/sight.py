@@ -1,4 +1,4 @@
-"""What a trajectory has seen besides text: nothing here; for models that read images `SeenImages`."""
+"""Images of a trajectory: `Sight` for models that read only text, else `SeenImages`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from rl.rollout.samples import Segment
 
 
 class Sight:
-    """The images of a trajectory, none here. Errors are ValueErrors, with which the trajectory fails."""
+    """No images. A ValueError of a method fails the trajectory."""
 
     placed: tuple[np.ndarray, np.ndarray] | None = None
     """`Request.images` of the next turn."""

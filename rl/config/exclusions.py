@@ -51,7 +51,7 @@ EXCLUSIONS = {
             f"only a policy that learns from its own samples or by sft reads images; {NO_IMAGES}"
         ),
         "agents.on_rewrite=new_row": (
-            "a conversation that is written anew would lose its images; use agents.on_rewrite=refuse"
+            "a rewritten conversation would lose its images; use agents.on_rewrite=refuse"
         ),
         "adapters": f"the layers of the tower would get adapters too; {NO_IMAGES}",
         "roles, rollout.carry_over, a sweep": f"pixels do not travel with its samples; {NO_IMAGES}",

@@ -15,7 +15,7 @@ class Images:
     tokens: int
     pixels: int
     operations: int
-    """Of the tower's forward pass."""
+    """Operations of the tower's forward pass."""
     passes: int
     """Forward passes that take as many operations as an update of the tower."""
 

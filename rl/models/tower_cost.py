@@ -11,13 +11,13 @@ class TowerCost:
     """Operations of a forward pass of one image: a product and a sum count as two."""
 
     per_patch: int
-    """Of the linear layers, per patch."""
+    """Operations of the linear layers, per patch."""
     per_token: int
-    """Of the mergers, per token of the text model."""
+    """Operations of the mergers, per token of the text model."""
     per_pair: int
-    """Of attention, per pair of patches that see each other."""
+    """Operations of attention, per pair of patches of which one attends to the other."""
     layers: tuple[int, int]
-    """Number of layers in which all patches see each other, and in which only those of a window do."""
+    """Number of layers with attention between all patches, and with attention only within windows."""
     window: int
     """Patches of a window."""
     merged: int

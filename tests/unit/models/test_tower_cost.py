@@ -71,7 +71,7 @@ def test_a_row_costs_what_its_images_and_its_text_do():
 
 
 class Model:
-    """What the planner reads of a training engine."""
+    """The attributes of a training engine that the planner reads."""
 
     def __init__(self, hf: dict, weights: list, *, has_frozen_weights: bool):
         self.weight_map, self.has_frozen_weights = SimpleNamespace(hf=hf, weights=weights), has_frozen_weights
