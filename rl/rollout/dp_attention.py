@@ -8,6 +8,8 @@ them has requests; one that has none then takes a dummy step, which its event lo
 finished takes dummy steps until all have finished.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -24,6 +26,7 @@ class DataParallelAttention(ExpertParallel):
     def options(self, engine):
         cpu_support.add_collectives_of_experts()
         cpu_support.clear_attention_of_dummy_steps()
+        _keep_all_tokens_between_layers()
         replicas = engine.placement.ep // engine.tp
         # The experts' memory of a step grows with the tokens of all replicas.
         tokens = max(BATCHED_TOKENS // replicas, engine.config.max_concurrent_samples)
@@ -60,3 +63,25 @@ class DataParallelAttention(ExpertParallel):
         engine.llm.llm_engine.engine_core.execute_dummy_batch()
         engine.events.note_dummy_step()
         return True
+
+
+@functools.cache
+def _keep_all_tokens_between_layers() -> None:
+    """Make vLLM's layers of DeepSeek-V2 and V3 give every rank of a replica the outputs of all tokens.
+
+    With experts shared by replicas of several ranks, vLLM leaves each rank its part of the tokens, and a
+    layer tells from the number of rows whether its input is such a part. For a step of one token both have
+    one row: the next layer takes a rank's padding for the token, and log-probs are wrong (vLLM #50154).
+    Summing the attention's outputs over all tokens moves half as many bytes more between a replica's ranks.
+    """
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
+
+    build = DeepseekV2DecoderLayer.__init__
+
+    def build_with_all_tokens(self, *args, **options):
+        build(self, *args, **options)
+        if self.use_sequence_parallel_moe:
+            self.use_sequence_parallel_moe = False  # the mixture takes its part, and gathers its outputs
+            self.self_attn.o_proj.reduce_results = True
+
+    DeepseekV2DecoderLayer.__init__ = build_with_all_tokens

@@ -135,11 +135,12 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layo
             checkpoint_a, config.rollout, **options, parts=rollout_engines.model_parts(config.rollout, hf)
         )
 
-        def samples_of(sampling: Sampling):
-            """The engine's samples of the batch's prompts, on every rank."""
-            drawn = engine.generate(batch.prompt_ids, sampling, list(range(len(batch))))
+        def samples_of(sampling: Sampling, num_prompts: int = len(batch)):
+            """The engine's samples of the batch's first prompts, on every rank."""
+            prompts = batch.prompt_ids[:num_prompts]
+            drawn = engine.generate(prompts, sampling, list(range(num_prompts)))
             mine = drawn if engine.rank_in_replica == 0 else []
-            return batch_of(exchange(mine, device), batch.prompt_ids, samples_per_prompt=1)
+            return batch_of(exchange(mine, device), prompts, samples_per_prompt=1)
 
         for layout in layouts:
             tp, pp, ep, *more = map(int, layout.split("x"))
@@ -157,7 +158,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layo
                 greedy = samples_of(replace(SAMPLING, temperature=0.0)) if rollout_ep > 1 else None
                 if rollout_ep > 1:
                     # One prompt for all replicas: those that share experts with the one that draws it wait.
-                    engine.generate(batch.prompt_ids[:1], SAMPLING, [0])
+                    lone = samples_of(SAMPLING, 1)
                     noted = [event for _, events in engine.events.records for event in events]
                     own = sum(event.num_steps for event in noted if isinstance(event, DummySteps))
                     dummy_steps = gather_objects(own)
@@ -170,6 +171,9 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layo
                 sides["largest"] = float(columns[name][0].abs().max())  # log-prob: rounding is relative to it
                 sides["vllm"] = difference(sampled.rollout_logprobs, expected)
                 if greedy is not None:
+                    with torch.no_grad():
+                        expected = hf_logprobs(references[name], lone, temperature=TEMPERATURE)[0]
+                    sides["lone"] = difference(lone.rollout_logprobs, expected)
                     sides["not_greedy"] = differs_from_greedy(references[name], greedy)
                     sides["dummy_steps"] = dummy_steps
                 sides |= {"sampled_tokens": int(sampled.lengths.sum()), "fallback": traffic.fallback}

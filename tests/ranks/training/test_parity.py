@@ -160,6 +160,8 @@ def test_ranks_of_the_engine_may_hold_whole_experts(tmp_path, case, rollout):
     assert_equal_logprobs(results, ["2x1x2"])
     for found in results.values():
         assert found["not_greedy"] == 0
+        # Its steps have one token, fewer than the replica has ranks.
+        assert found["lone"] <= LOGPROB * found["largest"]
         # One replica computes a prompt, and those that share its experts take as many dummy steps.
         idle = [steps for steps in found["dummy_steps"] if steps]
         assert len(idle) == ep - tp and len(set(idle)) <= 1
