@@ -53,12 +53,14 @@ EXCLUSIONS = {
         "agents.on_rewrite=new_row": (
             "a rewritten conversation would lose its images; use agents.on_rewrite=refuse"
         ),
-        "adapters": f"the layers of the tower would get adapters too; {NO_IMAGES}",
         "roles, rollout.carry_over, a sweep": f"pixels do not travel with its samples; {NO_IMAGES}",
         "run.mode=train_only": f"stored samples have no pixels; {NO_IMAGES}",
         "training.cp": "a rank would divide images before they are merged; use training.cp=1",
         "training.vpp": "chunks of the first stage would wait for its images; use training.vpp=1",
         "model.numerics=bitwise": "the tower has other kernels in the engine; use model.numerics=fast",
+    },
+    "model.vision=train": {
+        "adapters": "the files of an adapter have no weights of the tower; use model.vision=frozen"
     },
     "not data.messages_key": {
         "data.train_on, data.overlong_prompts=truncate_right": (
@@ -380,10 +382,11 @@ EXCLUSIONS = {
 
 _NOT_BUILT = {
     "data.image_key": (
-        "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, adapters, "
+        "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, "
         "roles, rollout.carry_over, a sweep, run.mode=train_only, training.cp, training.vpp, "
         "model.numerics=bitwise"
     ),
+    "model.vision=train": "adapters",
     "roles": "rollout.longest_first",
     "adapter.base=fp8": "adapter.kind=dora, critic.share_base, a sweep",
     "adapters in the engine": "adapter.kind=dora",

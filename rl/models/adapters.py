@@ -36,8 +36,8 @@ class LowRank:
 
     @property
     def module(self) -> str:
-        """Return the layer's name in the checkpoint, such as model.layers.0.self_attn.q_proj."""
-        return self.base.hf[self.part].removesuffix(".weight")
+        """Return the layer's name in transformers' model, such as model.layers.0.self_attn.q_proj."""
+        return self.base.module(self.part)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -54,7 +54,7 @@ def adapters(
     matches no linear layer.
     """
     layers = list(_linear_layers(weights))
-    names = [weight.hf[part].removesuffix(".weight") for weight, part in layers]
+    names = [weight.module(part) for weight, part in layers]
     for target in targets:
         if not any(_matches(name, target) for name in names):
             known = sorted({name.rpartition(".")[2] for name in names})
@@ -101,7 +101,7 @@ def _linear_layers(weights: Sequence[Weight]) -> Iterator[tuple[Weight, int]]:
 
 
 def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
-    (rows, columns), name = base.shapes[part], base.hf[part].removesuffix(".weight")
+    (rows, columns), name = base.shapes[part], base.module(part)
     last, by_columns = name.rpartition(".")[2], splits_columns(base)
 
     def weight(kind: str, cut, *shape: int, suffix: str = ".weight", float32: bool = False) -> Weight:

@@ -106,6 +106,12 @@ class Weight:
     """Whether the embedding is also the head. The last pipeline stage holds a copy, output_layer.weight."""
     stored: Stored | None = None
     """Place of its only tensor in a tensor of all experts; None: the files hold it under its own name."""
+    modules: tuple[str, ...] = ()
+    """Names of its layers in transformers' model, if checkpoints name them otherwise."""
+
+    def module(self, part: int) -> str:
+        """Return the name in transformers' model of the layer whose weight is tensor `part` of `hf`."""
+        return self.modules[part] if self.modules else self.hf[part].removesuffix(".weight")
 
     @property
     def num_elements(self) -> int:

@@ -7,6 +7,7 @@ converts experts to the fused parameters of transformers 5 when it loads them
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rl.models.adapters import PREFIX, LowRank, adapters
 from rl.models.files import tensor_files
 from rl.models.layout import Weight
 from rl.models.placement import count_experts
+from rl.models.qwen2_5_vl import TOWER
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -64,7 +66,7 @@ def peft_config(
             parameters += [f"{name}.weight" for name in names if name in adapted - experts]
         else:
             modules += [last] if adapted.issuperset(names) else [name for name in names if name in adapted]
-    alpha = rank * scale
+    alpha, sees = rank * scale, any(weight.megatron.startswith(TOWER) for weight in weights)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -75,6 +77,8 @@ def peft_config(
         "bias": "none",
         "target_modules": modules,
         "target_parameters": parameters or None,
+        # Layers of a vision tower have no adapters, but some are called as those of the text model.
+        "exclude_modules": rf".*{re.escape(TOWER)}.*" if sees else None,
         "use_rslora": False,
         "use_dora": any(pair.magnitude is not None for pair in pairs),
         "init_lora_weights": True,

@@ -49,8 +49,15 @@ def check_axes(hf: dict, family: str, *, interleaved: bool = False) -> None:
 
 def weights(hf: dict) -> list[Weight]:
     """Return every parameter: those of the tower, then those of the text model."""
-    text = [replace(w, vllm=f"language_model.{w.vllm}") for w in dense.weights(hf, qkv_bias=True)]
-    return [*tower(hf["vision_config"]), *text]
+    text = dense.weights(hf, qkv_bias=True)
+    return [*tower(hf["vision_config"]), *map(_behind_tower, text)]
+
+
+def _behind_tower(weight: Weight) -> Weight:
+    """Return a weight of a text model as that of a model with a tower; its name in files is the same."""
+    names = range(len(weight.hf))
+    modules = tuple(weight.module(n).replace("model.", "model.language_model.", 1) for n in names)
+    return replace(weight, vllm=f"language_model.{weight.vllm}", modules=modules)
 
 
 def tower(vision: dict) -> list[Weight]:

@@ -74,16 +74,14 @@ def test_colours_are_learned_from_images_only(tmp_path, squares):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vision", ["train", "frozen"])
-def test_a_resumed_run_continues_exactly(tmp_path, squares, vision):
+@pytest.mark.parametrize("how", ["train", "frozen", "adapter"])
+def test_a_resumed_run_continues_exactly(tmp_path, squares, how):
     config = write_config(tmp_path, squares)
-    keys = (
-        *GRPO,
-        f"model.vision={vision}",
-        "checkpoint.every=2",
-        "checkpoint.keep_last=0",
-        "validation.every=0",
-    )
+    vision = "train" if how == "train" else "frozen"
+    keys = (*GRPO, f"model.vision={vision}", "checkpoint.every=2")
+    keys += ("checkpoint.keep_last=0", "validation.every=0")
+    if how == "adapter":
+        keys += ("adapter.kind=lora", "adapter.in_engine=adapter", "objective.kl_coef=0.01")
     keys += ("data.prompts_per_step=8", "rollout.samples_per_prompt=4", "training.pp=2")
     whole = train(2, config, *keys, "run.max_steps=3", run=tmp_path / "whole")
     train(2, config, *keys, "run.max_steps=2", run=tmp_path / "parts")
@@ -93,6 +91,7 @@ def test_a_resumed_run_continues_exactly(tmp_path, squares, vision):
     assert whole[-1]["perf/held_bytes_received"] == whole[-1]["perf/held_bytes_planned"]
     exported = train(2, config, *keys, "run.max_steps=3", "checkpoint.export_hf=true", run=tmp_path / "parts")
     assert exported and json.loads((tmp_path / "parts" / "hf" / "config.json").read_text())["vision_config"]
+    assert (tmp_path / "parts" / "adapter").exists() == (how == "adapter")
 
 
 @pytest.mark.slow

@@ -129,15 +129,24 @@ def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
 
 
 def images(settings: Settings, notes: list[str]) -> dict[str, Any]:
-    """Translate the images of a model that reads them; verl trains the tower unless it is frozen."""
+    """Translate the images of a model that reads them; verl trains the tower unless it is frozen.
+
+    Adapters freeze it.
+    """
     get, part = settings.get, "actor_rollout_ref"
+    adapts = get(f"{part}.model.lora_rank", 0) or get(f"{part}.model.lora_adapter_path", "")
     sees = re.search(SEES, str(get(f"{part}.model.path", ""))) or "data.image_key" in settings.given
     frozen = get(f"{part}.actor.freeze_vision_tower", False)
     if not sees:
         return {}
+    excludes = f"{part}.model.exclude_modules"
+    if "visual" in str(settings.given.get(excludes)):
+        get(excludes)
+    elif adapts:
+        notes.append("verl adapts layers of the vision tower, too, which have no adapters here.")
     return {
         "data.image_key": get("data.image_key", "images"),
-        "model.vision": "frozen" if frozen else "train",
+        "model.vision": "frozen" if frozen or adapts else "train",
     }
 
 

@@ -17,10 +17,9 @@ GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
 EACH = pytest.mark.parametrize("architecture", VISION)
 
 
-def run_vision(directory: Path, architecture: str, world_size: int, vision: str, *layouts: str) -> dict:
+def run_vision(directory: Path, architecture: str, world_size: int, vision: str, *layouts: str, engine="2x1"):
     checkpoints = [save_tiny(architecture, directory / name, seed=seed) for seed, name in enumerate("ab")]
-    rollout_tp = min(world_size, 2)
-    run_ranks(world_size, WORKER, *checkpoints, directory, rollout_tp, vision, *layouts, timeout=500)
+    run_ranks(world_size, WORKER, *checkpoints, directory, engine, vision, *layouts, timeout=500)
     results = json.loads((directory / "out.json").read_text())
     for case, found in results.items():
         assert found["sampled_tokens"] > 50
@@ -32,16 +31,22 @@ def run_vision(directory: Path, architecture: str, world_size: int, vision: str,
         assert found.get("gradient", 0.0) <= GRADIENT, case
         if "tower_moved" in found:
             assert (found["tower_moved"] > 0) == (vision == "train")
-    return results
 
 
 @pytest.mark.slow
 @EACH
 def test_every_layout_serves_replicas_of_tp_2(tmp_path, architecture):
-    run_vision(tmp_path, architecture, 4, "train", "1x1", "2x1", "1x2", "2x2")
+    run_vision(tmp_path, architecture, 4, "train", "1x1x1", "2x1x1", "1x2x1", "2x2x1")
     assert_same_tensors(tmp_path / "export", tmp_path / "b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["2x2", "1x2"])
+def test_ranks_with_whole_experts_serve_such_replicas(tmp_path, engine):
+    layouts = ("1x1x2", "2x1x2", "1x2x2")
+    run_vision(tmp_path, "Qwen3VLMoeForConditionalGeneration", 4, "train", *layouts, engine=engine)
 
 
 def test_a_frozen_tower_gets_no_gradient(tmp_path):
     """The tower of weights a is written over that of weights b: a stale cache of images would be seen."""
-    run_vision(tmp_path, "Qwen2_5_VLForConditionalGeneration", 2, "frozen", "1x2")
+    run_vision(tmp_path, "Qwen2_5_VLForConditionalGeneration", 2, "frozen", "1x2x1")

@@ -1,9 +1,10 @@
 """One rank of test_vision.py: a model with a vision tower in transformers, Megatron and vLLM.
 
-    vision_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ROLLOUT_TP VISION LAYOUT [LAYOUT ...]
+    vision_worker.py CHECKPOINT_A CHECKPOINT_B OUT_DIR ENGINE VISION LAYOUT [LAYOUT ...]
 
-LAYOUT is TPxPP. The rows have images of different sizes, several, or none; some share a prompt. Rank 0 writes
-the largest differences to OUT_DIR/out.json, and what the last layout exports to OUT_DIR/export.
+ENGINE is TPxEP of generation, LAYOUT is TPxPPxEP of training. The rows have images of different sizes,
+several, or none; some share a prompt. Rank 0 writes the largest differences to OUT_DIR/out.json, and what the
+last layout exports to OUT_DIR/export.
 """
 
 import functools
@@ -22,6 +23,7 @@ import transformers
 from PIL import Image
 
 from rl.checkpoint.hf import export_hf
+from rl.config.adapter import Adapter
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
 from rl.data.batch import Batch
 from rl.data.images import ImageReader, image_format
@@ -57,15 +59,22 @@ RESPONSES = ((0, 9), (0, 5), (1, 4), (2, 7), (2, 7), (3, 1), (3, 0), (4, 6))
 """Prompt and length of each response."""
 
 
-def config_of(checkpoint: str, tp: int, pp: int, rollout_tp: int, vision: str) -> Config:
+def config_of(
+    checkpoint: str, layout: str, engine: str, *, vision: str = "frozen", adapter: Adapter | None = None
+) -> Config:
     optimizer = Optimizer(lr=EPS, eps=EPS, clip_grad=0.0)
+    sizes = dict(zip(("tp", "pp", "ep"), map(int, layout.split("x"))))
+    rollout_tp, rollout_ep = map(int, engine.split("x"))
     return resolve(
         Config(
             model=Model(path=checkpoint, dtype="float32", vision=vision),
             data=Data(max_prompt_tokens=64, image_key="images"),
-            training=Training(tp=tp, pp=pp, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer),
+            training=Training(**sizes, micro_batch_tokens=96, head_chunk_tokens=7, optimizer=optimizer),
+            adapter=adapter or Adapter(),
             rollout=Rollout(
                 tp=rollout_tp,
+                ep=rollout_ep,
+                dp_attention=rollout_ep > rollout_tp,
                 temperature=TEMPERATURE,
                 max_response_tokens=64,
                 max_concurrent_samples=4,
@@ -141,6 +150,27 @@ def hf_logprobs(model, batch: Batch, *, by_place: bool = False) -> torch.Tensor:
     return torch.cat(found)
 
 
+def build_trainer(config: Config, hf: dict, device):
+    training = config.training
+    return build_policy(config, hf, new_grid(training.tp, training.pp, training.ep), device)
+
+
+def logprobs_of(trainer, batch: Batch, *parts: list[int]) -> torch.Tensor:
+    """Log-probs of the response tokens by the trainer; each part of the samples is a mini-batch."""
+    plans = [plan_minibatch(batch, part, dp=trainer.grid.dp, max_tokens=96) for part in parts]
+    return trainer.forward(batch, plans, ("logprobs",))[0]
+
+
+def sampled_by(engine, prompts: list, device) -> Batch:
+    """Two samples of each prompt."""
+    queue = engine.queue(len(prompts))
+    schedule = QueueSchedule(prompts, SAMPLING, list(range(len(prompts))), queue=queue)
+    source = SampleSource(schedule, SingleTurn(SAMPLING, capacity=4))
+    assert engine.run(source if engine.leads else None, SAMPLING)
+    samples = exchange(schedule.samples if engine.leads else [], device)
+    return batch_of(samples, [p.token_ids for p in prompts], prompts=prompts, samples_per_prompt=2)
+
+
 def gradient_of(trainer, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The gradient of the sum of log-probs, from an optimizer step that is gradient descent, and the error by
     which the weights round it."""
@@ -159,7 +189,7 @@ def gradient_of(trainer, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[st
     return {name: tensor - before[name] for name, tensor in after.items()}, rounding
 
 
-def main(checkpoint_a, checkpoint_b, out_dir, rollout_tp, vision, *layouts) -> None:
+def main(checkpoint_a, checkpoint_b, out_dir, generates, vision, *layouts) -> None:
     results: dict = {}
     with session(RANKS) as device:
         hf = read_hf_config(checkpoint_a)
@@ -173,48 +203,29 @@ def main(checkpoint_a, checkpoint_b, out_dir, rollout_tp, vision, *layouts) -> N
                 references[name] = kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
                 expected[name] = hf_logprobs(references[name], batch)
             gradient = hf_gradient(references["b"], expected["b"], Path(out_dir, "gradient"))
-        engine = None
-        if int(rollout_tp):
-            engine = build_rollout(config_of(checkpoint_a, 1, 1, int(rollout_tp), vision), device)
+        engine = build_rollout(config_of(checkpoint_a, "1x1x1", generates), device)
         for layout in layouts:
-            tp, pp = map(int, layout.split("x"))
-            config = config_of(checkpoint_a, tp, pp, max(int(rollout_tp), 1), vision)
-            trainer = build_policy(config, hf, new_grid(tp, pp), device)
+            config = config_of(checkpoint_a, layout, generates, vision=vision)
+            trainer = build_trainer(config, hf, device)
             for name, checkpoint in (("a", checkpoint_a), ("b", checkpoint_b)):
                 load_hf(checkpoint, trainer.weight_map)
-                plans = [
-                    plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96)
-                    for half in ([0, 1, 2, 3], [4, 5, 6, 7])
-                ]
-                (found,) = trainer.forward(batch, plans, ("logprobs",))
+                found = logprobs_of(trainer, batch, [0, 1, 2, 3], [4, 5, 6, 7])
                 sides: dict = {}
-                if engine is not None:
-                    refit(trainer, engine)
-                    check_refit(trainer, engine)
-                    queue = engine.queue(len(prompts))
-                    schedule = QueueSchedule(prompts, SAMPLING, list(range(len(prompts))), queue=queue)
-                    source = SampleSource(schedule, SingleTurn(SAMPLING, capacity=4))
-                    assert engine.run(source if engine.leads else None, SAMPLING)
-                    samples = exchange(schedule.samples if engine.leads else [], device)
-                    sampled = batch_of(
-                        samples, [p.token_ids for p in prompts], prompts=prompts, samples_per_prompt=2
-                    )
-                    plan = [
-                        plan_minibatch(sampled, list(range(len(sampled))), dp=trainer.grid.dp, max_tokens=96)
-                    ]
-                    (again,) = trainer.forward(sampled, plan, ("logprobs",))
-                    sides["gap"] = float((again - sampled.rollout_logprobs).abs().max())
-                    moved = trainer.parts.metrics(device.torch)
-                    sides["bytes"] = moved["perf/held_bytes_received"], moved["perf/held_bytes_planned"]
+                refit(trainer, engine)
+                check_refit(trainer, engine)
+                sampled = sampled_by(engine, prompts, device)
+                again = logprobs_of(trainer, sampled, list(range(len(sampled))))
+                sides["gap"] = float((again - sampled.rollout_logprobs).abs().max())
+                moved = trainer.parts.metrics(device.torch)
+                sides["bytes"] = moved["perf/held_bytes_received"], moved["perf/held_bytes_planned"]
                 if RANKS.rank > 0:
                     continue
                 sides["megatron"] = float((found.double() - expected[name]).abs().max())
                 sides["largest"] = float(expected[name].abs().max())
-                if engine is not None:
-                    with torch.no_grad():
-                        of_hf = hf_logprobs(references[name], sampled, by_place=True)
-                    sides["vllm"] = float((sampled.rollout_logprobs.double() - of_hf).abs().max())
-                    sides["sampled_tokens"] = int(sampled.lengths.sum())
+                with torch.no_grad():
+                    of_hf = hf_logprobs(references[name], sampled, by_place=True)
+                sides["vllm"] = float((sampled.rollout_logprobs.double() - of_hf).abs().max())
+                sides["sampled_tokens"] = int(sampled.lengths.sum())
                 results[f"{layout} {name}"] = sides
             if layout == layouts[-1]:
                 export_hf(trainer, checkpoint_b, f"{out_dir}/export")

@@ -269,6 +269,15 @@ def test_what_verl_ignores_or_chooses_is_translated(tmp_path, capsys):
     for name in ("Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct"):
         config, _ = translated(f"actor_rollout_ref.model.path={name}", "data.train_files=a.parquet")
         assert (config.data.image_key, config.model.vision) == ("images", "train")  # verl's defaults
+    sees, excluded = (
+        f"actor_rollout_ref.model.path={name}",
+        "actor_rollout_ref.model.exclude_modules=.*visual.*",
+    )
+    for more, noted in ((), True), ((excluded,), False):
+        config, notes = translated(sees, "actor_rollout_ref.model.lora_rank=8", *more)
+        assert (config.adapter.kind, config.model.vision) == ("lora", "frozen")
+        assert ("verl adapts layers of the vision tower" in notes) == noted
+        assert "exclude_modules" not in notes
     geometry = config.reward.sources["hiyouga/geometry3k"]
     assert [each["weight"] for each in geometry] == [0.9, 0.1]
 
