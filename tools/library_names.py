@@ -31,7 +31,8 @@ ATTRIBUTES = {
     "vllm.v1.engine.core_client.InprocClient": "abort_requests(request_ids) engine_core _finalizer",
     "vllm.v1.engine.core.EngineCore": "scheduler batch_queue step_with_batch_queue()",
     "vllm.v1.core.sched.scheduler.Scheduler": (
-        "requests connector aux_output_connector has_requests() make_spec_decoding_stats(spec_decoding_stats,"
+        "requests connector aux_output_connector dynamic_sd_lookup max_num_running_reqs has_requests() "
+        "make_spec_decoding_stats(spec_decoding_stats,"
         "num_draft_tokens,num_accepted_tokens,num_invalid_spec_tokens,request_id)"
     ),
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "schedule update_from_output",
@@ -57,10 +58,16 @@ ATTRIBUTES = {
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
     "vllm.v1.worker.gpu_worker.Worker": "model_runner",
     # CUDA runs the second model runner, the CPU build a subclass of the first.
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "reload_weights(weights_iterator) lora_manager sampler",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
-        "kv_caches reload_weights(weights_iterator) lora_manager"
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": (
+        "reload_weights(weights_iterator) lora_manager sampler speculator"
     ),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
+        "kv_caches reload_weights(weights_iterator) lora_manager drafter"
+    ),
+    "vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator": "propose(input_batch)",
+    "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator": "model speculative_config draft_tokens",
+    "vllm.v1.worker.gpu.input_batch.InputBatch": "num_reqs",
+    "vllm.config.SpeculativeConfig": "draft_sample_method draft_model_config",
     "vllm.v1.worker.gpu.sample.logprob": "compute_token_logprobs(logits,token_ids)",
     "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl": (
         "forward(layer,query,key,value,kv_cache,attn_metadata,output) "

@@ -21,11 +21,6 @@ def check_device(config: Config, device: Device) -> None:
             "rollout.carry_over_cache=keep is for CPU: on a GPU the engine's KV cache is released while the "
             "trainer works (vLLM's sleep mode discards it); use recompute."
         )
-    if device.is_cuda and config.rollout.draft.is_on:
-        raise ConfigError(
-            f"{config.rollout.draft.setting} is for CPU: vLLM's model runner on a GPU holds what proposes "
-            "the tokens in other classes, which this program does not control yet; leave it out."
-        )
     if device.is_cuda and config.model.numerics == "bitwise" and config.rollout.temperature != 1.0:
         raise ConfigError(
             f"model.numerics=bitwise with rollout.temperature={config.rollout.temperature} is for CPU: on a "

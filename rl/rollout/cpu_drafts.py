@@ -25,6 +25,11 @@ def install(runner) -> None:
     drafter._greedy_sample = lambda hidden: sampler.draft(drafter.model.compute_logits(hidden))
 
 
+def propose_nothing(*, next_token_ids, **_) -> torch.Tensor:
+    """Return no draft for each request, int64 [B, 0]; replaces `propose` of vLLM's drafter."""
+    return next_token_ids.new_empty((len(next_token_ids), 0), dtype=torch.int64)
+
+
 class DraftedScheduler(Scheduler):
     """vLLM's scheduler, with the attributes of `DecodeScheduler`, which does not schedule drafts."""
 

@@ -49,19 +49,15 @@ class Drafts(Part):
             "num_speculative_tokens": self.draft.tokens,
             "draft_tensor_parallel_size": engine.tp,
         }
-        return engine.platform.draft_options() | {
-            "async_scheduling": False,
-            "speculative_config": speculation,
-        }
+        return engine.platform.draft_options(speculation) | {"async_scheduling": False}
 
     def built(self, engine):
-        drafter = engine.runner.drafter
+        drafter = engine.platform.drafter(engine)
         of_policy = {id(parameter) for parameter in engine.model.parameters()}
         self._own = {n: p for n, p in drafter.model.named_parameters() if id(p) not in of_policy}
         """Parameters of what proposes the tokens, without those that are the policy's."""
         sizes = [sum(p.numel() for p in each) for each in (self._own.values(), engine.model.parameters())]
         self._required = self.draft.min_tokens_per_step or 1 + self.draft.tokens * sizes[0] / sizes[1]
-        self._propose = drafter.propose
         engine.platform.verify_drafts(engine)
         engine.scheduler.make_spec_decoding_stats = self._count
 
@@ -91,9 +87,9 @@ class Drafts(Part):
             )
 
     def begin(self, engine):
-        self._engine = engine
+        self._engine, self._is_on = engine, True
         self._counts = np.zeros_like(self._counts)
-        engine.runner.drafter.propose = self._propose
+        engine.platform.switch_drafts(engine, on=True)
 
     def _count(self, stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id):
         """Count the drafts of one verification; replaces `make_spec_decoding_stats` of vLLM's scheduler."""
@@ -101,12 +97,8 @@ class Drafts(Part):
         self._counts[1, :num_accepted_tokens] += 1
         # Counts are identical on all ranks of a replica, which therefore end drafting in the same step.
         if self._counts[0, 0] == TRIAL and 1 + self._counts[1].sum() / TRIAL < self._required:
-            self._engine.runner.drafter.propose = self._propose_nothing
-
-    @staticmethod
-    def _propose_nothing(*, next_token_ids, **_):
-        """Propose no token for each request. The draft model's KV cache then has gaps."""
-        return next_token_ids.new_empty((len(next_token_ids), 0), dtype=torch.int64)
+            self._is_on = False
+            self._engine.platform.switch_drafts(self._engine, on=False)
 
     def metrics(self, engine):
         mine = torch.from_numpy(self._counts * engine.leads).double()
@@ -119,8 +111,7 @@ class Drafts(Part):
             if count
         }
         per_step = 1 + sum(accepted) / verified[0]
-        is_on = engine.runner.drafter.propose is not self._propose_nothing
-        return of_position | {"perf/draft_tokens_per_step": per_step, "perf/drafts_on": float(is_on)}
+        return of_position | {"perf/draft_tokens_per_step": per_step, "perf/drafts_on": float(self._is_on)}
 
 
 class DraftModel(Drafts):
@@ -142,7 +133,7 @@ class DraftModel(Drafts):
         from vllm.model_executor.model_loader import get_model_loader
 
         super().built(engine)
-        drafter = engine.runner.drafter
+        drafter = engine.platform.drafter(engine)
         model, config = drafter.model, drafter.speculative_config.draft_model_config
         # vLLM loads the draft model in the format of the policy, whose weights it does not read.
         with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
@@ -183,7 +174,7 @@ class HeadDrafts(Drafts):
         return weights | {n: p for n, p in self._own.items() if n.rpartition(".")[2] not in DERIVED}
 
     def weights_changed(self, engine):
-        model = engine.runner.drafter.model
+        model = engine.platform.drafter(engine).model
         derive_weights(model)
         engine.platform.weights_written(model)
 

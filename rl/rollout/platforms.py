@@ -16,12 +16,20 @@ class Platform(Part):
         state = engine.llm.llm_engine.output_processor.request_states[internal_id]
         return state.logprobs_processor.logprobs.logprobs
 
-    def draft_options(self) -> dict:
-        """Return arguments of LLM for an engine with draft tokens."""
-        return {}
+    def draft_options(self, speculation: dict) -> dict:
+        """Return arguments of LLM for an engine with draft tokens. speculation: of its SpeculativeConfig."""
+        raise NotImplementedError
+
+    def drafter(self, engine):
+        """Return vLLM's object that proposes draft tokens. Its `model` is the model with which it does."""
+        raise NotImplementedError
 
     def verify_drafts(self, engine) -> None:
         """Replace how vLLM samples and verifies draft tokens, where it samples from a wrong distribution."""
+
+    def switch_drafts(self, engine, *, on: bool) -> None:
+        """Propose tokens in the following engine steps, or none. Without, a draft model's cache has gaps."""
+        raise NotImplementedError
 
     def weights_written(self, model) -> None:
         """Discard what was computed from the weights of a model of the engine."""
@@ -59,6 +67,22 @@ class Cuda(Platform):
     def request(self, engine, request, call):
         call.params.seed = request.seed
 
+    def draft_options(self, speculation):
+        # At the temperatures of RL a sampled draft is accepted more often than the most probable one.
+        return {"speculative_config": speculation | {"draft_sample_method": "probabilistic"}}
+
+    def drafter(self, engine):
+        return engine.runner.speculator
+
+    def switch_drafts(self, engine, *, on):
+        drafter, scheduler = engine.runner.speculator, engine.scheduler
+        drafter.__dict__.pop("propose", None)
+        # vLLM's table: number of requests in a step -> number of tokens to propose; None: always all.
+        scheduler.dynamic_sd_lookup = None
+        if not on:
+            scheduler.dynamic_sd_lookup = [0] * (scheduler.max_num_running_reqs + 1)
+            drafter.propose = lambda batch, *_, **__: drafter.draft_tokens[: batch.num_reqs]
+
     def sleep(self, engine):
         if not engine.frozen:
             engine.llm.sleep(level=2)  # discards the weights; level 1 copies them to the host and back
@@ -91,13 +115,25 @@ class Cpu(Platform):
         self.cache = cpu_support.KvCache(engine.runner.kv_caches)
         engine.runner.sampler = cpu_support.make_sampler(engine.runner)
 
-    def draft_options(self):
-        return {"scheduler_cls": "rl.rollout.cpu_drafts.DraftedScheduler"}
+    def draft_options(self, speculation):
+        scheduler = "rl.rollout.cpu_drafts.DraftedScheduler"
+        return {"scheduler_cls": scheduler, "speculative_config": speculation}
+
+    def drafter(self, engine):
+        return engine.runner.drafter
 
     def verify_drafts(self, engine):
         from rl.rollout import cpu_drafts
 
         cpu_drafts.install(engine.runner)
+
+    def switch_drafts(self, engine, *, on):
+        from rl.rollout import cpu_drafts
+
+        drafter = engine.runner.drafter
+        drafter.__dict__.pop("propose", None)
+        if not on:
+            drafter.propose = cpu_drafts.propose_nothing
 
     def weights_written(self, model):
         cpu_support.release_packed_weights(model)

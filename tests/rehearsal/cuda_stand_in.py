@@ -321,11 +321,13 @@ def _replace_sleep_mode() -> None:
     class Engine(vllm.LLM):
         def __init__(self, *args, **options):
             self.can_sleep = options.get("enable_sleep_mode", False)
-            assert options["async_scheduling"] is True
+            assert options["async_scheduling"] is ("speculative_config" not in options)
             kept = {name: value for name, value in options.items() if name not in CUDA_ENGINE}
             super().__init__(*args, **kept | CPU_ENGINE)
             if options.get("return_sampling_mask"):
                 _return_sampling_masks(self.llm_engine)
+            if "speculative_config" in options:
+                _hold_drafter_as_cuda(self.llm_engine)
             self.asleep: set[str] = set()
 
         def sleep(self, level=1, **options):
@@ -412,3 +414,40 @@ def _return_sampling_masks(engine) -> None:
         return output
 
     sampler.forward, runner.sample_tokens = record, with_masks
+
+
+def _hold_drafter_as_cuda(engine) -> None:
+    """Give the CPU's model runner the interface to its drafter that CUDA's has, and verify drafts rightly.
+
+    CUDA's runner holds it as `speculator`, calls `propose` with the batch first, and reads from the scheduler
+    how many tokens to propose.
+    """
+    from rl.rollout import cpu_drafts
+
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    drafter, scheduler = runner.drafter, engine.engine_core.engine_core.scheduler
+    assert drafter._enable_probabilistic_draft_probs
+    drafter._enable_probabilistic_draft_probs = False  # the class below has no use for them
+    cpu_drafts.install(runner)
+    take = scheduler.add_request
+
+    def add_request(request):
+        params = request.sampling_params  # the CPU's sampler reads the seed elsewhere
+        params.extra_args, params.seed = {"seed": params.seed}, None
+        take(request)
+
+    class Speculator:
+        model, speculative_config = drafter.model, drafter.speculative_config
+        draft_tokens = torch.zeros(scheduler.max_num_running_reqs, drafter.num_speculative_tokens).long()
+
+        def propose(self, batch, **options):
+            self.draft_tokens[: batch.num_reqs] = propose(**options)
+            return self.draft_tokens[: batch.num_reqs]
+
+    def call(*, next_token_ids, num_speculative_tokens, **options):
+        batch = types.SimpleNamespace(num_reqs=len(next_token_ids))
+        every = dict(options, next_token_ids=next_token_ids, num_speculative_tokens=length)
+        return runner.speculator.propose(batch, **every)[:, :num_speculative_tokens]
+
+    propose, length = drafter.propose, drafter.num_speculative_tokens
+    drafter.propose, runner.speculator, scheduler.add_request = call, Speculator(), add_request

@@ -31,7 +31,6 @@ def main(lines: str) -> None:
     import rl.run.loop as loop
     from rl.checkpoint.shards import Shard
     from rl.checkpoint.snapshot import Snapshot
-    from rl.config.draft import Draft
 
     run = loop.run
 
@@ -44,7 +43,6 @@ def main(lines: str) -> None:
         for size in (1, 2):
             snapshot.take([Shard("x", ((0, size),), torch.zeros(size))])
         refuse(replace(config, rollout=replace(config.rollout, carry_over_cache="keep")), device)
-        refuse(replace(config, rollout=replace(config.rollout, draft=Draft(path="model"))), device)
         warm = replace(config.rollout, temperature=0.5)
         refuse(replace(config, model=replace(config.model, numerics="bitwise"), rollout=warm), device)
         return code

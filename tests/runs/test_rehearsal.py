@@ -86,6 +86,12 @@ def rehearsed(toy, tmp_path_factory):
     turns = ("data.max_prompt_tokens=300", "rollout.max_response_tokens=40", "agents.max_tokens_per_turn=6")
     offloading = (*game, *turns, *whole, "run.max_steps=1", f"run.dir={directory}/offloading")
     run_ranks(1, REHEARSE, lines, "--config", config, *offloading, timeout=300)
+    # Drafts end within the second generation, because the policy has learned and the draft model has not.
+    drafting = (f"rollout.draft={{path: {toy}/model, tokens: 2, min_tokens_per_step: 3}}",)
+    many = ("rollout.samples_per_prompt=64", "run.max_steps=2", f"run.dir={directory}/drafts")
+    run_ranks(1, REHEARSE, lines, "--config", config, *drafting, *untraced, *whole, *many, timeout=300)
+    drafts_on = [record["perf/drafts_on"] for record in records(directory / "drafts")]
+    assert drafts_on == [1.0, 0.0]
     nets = save_tiny("Qwen3NextForCausalLM", directory / "nets", seed=1)
     recurrent = (f"model.path={nets}", *untraced, *whole, "run.max_steps=1", f"run.dir={directory}/recurrent")
     run_ranks(1, REHEARSE, lines, "--config", config, *recurrent, timeout=300)

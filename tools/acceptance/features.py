@@ -82,6 +82,18 @@ FEATURES = {
         ("model.numerics=bitwise",),
         at_most={"training/rollout_probs_diff_max": 0.0},
     ),
+    "draft-model": Feature(
+        "A draft model proposes tokens; the program compares the distribution of its samples by chi-square",
+        ("rollout.draft={{path: {teacher}, tokens: 2, min_tokens_per_step: 1}}",),
+        above={"perf/draft_acceptance/1": 0},
+    ),
+    "draft-head": Feature(
+        "The policy's own head proposes tokens and is refitted with it",
+        ("rollout.draft={{method: mtp, tokens: 1, min_tokens_per_step: 1}}", "training.mtp.head_lr=0.001"),
+        "DeepseekV3ForCausalLM",
+        above={"perf/draft_acceptance/1": 0},
+        sizes=dict(num_nextn_predict_layers=1),
+    ),
     "roles": Feature(
         "One rank trains and one generates, with weights that are sent between engine steps",
         ROLES,
