@@ -22,7 +22,7 @@ from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import Config, Run, algorithm_of, learns_from_samples, uses_teacher
+from rl.config.schema import Config, Rollout, Run, algorithm_of, learns_from_samples, uses_teacher
 from rl.config.sweep_checks import check_points
 from rl.config.teacher_checks import check_teacher
 from rl.config.trace import check_trace
@@ -119,6 +119,8 @@ def check_contradictions(config: Config) -> None:
     check_checkpoint(config)
     check_trackers(config)
     check_stored(config.run)
+    if config.rollout.draft.is_on:
+        check_draft(config.rollout)
     if config.agents.is_on:
         check_agents(config)
     if uses_teacher(config):
@@ -205,6 +207,18 @@ def check_agents(config: Config) -> None:
             f"agents.max_tokens_per_turn={agents.max_tokens_per_turn} is above "
             f"rollout.max_response_tokens={rollout.max_response_tokens}, the limit of all turns together; "
             "lower it, or use 0."
+        )
+
+
+def check_draft(rollout: Rollout) -> None:
+    """Raise ConfigError if an engine step may verify more tokens than a response has."""
+    longest = rollout.max_response_tokens - 1
+    if rollout.draft.tokens > longest:
+        remedy = f"use at most {longest}" if longest else f"leave out {rollout.draft.setting}"
+        raise ConfigError(
+            f"rollout.draft.tokens={rollout.draft.tokens} must be below rollout.max_response_tokens="
+            f"{rollout.max_response_tokens}, because a step yields one token besides the accepted drafts; "
+            f"{remedy}."
         )
 
 

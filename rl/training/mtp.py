@@ -161,7 +161,7 @@ class PredictionHead(TrainingEngine):
     def finish(self) -> dict[str, float]:
         """Take an optimizer step with the mean gradient over the tokens; return the metrics.
 
-        Collective over the world. Raises as `TrainingEngine.update`.
+        Without tokens there are no metrics. Collective over the world. Raises as `TrainingEngine.update`.
         """
         self._embedding = None
         total = torch.tensor(
@@ -174,7 +174,7 @@ class PredictionHead(TrainingEngine):
         self.chunks[0].config.finalize_model_grads_func(self.wrapped)
         sums = dict(zip(("loss", "acceptance"), self._sums * scale)) if self.grid.is_last_stage else {}
         result = self._step(sums, self._sums[:0], lr=self.spec.optimizer.lr)
-        return result.metrics | {"grad_norm": result.grad_norm}
+        return result.metrics | {"grad_norm": result.grad_norm} if total else {}
 
 
 def _learned_from(batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -254,8 +254,8 @@ class Mtp(Part):
 
     def after_update(self) -> None:
         self._micro = None
-        if self._lr:
-            self._found.append(self.head.finish())
+        if self._lr and (found := self.head.finish()):
+            self._found.append(found)
 
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         self._micro = batch, micro

@@ -20,7 +20,12 @@ ALGORITHMS = {
         "objective.adaptive_entropy.target=100",
         "objective.adaptive_entropy.delta=0.001",
     ),
-    "dapo": ("algorithm=dapo", "dynamic_sampling.prompts_per_round=6", "reward.overlong_buffer_tokens=3"),
+    "dapo": (
+        "algorithm=dapo",
+        "dynamic_sampling.prompts_per_round=6",
+        "reward.overlong_buffer_tokens=3",
+        "rollout.samples_per_prompt=2",  # of more samples few groups have equal scores, to be replaced
+    ),
 }
 FOUR_STEPS = ("run.max_steps=4", "checkpoint.every=2", "checkpoint.keep_last=0")
 
@@ -51,4 +56,5 @@ def test_a_resumed_run_is_the_undisturbed_one(config, tmp_path, algorithm):
         bonus = [record.get("actor/entropy_coef") for record in records]  # of step 1 none: critic only
         assert bonus[0] is None and bonus[1:] == pytest.approx([0.0, 0.001, 0.002])
     else:
-        assert any(record["dapo/rounds"] > 2 for record in records)
+        # Before the checkpoint too, or the place in the data would follow from the number of steps.
+        assert all(max(record["dapo/rounds"] for record in part) > 2 for part in (records[:2], records[2:]))

@@ -29,7 +29,8 @@ from rl.training.micro_batch_plans import plan_minibatch
 
 
 def updated(config, lr: float, device):
-    """Return the policy after an update, its weights before it, and the metrics of both."""
+    """Return the weights before and after an update, its results and metrics, the random state, and the
+    metrics of a second update in which no token counts."""
     training = replace(config.training, shared_prefix=False, mtp=Mtp(head_lr=lr))
     config = replace(config, training=training)
     hf = read_hf_config(config.model.path)
@@ -43,17 +44,18 @@ def updated(config, lr: float, device):
     metrics = policy.parts.metrics(device.torch)
     after = {name: tensor.clone() for name, tensor in policy.full_weights()}
     states = torch.get_rng_state().tolist()
-    return before, after, result, metrics, states
+    policy.update(replace(batch, mask=torch.zeros_like(batch.mask)), plan, loss, lr=0.0)
+    return before, after, result, metrics, states, policy.parts.metrics(device.torch)
 
 
 def megatron(config, device) -> dict:
-    _, plain, *expected, _, state = updated(config, 0.0, device)
-    before, after, *found, metrics, with_head = updated(config, EPS, device)
+    _, plain, *expected, _, state, _ = updated(config, 0.0, device)
+    before, after, *found, metrics, with_head, of_none = updated(config, EPS, device)
     differing = [name for name, tensor in plain.items() if not torch.equal(tensor, after[name])]
     if expected != found or state != with_head:
         differing.append(f"{expected} {found}")
     gradient = {name: before[name] - after[name] for name in before.keys() - plain.keys()}
-    return dict(differing=differing, gradient=gradient, metrics=metrics)
+    return dict(differing=differing, gradient=gradient, metrics=metrics, of_none=of_none)
 
 
 def transformers_head(config) -> dict:

@@ -40,3 +40,9 @@ def test_the_head_learns_as_in_transformers(results, layout):
     for name, gradient in expected["gradient"].items():
         difference = (found["gradient"][name] - gradient).norm()
         assert difference <= GRADIENT * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_without_tokens_reports_nothing_of_the_head(results, layout):
+    assert "mtp/acceptance" in results[layout]["metrics"]
+    assert not results[layout]["of_none"]

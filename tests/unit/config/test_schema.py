@@ -214,6 +214,18 @@ def test_a_negative_stop_token_is_an_error():
     )
 
 
+def test_more_drafts_than_a_response_takes_are_an_error():
+    draft = ("rollout.draft.path=d", "rollout.max_response_tokens=16")
+    assert check(config_with(*draft, "rollout.draft.tokens=15")) == []
+    assert check_error(*draft, "rollout.draft.tokens=500") == (
+        "rollout.draft.tokens=500 must be below rollout.max_response_tokens=16, because a step yields one "
+        "token besides the accepted drafts; use at most 15."
+    )
+    assert check_error("rollout.draft.path=d", "rollout.max_response_tokens=1").endswith(
+        "leave out rollout.draft.path=d."
+    )
+
+
 def test_a_minibatch_larger_than_the_step_is_an_error():
     assert check_error("data.prompts_per_step=8", "training.prompts_per_minibatch=16") == (
         "training.prompts_per_minibatch=16 is larger than data.prompts_per_step=8; use at most 8, or 0 for "
