@@ -265,13 +265,12 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
     if Path(path, "config.json").is_file():
         return read_hf_config(path, key=key)
     named = Path(path).name.lower()
-    published = sorted(SHAPES.glob("*/"))  # none beside an installed copy of the program
-    fitting = [directory for directory in published if named.startswith(directory.name)]
+    # SHAPES is missing beside an installed copy of the program.
+    fitting = [directory for directory in SHAPES.glob("*/") if named.startswith(directory.name)]
     if not fitting:
-        known = listed([directory.name for directory in published] or [f"{SHAPES} is missing"], "or")
         raise ConfigError(
             f"{key}={path} has no config.json here, and its name begins with none of the published shapes "
-            f"({known}); give --model-shape FILE."
+            f"in {SHAPES}; give --model-shape FILE."
         )
     directory = max(fitting, key=lambda directory: len(directory.name))
     note = f"{path} is not on this machine; its shape is that of configs/models/{directory.name}"
