@@ -198,7 +198,7 @@ def options(algorithm: str, turn: int, rng: random.Random, models: Path, *, has_
             "kto": ["preference.desirable_weight=1.3"],
         }
         return found.get(algorithm, [])
-    found = ["objective.kl_coef=0.1"] if algorithm == "remax" else []
+    found = ["objective.reward_kl.coef=0.1"] if algorithm == "remax" else []
     if algorithm == "grpo":
         combinations = [(loss, mode) for loss in LOSSES for mode in MODES]
         loss, mode = combinations[turn * 7 % len(combinations)]

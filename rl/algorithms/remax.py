@@ -3,9 +3,10 @@
     A(y) = R(y) - R(greedy response),   J = E[ A(y) log pi(y) ]
 
 The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
-is enough; the baseline costs one more response. The KL divergence from the reference policy is a term of the
-loss (`objective.kl_coef`, off by default), because a term of the reward would be needed for the greedy
-response too. The default loss is PPO's. Its gradient equals that of REINFORCE in the first update after the
+is enough; the baseline costs one more response. The KL divergence from the reference policy can be a term of
+the loss (`objective.kl_coef`) or of R(y) (`objective.reward_kl.coef`); both are off by default. The greedy
+response has no such term, which leaves the gradient unbiased, because any baseline does that does not depend
+on y. The default loss is PPO's. Its gradient equals that of REINFORCE in the first update after the
 generation.
 """
 

@@ -22,7 +22,15 @@ from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import Config, Rollout, Run, algorithm_of, learns_from_samples, uses_teacher
+from rl.config.schema import (
+    Config,
+    Rollout,
+    Run,
+    algorithm_of,
+    learns_from_samples,
+    needs_sampling_masks,
+    uses_teacher,
+)
 from rl.config.sweep_checks import check_points
 from rl.config.teacher_checks import check_teacher
 from rl.config.trace import check_trace
@@ -142,6 +150,13 @@ def check_contradictions(config: Config) -> None:
         raise ConfigError(
             "validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; "
             "set one of them."
+        )
+    top_k = validation.top_k or config.rollout.top_k
+    if needs_sampling_masks(config) and validation.top_p == 1 and not top_k:
+        raise ConfigError(
+            f"validation.top_p=1: because of rollout.top_p={config.rollout.top_p:g} the engine returns the "
+            "tokens that it kept, which would be the whole vocabulary for every token; use less than 1, or "
+            "validation.top_k."
         )
     step, minibatch = config.data.prompts_per_step, config.training.prompts_per_minibatch
     if minibatch > step:

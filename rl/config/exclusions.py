@@ -228,6 +228,7 @@ EXCLUSIONS = {
         )
     },
     "agents": {
+        "template variables": "agents.template_kwargs has the variables of a trajectory; set it instead",
         "not generation in the whole run": "environments act on generated responses; remove the section",
         "greedy baselines, samples beside responses": (
             "each sample is compared with another response to its prompt, which an environment may fail to "
@@ -324,9 +325,6 @@ EXCLUSIONS = {
         "selection by scores, teacher.student_share": (
             "samples are selected or added after their scores; leave {feedback} out of the template"
         )
-    },
-    "advantages over a greedy baseline": {
-        "objective.reward_kl.coef": "the greedy baseline has no such term; use objective.kl_coef"
     },
     "advantages of single rewards": {
         "objective.reward_kl.coef, reward.overlong_buffer_tokens, reward.model.path, reward.judge.path": (

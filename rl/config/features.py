@@ -166,7 +166,6 @@ NAMED = {
     "advantages of single rewards": advantage(
         lambda formula: formula.columns.isdisjoint({"rewards", "token_rewards"})
     ),
-    "advantages over a greedy baseline": advantage(lambda formula: "greedy_baseline" in formula.needs),
     "advantages per token": advantage(lambda formula: formula.per_token),
     "advantages from probabilities": advantage(lambda formula: "sum_p_squared" in formula.columns),
     "a loss of selected tokens": loss(lambda formula: "selected_tokens" in formula.columns),
@@ -186,6 +185,7 @@ NAMED = {
         required="rollout.draft.path or rollout.draft.method=mtp",
     ),
     "a prediction head": Feature(has_prediction_head, "training.mtp.head_lr or rollout.draft.method=mtp"),
+    "template variables": Feature(lambda config: bool(config.data.template_kwargs), "data.template_kwargs"),
     "scaled rotation": Feature(lambda config: bool(config.model.rope_scaling), "model.rope_scaling"),
     "roles": Feature(
         lambda config: config.roles.is_on,

@@ -124,6 +124,9 @@ class Data:
     """dpo, orpo and simpo: column with the preferred response."""
     rejected_key: str = "rejected"
     """dpo, orpo and simpo: column with the rejected response."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the policy's chat template, such as {enable_thinking: false}; `agents.template_kwargs` has
+    those of trajectories."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Maximum tokens of a prompt after the chat template; with `messages_key` of a conversation."""
     overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
@@ -281,7 +284,11 @@ class Validation:
     samples_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
     """Sampled responses per held-out prompt: mean@k, best@k (pass@k) and maj@k. 0: none."""
     temperature: Annotated[float, TEMPERATURE] = 1.0
-    """Temperature of the sampled responses; top_p, top_k and min_p are those of `rollout`."""
+    """Temperature of the sampled responses; their min_p is that of `rollout`."""
+    top_p: Annotated[float, FRACTION] = 0.0
+    """top_p of the sampled responses. 0: rollout.top_p."""
+    top_k: Annotated[int, NOT_NEGATIVE] = 0
+    """top_k of the sampled responses. 0: rollout.top_k."""
     max_prompts: Annotated[int, NOT_NEGATIVE] = 0
     """Number of held-out prompts used, the first ones. 0: all."""
 

@@ -33,6 +33,29 @@ Spans = list[tuple[int, int]]
 """Parts of a text: positions of the first character and of the one after the last."""
 
 
+def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any], *, key: str) -> None:
+    """Set variables at the beginning of a tokenizer's chat template, for every rendering with it.
+
+    variables: values in YAML by name. key: that of the config. Raises ValueError if the template does not
+    read one of them, or if there is none.
+    """
+    if not variables:
+        return
+    templates = tokenizer.chat_template
+    named = templates if isinstance(templates, dict) else {"": templates or ""}
+    for name, value in variables.items():
+        if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
+            raise ValueError(
+                f"{key} has {name}={value}, but the chat template of {tokenizer.name_or_path} does not read "
+                "it; correct its name, or leave it out."
+            )
+    # `repr` of a value from YAML is an expression of Jinja. transformers renders with trim_blocks, which
+    # drops the newline after the block.
+    first = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in variables.items())
+    changed = {name: first + text for name, text in named.items()}
+    tokenizer.chat_template = changed if isinstance(templates, dict) else changed[""]
+
+
 class ChatTemplate:
     """Renders chats with the template of a tokenizer.
 

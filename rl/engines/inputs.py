@@ -20,6 +20,7 @@ from rl.config.schema import (
     uses_teacher,
     validates,
 )
+from rl.data.chat_template import set_variables
 from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
@@ -55,6 +56,7 @@ class Inputs:
         on_grid = [model for model in models.values() if model.on_training_grid]
         self.models = {model.name: self._read(model, world_size) for model in on_grid}
         self.tokenizer = load_tokenizer(config.model.path)
+        set_variables(self.tokenizer, config.data.template_kwargs, key="data.template_kwargs")
         for model in on_grid:
             if model.reads_tokens:
                 self._same_tokens(model)

@@ -67,6 +67,8 @@ def validation_sampling(config: Config) -> Sampling:
         train_sampling(config),
         samples_per_prompt=validation.samples_per_prompt,
         temperature=validation.temperature,
+        top_p=validation.top_p or config.rollout.top_p,
+        top_k=validation.top_k or config.rollout.top_k,
     )
 
 

@@ -160,10 +160,14 @@ def test_two_steps_of_a_policy_gradient(config, overrides):
 
 
 def test_remax_subtracts_the_greedy_responses_score(config):
-    for step in steps_of(config, "algorithm=remax", "rollout.samples_per_prompt=1"):
+    penalty = ("objective.reward_kl.coef=1", "objective.reward_kl.estimator=k2")
+    first, second = steps_of(config, "algorithm=remax", "rollout.samples_per_prompt=1", *penalty)
+    for step in (first, second):
         assert 0 <= step["critic/baseline/mean"] <= 1 and step["actor/grad_norm"] > 0
-        expected = step["critic/score/mean"] - step["critic/baseline/mean"]
+        expected = step["critic/rewards/mean"] - step["critic/baseline/mean"]
         assert step["critic/advantages/min"] <= expected <= step["critic/advantages/max"]
+    assert first["critic/rewards/mean"] == first["critic/score/mean"]
+    assert second["critic/rewards/mean"] < second["critic/score/mean"]
 
 
 def test_dpo_starts_at_log_2_and_learns_its_pairs(config, toy, tmp_path):

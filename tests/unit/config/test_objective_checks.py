@@ -216,6 +216,7 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
         (["algorithm=dpo", "preference.label_smoothing=0.5"], "at least 0 and less than 0.5"),
         (["data.train_weights=[1.0, 2.0]"], "2 numbers for 1 files"),
         (["data.val=v.jsonl", "validation.greedy=false"], "nothing to validate with"),
+        (["rollout.top_p=0.9", "validation.top_p=1.0"], "the whole vocabulary for every token"),
         (["critic.optimizer.min_lr=1"], "critic.optimizer.min_lr=1.0 is above"),
     ],
 )

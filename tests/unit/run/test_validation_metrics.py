@@ -8,8 +8,10 @@ from math import comb
 import numpy as np
 import pytest
 
+from rl.config.schema import load_config
 from rl.rewards import dapo, gsm8k, math
 from rl.rewards.score import to_score
+from rl.run.validation import validation_sampling
 from rl.run.validation_metrics import (
     best_at,
     best_std_at,
@@ -172,3 +174,11 @@ def test_sources_differ_in_samples_and_predictions():
     names = validation_metrics(values, {"a": [["x", "y"]], "c": [[None, None]]})
     assert "val-core/a/acc/maj@2/mean" in names and "val-core/b/acc/mean@1" in names
     assert not any(name.startswith("val-core/c/acc/maj") for name in names)
+
+
+def test_validation_samples_with_its_own_distribution():
+    rollout = ["rollout.top_k=20", "validation.temperature=0.6", "validation.samples_per_prompt=4"]
+    same = validation_sampling(load_config(None, rollout))
+    assert (same.samples_per_prompt, same.temperature, same.top_p, same.top_k) == (4, 0.6, 1.0, 20)
+    other = validation_sampling(load_config(None, [*rollout, "validation.top_p=0.7", "validation.top_k=5"]))
+    assert (other.top_p, other.top_k) == (0.7, 5)
