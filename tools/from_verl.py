@@ -18,20 +18,15 @@ the tables.
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import yaml  # noqa: E402
-
-from rl.config.options import Dumper, flatten  # noqa: E402
-from rl.config.schema import load_config  # noqa: E402
-from tools.verl.fit import fitted  # noqa: E402
-from tools.verl.keys import MISSING, NOT_NEEDED, reason  # noqa: E402
-from tools.verl.script import Settings, read_settings  # noqa: E402
-from tools.verl.translate import translate  # noqa: E402
+from tools.verl.convert import convert  # noqa: E402
+from tools.verl.every import convert_every  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,66 +34,43 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("file", metavar="FILE", help="verl's script (.sh) or its config (.yaml)")
+    add(
+        "file",
+        metavar="FILE",
+        help="verl's script (.sh) or its config (.yaml); with --all a checkout of verl",
+    )
     add("overrides", metavar="key=value", nargs="*", help="further settings of verl, as after the script")
-    add("--out", metavar="FILE", help="file to write (default: standard output)")
+    add("--out", metavar="FILE", help="file to write (default: standard output), or folder with --all")
     add("--train-rows", metavar="N", type=int, default=0, help="rows of the training data, for total_epochs")
     add("--model-shape", metavar="FILE", default="", help="config.json of a model that is not here")
     add("--gpu-memory-gib", metavar="X", type=float, default=80.0, help="memory of a GPU (80)")
+    add("--all", action="store_true", help="convert every script of a checkout, and count those that pass")
     args = parser.parse_intermixed_args(argv)
+    known = dict(train_rows=args.train_rows, gpu_memory_gib=args.gpu_memory_gib)
     try:
-        given, assumed = read_settings(Path(args.file), args.overrides)
-        settings = Settings(given)
-        ours, notes = translate(settings, args.train_rows)
-        world_size = settings.get("trainer.nnodes", 1) * settings.get("trainer.n_gpus_per_node", 8)
-        options = dict(shape=args.model_shape, gpu_memory_gib=args.gpu_memory_gib)
-        changes, more = fitted(only_changes(ours), world_size, **options)
+        if args.all:
+            return print_all(Path(args.file), args.out, **known)
+        found = convert(Path(args.file), args.overrides, shape=args.model_shape, **known)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ours |= changes
-    tree = yaml.dump(only_changes(ours), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-    text = f"# From {Path(args.file).name} by tools/from_verl.py.\n{tree}"
     if args.out:
-        Path(args.out).write_text(text)
+        Path(args.out).write_text(found.text)
     else:
-        print(text, end="")
-    print(report(settings.rest(), [*assumed, *notes, *more]), file=sys.stderr)
+        print(found.text, end="")
+    print(found.report, file=sys.stderr)
     return 0
 
 
-def only_changes(ours: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested settings that differ from the defaults of the algorithm and of its loss."""
-    chosen = [f"{key}={ours[key]}" for key in ("algorithm", "objective.loss") if ours.get(key)]
-    defaults = flatten(load_config(None, chosen))
-    defaults |= {"objective.loss": flatten(load_config(None, chosen[:1]))["objective.loss"]}
-    tree: dict[str, Any] = {"algorithm": ours["algorithm"]}
-    for key, value in ours.items():
-        if value in (None, "", {}) or (key in defaults and defaults[key] == value) or key == "algorithm":
-            continue
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    return tree
-
-
-def report(rest: dict[str, Any], notes: list[str]) -> str:
-    """Return the text about settings that were not translated."""
-    lines = [*notes]
-    missing = {key: reason(key, MISSING) for key in rest if not reason(key, NOT_NEEDED)}
-    if missing:
-        lines.append("\nno counterpart:")
-        lines += [f"  {key}={rest[key]}: {why or 'unknown to this tool'}" for key, why in missing.items()]
-    needless: dict[str, list[str]] = {}
-    for key in rest:
-        if why := reason(key, NOT_NEEDED):
-            needless.setdefault(why, []).append(key)
-    if needless:
-        lines.append("\nnot needed:")
-        lines += [f"  {why}:\n    " + "\n    ".join(keys) for why, keys in needless.items()]
-    return "\n".join(lines)
+def print_all(checkout: Path, out: str | None, **known: Any) -> int:
+    """Print what became of every example script, and the counts; keep the configs if `out` is given."""
+    with tempfile.TemporaryDirectory() as unkept:
+        outcomes = convert_every(checkout, Path(out or unkept), **known)
+    passed = sum(not outcome.refusal for outcome in outcomes)
+    for outcome in outcomes:
+        print(f"{outcome.script}: {outcome.refusal or f'{outcome.world_size} GPUs'}")
+    print(f"{passed} of {len(outcomes)} scripts give a config that passes the dry run on their GPUs.")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import yaml
 
 from rl.config.checks import check
 from rl.config.options import ConfigError, Dumper
-from rl.config.schema import load_config, needs_engine
+from rl.config.schema import Config, load_config, needs_engine
 from rl.dry_run.changes import Change, cheapest_change, with_values
 from rl.dry_run.estimate import estimate, plan_refit
 from rl.dry_run.hardware import GIB, Hardware
 from rl.dry_run.memory import estimate_memory, layout_of
 from rl.dry_run.shape import check_layouts, models_of
+from rl.models.sizes import num_kv_heads
 
 
 def fitted(
@@ -33,19 +34,23 @@ def fitted(
         config = load_config(file.name)
     check(config)
     hardware = Hardware(gpu_memory_gib=gpu_memory_gib)
+    divided: dict[str, object] = {}
     try:
         models, _ = models_of(config, shape=shape)
+        divided = heads_divided(config, models["policy"].hf)
+        config = with_values(config, divided)
         check_layouts(config, world_size, models)
     except ConfigError as error:
         if "has no config.json here" not in str(error):
             raise
         return {}, ["The layout was not estimated, because the model is not here; give --model-shape FILE."]
+    notes = [f"{key}={value}: the model has fewer key/value heads." for key, value in divided.items()]
     memory = estimate_memory(config, world_size, models, hardware)
     if needs_engine(config):
         refit = plan_refit(config, layout_of(config, world_size), models["policy"], hardware)
         memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
     if not memory.problems():
-        return {}, []
+        return divided, notes
     # The search plans no refit, so the buffers of its connections are part of the reserve.
     hardware = replace(hardware, reserve_gib=hardware.reserve_gib + memory.connections / GIB)
     where = (
@@ -60,7 +65,21 @@ def fitted(
         if second is not None and second.world_size == world_size:
             change = replace(second, values=moved | second.values)
     if change is None:
-        return {}, [f"{where}."]
+        return divided, [*notes, f"{where}."]
     if change.world_size != world_size:
-        return {}, [f"{where}; use {change.words(found)}."]
-    return change.values, [f"{change.words(found)}: {where}."]
+        return divided, [*notes, f"{where}; use {change.words(found)}."]
+    return divided | change.values, [*notes, f"{change.words(found)}: {where}."]
+
+
+def heads_divided(config: Config, hf: dict[str, Any]) -> dict[str, object]:
+    """Return the settings with which training.tp is at most a model's number of key/value heads.
+
+    {}: it is already. The ranks beyond them share the tokens of a sequence by training.cp instead, as verl's
+    Ulysses does.
+    """
+    training, heads = config.training, num_kv_heads(hf)
+    if training.tp <= heads or training.tp % heads or config.data.image_key:
+        return {}
+    cp = training.cp * training.tp // heads
+    tokens = -(-training.micro_batch_tokens * training.cp // cp)
+    return {"training.tp": heads, "training.cp": cp, "training.micro_batch_tokens": tokens}

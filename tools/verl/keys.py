@@ -127,7 +127,6 @@ REFUSED = {
     ),
     r"\bmtp\.enable": "training.mtp.head_lr trains the head, and rollout.draft.method=mtp drafts with it.",
     r"^async_training\.": "choose the trainers and generators in the section roles (docs/asynchrony.md).",
-    r"^data\.(output_path|n_samples)$": "generation alone is run.mode=rollout_only (docs/report.md).",
     r"^trainer\.val_only$": "samples of held-out prompts alone are run.mode=rollout_only (docs/report.md).",
     r"^data\.(custom_cls|datagen)\.path$": (
         "a data set class of verl has to be written again as rows of a file (docs/extending.md)."
@@ -146,14 +145,6 @@ REFUSED = {
     r"rollout_token_veto_threshold$": "use rollout_correction.rollout_rs=token_k1 with a bound.",
 }
 """Pattern of a setting without which the run would be another one -> what is needed instead."""
-ALWAYS_REFUSED = {
-    r"^data\.apply_chat_template_kwargs\.": (
-        "the chat template gets no arguments; set the variable at the beginning of the tokenizer's "
-        "chat_template.jinja, and leave the setting out."
-    )
-}
-"""The same for settings of which False has an effect too."""
-
 MODELS = {
     r"DeepSeek-V(3\.2|4)|GLM-?5": "sparse attention is not supported; docs/models.md lists what is.",
     r"Nemotron": "Mamba layers are not supported; docs/models.md lists what is.",
@@ -259,7 +250,7 @@ MISSING = {
     r"lora": "see the section adapter (docs/adapters.md)",
     r"exclude_modules": "name the layers in adapter.targets",
     r"(multi_turn|tool_config_path|interaction_config|agent)": "see agents.* (docs/agents.md)",
-    r"val_kwargs": "validation samples with the rollout's top_p and top_k",
+    r"val_kwargs": "see the section validation",
     r"override_config": "edit the model's config.json",
     r"(wandb|mlflow|swanlab|log_val_generations|rollout_data_dir)": "see logging.rollouts",
     r"(image|video|multi_modal|freeze_vision|mm_)": "see docs/vision.md",

@@ -129,11 +129,6 @@ def kl_terms(settings: Settings, algorithm: str) -> dict[str, Any]:
         name = pick(settings, f"{actor}.kl_loss_type", "", KL_ESTIMATORS) + plus
         ours["objective.kl_estimator"] = name
     if get("algorithm.use_kl_in_reward", False):
-        if algorithm == "remax":
-            raise ValueError(
-                "algorithm.use_kl_in_reward=True with adv_estimator=remax: the greedy baseline has no such "
-                f"term here; use {actor}.use_kl_loss=True."
-            )
         ours |= {
             "objective.reward_kl.coef": get("algorithm.kl_ctrl.kl_coef", 0.001),
             "objective.reward_kl.estimator": pick(settings, "algorithm.kl_penalty", "kl", KL_ESTIMATORS),

@@ -66,6 +66,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
     if path.suffix in (".yaml", ".yml"):
         return settings_of(overrides, settings_of_yaml(path)), []
     arguments, notes = arguments_of_script(path, overrides)
+    arguments += overrides  # of a script without "$@" too
     return settings_of(arguments, settings_of_config(arguments)), notes
 
 

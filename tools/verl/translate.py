@@ -5,22 +5,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from tools.verl.keys import (
-    ALWAYS_REFUSED,
-    EXPERTS,
-    MANAGERS,
-    MODELS,
-    OFF,
-    REFUSED,
-    REPLAY,
-    SEES,
-    SOURCES,
-    TEXT_ALONE,
-    reason,
-)
+from tools.verl.generation import generation, read_generation
+from tools.verl.keys import EXPERTS, MANAGERS, MODELS, OFF, REFUSED, REPLAY, SEES, SOURCES, TEXT_ALONE, reason
 from tools.verl.objective import objective, pick
 from tools.verl.script import Settings
 from tools.verl.tuning import adapter, distillation, is_tuning, listed, tuning_data, uses_megatron
+
+MODEL_PATHS = ("actor_rollout_ref.model.path", "model.path")
+"""Settings that name the model, of RL and of supervised fine-tuning."""
 
 
 def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list[str]]:
@@ -28,14 +20,17 @@ def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list
 
     Raises ValueError for a setting whose value is unknown.
     """
+    generates = read_generation(settings)
     refuse(settings)
     notes: list[str] = []
     ours: dict[str, Any] = {}
     tunes = is_tuning(settings)
     rl = (objective, data, layout, images, rollout, reward, adapter, distillation)
-    for part in (*((tuning_layout, adapter) if tunes else rl), trainer):
+    for part in (*((tuning_layout, images, adapter) if tunes else rl), trainer):
         ours |= part(settings, notes)
     ours |= steps(settings, notes, ours, train_rows, epochs=4 if tunes else 30)
+    if generates:
+        ours |= generation(settings, notes, train_rows)
     optimizers = [("training.optimizer", "optim" if tunes else "actor_rollout_ref.actor.optim")]
     if ours["algorithm"] == "ppo":
         optimizers.append(("critic.optimizer", "critic.optim"))
@@ -46,7 +41,7 @@ def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list
 
 def refuse(settings: Settings) -> None:
     """Raise ValueError for a setting or a model that this project cannot run, with what would be needed."""
-    for key in ("actor_rollout_ref.model.path", "model.path"):
+    for key in MODEL_PATHS:
         if why := reason(str(settings.given.get(key, "")), MODELS):
             raise ValueError(f"{key}={settings.given[key]}: {why}")
         if re.search(TEXT_ALONE, str(settings.given.get(key, ""))) and reads_images(settings):
@@ -55,8 +50,7 @@ def refuse(settings: Settings) -> None:
                 "reads images; of models that see, only Qwen2.5-VL and Qwen3-VL are supported."
             )
     for key, value in settings.given.items():
-        table = ALWAYS_REFUSED if value in OFF else REFUSED | ALWAYS_REFUSED
-        if why := reason(key, table):
+        if value not in OFF and (why := reason(key, REFUSED)):
             text = " ".join(str(value).split())
             raise ValueError(f"{key}={text[:80]}{'...' if len(text) > 80 else ''}: {why}")
 
@@ -88,19 +82,34 @@ def data(settings: Settings, notes: list[str]) -> dict[str, Any]:
             f"data.truncation={cut} would cut a prompt's end or its middle; use left, error or "
             "data.filter_overlong_prompts=True."
         )
-    return {
-        "data.train": listed(get("data.train_files", [])),
-        "data.val": listed(get("data.val_files", [])),
-        "data.prompt_key": get("data.prompt_key", "prompt"),
-        "data.max_prompt_tokens": get("data.max_prompt_length", 512),
-        "rollout.max_response_tokens": get("data.max_response_length", 512),
-        "data.overlong_prompts": overlong,
-        "data.shuffle": get("data.shuffle", True),
-        "data.prompts_per_step": per_step,
-        "training.prompts_per_minibatch": 0 if per_update == per_step else per_update,
-        "training.epochs": epochs,
-        "validation.max_prompts": max(0, get("data.val_max_samples", -1)),
-    } | ({"run.seed": get("data.seed")} if get("data.seed") is not None else {})
+    return (
+        template_variables(settings)
+        | {
+            "data.train": listed(get("data.train_files", [])),
+            "data.val": listed(get("data.val_files", [])),
+            "data.prompt_key": get("data.prompt_key", "prompt"),
+            "data.max_prompt_tokens": get("data.max_prompt_length", 512),
+            "rollout.max_response_tokens": get("data.max_response_length", 512),
+            "data.overlong_prompts": overlong,
+            "data.shuffle": get("data.shuffle", True),
+            "data.prompts_per_step": per_step,
+            "training.prompts_per_minibatch": 0 if per_update == per_step else per_update,
+            "training.epochs": epochs,
+            "validation.max_prompts": max(0, get("data.val_max_samples", -1)),
+        }
+        | ({"run.seed": get("data.seed")} if get("data.seed") is not None else {})
+    )
+
+
+def template_variables(settings: Settings) -> dict[str, Any]:
+    """Translate the variables of the chat template."""
+    name = "data.apply_chat_template_kwargs"
+    variables = dict(settings.get(name, {}))
+    for key in list(settings.given):
+        if key.startswith(f"{name}."):
+            variables[key.removeprefix(f"{name}.")] = settings.given[key]
+            settings.used.add(key)
+    return {"data.template_kwargs": variables} if variables else {}
 
 
 def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
@@ -117,6 +126,9 @@ def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
         notes.append("model.path is empty in the script; set it to a directory with a checkpoint.")
     ours |= grid(settings, f"{actor}.", notes, recompute=recompute, at_least=inside)
     sharing = get(f"{actor}.ulysses_sequence_parallel_size", 1)
+    if ours.get("training.cp", 1) > 1 and has_tower(settings):
+        sharing = ours.pop("training.cp")
+        notes.append(f"training.cp=1, because a rank cannot divide images (context_parallel_size={sharing}).")
     cp = ours.get("training.cp", 1)
     ours["training.micro_batch_tokens"] = (
         tokens * sharing if dynamic else ceil((sequences or 1) * longest / cp)
@@ -128,18 +140,23 @@ def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours
 
 
+def has_tower(settings: Settings) -> bool:
+    """Return whether the model reads images: its name says so, or the script names their column."""
+    paths = [str(settings.given.get(key, "")) for key in MODEL_PATHS]
+    return "data.image_key" in settings.given or any(re.search(SEES, path) for path in paths)
+
+
 def images(settings: Settings, notes: list[str]) -> dict[str, Any]:
     """Translate the images of a model that reads them; verl trains the tower unless it is frozen.
 
     Adapters freeze it.
     """
-    get, part = settings.get, "actor_rollout_ref"
-    adapts = get(f"{part}.model.lora_rank", 0) or get(f"{part}.model.lora_adapter_path", "")
-    sees = re.search(SEES, str(get(f"{part}.model.path", ""))) or "data.image_key" in settings.given
-    frozen = get(f"{part}.actor.freeze_vision_tower", False)
-    if not sees:
+    get, part = settings.get, "model" if is_tuning(settings) else "actor_rollout_ref.model"
+    frozen = get("actor_rollout_ref.actor.freeze_vision_tower", False)
+    if not has_tower(settings):
         return {}
-    excludes = f"{part}.model.exclude_modules"
+    adapts = get(f"{part}.lora_rank", 0) or get(f"{part}.lora_adapter_path", "")
+    excludes = f"{part}.exclude_modules"
     if "visual" in str(settings.given.get(excludes)):
         get(excludes)
     elif adapts:
@@ -161,7 +178,8 @@ def tuning_layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     recompute = settings.first(
         "model.enable_gradient_checkpointing", "engine.activation_checkpointing", default=True
     )
-    ours = tuning_data(settings, notes) | grid(settings, "", notes, recompute=recompute, at_least=1)
+    ours = tuning_data(settings, notes) | template_variables(settings)
+    ours |= grid(settings, "", notes, recompute=recompute, at_least=1)
     return ours | {"training.micro_batch_tokens": max(1, tokens)}
 
 
@@ -174,7 +192,7 @@ def grid(
     at_least: smallest tensor parallel size in place of FSDP, which shards weights over all ranks.
     """
     get, megatron = settings.get, f"{part}megatron"
-    paths = [str(settings.given.get(key, "")) for key in ("actor_rollout_ref.model.path", "model.path")]
+    paths = [str(settings.given.get(key, "")) for key in MODEL_PATHS]
     if any(re.search(TEXT_ALONE, path) for path in paths):
         notes.append("model.path must be the text model alone, as tools/text_model.py writes it.")
     if uses_megatron(settings, part):
@@ -262,13 +280,17 @@ def validation_sampling(settings: Settings, notes: list[str], ours: dict[str, An
         if number > 1:
             notes.append(f"{val}.n={number}: greedy responses to a prompt are equal, so there is one.")
         return {}
-    for name, used in (("top_p", ours["rollout.top_p"]), ("top_k", ours["rollout.top_k"] or -1)):
-        if settings.given.get(f"{val}.{name}", {"top_p": 1.0, "top_k": -1}[name]) == used:
-            settings.get(f"{val}.{name}")
+    top_p, top_k = settings.get(f"{val}.top_p", 1.0), max(0, settings.get(f"{val}.top_k", -1))
+    if ours["rollout.top_k"] and not top_k:
+        notes.append(
+            f"validation.top_k is rollout.top_k={ours['rollout.top_k']}; verl's is that of {val}, -1."
+        )
     return {
         "validation.greedy": False,
         "validation.samples_per_prompt": number,
         "validation.temperature": temperature,
+        "validation.top_p": 0.0 if top_p == ours["rollout.top_p"] else top_p,
+        "validation.top_k": 0 if top_k == ours["rollout.top_k"] else top_k,
     }
 
 

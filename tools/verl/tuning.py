@@ -16,11 +16,15 @@ def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
     get = settings.get
     longest = get("data.max_length", 1024)
     pairs = get("data.prompt_key") is not None and not get("data.enable", False)
-    if not pairs and get("data.truncation", "error") == "left":
-        raise ValueError(
-            "data.truncation=left would cut the beginning of a conversation, whose end answers it; use "
-            "right, or error."
-        )
+    cut, padding = get("data.truncation", "error"), get("data.pad_mode", "no_padding")
+    if not pairs and cut == "left":
+        if padding != "no_padding":
+            raise ValueError(
+                "data.truncation=left would cut the beginning of a conversation, whose end answers it; use "
+                "right, or error."
+            )
+        notes.append("data.truncation=left cuts the end in verl, whose data.pad_mode=no_padding ignores it.")
+        cut = "right"
     ours: dict[str, Any] = {
         "algorithm": "sft",
         "model.path": get("model.path", ""),
@@ -28,9 +32,7 @@ def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
         "data.val": listed(get("data.val_files", [])),
         "data.prompts_per_step": get("data.train_batch_size", 256),
         "data.max_prompt_tokens": longest,
-        "data.overlong_prompts": {"left": "truncate_left", "right": "truncate_right"}.get(
-            get("data.truncation", "error"), "error"
-        ),
+        "data.overlong_prompts": {"left": "truncate_left", "right": "truncate_right"}.get(cut, "error"),
         "validation.every": get("trainer.test_freq", -1),
     }
     if not pairs:
