@@ -74,6 +74,13 @@ GEMMA3 = dict(
         full_attention=dict(rope_type="linear", rope_theta=10000.0, factor=8.0),
     ),
 )
+GRANITE = dict(
+    embedding_multiplier=12.0,
+    attention_multiplier=0.125,
+    residual_multiplier=0.22,
+    logits_scaling=8.0,
+    initializer_range=0.2,
+)
 DELTA_NETS = dict(
     head_dim=64,
     num_hidden_layers=4,
@@ -127,12 +134,15 @@ PARTICULAR: dict[str, dict] = {
     ),
     "SeedOssForCausalLM": dict(head_dim=64, attention_dropout=0.0, residual_dropout=0.0),
     "SmolLM3ForCausalLM": dict(num_hidden_layers=3, no_rope_layer_interval=2),
-    "GraniteForCausalLM": dict(
-        embedding_multiplier=12.0,
-        attention_multiplier=0.125,
-        residual_multiplier=0.22,
-        logits_scaling=8.0,
-        initializer_range=0.2,
+    "GraniteForCausalLM": GRANITE,
+    "GraniteMoeHybridForCausalLM": GRANITE
+    | dict(
+        layer_types=["full_attention", "full_attention"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+        time_step_limit=None,
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Phi3ForCausalLM": {},

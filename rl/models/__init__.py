@@ -16,6 +16,7 @@ from rl.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    granite4,
     llama,
     minimax_m2,
     mistral,
@@ -33,7 +34,7 @@ from rl.models.form import Form
 from rl.models.layout import REPLICATED, Weight
 
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
-_OTHERS = (seed_oss, smollm3, granite, gemma3, phi3, gpt_oss, minimax_m2, qwen3_next, qwen3_5)
+_OTHERS = (seed_oss, smollm3, granite, granite4, gemma3, phi3, gpt_oss, minimax_m2, qwen3_next, qwen3_5)
 _FILES = (*_WITH_BITWISE, *_OTHERS)
 VISION = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",

@@ -13,6 +13,7 @@ from tests.toy import train
 FAMILIES = (
     *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM"),
     *(
+        "GraniteMoeHybridForCausalLM",
         "SeedOssForCausalLM",
         "SmolLM3ForCausalLM",
         "Phi3ForCausalLM",
@@ -34,7 +35,12 @@ MORE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_of_grpo_resumed_and_exported(config, tmp_path, family):
-    tied = family in ("Gemma3ForCausalLM", "SmolLM3ForCausalLM", "Qwen3_5ForCausalLM")
+    tied = family in (
+        "Gemma3ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+    )
     model = save_tiny(family, tmp_path / "tiny", seed=1, tie=tied)
     if family == "GptOssForCausalLM":
         quantise_experts(tmp_path / "tiny")

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "glm4-moe-lite": "Glm4MoeLiteForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite4": "GraniteMoeHybridForCausalLM",
     "seed-oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi4": "Phi3ForCausalLM",

@@ -36,6 +36,7 @@ CASES = {
     "seed-oss": ("SeedOssForCausalLM", False, FEW),
     "smollm3": ("SmolLM3ForCausalLM", True, FEW),
     "granite": ("GraniteForCausalLM", True, FEW),
+    "granite4": ("GraniteMoeHybridForCausalLM", True, FEW),
     "phi4": ("Phi3ForCausalLM", False, FEW),
     "gemma3": ("Gemma3ForCausalLM", True, DENSE),
     "minimax-m2": ("MiniMaxM2ForCausalLM", False, ["2x1x1", "1x1x2x2", "2x2x2", "2x1x2x0x2"]),

@@ -25,6 +25,7 @@ V3, V2 = "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"
 GEMMA, PHI, GRANITE, SEED, SMOL = (
     f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Granite", "SeedOss", "SmolLM3")
 )
+GRANITE4 = "GraniteMoeHybridForCausalLM"
 OSS, MINIMAX = "GptOssForCausalLM", "MiniMaxM2ForCausalLM"
 NEXT, QWEN35, QWEN35_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GLM, GLM_LITE = "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"
@@ -222,6 +223,7 @@ PARAMETERS = {
     "seed-oss-36b": pytest.approx(36.15e9, rel=1e-3),
     "smollm3-3b": 3_075_098_624,
     "granite-3.3-8b": 8_170_864_640,
+    "granite-4.0-micro": pytest.approx(3.4e9, rel=1e-2),
     "gemma-3-1b": 999_885_952,
     "phi-4": 14_659_507_200,
     "gpt-oss-20b": 20_914_757_184,
@@ -514,6 +516,9 @@ REFUSED = [
     (OSS, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "lacks beta_fast in its rope_scaling"),
     (OSS, {"rope_parameters": {"rope_type": "default"}}, "type default is not supported; only yarn"),
     (OSS, {"quantization_config": {"quant_method": "quark"}}, "quant_method quark is not supported"),
+    (GRANITE4, {"layer_types": ["mamba", "attention"]}, "layers of type mamba is not supported"),
+    (GRANITE4, {"num_local_experts": 64}, "num_local_experts 64 is not supported; only 0 is"),
+    (GRANITE4, {"position_embedding_type": "nope"}, "position_embedding_type nope is not supported"),
     (PHI, {"rope_scaling": {"type": "longrope"}}, "type longrope is not supported; only default"),
     (PHI, {"sliding_window": 2047}, "sliding_window 2047 is not supported"),
     (PHI, {"rope_parameters": None, "partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75 is not"),
@@ -540,6 +545,7 @@ def test_unsupported_options_are_refused_by_name():
             GEMMA: "Gemma 3",
             PHI: "Phi-4",
             SEED: "Seed",
+            GRANITE4: "Granite 4",
             OSS: "gpt-oss",
             MINIMAX: "MiniMax-M2",
             NEXT: "Qwen3-Next",
