@@ -16,6 +16,24 @@ def has_images(answer: Any) -> bool:
     return isinstance(images, list) and len(images) > 0 and all(map(_is_image, images))
 
 
+def content(answer: dict[str, Any], text: str) -> list[dict[str, str]]:
+    """Return the content of a message: the images of an answer, then a text unless it is empty."""
+    return [*map(image_part, answer["image"]), *([{"type": "text", "text": text}] if text else [])]
+
+
+def with_uris(message: dict) -> dict:
+    """Return a message with the images of its content as data URIs. Raises ValueError for another object."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    given = [part.get("image") for part in parts]
+    if odd := [image for image in given if image is not None and not _is_image(image)]:
+        raise ValueError(
+            f"an image of a message must be one of Pillow, an array, bytes or a data URI, not {odd[0]!r:.80}"
+        )
+    found = [part if image is None else image_part(image) for part, image in zip(parts, given)]
+    return {**message, "content": found}
+
+
 def _is_image(value: Any) -> bool:
     if isinstance(value, str):
         return value.startswith("data:image/")

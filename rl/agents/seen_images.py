@@ -15,8 +15,8 @@ from rl.rollout.samples import Segment
 class SeenImages(Sight):
     """The images of a trajectory, in the order of their tokens.
 
-    A prompt has images if it is that of the data; messages of `reset` have none. The others are in answers of
-    the environment, as data URIs (`rl.agents.observations`).
+    Those of the environment are data URIs in its messages (`rl.agents.observations`). `reset` returns the
+    messages of the data, whose images are known, or others.
     """
 
     suits_agents = False
@@ -45,11 +45,14 @@ class SeenImages(Sight):
         if np.array_equal(token_ids, self.prompt.rendered_ids) and not self._taken:
             self._images = list(self.prompt.images)
             return self.prompt.token_ids
-        if self._taken or (token_ids == self._format.token_id).any():
+        if not self._taken and (token_ids == self._format.token_id).any():
             raise ValueError(
-                "reset must return the row's own messages, or messages without images; give further images "
-                "in the answers of step or of tools"
+                "reset must return the row's own messages, or put each image into its part of the content"
             )
+        token_ids = self.expand(token_ids, 0)
+        if np.array_equal(token_ids, self.prompt.token_ids):
+            if [image.digest for image in self._images] != [image.digest for image in self.prompt.images]:
+                raise ValueError("reset returned the row's messages with other images; change the text, too")
         return token_ids
 
     def expand(self, token_ids: np.ndarray, first: int) -> np.ndarray:

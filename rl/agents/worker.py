@@ -43,7 +43,7 @@ from rl.agents.environment import (
     answer_digest,
     load_environment,
 )
-from rl.agents.observations import has_images, image_part
+from rl.agents.observations import content, has_images, with_uris
 from rl.config.agent_plan import AgentPlan
 from rl.rewards.score import to_finite, to_score
 from rl.workers.host import Host
@@ -195,9 +195,12 @@ class Session:
             self._instance = await self._call(functools.partial(environment.cls, **environment.kwargs))
         if hasattr(self._instance, "reset"):
             start = await self._call(self._instance.reset, dict(self._row))
+        if has_images(start):
+            start = [{"role": "user", "content": content(start, start.get("text") or "")}]
         messages = [{"role": "text", "content": start}] if isinstance(start, str) else start
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise ValueError(f"reset must return a text or a list of messages, not {start!r:.80}")
+        messages = list(map(with_uris, messages))
         self._tools = environment.tools_for(self._row)
         schemas = [tool.schema for tool in self._tools.values()]
         if hasattr(self._instance, "list_tools"):
@@ -274,8 +277,7 @@ class Session:
         """Return the content of a message: the text of a result, or parts if it has images."""
         if not has_images(result):
             return self._text(result)
-        text = self._text(result.get("text"))
-        return [*map(image_part, result["image"]), *([{"type": "text", "text": text}] if text else [])]
+        return content(result, self._text(result.get("text")))
 
     def _text(self, result: Any) -> str:
         """Return the text of a tool's result, shortened to the limit."""

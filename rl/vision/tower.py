@@ -128,7 +128,8 @@ class VisionTower(Part):
     def _seen(self, batch: Batch, sample: int) -> tuple[Image, ...]:
         """Return the images of a sample, those of its prompt first.
 
-        Raises WrongImages if those of the prompt are not where the engine had them.
+        Raises WrongImages if those of the prompt are not where the engine had them. An environment may have
+        given another prompt than that of the data.
         """
         prompt = batch.prompts[int(batch.groups[sample])]
         if self._given is None or PLACES not in batch.held:
@@ -138,7 +139,7 @@ class VisionTower(Part):
             return ()
         of_data = np.array_equal(batch.prompt_ids[sample], prompt.token_ids)
         own = [(i.offset, i.height, i.width, i.digest) for i in prompt.images] if of_data else []
-        if not np.array_equal(places[places[:, 0] < length], np.reshape(own, (-1, 4))):
+        if of_data and not np.array_equal(places[places[:, 0] < length], np.reshape(own, (-1, 4))):
             raise WrongImages(f"image check: sample {sample} came with other images than its prompt has.")
         given = [
             GivenImage(b"", height, width, self._given, offset, known_digest=digest)
@@ -186,7 +187,12 @@ def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[Image, ...]]) -
         length = len(batch.prompt_ids[sample])
         for image, pixels in zip(own, _pixels_of(batch, sample, own)):
             place = start if image.offset < length else answer - length
-            found[place + image.offset] = image, pixels
+            before, _ = found.setdefault(place + image.offset, (image, pixels))
+            if before is not image and before.digest != image.digest:
+                raise WrongImages(
+                    "image check: reset gave two samples the same prompt, but other images; give the samples "
+                    "of a group the same ones, or set training.shared_prefix=false."
+                )
     places = [np.arange(place, place + image.num_tokens) for place, (image, _) in found.items()]
     return RowImages(
         [image for image, _ in found.values()],

@@ -24,3 +24,17 @@ class Views:
         Image.fromarray(arrays[0]).save(file, "PNG")
         views = [file.getvalue(), Image.fromarray(arrays[1])]
         return {"text": "now?", "image": views}, len(set(text)) / 9, False
+
+
+class Shown(Views):
+    """The same game, whose first messages show an image if the row has none."""
+
+    def reset(self, row):
+        if row.get("images"):
+            return row["messages"]
+        rng = np.random.default_rng(len(row["ground_truth"]))
+        shown = rng.integers(0, 255, (56, 84, 3)).astype(np.uint8)
+        if row["ground_truth"] == "red":
+            return {"text": "and this?", "image": [shown]}
+        parts = [{"type": "text", "text": "see"}, {"type": "image", "image": Image.fromarray(shown)}]
+        return [{"role": "user", "content": parts}]

@@ -110,7 +110,8 @@ def test_layers_that_add_inner_outputs_are_recomputed_equally(tmp_path, squares)
 
 
 @pytest.mark.slow
-def test_images_that_an_environment_returns_reach_engine_and_trainer(tmp_path, squares):
+@pytest.mark.parametrize("game", ["Views", "Shown"])
+def test_images_that_an_environment_returns_reach_engine_and_trainer(tmp_path, squares, game):
     """The engine's log-probs of turns after images are the trainer's, on two pipeline stages."""
     rows = pq.read_table(squares / "train.parquet").slice(0, 16).to_pylist()
     for row in rows[::2]:  # prompts without an image
@@ -119,8 +120,8 @@ def test_images_that_an_environment_returns_reach_engine_and_trainer(tmp_path, s
     config = write_config(tmp_path, squares)
     keys = (*GRPO, f"data.train=[{tmp_path}/rows.parquet]", "run.max_steps=2", "validation.every=0")
     keys += ("data.prompts_per_step=4", "rollout.samples_per_prompt=2", "training.pp=2")
-    game = Path(__file__).parent / "image_game.py"
-    keys += (f"agents.environment={game}:Views", "agents.workers=1", "agents.max_tokens_per_turn=6")
+    file = Path(__file__).parent / "image_game.py"
+    keys += (f"agents.environment={file}:{game}", "agents.workers=1", "agents.max_tokens_per_turn=6")
     keys += ("rollout.max_response_tokens=90", "agents.max_turns=4")
     found = train(2, config, *keys)
     for record in found:

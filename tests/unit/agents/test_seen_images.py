@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from rl.agents.observations import has_images, image_part
+from rl.agents.observations import has_images, image_part, with_uris
 from rl.agents.seen_images import SeenImages
 from rl.agents.sight import Sight
 from rl.data.held import PIXELS, PLACES
@@ -59,11 +59,37 @@ def test_images_of_answers_become_tokens_with_places_and_pixels():
     assert seen.agrees([first, second]) and not seen.agrees([first])
 
 
+def test_messages_of_reset_may_have_images():
+    """Their tokens are a prompt's; those of the row with other images would look like the row's own."""
+    seen = SeenImages(FORMAT, PROMPT)
+    text, image = {"type": "text", "text": "see"}, {"type": "image", "image": picture(28, 56)}
+    message = with_uris({"role": "user", "content": [text, image, {"type": "image", "image": None}]})
+    assert message["content"][0] is text and message["content"][1]["image"].startswith("data:image/png")
+    seen.take([{**message, "content": message["content"][:2]}])
+    ids = seen.begin(np.array([4, 9, 5], np.int32))
+    assert ids.tolist() == [4, 9, 9, 5] and seen.placed[0][:, :3].tolist() == [[1, 28, 56]]
+    same = replace(PROMPT, token_ids=ids, images=tuple(seen._images))
+    for value in (7, 8):
+        again = SeenImages(FORMAT, same)
+        again.take(answer(picture(28, 56, value)))
+        if value == 7:
+            assert again.begin(np.array([4, 9, 5], np.int32)).tolist() == ids.tolist()
+            continue
+        with pytest.raises(ValueError, match="the row's messages with other images"):
+            again.begin(np.array([4, 9, 5], np.int32))
+
+
 def test_images_that_have_no_place_are_refused():
     seen = SeenImages(FORMAT, PROMPT)
     seen.take(answer(picture(28, 28)))
-    with pytest.raises(ValueError, match="reset must return the row's own messages"):
+    with pytest.raises(ValueError, match="the environment's answer has 0 tokens 9 for 1 images"):
         seen.begin(PROMPT.token_ids)
+    with pytest.raises(ValueError, match="reset must return the row's own messages"):
+        SeenImages(FORMAT, PROMPT).begin(np.array([4, 9], np.int32))
+    with pytest.raises(
+        ValueError, match="must be one of Pillow, an array, bytes or a data URI, not '/etc/a.png'"
+    ):
+        with_uris({"role": "user", "content": [{"type": "image", "image": "/etc/a.png"}]})
     with pytest.raises(ValueError, match="the environment's answer has 2 tokens 9 for 1 images"):
         seen.expand(np.array([9, 9], np.int32), 3)
     with pytest.raises(ValueError, match="an image of the environment's answer cannot be read"):
