@@ -1,11 +1,14 @@
 """The images of a prompt in a dry run, which reads no data: all of its tokens are those of one image."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl.config.schema import Config
-from rl.dry_run.generation import Lengths
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.shape import Model
+
+if TYPE_CHECKING:
+    from rl.dry_run.generation import Lengths
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Images:
         return self.operations * min(per_parameter / 2, self.passes)
 
 
-def images_of(config: Config, model: Model, lengths: Lengths) -> Images | None:
+def images_of(config: Config, model: Model, lengths: "Lengths") -> Images | None:
     """Return the images of a prompt; None for a model that reads none."""
     if "vision_config" not in model.hf:
         return None
@@ -35,6 +38,23 @@ def images_of(config: Config, model: Model, lengths: Lengths) -> Images | None:
     tokens = int(min(lengths.prompt, config.data.max_pixels // unit or lengths.prompt))
     passes = 3 if config.model.vision == "train" else 1
     return Images(tokens, tokens * unit, cost.operations(tokens), passes)
+
+
+def tower_bytes(config: Config, model: Model, row: int, itemsize: int) -> tuple[float, float]:
+    """Return the bytes of a tower that a micro-batch of `row` tokens keeps, and those while a block computes.
+
+    The part of its tokens that are those of images is that of prompts in the longest sequence.
+    """
+    if "vision_config" not in model.hf:
+        return 0.0, 0.0
+    from rl.models.tower_cost import TowerActivations
+
+    prompt, cost = config.data.max_prompt_tokens, TowerActivations.of_model(model.hf)
+    tokens = row * prompt / (prompt + config.rollout.max_response_tokens)
+    bytes_per_element = itemsize * tokens * model.hf["vision_config"]["spatial_merge_size"] ** 2
+    recomputes = config.training.recompute == "full"
+    kept = cost.kept(recomputes=recomputes) if config.model.vision == "train" else 0
+    return kept * bytes_per_element, cost.block * bytes_per_element
 
 
 def encoding_seconds(images: Images, prompts: int, num_ranks: int, hardware: Hardware) -> float:

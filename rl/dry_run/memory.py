@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
+from rl.dry_run.images import tower_bytes
 from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
 from rl.dry_run.shape import DRAFTERS, Model
@@ -425,6 +426,9 @@ def _activations(
     saved, working = saved * itemsize, working * itemsize
     # The gathered input of a tensor parallel region and the gradient of the widest activation.
     working += (hidden + max(_widest(model, layout), hidden / layout.tp)) * tokens * itemsize
+    if stage == 0:
+        of_images, while_encoding = tower_bytes(config, model, row, itemsize)
+        saved, working = saved + of_images, max(working, while_encoding)
     keys = _key_elements(model) / layout.tp * row * itemsize
     if model.hf.get("kv_lora_rank"):
         working += keys  # with the rotary part, and values of the width of keys

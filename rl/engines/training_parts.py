@@ -51,7 +51,8 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
         path, given = config.model.path, None
         if config.agents.is_on:
             given = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
-        parts.append(VisionTower(learns=learns, given=given))
+        recomputes = config.training.recompute == "full"
+        parts.append(VisionTower(learns=learns, recomputes=recomputes, given=given))
     return parts
 
 

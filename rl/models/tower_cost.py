@@ -1,4 +1,4 @@
-"""Operations of a vision tower, for the balance of micro-batches, perf/mfu and the dry run."""
+"""Operations and activations of a vision tower, for micro-batches' balance, perf/mfu and the dry run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,3 +49,35 @@ class TowerCost:
         patches, (full, windowed) = tokens * self.merged, self.layers
         pairs = full * patches**2 + windowed * patches * min(patches, self.window)
         return self.per_patch * patches + self.per_token * tokens + self.per_pair * pairs
+
+
+@dataclass(frozen=True)
+class TowerActivations:
+    """Elements per patch that a backward pass of the towers of transformers needs.
+
+    Of a block of width `D` and intermediate size `F` they are 15 D + 4 F in Qwen2.5-VL, whose norms compute
+    in float32 and whose MLP has a gate, and 11 D + 2 F in Qwen3-VL (counted in torch 2.13,
+    tests/unit/models/test_tower_cost.py).
+    """
+
+    depth: int
+    """Number of blocks."""
+    block: int
+    width: int
+    """Of a block's input, which remains if the block is recomputed."""
+    outside: int
+    """Of the embedding of patches and the mergers."""
+
+    @classmethod
+    def of_model(cls, hf: dict) -> "TowerActivations":
+        """Return those of a model's tower. hf: its config.json."""
+        vision = hf["vision_config"]
+        width, ffn = vision["hidden_size"], vision["intermediate_size"]
+        block = 15 * width + 4 * ffn if "window_size" in vision else 11 * width + 2 * ffn
+        pixels = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+        mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
+        return cls(vision["depth"], block, width, pixels + (4 + 3 * mergers) * width)
+
+    def kept(self, *, recomputes: bool) -> int:
+        """Return what a forward pass keeps. recomputes: whether of blocks only their inputs are kept."""
+        return self.depth * (self.width if recomputes else self.block) + self.outside

@@ -9,6 +9,7 @@ first stage receive. They are compared with those of the prompt that the rank re
 data have no such column; their pixels are those of the prompt.
 """
 
+import functools
 import importlib
 import zlib
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rl.data.batch import Batch
 from rl.data.held import PIXELS, PLACES
@@ -73,14 +75,15 @@ class RowImages:
 class VisionTower(Part):
     """Lets a policy read images.
 
-    learns: whether the tower is trained, too. given: format of images that environments give; None: there are
+    learns: whether the tower is trained, too. recomputes: whether its backward pass computes each block's
+    activations again. given: format of images that environments give; None: there are
     no environments.
     """
 
     needs = {PIXELS: lambda stage: slice(None) if stage == 0 else None}
 
-    def __init__(self, *, learns: bool, given: ImageFormat | None = None):
-        self.learns, self._given = learns, given
+    def __init__(self, *, learns: bool, recomputes: bool = False, given: ImageFormat | None = None):
+        self.learns, self._recomputes, self._given = learns, recomputes, given
         if given is not None:
             self.needs = self.needs | {PLACES: lambda stage: slice(None)}
         self._tower: torch.nn.Module | None = None
@@ -95,6 +98,10 @@ class VisionTower(Part):
         with torch.random.fork_rng(devices=[]):
             first.visual = self._tower = _build(hf, first.config.params_dtype)
         self._tower.requires_grad_(self.learns)
+        if self._recomputes:
+            for block in self._tower.blocks:
+                block.gradient_checkpointing = True
+                block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
         # The row is divided after the images are in it.
         embedding = first.embedding
         for module in (embedding, embedding.word_embeddings):

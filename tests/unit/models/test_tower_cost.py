@@ -17,6 +17,7 @@ from rl.dry_run.hardware import Hardware
 from rl.dry_run.report import report
 from rl.dry_run.shape import SHAPES
 from rl.models import architecture
+from rl.models.tower_cost import TowerActivations
 from rl.phases.minibatches import MinibatchPlanner
 from rl.training.micro_batch_plans import Cost, Workload
 from tests.checkpoints import VISION, tiny_config
@@ -38,6 +39,31 @@ def test_operations_are_those_that_torch_counts(name, grid):
         tower(patches, grid_thw=torch.tensor([(1, *grid)]))
     # Biases and norms count too, as in the text model.
     assert cost.operations(len(patches) // cost.merged) == pytest.approx(counter.get_total_flops(), rel=0.06)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("name", VISION)
+def test_activations_are_those_that_torch_keeps(name, recomputes):
+    config = tiny_config(name)
+    vision, (rows, columns) = config.vision_config, (12, 8)
+    vision._attn_implementation = "sdpa"
+    tower = getattr(transformers, name)(config).model.visual.to(torch.bfloat16).train()
+    if recomputes:
+        tower.gradient_checkpointing_enable()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    patches = torch.randn(rows * columns, 3 * vision.temporal_patch_size * vision.patch_size**2)
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tower(patches.bfloat16(), grid_thw=torch.tensor([(1, rows, columns)]))
+    found = sum(size for place, (_, size) in storages.items() if place not in parameters)
+    cost = TowerActivations.of_model(json.loads(config.to_json_string(use_diff=False)))
+    assert found / 2 / len(patches) == pytest.approx(cost.kept(recomputes=recomputes), rel=0.15)
 
 
 def test_a_row_costs_what_its_images_and_its_text_do():
@@ -88,4 +114,7 @@ def test_the_dry_run_counts_images():
     small = found(f"data.max_pixels={28 * 28 * 256}")
     assert "images: at most 1,024 tokens of a prompt, 802,816 pixels; the tower takes" in report(frozen)
     assert small.seconds["gen"] < frozen.seconds["gen"]
+    recomputed = found("model.vision=train", "training.recompute=full")
+    kept, lean, least = (each.memory.stages[0].activations for each in (learns, recomputed, frozen))
+    assert least < kept and lean < kept / 4
     assert small.seconds["update_actor"] < frozen.seconds["update_actor"] < learns.seconds["update_actor"]
