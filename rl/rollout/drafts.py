@@ -49,7 +49,7 @@ class Drafts(Part):
             "num_speculative_tokens": self.draft.tokens,
             "draft_tensor_parallel_size": engine.tp,
         }
-        return engine.platform.draft_options(speculation) | {"async_scheduling": False}
+        return engine.platform.draft_options(engine, speculation) | {"async_scheduling": False}
 
     def built(self, engine):
         drafter = engine.platform.drafter(engine)

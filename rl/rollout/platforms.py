@@ -16,7 +16,7 @@ class Platform(Part):
         state = engine.llm.llm_engine.output_processor.request_states[internal_id]
         return state.logprobs_processor.logprobs.logprobs
 
-    def draft_options(self, speculation: dict) -> dict:
+    def draft_options(self, engine, speculation: dict) -> dict:
         """Return arguments of LLM for an engine with draft tokens. speculation: of its SpeculativeConfig."""
         raise NotImplementedError
 
@@ -67,9 +67,14 @@ class Cuda(Platform):
     def request(self, engine, request, call):
         call.params.seed = request.seed
 
-    def draft_options(self, speculation):
-        # At the temperatures of RL a sampled draft is accepted more often than the most probable one.
-        return {"speculative_config": speculation | {"draft_sample_method": "probabilistic"}}
+    def draft_options(self, engine, speculation):
+        per_sample = 1 + speculation["num_speculative_tokens"]
+        sizes = [per_sample * size for size in graph_sizes(engine.config.max_concurrent_samples)]  # in tokens
+        return {
+            "compilation_config": {"cudagraph_capture_sizes": sizes},
+            # At the temperatures of RL a sampled draft is accepted more often than the most probable one.
+            "speculative_config": speculation | {"draft_sample_method": "probabilistic"},
+        }
 
     def drafter(self, engine):
         return engine.runner.speculator
@@ -115,7 +120,7 @@ class Cpu(Platform):
         self.cache = cpu_support.KvCache(engine.runner.kv_caches)
         engine.runner.sampler = cpu_support.make_sampler(engine.runner)
 
-    def draft_options(self, speculation):
+    def draft_options(self, engine, speculation):
         scheduler = "rl.rollout.cpu_drafts.DraftedScheduler"
         return {"scheduler_cls": scheduler, "speculative_config": speculation}
 

@@ -9,6 +9,7 @@ from vllm.compilation.backends import CompilerManager
 from vllm.config import CompilationConfig, VllmConfig
 
 from rl.rollout.compilation import graph_sizes, replace_cache_files
+from rl.rollout.platforms import Cuda
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 16, 100, 256, 1000, 4096])
@@ -32,6 +33,14 @@ def test_vllm_takes_the_sizes_above_its_own_limit():
     VllmConfig._set_cudagraph_sizes(config)
     assert compilation.cudagraph_capture_sizes == graph_sizes(1024)
     assert compilation.max_cudagraph_capture_size == 1024
+
+
+def test_vllm_has_a_graph_for_every_number_of_samples_with_drafts():
+    engine = SimpleNamespace(config=SimpleNamespace(max_concurrent_samples=100))
+    options = Cuda().draft_options(engine, {"num_speculative_tokens": 3})
+    compilation = CompilationConfig(**options["compilation_config"], max_cudagraph_capture_size=400)
+    compilation.adjust_cudagraph_sizes_for_spec_decode(4)
+    assert compilation.cudagraph_capture_sizes == [4 * samples for samples in graph_sizes(100)]
 
 
 def test_a_cache_is_replaced_and_not_written_in_place(tmp_path):
