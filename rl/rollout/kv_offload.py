@@ -29,7 +29,7 @@ from rl.runtime.device import host_memory
 class KvOffload(Part):
     """Gives an engine host memory for the KV cache of ended turns.
 
-    gib: GiB of host memory of each rank.
+    gib: GiB of host memory of each rank. Raises ValueError if no block fits, or they cannot be allocated.
     """
 
     def __init__(self, gib: float):
@@ -46,8 +46,16 @@ class KvOffload(Part):
 
     def built(self, engine):
         self._cache = engine.scheduler.connector
-        worker = get_kv_transfer_group()
-        self._cache.num_slots = worker.allocate(int(self._gib * 2**30), pinned=engine.device.is_cuda)
+        worker, setting = get_kv_transfer_group(), f"rollout.kv_offload_gib={self._gib:g}"
+        try:
+            self._cache.num_slots = worker.allocate(int(self._gib * 2**30), pinned=engine.device.is_cuda)
+        except RuntimeError as error:
+            raise ValueError(f"{setting} cannot be allocated on each rank: {error}; lower it.") from error
+        if not self._cache.num_slots:
+            least = worker.block_bytes / 2**30
+            raise ValueError(
+                f"{setting} must hold a block of the KV cache, of {least:.2g} GiB; raise it, or use 0."
+            )
         self._cache.reset_cache()
 
     def begin(self, engine):
@@ -66,10 +74,12 @@ class KvOffload(Part):
 
 @dataclass
 class Copies(KVConnectorMetadata):
-    """The copies before the forward pass of a step: (block of the engine's cache, slot in host memory)."""
+    """The copies before the forward pass of a step, between blocks of the engine's cache and host memory."""
 
-    stores: list[tuple[int, int]] = field(default_factory=list)
+    stores: dict[int, int] = field(default_factory=dict)
+    """Slot in host memory -> block. A slot that was given up before the step has its last block only."""
     loads: list[tuple[int, int]] = field(default_factory=list)
+    """(Block, slot), after the stores."""
 
 
 class HostCache(KVConnectorBase_V1):
@@ -116,13 +126,14 @@ class HostCache(KVConnectorBase_V1):
 
         Whatever is written there next follows the copy. The last block becomes the first to be given up.
         """
+        self._first.pop(request.request_id, None)  # of a request that was aborted while it waited
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         num_blocks = min(num_tokens // self._block_size, len(request.block_hashes), self.num_slots)
         for block, block_hash in reversed(list(zip(block_ids[:num_blocks], request.block_hashes))):
             if block_hash not in self._slots:
                 slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
                 self._slots[block_hash] = slot
-                self._copies.stores.append((block, slot))
+                self._copies.stores[slot] = block
             self._slots.move_to_end(block_hash)
         return False, None
 
@@ -148,14 +159,15 @@ class HostCache(KVConnectorBase_V1):
     def allocate(self, size: int, *, pinned: bool) -> int:
         """Allocate at most `size` bytes of host memory; return the number of blocks that fit."""
         self._sizes = np.array([cache[0].nbytes for cache in self._layers])
-        num_slots = size // int(self._sizes.sum())
+        self.block_bytes = int(self._sizes.sum())
+        num_slots = size // self.block_bytes
         memory = host_memory if pinned else lambda size: torch.empty(size, dtype=torch.uint8)
-        self._host = memory(num_slots * int(self._sizes.sum()))
+        self._host = memory(num_slots * self.block_bytes)
         return num_slots
 
     def handle_preemptions(self, kv_connector_metadata):
         """Copy to the host; vLLM calls it before each forward pass, also without preemptions."""
-        self._copy(kv_connector_metadata.stores, to_host=True)
+        self._copy([(block, slot) for slot, block in kv_connector_metadata.stores.items()], to_host=True)
 
     def start_load_kv(self, forward_context, **options):
         self._copy(self._get_connector_metadata().loads, to_host=False)
