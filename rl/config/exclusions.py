@@ -55,7 +55,10 @@ EXCLUSIONS = {
         ),
         "roles, rollout.carry_over, a sweep": f"pixels do not travel with its samples; {NO_IMAGES}",
         "run.mode=train_only": f"stored samples have no pixels; {NO_IMAGES}",
-        "training.cp": "a rank would divide images before they are merged; use training.cp=1",
+        "training.cp": (
+            "its ranks divide the tokens of a row before the images are merged into it; use training.cp=1, "
+            "and for long rows training.tp and training.recompute=full"
+        ),
         "training.vpp": "chunks of the first stage would wait for its images; use training.vpp=1",
         "model.numerics=bitwise": "the tower has other kernels in the engine; use model.numerics=fast",
     },
