@@ -27,8 +27,7 @@ extras = {
     # and which break its import, and an extra cannot express --no-deps. Therefore rollout on a CPU requires
     # tools/install_cpu.sh, which installs the lock. The +cpu torch is on download.pytorch.org, not on PyPI.
     # megatron-core 0.16.1 is the newest version for Python 3.11. On 3.12, version 0.19.2 passes the same
-    # tests of training, refit and checkpoints, but does not support DeepSeek-V2-Lite: pip install --no-deps
-    # megatron-core==0.19.2.
+    # tests of training, refit and checkpoints: pip install --no-deps megatron-core==0.19.2.
     "cpu": ["torch==2.13.0+cpu", "megatron-core==0.16.1", *program],
     # flash-attn and transformer-engine's torch part are compiled against the installed torch: install
     # `cuda-build` first, then this with --no-build-isolation, as tools/install_cuda.sh does.

@@ -25,9 +25,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from rl.training import permutation
 from rl.training.attention import CoreAttention, te_attention
 
-NORMALISES_ALL = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
-"""Whether Megatron's MLA normalises the query even without a query latent (Megatron 0.19)."""
-
 
 def use_te(dtype: torch.dtype) -> bool:
     """Return whether to use Transformer Engine's layers: on CUDA with a 16-bit dtype, if it is installed.
@@ -45,15 +42,10 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
     vp_stage: number of the chunk; None if the stage is not divided.
     fuses_norms: let TE compute a norm and the linear layer after it in one layer, whose normed input an
     adapter could not read.
-
-    Raises ValueError for DeepSeek-V2-Lite with Megatron 0.19.
     """
-    if config.multi_latent_attention and config.q_lora_rank is None and NORMALISES_ALL:
-        raise ValueError(
-            "q_lora_rank=null (DeepSeek-V2-Lite) requires megatron-core 0.16: later versions would also "
-            "normalise the query; pip install megatron-core==0.16.1."
-        )
     own_mixers: dict[type, type] = {}
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        own_mixers[multi_latent_attention.MLASelfAttention] = PlainQueries
     if config.linear_attention_freq:
         from rl.training.delta_net import Mixer
 
@@ -62,7 +54,7 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        if not fuses_norms or own_mixers:  # two linear layers of a delta net read the normed input
+        if not fuses_norms or config.linear_attention_freq:  # two layers of a delta net read the normed input
             for layer in spec.layer_specs:
                 _separate_norms(layer.submodules)
         # TE's attention has no sinks for packed rows.
@@ -176,6 +168,15 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
         """Return the norm of x [..., H] in its dtype."""
         weight = 1.0 + self.weight.float()
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class PlainQueries(multi_latent_attention.MLASelfAttention):
+    """Latent attention without a query latent, as in DeepSeek-V2-Lite: only the key's latent has a norm."""
+
+    def _resolve_qk_norm_config(self, submodules):
+        """Return the spec's own classes. Megatron 0.19 would also put a norm before the query's layer."""
+        names = "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"
+        return {name: getattr(submodules, name) for name in names}
 
 
 class DuplicatedLinear(torch.nn.Module):

@@ -28,9 +28,12 @@ def permute(tokens, routing_map, probs=None, **options):
     """Return copies of `tokens` [T, h] in the order of the experts, their probabilities and their tokens.
 
     routing_map: bool [T, experts]; probs: [T, experts] or None. Megatron's `permute` without dropped tokens.
+    Megatron 0.19 returns two more values, which follow here too.
     """
-    _, permuted_probs, index = moe_utils.permute(tokens.detach()[:, :0], routing_map, probs=probs, **options)
-    return SelectRows.apply(tokens, index), permuted_probs, index
+    _, permuted_probs, index, *more = moe_utils.permute(
+        tokens.detach()[:, :0], routing_map, probs=probs, **options
+    )
+    return SelectRows.apply(tokens, index), permuted_probs, index, *more
 
 
 def unpermute(copies, index, restore_shape, **options):

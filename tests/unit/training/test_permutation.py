@@ -13,7 +13,7 @@ def test_values_and_gradients_are_megatrons():
     found = []
     for module in (permutation, permutation.moe_utils):
         x, p = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
-        copies, chosen, index = module.permute(x, routing_map, probs=p, num_out_tokens=16)
+        copies, chosen, index, *_ = module.permute(x, routing_map, probs=p, num_out_tokens=16)
         y = module.unpermute(copies * chosen[:, None], index, torch.Size([9, 4]), routing_map=routing_map)
         gradients = torch.autograd.grad((y * torch.arange(36.0).view(9, 4)).sum(), (x, p))
         found.append((copies, chosen, index, y, *gradients))
