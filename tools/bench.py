@@ -26,7 +26,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import checks, configs, control, full_fine_tuning, host, published, sweep  # noqa: E402
+from tools.bench_tables import checks, configs, control, full_fine_tuning, host, measured, published, sweep  # noqa: E402
 from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -91,6 +91,12 @@ TABLES = {
         "predicted / published",
         published.add_arguments,
         published.measure,
+    ),
+    "measured": Table(
+        "Seconds of a step that the dry run predicts / measured here, by phase",
+        "predicted / measured, sum of the phases",
+        measured.add_arguments,
+        measured.measure,
     ),
     "control": Table(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",

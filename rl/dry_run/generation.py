@@ -148,7 +148,8 @@ def engines_of(
     """Return the rates of the replicas."""
     decode = decoding(config, layout, models, lengths, hardware)
     at_once = slots(config, engine, lengths)
-    return Engines(layout.replicas, at_once, decode, prefill_seconds(layout, models["policy"], hardware))
+    prefill = prefill_seconds(layout, models["policy"], hardware) * hardware.turns
+    return Engines(layout.replicas, at_once, decode, prefill)
 
 
 def seconds_between_nodes(
@@ -197,9 +198,9 @@ def decoding(
     def seconds(at_once: float) -> float:
         host_s = (hardware.engine_step_ms + hardware.engine_sample_ms * at_once + launch_ms) / 1e3
         if propose is None:
-            return verify(at_once, 1) + host_s
+            return (verify(at_once, 1) + host_s) * hardware.turns
         step = verify(at_once, 1 + drafts) + drafts * propose(at_once, 1) + host_s
-        return step / hardware.tokens_per_step(drafts)
+        return step * hardware.turns / hardware.tokens_per_step(drafts)
 
     return seconds
 

@@ -55,6 +55,10 @@ class Hardware:
     """launches of an optimizer step and its checks, ms (about 3,000 of 10 microseconds)"""
     launches_ahead: int = 1
     """1: kernels compute while the next ones are launched, as on a GPU; 0: not, as on a CPU"""
+    backward_launches: float = 2.0
+    """launches of a layer's backward pass over those of its forward pass"""
+    cores_per_rank: float = 1.0
+    """CPU cores of a rank; below 1, ranks take turns on a core, and one that waits leaves it to the others"""
     draft_acceptance: float = 0.8
     """share of draft tokens that are accepted if those before them are (arXiv:2412.19437, section 5.4.3: 0.85
     to 0.90 for a head's first)"""
@@ -75,6 +79,11 @@ class Hardware:
     def reserve(self) -> float:
         """Reserved memory of a GPU, in bytes."""
         return self.reserve_gib * GIB
+
+    @property
+    def turns(self) -> float:
+        """Number of ranks that take turns on a core, at least 1."""
+        return max(1.0, 1 / self.cores_per_rank)
 
     def tokens_per_step(self, drafts: int) -> float:
         """Return the mean number of tokens that an engine step yields with that many draft tokens."""

@@ -167,26 +167,34 @@ def training_pass(
     arithmetic = imbalance * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
     micro_batches = num_micro_batches(config, layout, lengths.total)
     passes = micro_batches * _minibatches(config)
-    directions = per_parameter / 2  # forward, twice that backward, and again forward with recomputation
+    directions = per_parameter / 2
+    # A backward pass has the products of two forward passes, or of one if the weights are frozen.
+    backward = 0 if per_parameter == 2 else 1 if model.adapters else 2
+    forward = directions - backward  # with recomputation more than one
     itemsize = ITEMSIZE[config.model.dtype]
     held = held_parameters(model.parts, layout)
     sums = 8 * held if per_parameter > 4 else 0  # float32 sums of gradients are read and written
     reading = passes * (directions * itemsize * held + sums) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
     layers = model.num_layers / layout.pp
     # Embedding and head count as a layer of each stage.
-    launches = passes * directions * (layers + 1) * hardware.layer_ms / 1e3
+    launched = forward + backward * hardware.backward_launches / 2
+    launches = passes * launched * (layers + 1) * hardware.layer_ms / 1e3
     work = max(arithmetic, reading, launches)
     if not hardware.launches_ahead:
         work = arithmetic + launches
     tokens = sequences * lengths.total / layout.dp  # of the cp ranks of a replica
     own = tokens / layout.cp
-    messages = directions * layers * _layer_messages(model, layout, own, itemsize, hardware, passes)
+    messages = layers * _layer_messages(model, layout, own, itemsize, hardware, passes, forward, backward)
     if layout.cp > 1:
         gathered = gathered_bytes(model, layout, tokens, itemsize) * model.num_layers / layout.pp
         gathered *= _gathers(config, per_parameter)
         number = _gathers(config, per_parameter) * layers * passes
         messages += hardware.exchange_seconds(gathered, layout.cp, layout.tp, number)
-    return Pass(work, messages, (work + messages) * idle_share(config, layout, lengths))
+    waits = idle_share(config, layout, lengths)
+    # Ranks that share a core take turns, and one that waits leaves its turn to others.
+    turns = hardware.turns
+    busy, idle = (work + messages) * turns, (work + messages) * max(0.0, 1 + waits - turns)
+    return Pass(work * turns, busy - work * turns, idle)
 
 
 def prediction_seconds(
@@ -218,17 +226,31 @@ def _minibatches(config: Config) -> int:
 
 
 def _layer_messages(
-    model: Model, layout: Layout, tokens: float, itemsize: int, hardware: Hardware, count: float
+    model: Model,
+    layout: Layout,
+    tokens: float,
+    itemsize: int,
+    hardware: Hardware,
+    count: float,
+    forward: float,
+    backward: int,
 ) -> float:
-    """Return the seconds of a rank's messages in a layer and direction, for `count` micro-batches.
+    """Return the seconds of a rank's messages in a layer, for `count` micro-batches.
 
-    Tensor parallel ranks gather and scatter the tokens at both halves of the layer; expert parallel ranks
-    send each token to the ranks of its experts, and get the results back.
+    Tensor parallel ranks gather and scatter the tokens at both halves of the layer in each direction. The
+    gradients of the weights need the gathered input again (arXiv:2205.05198, section 4.2.2). Expert parallel
+    ranks send each token to the ranks of its experts, and get the results back.
+
+    forward: number of forward passes. backward: products of a backward pass in those of a forward pass.
     """
     width = tokens * model.hf["hidden_size"] * itemsize
-    tensor = hardware.exchange_seconds(4 * width * (layout.tp - 1) / layout.tp, layout.tp, count=4 * count)
+    number = 4 * forward + (0, 4, 6)[backward]
+    tensor = hardware.exchange_seconds(
+        number * width * (layout.tp - 1) / layout.tp, layout.tp, count=number * count
+    )
     routed = 2 * width / layout.tp * model.experts_per_token * (layout.ep - 1) / layout.ep
-    return tensor + hardware.exchange_seconds(routed, layout.ep, count=2 * count)
+    number = forward + min(1, backward)
+    return tensor + hardware.exchange_seconds(number * routed, layout.ep, count=2 * number * count)
 
 
 def optimizer_seconds(state: State, layout: Layout, hardware: Hardware) -> float:
@@ -241,7 +263,7 @@ def optimizer_seconds(state: State, layout: Layout, hardware: Hardware) -> float
     messages = hardware.exchange_seconds(reduced, replicas, layout.tp * layout.cp) if replicas > 1 else 0.0
     device = (2 * state.optimizer + state.gradients) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
     host = 2 * state.in_host / (hardware.host_gb_s * 1e9)
-    return messages + max(device, host) + hardware.update_ms / 1e3
+    return (messages + max(device, host) + hardware.update_ms / 1e3) * hardware.turns
 
 
 def idle_share(config: Config, layout: Layout, lengths: Lengths) -> float:

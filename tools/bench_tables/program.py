@@ -16,12 +16,18 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def start_lockstep(
-    name: str, directory: Path, ranks: int, overrides: Sequence[str], *, steps_per_turn: int
+    name: str, directory: Path, ranks: int, overrides: Sequence[str], *, steps_per_turn: int, threads: int = 0
 ) -> Side:
-    """Start train_rl.py like a user on `ranks` ranks, with GRPO that waits for its turns."""
+    """Start train_rl.py like a user on `ranks` ranks, with GRPO that waits for its turns.
+
+    threads: of each rank; 0: the cores are divided.
+    """
     run_dir = directory / "run"
     command = [*torchrun(ranks), "train_rl.py", "--config", str(CONFIG), ALGORITHM, f"run.dir={run_dir}"]
-    environment = {"OMP_NUM_THREADS": str(max(1, CORES // ranks)), STEPS_PER_TURN: str(steps_per_turn)}
+    environment = {
+        "OMP_NUM_THREADS": str(threads or max(1, CORES // ranks)),
+        STEPS_PER_TURN: str(steps_per_turn),
+    }
     return Side(
         name,
         [*command, *overrides],
@@ -41,11 +47,15 @@ def of_task(task: Path) -> list[str]:
     ]
 
 
-def run_alone(directory: Path, ranks: int, overrides: Sequence[str], rounds: int) -> Turn:
+def run_alone(
+    directory: Path, ranks: int, overrides: Sequence[str], rounds: int, *, threads: int = 0
+) -> Turn:
     """Run Lockstep without another side; return the records of all steps but the first."""
     steps = rounds + 1
     overrides = [*overrides, f"run.max_steps={steps}"]
-    ours = partial(start_lockstep, "Lockstep", directory, ranks, overrides, steps_per_turn=steps)
+    ours = partial(
+        start_lockstep, "Lockstep", directory, ranks, overrides, steps_per_turn=steps, threads=threads
+    )
     (turn,) = alternate({"Lockstep": ours}, 1, warm_up=0)["Lockstep"]
     return turn[1:]
 

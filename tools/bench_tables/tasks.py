@@ -13,6 +13,7 @@ from statistics import NormalDist
 
 SIZES = {
     "0.7M": {},
+    "2.6M": {"layers": 8},
     "21M": {"hidden": 512, "layers": 9, "heads": 8, "kv_heads": 4, "intermediate": 1024},
     "tiny": {"hidden": 32, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate": 32},
 }

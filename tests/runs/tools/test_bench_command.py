@@ -32,3 +32,22 @@ def test_a_step_of_the_program_is_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert 0 < row["figure"] < 1 and 0 < row["columns"]["share of reward"] < row["figure"]
+
+
+CONSTANTS = dict(layers=8, parameters=2_581_312, operations=22_756_720_640, product=6e10, copy=1e10)
+CONSTANTS |= dict(forward_1=0.02, update_1=0.06, forward_5=0.08, update_5=0.23)
+CONSTANTS |= dict(forward_many=0.44, update_many=1.28, decode_1=0.003, decode_many=0.008)
+CONSTANTS |= dict(gather_small=1e-4, gather_large=5e-3)
+"""Seconds and rates as `tools.bench_tables.machine` measures them, of which none are measured here."""
+
+
+@pytest.mark.slow
+def test_a_step_is_predicted_and_measured(tmp_path):
+    (tmp_path / "constants.json").write_text(json.dumps(CONSTANTS))
+    options = ("--constants", "constants.json", "--layouts", "cp 2", "--rounds", "1", "--out", "table.json")
+    done = bench(tmp_path, "measured", *options)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
+    columns = row["columns"]
+    assert row["figure"] == columns["predicted, s"] / columns["measured, s"] > 0
+    assert columns["of that idle"] == 0 and not columns["old_log_prob"].startswith("0 /")

@@ -234,6 +234,19 @@ class TestChanges:
         assert with_values(config, {"training.tp": 1}).training.tp == 1 != config.training.tp  # of a copy
 
 
+def test_ranks_that_share_a_core_take_turns():
+    alone, shared = (found(GRPO, 8, cores_per_rank=cores) for cores in (1.0, 0.5))
+    for phase in ("gen", "update_actor"):
+        assert shared.seconds[phase] == pytest.approx(2 * alone.seconds[phase]), phase
+    # With one micro-batch a stage of four waits for three times its work, in which others have its core.
+    waiting = ("training.tp=1", "training.pp=4", "training.micro_batch_tokens=100000000")
+    alone, shared = (found(GRPO, 8, *waiting, cores_per_rank=cores, update_ms=1e-9) for cores in (1.0, 0.5))
+    assert shared.idle["update_actor"] == pytest.approx(alone.idle["update_actor"] * 2 / 3)
+    assert (
+        alone.seconds["update_actor"] <= shared.seconds["update_actor"] < 1.1 * alone.seconds["update_actor"]
+    )
+
+
 def test_a_teacher_adds_its_weights_and_its_passes():
     alone = found(GRPO, 8)
     taught = found(GRPO, 8, "teacher.path=qwen2.5-32b", "teacher.advantage_coef=0.1")

@@ -1,0 +1,108 @@
+"""Seconds of a step that the dry run predicts, beside those measured on this machine in many layouts.
+
+The constants are measured once (`tools.bench_tables.machine`), before the layouts. Ranks have one thread.
+Answers do not end before the limit of tokens, so that the lengths are known. Figures are the least of the
+steps, because other processes only add.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.config.schema import load_config
+from rl.dry_run.estimate import estimate
+from tools.bench_tables.machine import hardware_of, measure_machine
+from tools.bench_tables.program import CONFIG, of_task, run_alone
+from tools.bench_tables.report import Row, shown
+from tools.bench_tables.tasks import save_task
+
+PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
+"""Keys <key> of timing_s/<key> of the phases that are compared; their sum is the figure of a row."""
+SMALL = "training.micro_batch_tokens=1024"
+LONG = ("rollout.max_response_tokens=384", "rollout.samples_per_prompt=4")
+
+
+COMMON = (
+    "data.prompts_per_step=8",
+    "training.prompts_per_minibatch=4",
+    "training.shared_prefix=false",  # the dry run counts prompts once per sequence
+    "rollout.samples_per_prompt=8",
+    "rollout.max_response_tokens=128",
+)
+"""Overrides of all layouts. Two updates per step, of which the second needs a separate log-prob pass."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A layout of the table."""
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...] = ()
+
+
+LAYOUTS = [
+    Measured("one rank", 1),
+    Measured("one rank, 384 tokens", 1, LONG),
+    Measured("one rank, small micro-batches", 1, (SMALL,)),
+    Measured("one rank, recomputation", 1, ("training.recompute=full",)),
+    Measured("dp 2", 2),
+    Measured("dp 2, 384 tokens", 2, LONG),
+    Measured("tp 2", 2, ("training.tp=2",)),
+    Measured("tp 2, 384 tokens", 2, (*LONG, "training.tp=2")),
+    Measured("tp 2, engine too", 2, ("training.tp=2", "rollout.tp=2")),
+    Measured("cp 2", 2, ("training.cp=2",)),
+    Measured("cp 2, 384 tokens", 2, (*LONG, "training.cp=2")),
+    Measured("pp 2", 2, ("training.pp=2", SMALL)),
+    Measured("pp 2, vpp 2", 2, ("training.pp=2", "training.vpp=2", SMALL)),
+    Measured("dp 4", 4),
+    Measured("pp 4", 4, ("training.pp=4", SMALL)),
+    Measured("tp 2, pp 2", 4, ("training.tp=2", "training.pp=2", SMALL)),
+    Measured("cp 2, dp 2", 4, ("training.cp=2",)),
+]
+
+
+def add_arguments(add) -> None:
+    add("--rounds", type=int, default=5, help="counted steps of each layout (5)")
+    add("--layouts", nargs="*", default=[], metavar="NAME", help="layouts (all)")
+    add("--constants", type=Path, help="file of the machine's constants; it is written if it does not exist")
+
+
+def measure(args: Namespace, runs: Path) -> list[Row]:
+    """Return a row per layout with predicted and measured seconds of each phase."""
+    task = save_task(runs / "task", "2.6M", mean_length=1024, max_length=1024)
+    if args.constants and args.constants.exists():
+        found = json.loads(args.constants.read_text())
+    else:
+        found = measure_machine(task / "model")
+        if args.constants:
+            args.constants.write_text(json.dumps(found, indent=1))
+    rows = []
+    for place, layout in enumerate(LAYOUTS):
+        if not args.layouts or layout.name in args.layouts:
+            rows.append(row_of(layout, task, found, runs / f"run-{place}", args.rounds))
+            print(rows[-1].name, rows[-1].columns, rows[-1].figure, file=sys.stderr, flush=True)
+    return rows
+
+
+def row_of(layout: Measured, task: Path, constants: dict[str, float], directory: Path, rounds: int) -> Row:
+    """Run a layout; return its row."""
+    overrides = [*of_task(task), *COMMON, *layout.overrides]
+    records = run_alone(directory, layout.ranks, overrides, rounds, threads=1)
+    hardware = hardware_of(constants, layout.ranks)
+    config = load_config(str(CONFIG), ["algorithm=grpo", *overrides])
+    prompt, response = (records[0][f"{name}_length/mean"] for name in ("prompt", "response"))
+    found = estimate(config, layout.ranks, hardware, prompt=prompt, response=response, sigma=0.0)
+    seconds = {phase: [record.get(f"timing_s/{phase}", 0.0) for record in records] for phase in PHASES}
+    columns: dict[str, float | int | str] = {
+        phase: f"{shown(found.seconds.get(phase, 0.0))} / {shown(min(times))}"
+        for phase, times in seconds.items()
+    }
+    totals = [sum(step) for step in zip(*seconds.values())]
+    rest = min(record["timing_s/step"] - total for record, total in zip(records, totals))
+    predicted = sum(found.seconds.get(phase, 0.0) for phase in PHASES)
+    columns |= {"of that idle": sum(found.idle.values()), "predicted, s": predicted}
+    columns |= {"measured, s": min(totals), "not predicted": rest}
+    return Row(layout.name, columns, predicted / min(totals), seconds)
