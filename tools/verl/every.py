@@ -55,7 +55,8 @@ def attempt(script: Path, *, out: Path, train_rows: int, gpu_memory_gib: float) 
     file.unlink()
     text, _, unfitting = output.getvalue().partition("DOES NOT FIT")
     errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
-    return Outcome(str(script), refusal=one_line(unfitting or "; ".join(errors)))
+    errors += [line for line in found.report.splitlines() if "was assumed, because the script" in line]
+    return Outcome(str(script), refusal=one_line(unfitting or " ".join(errors)))
 
 
 def one_line(text: str) -> str:

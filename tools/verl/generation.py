@@ -13,11 +13,13 @@ NAMES = {
 """Setting of main_generation, verl's older program -> that of main_generation_server."""
 
 
-def read_generation(settings: Settings) -> bool:
+def read_generation(settings: Settings, notes: list[str]) -> bool:
     """Return whether the script only generates; give its settings the names of those of training."""
     given = settings.given
     if not given.get("data.output_path"):
         return False
+    if "data.path" not in given and given.pop("actor_rollout_ref.rollout.top_k", None):
+        notes.append("rollout.top_k is not set, because main_generation_server does not read it.")
     for key in list(given):
         name = f"actor_rollout_ref.{key}" if key.startswith(("rollout.", "model.")) else key
         given[NAMES.get(key, name)] = given.pop(key)

@@ -125,7 +125,10 @@ REFUSED = {
         "a tool or an interaction of verl is a class that has to be written again as an environment "
         "(docs/agents.md), named in agents.environment."
     ),
-    r"\bmtp\.enable": "training.mtp.head_lr trains the head, and rollout.draft.method=mtp drafts with it.",
+    r"\bmtp\.enable": (
+        "only the heads of DeepSeek-V3 and GLM-4.5 are read, with training.mtp.head_lr and "
+        "rollout.draft.method=mtp; leave it out to train the model alone."
+    ),
     r"^async_training\.": "choose the trainers and generators in the section roles (docs/asynchrony.md).",
     r"^trainer\.val_only$": "samples of held-out prompts alone are run.mode=rollout_only (docs/report.md).",
     r"^data\.(custom_cls|datagen)\.path$": (
@@ -138,7 +141,9 @@ REFUSED = {
     r"reward_manager\.module\.path$|reward_loop_module_path$": (
         "a reward manager of your own has to be written again as a reward function (docs/extending.md)."
     ),
-    r"^algorithm\.use_pf_ppo$": "samples are not drawn again by their rewards (PF-PPO).",
+    r"^algorithm\.use_pf_ppo$": (
+        "PF-PPO draws the samples of an update again by their rewards, which no selection here does."
+    ),
     r"over_sample_rate$": "a step waits for all of its samples; see rollout.carry_over.",
     r"rollout\.ignore_eos$": "a response ends at its end token; the setting must be False.",
     r"\.lora\.dropout$": "adapters have no dropout; the setting must be 0.",
@@ -148,8 +153,10 @@ REFUSED = {
 MODELS = {
     r"DeepSeek-V(3\.2|4)|GLM-?5": "sparse attention is not supported; docs/models.md lists what is.",
     r"Nemotron": "Mamba layers are not supported; docs/models.md lists what is.",
-    r"Qwen1\.5-MoE|Hy3|MiMo|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
-    r"gemma-(1|2|7)": "Gemma 1 and 2 are not supported; docs/models.md lists what is.",
+    r"MiMo": "Qwen2 with heads of its own for multi-token prediction is not supported; see docs/models.md.",
+    r"Qwen1\.5-MoE|Hy3|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
+    r"gemma-(1|2|7)": "of Gemma only version 3 is supported; 2 caps its logits; see docs/models.md.",
+    r"-MoE-merge$": "VeOmni's merged checkpoint cannot be read; name the one from which it was made.",
     r"Omni|(?<!Qwen2\.5-)(?<!Qwen3-)VL\b|4\.\dV|Kimi-K2\.[5-9]": (
         "of models that see or hear, Qwen2.5-VL and Qwen3-VL are supported; docs/models.md lists others."
     ),
@@ -175,7 +182,7 @@ NOT_NEEDED = {
     r"(_target_|use_legacy_worker_impl|hybrid_engine|ray_|transfer_queue|\.strategy$|trainer\.device)": (
         "there is no Ray, and one kind of worker"
     ),
-    r"(use_remove_padding|use_dynamic_bsz|log_prob_.*|forward_max_token_len_per_gpu|micro_batch_size.*)$": (
+    r"(use_remove_padding|use_dynamic_bsz|max_token_len_per_gpu|micro_batch_size.*)$": (
         "sequences are always packed, and all passes of a step use training.micro_batch_tokens"
     ),
     r"(param|grad|optimizer)_offload$": "training.offload=auto moves state to the host during generation",
@@ -199,6 +206,7 @@ NOT_NEEDED = {
     r"override_transformer_config\.(?!pipeline|dsa|mhc|fp8|\w*offload)": (
         "the layer specification follows from config.json; pipeline stages may differ by one layer"
     ),
+    r"use_prefix_grouper$": "a prompt is computed once for its samples (training.shared_prefix)",
     r"(balance_batch|balance_dp)$": "samples are always balanced over data parallel ranks",
     r"^trainer\.(project_name|n_gpus_per_node|nnodes|default_hdfs_dir|ray_wait.*|del_local_ckpt.*)$": (
         "runs are named by run.name, and the launcher gives the number of ranks"
@@ -263,7 +271,7 @@ MISSING = {
     r"rollout_correction\.rollout_(is|rs)": "rollout_correction.bypass neither weighs nor rejects",
     r"mtp": "see training.mtp.head_lr and rollout.draft.method",
     r"sandbox_fusion": "rl.rewards.code runs programs in its own sandbox on the nodes",
-    r"(over_sample_rate|pf_ppo|use_prefix_grouper)": "see rollout.carry_over, and training.shared_prefix",
+    r"(over_sample_rate|pf_ppo)": "see rollout.carry_over",
     r"data\.(sampler|custom_cls|datagen)": "belongs to a class that is not used",
     r"distillation_loss\.(loss_max_clamp|log_prob_min_clamp)": "divergences are not clamped",
     r"gdpo_reward_keys": "gdpo reads every term that the reward function returns",

@@ -97,7 +97,7 @@ def objective(settings: Settings, notes: list[str]) -> dict[str, Any]:
             ours["critic.path"] = ""
     if advantage in (None, "grpo") and algorithm == "grpo":
         ours["objective.normalize_by_std"] = get("algorithm.norm_adv_by_std_in_grpo", True)
-    return ours | kl_terms(settings, algorithm) | correction(settings)
+    return ours | kl_terms(settings, algorithm, notes) | correction(settings)
 
 
 def clip_range(settings: Settings, notes: list[str]) -> tuple[float, float]:
@@ -117,7 +117,7 @@ def clip_range(settings: Settings, notes: list[str]) -> tuple[float, float]:
     return low, high
 
 
-def kl_terms(settings: Settings, algorithm: str) -> dict[str, Any]:
+def kl_terms(settings: Settings, algorithm: str, notes: list[str]) -> dict[str, Any]:
     """Translate the KL divergence from the reference policy, in the loss and in the reward."""
     get, actor = settings.get, "actor_rollout_ref.actor"
     ours: dict[str, Any] = {}
@@ -129,6 +129,11 @@ def kl_terms(settings: Settings, algorithm: str) -> dict[str, Any]:
         name = pick(settings, f"{actor}.kl_loss_type", "", KL_ESTIMATORS) + plus
         ours["objective.kl_estimator"] = name
     if get("algorithm.use_kl_in_reward", False):
+        if algorithm == "remax":
+            notes.append(
+                "objective.reward_kl: an advantage has the penalties of the whole response; verl's has those "
+                "from its token on, with the same expected gradient."
+            )
         ours |= {
             "objective.reward_kl.coef": get("algorithm.kl_ctrl.kl_coef", 0.001),
             "objective.reward_kl.estimator": pick(settings, "algorithm.kl_penalty", "kl", KL_ESTIMATORS),
@@ -155,8 +160,9 @@ def correction(settings: Settings) -> dict[str, Any]:
     if get(f"{part}.bypass_mode", False):
         if get(f"{part}.loss_type", "ppo_clip") != "ppo_clip":
             raise ValueError(
-                f"{part}.loss_type={get(f'{part}.loss_type')} with bypass_mode=True: a bypassed run has the "
-                "ratio of PPO to the engine's log-probs; use ppo_clip, or bypass_mode=False."
+                f"{part}.loss_type={get(f'{part}.loss_type')} with bypass_mode=True weighs samples by their "
+                "ratio to the engine in every update, without a clip, which no loss here does; use "
+                "ppo_clip, or bypass_mode=False."
             )
         settings.used -= {f"{part}.rollout_is", f"{part}.rollout_is_threshold"}
         return {"rollout_correction.bypass": True}

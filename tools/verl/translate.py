@@ -20,9 +20,9 @@ def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list
 
     Raises ValueError for a setting whose value is unknown.
     """
-    generates = read_generation(settings)
-    refuse(settings)
     notes: list[str] = []
+    generates = read_generation(settings, notes)
+    refuse(settings)
     ours: dict[str, Any] = {}
     tunes = is_tuning(settings)
     rl = (objective, data, layout, images, rollout, reward, adapter, distillation)

@@ -335,6 +335,19 @@ def test_generation_alone_is_a_mode_of_the_run(tmp_path, capsys):
     assert (config.rollout.samples_per_prompt, config.rollout.top_p, config.data.shuffle) == (5, 0.7, False)
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 1024)
     assert "data.output_path=out.parquet: responses" in capsys.readouterr().err
+    text = (
+        script.read_text()
+        .replace("main_generation", "main_generation_server")
+        .replace("data.path", "data.files")
+    )
+    text = text.replace(" model", " actor_rollout_ref.model").replace(
+        " rollout", " actor_rollout_ref.rollout"
+    )
+    script.write_text(
+        text.replace("data.files", "data.train_files") + " actor_rollout_ref.rollout.top_k=50\n"
+    )
+    assert from_verl.main([str(script), "--out", str(out), "actor_rollout_ref.rollout.top_k=50"]) == 0
+    assert load_config(str(out)).rollout.top_k == 0 and "does not read it" in capsys.readouterr().err
     assert command.main(["--config", str(out), "--dry-run", "--world-size", "8"]) == 0
 
 
