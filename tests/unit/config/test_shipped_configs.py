@@ -28,6 +28,8 @@ PRODUCTION = {
     "minimax-m2_math_grpo_16x8": ("minimax-m2", 128),
     "qwen3-next-80b-a3b_math_grpo_8x8": ("qwen3-next-80b-a3b", 64),
     "gpt-oss-20b_math_grpo_2x8": ("gpt-oss-20b", 16),
+    "qwen3.5-35b-a3b_math_grpo_4x8": ("qwen3.5-35b-a3b", 32),
+    "moonlight-16b-a3b_math_grpo_2x8": ("moonlight-16b-a3b", 16),
     "ppo_deepseek671b": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_64x8": ("deepseek-v3", 512),
     "deepseek-v3_math_grpo_lora_8x8": ("deepseek-v3", 64),
