@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import bounds
-from tests.checkpoints import SIZES, save_tiny
+from tests.checkpoints import PARTICULAR, SIZES, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "parity_worker.py"
@@ -52,11 +52,18 @@ CASES = {
     "mistral-linear": ("MistralForCausalLM", False, ["2x2x1", "2x1x1x0x2"]),
 }
 """Name -> (architecture, whether the embedding is the head, training layouts)."""
+YARN_TOO = (
+    "qwen2 llama3 mistral mixtral deepseek-v2 deepseek-v3 seed-oss smollm3 granite granite4 "
+    "minimax-m2 gpt-oss qwen3-next qwen3.5 qwen3.5-moe glm4-moe-lite"
+).split()
+"""Further families whose configs can have YaRN."""
 ROPE = {
     "yarn": dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16, rope_theta=1e4),
     "linear": dict(rope_type="linear", factor=4, rope_theta=1e4),
 }
 """Scalings of the cases so named; the sequences are up to four times as long as YaRN's original window."""
+LATENT_ROPE = dict(mscale=1.0, mscale_all_dim=1.0)
+"""Further parameters that YaRN has in every config with latent attention."""
 OPTIONS = {
     "moonlight": dict(
         q_lora_rank=None,
@@ -66,6 +73,7 @@ OPTIONS = {
         n_shared_experts=2,
         rope_parameters=dict(rope_type="default", rope_theta=5e4),
     ),
+    "mixtral-yarn": dict(head_dim=32),  # without it transformers has YaRN fail
     "glm4-moe-air": dict(use_qk_norm=False, first_k_dense_replace=0, routed_scaling_factor=1.0),
 }
 """Options of further cases: what sets models of one architecture apart."""
@@ -81,9 +89,13 @@ GRADIENT = bounds.of_gradient(LAYERS, SIZES["hidden_size"])
 def run_parity(
     directory, world_size: int, rollout: int | str, layouts: list[str], case: str, worker: Path = WORKER
 ) -> dict:
-    architecture, tie, _ = CASES[case]
     scaling = case.rpartition("-")[2]
-    options = {"rope_parameters": ROPE[scaling]} if scaling in ROPE else OPTIONS.get(case, {})
+    architecture, tie, _ = CASES.get(case) or CASES[case.removesuffix("-yarn")]
+    options = dict(OPTIONS.get(case, {}))
+    if scaling in ROPE:
+        particular = PARTICULAR[architecture]
+        default = LATENT_ROPE if "kv_lora_rank" in particular else particular.get("rope_parameters", {})
+        options["rope_parameters"] = default | ROPE[scaling]
     checkpoints = [
         save_tiny(architecture, directory / name, seed=seed, tie=tie, **options)
         for seed, name in enumerate("ab")
@@ -132,6 +144,15 @@ def test_any_training_layout_serves_two_replicas_of_tp_2(tmp_path, case):
     assert_equal_logprobs(results, layouts)
     assert_equal_gradients(results, layouts)
     assert_same_tensors(tmp_path / "export", tmp_path / "b")  # from TP 2 x PP 2, and EP 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", YARN_TOO)
+def test_families_agree_beyond_the_window_of_yarn(tmp_path, name):
+    layouts = ["1x1x1x0x2"]
+    results = run_parity(tmp_path, 2, 1, layouts, f"{name}-yarn")
+    assert_equal_logprobs(results, layouts)
+    assert_equal_gradients(results, layouts)
 
 
 @pytest.mark.slow
