@@ -3,7 +3,8 @@
 A row has images in a column such as `images`, and an anchor `<image>` in its messages for each of them, in
 their order (verl's format). In a row without images `<image>` is text. Every rank reads the encoded images;
 pixels are decoded when a request or a micro-batch needs them. Resizing and patches follow transformers'
-Qwen2VLImageProcessorPil bitwise (tests/unit/data/test_images.py).
+Qwen2VLImageProcessorPil bitwise (tests/unit/data/test_images.py). Transparent pixels are white, as in vLLM
+and qwen_vl_utils; transformers shows the colours under them, which often are black.
 """
 
 import base64
@@ -153,10 +154,20 @@ class Image:
 @functools.lru_cache(maxsize=128)
 def _decoded(image: Image) -> np.ndarray:
     with Pillow.open(io.BytesIO(image.content)) as opened:
-        upright = ImageOps.exif_transpose(opened).convert("RGB")
+        upright = _without_transparency(ImageOps.exif_transpose(opened))
     pixels = np.asarray(upright.resize((image.width, image.height), Pillow.Resampling.BICUBIC)).copy()
     pixels.setflags(write=False)
     return pixels
+
+
+def _without_transparency(image: Pillow.Image) -> Pillow.Image:
+    """Return an image in RGB, before a white background."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Pillow.new("RGB", image.size, (255, 255, 255))
+    white.paste(image, mask=image.getchannel("A"))
+    return white
 
 
 @dataclass(frozen=True)
@@ -179,18 +190,21 @@ class ImageReader:
         return read_image(item, self.format, owner, directory=row.path.parent)
 
     def anchored(self, messages: list[dict] | None, images: Sequence[Image], row: Row) -> list[dict] | None:
-        """Return the messages with a part {type: image} in place of each anchor; unchanged without images.
+        """Return the messages with a part {type: image} in place of each anchor; text without images.
 
-        Raises ValueError if the numbers of anchors and images differ.
+        Raises ValueError if the numbers of anchors and images differ, and for parts of another type.
         """
-        if not images:
-            return messages
-        if messages is None:
+        if messages is None and images:
             raise ValueError(
                 f"{row.place}: a prompt with images must be a list of messages, because the chat template "
                 "writes the tokens around an image."
             )
-        found = [{**message, "content": _parts(message.get("content"))} for message in messages]
+        if not images and not any(isinstance(message.get("content"), list) for message in messages or ()):
+            return messages
+        split = ANCHOR if images else None
+        found = [
+            {**message, "content": _parts(message.get("content"), split, row)} for message in messages or ()
+        ]
         count = sum(part["type"] == "image" for message in found for part in message["content"])
         if count != len(images):
             raise ValueError(
@@ -250,22 +264,48 @@ def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = 
     try:
         content = _content(item, directory)
         with Pillow.open(io.BytesIO(content)) as opened:
-            opened.verify()
+            mode = opened.mode
+            _check_whole(opened, content)
+        if mode in ("I", "F") or mode.startswith("I;16"):
+            raise ValueError(f"its pixels have mode {mode}, not 8 bits per channel; convert it to RGB")
         with Pillow.open(io.BytesIO(content)) as opened:
             width, height = opened.size
             if opened.getexif().get(0x0112, 1) >= 5:  # turned by 90 degrees
                 width, height = height, width
         return Image(content, *format.size(height, width), format)
+    except Pillow.UnidentifiedImageError as error:
+        raise ValueError(f"{owner} cannot be read: Pillow does not know its format.") from error
     except (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
-        raise ValueError(f"{owner} cannot be read: {first_line(error)}.") from error
+        raise ValueError(f"{owner} cannot be read: {first_line(error)[:200]}.") from error
 
 
-def _parts(content: Any) -> list[dict]:
-    """Return the content of a message as a list of parts, without keys that are None."""
+def _check_whole(opened: Pillow.Image, content: bytes) -> None:
+    """Raise OSError or SyntaxError for an image whose file is damaged or cut.
+
+    A PNG has checksums, and most whole JPEGs end with the end marker, so that few files are decoded here.
+    """
+    if opened.format == "PNG":
+        opened.verify()
+    elif opened.format != "JPEG" or not content.endswith(b"\xff\xd9"):
+        opened.load()
+
+
+def _parts(content: Any, anchor: str | None, row: Row) -> list[dict]:
+    """Return the content of a message as a list of parts, without keys that are None.
+
+    anchor: stands for an image in a string. Raises ValueError for a part that is neither text nor an image.
+    """
     if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
+                raise ValueError(
+                    f"{row.place}: a part of a message must be {{type: text, text: ...}} or {{type: image}}, "
+                    f"not {describe(part)}."
+                )
         return [{key: value for key, value in part.items() if value is not None} for part in content]
     parts: list[dict] = []
-    for number, text in enumerate(str(content or "").split(ANCHOR)):
+    whole = str(content or "")
+    for number, text in enumerate(whole.split(anchor) if anchor else [whole]):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts

@@ -141,6 +141,8 @@ def load_prompts(
     pictures: list[Sequence[Image]] = [images.of(row) if images else () for row in rows]
     if images:
         messages = [images.anchored(*each) for each in zip(messages, pictures, rows)]
+        if not any(pictures):
+            log.warning("no row of %s has images in column %r", ", ".join(map(str, files)), images.column)
     texts = [
         row.values[prompt_key] if chat is None else render(chat, tokenizer, row, column=prompt_key)
         for row, chat in zip(rows, messages, strict=True)

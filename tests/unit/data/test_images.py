@@ -33,8 +33,12 @@ FORMAT = ImageFormat(
 def png(height: int, width: int, seed: int = 0, mode: str = "RGB", **options) -> bytes:
     channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, channels)).astype(np.uint8)
+    return encoded(Pillow.fromarray(pixels.squeeze(), mode), "PNG", **options)
+
+
+def encoded(image: Pillow.Image, kind: str, **options) -> bytes:
     file = io.BytesIO()
-    Pillow.fromarray(pixels.squeeze(), mode).save(file, "PNG", **options)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -49,7 +53,7 @@ def row(content, images=None):
     return {"prompt": [{"role": "user", "content": content}], "images": images}
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("size", [(56, 56), (30, 75), (300, 200), (10, 11), (28, 90)])
 def test_patches_are_those_of_transformers(size, mode):
     content = png(*size, mode=mode)
@@ -95,6 +99,18 @@ def test_a_row_has_the_tokens_of_its_images(tmp_path):
         check_rendering([both, text], TOKENIZER, key="data.train", max_prompt_tokens=200)
 
 
+def test_transparent_pixels_are_white():
+    """A drawing in black before nothing would be black everywhere."""
+    for mode, colour in (("RGBA", (0, 0, 0, 0)), ("LA", (0, 0)), ("P", 0)):
+        options = {"transparency": 0} if mode == "P" else {}
+        content = encoded(Pillow.new(mode, (56, 56), colour), "PNG", **options)
+        assert (Image(content, 56, 56, FORMAT).pixels == 255).all()
+    half = png(56, 56, mode="RGBA")
+    pixels = np.asarray(Pillow.open(io.BytesIO(half))).astype(int)
+    expected = 255 + (pixels[..., :3] - 255) * pixels[..., 3:] / 255
+    assert np.abs(Image(half, 56, 56, FORMAT).pixels - expected).max() <= 1
+
+
 def test_a_turned_photo_is_upright():
     exif = Pillow.Exif()
     exif[0x0112] = 6
@@ -114,11 +130,18 @@ def _row():
 
 
 IMAGE = {"bytes": png(56, 56), "path": None}
+CUT = encoded(Pillow.effect_noise((56, 56), 50), "JPEG")[:-100]
+DEEP = encoded(Pillow.fromarray(np.arange(400, dtype=np.uint16).reshape(20, 20)), "PNG")
 INVALID = [
     (row("<image> <image>", [IMAGE]), "row 1: the prompt has 2 anchors <image>, but column 'images' has 1"),
     (row("none", [IMAGE]), "row 1: the prompt has 0 anchors"),
     (row("<image>", [{"bytes": b"no image", "path": None}]), "row 1: image 1 of column 'images' cannot be"),
     (row("<image>", [{"bytes": png(56, 56)[:-20], "path": None}]), "row 1: image 1"),
+    (row("<image>", [{"bytes": CUT, "path": None}]), "row 1: image 1 .*truncated"),
+    (row("<image>", [{"bytes": DEEP, "path": None}]), "row 1: image 1 .*mode I;16, not 8 bits per channel"),
+    (row([{"type": "image"}]), "row 1: the prompt has 1 anchors <image>, but column 'images' has 0"),
+    (row([{"text": "<image>"}], [IMAGE]), "row 1: a part of a message must be"),
+    (row([{"type": "image_url", "image_url": "a.png"}]), "row 1: a part of a message must be"),
     (row("<image>", [{"bytes": None, "path": "absent.png"}]), "row 1: image 1 .*absent.png"),
     (row("<image>", [{"bytes": None, "path": "https://a/b.png"}]), "bytes, a path or a data URI, not str"),
     (row("<image>", [{"bytes": None, "path": "data:image/png;base64,?"}]), "is not base64"),
