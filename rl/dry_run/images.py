@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 from rl.config.schema import Config
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.shape import Model
+from rl.models.qwen2_5_vl import TOWER
 
 if TYPE_CHECKING:
     from rl.dry_run.generation import Lengths
+    from rl.dry_run.parameters import Part
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ def images_of(config: Config, model: Model, lengths: "Lengths") -> Images | None
     tokens = int(min(lengths.prompt, config.data.max_pixels // unit or lengths.prompt))
     passes = 3 if config.model.vision == "train" else 1
     return Images(tokens, tokens * unit, cost.operations(tokens), passes)
+
+
+def without_frozen_tower(config: Config, model: Model) -> tuple[list["Part"], list["Part"]]:
+    """Return the parts of a model without a frozen tower, and those of that tower."""
+    parts: tuple[list[Part], list[Part]] = [], []
+    for part in model.parts:
+        parts[config.model.vision == "frozen" and part.weight.megatron.startswith(TOWER)].append(part)
+    return parts
 
 
 def tower_bytes(config: Config, model: Model, row: int, itemsize: int) -> tuple[float, float]:

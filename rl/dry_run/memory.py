@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.images import tower_bytes
+from rl.dry_run.images import tower_bytes, without_frozen_tower
 from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
 from rl.dry_run.shape import DRAFTERS, Model
@@ -251,7 +251,10 @@ def estimate_memory(
     """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
     layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.run.on_training_grid}
-    counts = {name: count_stages(model.parts, layout.placement(model)) for name, model in on_grid.items()}
+    counts, frozen = {}, {}
+    for name, model in on_grid.items():
+        parts = without_frozen_tower(config, model)
+        counts[name], frozen[name] = (count_stages(own, layout.placement(model)) for own in parts)
     adapters = {
         name: count_stages(model.adapter_parts, layout.placement(model))
         for name, model in on_grid.items()
@@ -275,6 +278,7 @@ def estimate_memory(
                 points=points,
                 shares_base=on_grid[name].run.shares_base,
                 in_fp8=in_fp8[name][stage].parameters if name in in_fp8 else 0,
+                frozen=frozen[name][stage].parameters,
             )
             for name in counts
         }
@@ -320,6 +324,7 @@ def model_state(
     points: int = 1,
     shares_base: bool = False,
     in_fp8: int = 0,
+    frozen: int = 0,
 ) -> State:
     """Return the bytes of weights, gradients and optimizer state of one model on a rank.
 
@@ -328,12 +333,13 @@ def model_state(
 
     adam: None for a frozen model. adapters: the weights that learn, if the others are frozen. points: number
     of such sets on the same base. shares_base: the frozen ones are those of another model. in_fp8: number of
-    the frozen ones that are kept in FP8, with a float32 factor per block.
+    the frozen ones that are kept in FP8, with a float32 factor per block. frozen: number of further weights
+    that never learn.
     """
     if adapters is not None:
         own = model_state(adapters, layout, itemsize, adam)
         lengths = adapters.buffers  # DoRA's, which learn in float32
-        base = 0 if shares_base else model_state(count, layout, itemsize, None).weights
+        base = 0 if shares_base else model_state(count, layout, itemsize, None, frozen=frozen).weights
         base -= in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
         return State(
             base + points * own.weights,
@@ -343,7 +349,7 @@ def model_state(
             own.returned,
         )
     if adam is None:
-        return State(itemsize * count.parameters + 4 * count.buffers)
+        return State(itemsize * (count.parameters + frozen) + 4 * count.buffers)
     shared = buffer_elements(count.shared, layout.sharded_over)
     if count.tied:
         shared += buffer_elements([count.tied], layout.sharded_over)
@@ -353,7 +359,7 @@ def model_state(
     optimizer = (master + 2 * ITEMSIZE[adam.moments]) * sharded
     in_host = round(adam.host_share * optimizer)
     return State(
-        itemsize * (shared + experts) + 4 * count.buffers,
+        itemsize * (shared + experts + frozen) + 4 * count.buffers,
         4 * (shared + experts),
         optimizer - in_host,
         in_host,

@@ -1,9 +1,9 @@
 """One rank of test_allocation.py: what a model really allocates in several layouts.
 
-    allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]       LAYOUT is TPxPPxEP[+lora] or [+mtp],
-                                                                   or TPxPPxEP+MOMENTS[+HOST_SHARE]
+    allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]   LAYOUT is TPxPPxEP[+lora], [+mtp] or [+tower],
+                                                               or TPxPPxEP+MOMENTS[+HOST_SHARE]
 
-With mtp the head for multi-token prediction is measured instead of the model.
+With mtp the head for multi-token prediction is measured instead of the model; tower is a frozen one.
 
 Prints a JSON list with the bytes of this rank for each layout, after an optimizer step.
 """
@@ -21,6 +21,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.mtp import Mtp
 from rl.training.optimizer import clip_and_step, optimizer_tensors
 from rl.training.spec import ModelSpec
+from rl.vision.tower import VisionTower
 from tests.ranks.training.megatron_groups import new_grid
 
 
@@ -30,14 +31,15 @@ def optimizer_of(moments: str = "float32", share: str = "0") -> Optimizer:
 
 def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
     sizes, *options = layout.split("+")
-    has_adapters, is_head = options == ["lora"], options == ["mtp"]
-    adam = Optimizer(lr=1e-3) if has_adapters or is_head else optimizer_of(*options)
+    has_adapters, is_head, sees = (options == [name] for name in ("lora", "mtp", "tower"))
+    adam = Optimizer(lr=1e-3) if has_adapters or is_head or sees else optimizer_of(*options)
     tp, pp, ep = map(int, sizes.split("x"))
     training = Training(tp=tp, pp=pp, ep=ep)
     grid = new_grid(tp, pp, ep, training.expert_tp)
     spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=adam)
     parts = adapter_parts(Adapter(kind="lora" if has_adapters else "none", rank=4), seed=0)
     parts += [Mtp(training, lr=1e-3, is_served=False)] if is_head else []
+    parts += [VisionTower(learns=False)] if sees else []
     engine = TrainingEngine(spec, training, grid, device, parts)
     engine = engine.parts.models()["mtp"] if is_head else engine
     for chunk in engine.wrapped:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl.config.run_models import RunModel
-from rl.config.schema import Optimizer
+from rl.config.schema import Config, Optimizer
+from rl.dry_run.images import without_frozen_tower
 from rl.dry_run.memory import Layout, model_state
 from rl.dry_run.parameters import count_stages, group_parts
 from rl.dry_run.shape import Model
@@ -44,6 +45,11 @@ CASES = {
         "bfloat16",
         ["2x2x2", "1x1x4", "2x2x2+mtp"],
     ),
+    "frozen tower": (
+        lambda at: save_tiny("Qwen3VLForConditionalGeneration", at, seed=0),
+        "bfloat16",
+        ["2x2x1+tower", "1x1x1+tower"],
+    ),
 }
 
 
@@ -66,30 +72,33 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     itemsize = 2 if dtype == "bfloat16" else 4
     for number, text in enumerate(layouts):
         sizes, *options = text.split("+")
-        adapters, is_head = options == ["lora"], options == ["mtp"]
-        adam = Optimizer() if adapters or is_head else optimizer_of(*options)
+        adapters, is_head, sees = (options == [name] for name in ("lora", "mtp", "tower"))
+        adam = Optimizer() if adapters or is_head or sees else optimizer_of(*options)
         per_parameter = (4 if itemsize == 2 else 0) + (4 if adam.moments == "bfloat16" else 8)
         tp, pp, ep = map(int, sizes.split("x"))
         etp = 1 if ep > 1 else tp
         layout = Layout(
             WORLD, WORLD, WORLD, tp, pp, 1, ep, etp, rollout_tp=1, rollout_ep=1, sequence_parallel=True
         )
-        parts = group_parts(mtp.weights(hf)) if is_head else model.parts
-        counts = count_stages(parts, layout.placement(model))
+        parts, frozen = without_frozen_tower(Config(), model)
+        parts = group_parts(mtp.weights(hf)) if is_head else parts
+        counts, tower = (count_stages(own, layout.placement(model)) for own in (parts, frozen))
         learned = counts
         if adapters:
             pairs = [weight for pair in adapters_of(weights, rank=4) for weight in pair.weights]
             learned = count_stages(group_parts(pairs), layout.placement(model))
         states = [
-            model_state(count, layout, itemsize, adam, adapters=own if adapters else None)
-            for count, own in zip(counts, learned)
+            model_state(
+                count, layout, itemsize, adam, adapters=own if adapters else None, frozen=seen.parameters
+            )
+            for count, own, seen in zip(counts, learned, tower)
         ]
         found = [rank[number] for rank in by_rank]
         for rank, real in enumerate(found):
             stage = rank // (WORLD // pp)
             state = states[stage]
             assert real["stage"] == stage
-            more = learned[stage].parameters if adapters else 0
+            more = tower[stage].parameters + (learned[stage].parameters if adapters else 0)
             assert real["parameters"] == counts[stage].parameters + more, (text, rank)
             assert real["weights"] == state.weights - 4 * counts[stage].buffers, (text, rank)
             assert real["gradients"] == state.gradients, (text, rank)
