@@ -5,9 +5,10 @@ from typing import Any
 
 from rl.config.options import ConfigError, listed
 from rl.config.schema import Config
-from rl.models import architecture
+from rl.models import architecture, qwen3_moe
 from rl.models.adapters import LowRank, adapters, check_ranks
 from rl.models.layout import FP8_BLOCK, Weight, cuts_fp8_blocks
+from rl.models.sizes import num_experts
 
 
 def adapters_of(config: Config, weights: Sequence[Weight]) -> list[LowRank]:
@@ -65,8 +66,11 @@ def check_layers(config: Config, hf: dict[str, Any]) -> None:
         return
     weights = architecture(hf).weights(hf)
     for pair in adapters_of(config, weights):
-        if reason := _refused(pair):
-            known = {p.module.rpartition(".")[2] for p in adapters(weights, rank=1) if not _refused(p)}
+        if reason := _refused(pair, hf):
+            pairs = adapters(weights, rank=1)
+            known = {p.module.rpartition(".")[2] for p in pairs} - {
+                p.module.rpartition(".")[2] for p in pairs if _refused(p, hf)
+            }
             raise ConfigError(
                 f"adapter.in_engine=adapter, but {pair.module} is {reason}; use "
                 f"adapter.in_engine=merged, or choose adapter.targets from "
@@ -74,7 +78,7 @@ def check_layers(config: Config, hf: dict[str, Any]) -> None:
             )
 
 
-def _refused(pair: LowRank) -> str:
+def _refused(pair: LowRank, hf: dict[str, Any]) -> str:
     """Return why vLLM 0.32 applies no adapter to the layer, or nothing."""
     if pair.base.expert is not None:
         return "a routed expert, to whose adapters this project does not write"
@@ -83,4 +87,8 @@ def _refused(pair: LowRank) -> str:
         return "a projection that vLLM multiplies into others when it loads the weights"
     if pair.module.endswith((".in_proj_qkv", ".in_proj_z")):
         return "a part of a projection that vLLM divides into four"
+    is_text = "vision_config" not in hf
+    named = is_text and (hf["architectures"][0] not in qwen3_moe.ARCHITECTURES or hf.get("mlp_only_layers"))
+    if num_experts(hf) and not named and pair.module.endswith((".gate_proj", ".up_proj")):
+        return "in a dense layer, whose parts vLLM's mixture of experts does not name"
     return ""

@@ -7,7 +7,7 @@ import pytest
 from rl.config.adapter_checks import adapters_of, check_layers
 from rl.config.options import ConfigError, load
 from rl.config.schema import Config
-from rl.models import architecture
+from rl.models import architecture, merged
 from tools.tiny_models import PUBLISHED, tiny_config
 
 
@@ -81,5 +81,12 @@ def test_layers_without_vllm_adapters_are_refused():
         check_layers(beside("adapter.targets=[kv_b_proj]"), latents)
     with pytest.raises(ConfigError, match="linear_attn.in_proj_qkv is a part of a projection"):
         check_layers(beside(), tiny_hf("Qwen3_5ForCausalLM"))
+    sees = merged(tiny_config("Qwen3VLMoeForConditionalGeneration").to_dict())
+    one = beside("adapter.targets=[layers.0.mlp.gate_proj]")
+    for hf in (sees, experts | {"mlp_only_layers": [], "decoder_sparse_step": 2}):
+        with pytest.raises(ConfigError, match="layers.0.mlp.gate_proj is in a dense layer.*=merged"):
+            check_layers(one, hf)
+    check_layers(one, experts | {"mlp_only_layers": [0]})
+    check_layers(beside("adapter.targets=[q_proj, down_proj]"), sees)
     check_layers(beside("adapter.targets=[q_proj, o_proj]"), experts)
     check_layers(beside(), tiny_hf("Qwen2ForCausalLM"))
