@@ -8,16 +8,30 @@ import io
 from typing import Any
 
 
-def has_images(answer: Any) -> bool:
-    """Return whether an answer is a dict of verl's format with at least one image."""
-    if not isinstance(answer, dict) or not answer.keys() <= {"text", "image"}:
+def is_observation(answer: Any) -> bool:
+    """Return whether an answer is a dict of verl's format; with a text it may have no image.
+
+    Raises TypeError for images in another form, which would become a text about Python's objects.
+    """
+    if not isinstance(answer, dict) or "image" not in answer:
         return False
-    images = answer.get("image")
-    return isinstance(images, list) and len(images) > 0 and all(map(_is_image, images))
+    images = [] if answer["image"] is None else answer["image"]
+    is_list = isinstance(images, list) and all(map(_is_image, images))
+    if is_list and answer.keys() <= {"text", "image"} and (images or "text" in answer):
+        return True
+    each = images if isinstance(images, list) else [images]
+    if any(_is_image(image) and not isinstance(image, str) for image in each):
+        raise TypeError(
+            'an answer with images must be {"text": ..., "image": [...]}: a list of Pillow images, arrays, '
+            "bytes or data URIs, and no other keys"
+        )
+    return False
 
 
-def content(answer: dict[str, Any], text: str) -> list[dict[str, str]]:
+def content(answer: dict[str, Any], text: str) -> str | list[dict[str, str]]:
     """Return the content of a message: the images of an answer, then a text unless it is empty."""
+    if not answer["image"]:
+        return text
     return [*map(image_part, answer["image"]), *([{"type": "text", "text": text}] if text else [])]
 
 

@@ -43,7 +43,7 @@ from rl.agents.environment import (
     answer_digest,
     load_environment,
 )
-from rl.agents.observations import content, has_images, with_uris
+from rl.agents.observations import content, is_observation, with_uris
 from rl.config.agent_plan import AgentPlan
 from rl.rewards.score import to_finite, to_score
 from rl.workers.host import Host
@@ -195,7 +195,7 @@ class Session:
             self._instance = await self._call(functools.partial(environment.cls, **environment.kwargs))
         if hasattr(self._instance, "reset"):
             start = await self._call(self._instance.reset, dict(self._row))
-        if has_images(start):
+        if is_observation(start):
             start = [{"role": "user", "content": content(start, start.get("text") or "")}]
         messages = [{"role": "text", "content": start}] if isinstance(start, str) else start
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
@@ -275,7 +275,7 @@ class Session:
 
     def _content(self, result: Any) -> str | list[dict]:
         """Return the content of a message: the text of a result, or parts if it has images."""
-        if not has_images(result):
+        if not is_observation(result):
             return self._text(result)
         return content(result, self._text(result.get("text")))
 

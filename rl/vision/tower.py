@@ -141,9 +141,7 @@ class VisionTower(Part):
         prompt = batch.prompts[int(batch.groups[sample])]
         if self._given is None or PLACES not in batch.held:
             return prompt.images
-        places, length = batch.held[PLACES].local[sample], len(batch.prompt_ids[sample])
-        if not len(places):
-            return ()
+        places, length = batch.held[PLACES].local[sample].reshape(-1, 4), len(batch.prompt_ids[sample])
         of_data = np.array_equal(batch.prompt_ids[sample], prompt.token_ids)
         own = [(i.offset, i.height, i.width, i.digest) for i in prompt.images] if of_data else []
         if of_data and not np.array_equal(places[places[:, 0] < length], np.reshape(own, (-1, 4))):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from rl.agents.observations import has_images, image_part, with_uris
+from rl.agents.observations import content, image_part, is_observation, with_uris
 from rl.agents.seen_images import SeenImages
 from rl.agents.sight import Sight
 from rl.data.held import PIXELS, PLACES
@@ -29,9 +29,14 @@ def answer(*images):
 
 def test_only_dicts_of_verls_format_have_images():
     images = [picture(28, 28), Pillow.fromarray(picture(28, 28)), b"file", "data:image/png;base64,AA=="]
-    assert all(has_images({"text": "a", "image": [image]}) for image in images)
-    others = "text", {"image": []}, {"image": ["a.png"]}, {"image": images, "more": 1}, {"text": "a"}, None
-    assert not any(map(has_images, others))
+    assert all(is_observation({"text": "a", "image": [image]}) for image in images)
+    none = [{"text": "a", "image": value} for value in ([], None)]
+    assert all(is_observation(each) and content(each, "a") == "a" for each in none)
+    others = "text", {"image": []}, {"image": ["a.png"]}, {"image": images[3], "more": 1}, {"text": "a"}, None
+    assert not any(map(is_observation, others))
+    for wrong in ({"image": images, "more": 1}, {"text": "a", "image": images[0]}, {"image": ["a", b"b"]}):
+        with pytest.raises(TypeError, match="a list of Pillow images"):
+            is_observation(wrong)
     with pytest.raises(ValueError, match="data.image_key is empty"):
         Sight(PROMPT).take(answer(images[0]))
 

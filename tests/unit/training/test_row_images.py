@@ -1,12 +1,15 @@
 """Images of the rows of micro-batches."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import rl.training  # noqa: F401  # before Megatron
-from rl.vision.tower import WrongImages, _images_of
+from rl.data.held import PLACES
+from rl.data.prompts import Prompt
+from rl.vision.tower import VisionTower, WrongImages, _images_of
 
 
 def test_samples_that_share_a_prompt_share_its_images():
@@ -17,3 +20,21 @@ def test_samples_that_share_a_prompt_share_its_images():
     assert _images_of(batch, row, [images[0]] * 2).places.tolist() == [1, 2]
     with pytest.raises(WrongImages, match="set training.shared_prefix=false"):
         _images_of(batch, row, images)
+
+
+def test_lost_images_of_a_trajectory_are_noticed():
+    """Environments may give another prompt than the data's; only the data's has known images."""
+    image, ids = SimpleNamespace(offset=1, height=28, width=28, digest=5), np.arange(4, dtype=np.int32)
+    prompt = replace(Prompt.of_tokens(ids), images=(image,))
+    tower = VisionTower(learns=False, given="any format")
+
+    def seen(prompt_ids, *places):
+        held = {PLACES: SimpleNamespace(local={0: np.array(places, np.int64).reshape(-1, 4)})}
+        batch = SimpleNamespace(prompts=[prompt], groups=[0], prompt_ids=[prompt_ids], held=held)
+        return tower._seen(batch, 0)
+
+    assert seen(ids, (1, 28, 28, 5)) == (image,)
+    assert seen(ids[:3]) == ()
+    for places in ((), ((1, 28, 28, 6),), ((1, 28, 28, 5), (2, 28, 28, 5))):
+        with pytest.raises(WrongImages, match="other images than its prompt has"):
+            seen(ids, *places)
