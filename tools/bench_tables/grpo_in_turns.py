@@ -1,13 +1,17 @@
 """GRPO as a side of a comparison: it waits for its turn before the first step of each turn.
 
 An algorithm file outside of `rl.algorithms`, selected by `algorithm=tools/bench_tables/grpo_in_turns.py`. The
-wait is timing_s/turn, which is part of timing_s/step.
+wait is timing_s/turn, which is part of timing_s/step. All timing_s/* count by `sides.clock`.
 """
 
 import os
+from types import SimpleNamespace
 
 from rl.algorithms import grpo
-from tools.bench_tables.sides import STEPS_PER_TURN, wait_for_turn
+from rl.phases import step_record
+from tools.bench_tables.sides import STEPS_PER_TURN, clock, wait_for_turn
+
+step_record.time = SimpleNamespace(perf_counter=clock())  # type: ignore[assignment]
 
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}

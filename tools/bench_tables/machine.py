@@ -9,13 +9,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl.dry_run.hardware import Hardware
 from tools.bench_tables.report import ROOT
-from tools.bench_tables.sides import BenchFailed, torchrun
+from tools.bench_tables.sides import CLOCK, BenchFailed, clock, torchrun
 
 CORES = len(os.sched_getaffinity(0))
 ROUNDS = 5
@@ -26,9 +25,9 @@ SEQUENCES = 32
 MIB = 1 << 20
 
 
-def measure_machine(model: Path) -> dict[str, float]:
-    """Return the constants by their names in `Hardware`. model: directory of the checkpoint."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def measure_machine(model: Path, clock: str) -> dict[str, float]:
+    """Return what `hardware_of` reads. model: directory of the checkpoint. clock: elapsed or processor."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), CLOCK: clock}
     module = ["-m", "tools.bench_tables.machine"]
     alone = [[sys.executable, *module, "rank", str(model)]] * CORES
     found = mean(output_of(alone, environment))
@@ -42,12 +41,17 @@ def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
     """Return the machine on which this many ranks run. found: what `measure_machine` returned."""
     layers = found["layers"] + 1  # embedding and head count as one
     forward, update = ((found[f"{name}_5"] - found[f"{name}_1"]) / 4 for name in ("forward", "update"))
-    backward = update / forward - 1
+    backward = max(0.0, update / forward - 1)
     arithmetic = found["update_many"] - found["update_1"]
     rate = 3 * found["operations"] / arithmetic
     token = 2 * found["parameters"] / rate
     reading = max(4 * found["parameters"] / found["copy"], token)
     samples = found["decode_many"] - found["decode_1"] - (SEQUENCES * token - reading)
+    # Half of the messages gather, the others scatter sums.
+    small, large = (
+        (found.get(f"gather_{size}", 0.0) + found.get(f"scatter_{size}", 0.0)) / 2
+        for size in ("small", "large")
+    )
     message = 4 * MIB * (CORES - 1)
     return Hardware(
         ranks_per_node=ranks,
@@ -55,9 +59,9 @@ def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
         train_share=rate / found["product"],
         hbm_gb_s=found["copy"] / 1e9,
         hbm_share=1.0,
-        nvlink_gb_s=message / (found["gather_large"] - found["gather_small"]) / 1e9 if CORES > 1 else 1.0,
+        nvlink_gb_s=message / (large - small) / 1e9 if large else 1.0,
         link_share=1.0,
-        near_us=1e6 * found["gather_small"] if CORES > 1 else 0.0,
+        near_us=1e6 * small,
         layer_ms=1e3 * forward / layers,
         backward_launches=backward,
         update_ms=1e3 * (found["update_1"] - update),
@@ -86,11 +90,11 @@ def mean(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def seconds(function: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Return the least seconds of several calls after one that is not counted; other processes only add."""
-    times = []
+    times, now = [], clock()
     for _ in range(rounds + 1):
-        start = time.perf_counter()
+        start = now()
         function()
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return min(times[1:])
 
 
@@ -162,10 +166,11 @@ def measure_rank(model: str) -> dict[str, float]:
         out["forward_many"], out["update_many"] = passes(MANY, [list(range(SEQUENCES))])
         engine = RolloutEngine(model, config.rollout, dtype="float32", max_tokens=256, seed=1, device=device)
 
-        def generation(samples: int, length: int, prompt: int = 8) -> float:
-            sampling = Sampling(1, 1.0, 1.0, 0, 0.0, length, (), ())
-            prompts = [tokens(prompt) + i % 7 for i in range(samples)]
-            return seconds(lambda: engine.generate(prompts, sampling, [1] * samples), 3)
+        def generation(samples: int, length: int) -> float:
+            group = min(samples, 8)
+            sampling = Sampling(group, 1.0, 1.0, 0, 0.0, length, (), ())
+            prompts = [tokens(8) + number for number in range(samples // group)]
+            return seconds(lambda: engine.generate(prompts, sampling, [*range(len(prompts))]), 3)
 
         for name, samples in (("1", 1), ("many", SEQUENCES)):
             out[f"decode_{name}"] = (generation(samples, 96) - generation(samples, 16)) / 80
@@ -189,20 +194,8 @@ def measure_links() -> dict[str, float]:
             x, whole = torch.zeros(elements), torch.zeros(size * elements)
             return seconds(lambda: dist.reduce_scatter_tensor(x, whole), 50)
 
-        def send(elements: int) -> float:
-            x = torch.zeros(elements)
-
-            def back_and_forth():
-                other = 1 - dist.get_rank()
-                if dist.get_rank() == 0:
-                    dist.send(x, other), dist.recv(x, other)
-                elif dist.get_rank() == 1:
-                    dist.recv(x, other), dist.send(x, other)
-
-            return seconds(back_and_forth, 50) / 2
-
         out = {}
-        for name, one in (("gather", gather), ("scatter", scatter), ("send", send)):
+        for name, one in (("gather", gather), ("scatter", scatter)):
             out[f"{name}_small"], out[f"{name}_large"] = one(256), one(MIB)
     finally:
         dist.destroy_process_group()

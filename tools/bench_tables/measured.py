@@ -8,7 +8,7 @@ steps, because other processes only add.
 import json
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.config.schema import load_config
@@ -16,6 +16,7 @@ from rl.dry_run.estimate import estimate
 from tools.bench_tables.machine import hardware_of, measure_machine
 from tools.bench_tables.program import CONFIG, of_task, run_alone
 from tools.bench_tables.report import Row, shown
+from tools.bench_tables.sides import CLOCK
 from tools.bench_tables.tasks import save_task
 
 PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
@@ -67,6 +68,13 @@ LAYOUTS = [
 def add_arguments(add) -> None:
     add("--rounds", type=int, default=5, help="counted steps of each layout (5)")
     add("--layouts", nargs="*", default=[], metavar="NAME", help="layouts (all)")
+    add(
+        "--clock",
+        choices=["elapsed", "processor"],
+        default="elapsed",
+        help="seconds that are compared; processor: those of rank 0, without waiting, on a machine that has "
+        "other work (elapsed)",
+    )
     add("--constants", type=Path, help="file of the machine's constants; it is written if it does not exist")
 
 
@@ -76,33 +84,39 @@ def measure(args: Namespace, runs: Path) -> list[Row]:
     if args.constants and args.constants.exists():
         found = json.loads(args.constants.read_text())
     else:
-        found = measure_machine(task / "model")
+        found = measure_machine(task / "model", args.clock)
         if args.constants:
             args.constants.write_text(json.dumps(found, indent=1))
     rows = []
     for place, layout in enumerate(LAYOUTS):
         if not args.layouts or layout.name in args.layouts:
-            rows.append(row_of(layout, task, found, runs / f"run-{place}", args.rounds))
+            rows.append(row_of(layout, task, found, runs / f"run-{place}", args))
             print(rows[-1].name, rows[-1].columns, rows[-1].figure, file=sys.stderr, flush=True)
     return rows
 
 
-def row_of(layout: Measured, task: Path, constants: dict[str, float], directory: Path, rounds: int) -> Row:
+def row_of(
+    layout: Measured, task: Path, constants: dict[str, float], directory: Path, args: Namespace
+) -> Row:
     """Run a layout; return its row."""
     overrides = [*of_task(task), *COMMON, *layout.overrides]
-    records = run_alone(directory, layout.ranks, overrides, rounds, threads=1)
-    hardware = hardware_of(constants, layout.ranks)
+    environment = {"OMP_NUM_THREADS": "1", CLOCK: args.clock}
+    records = run_alone(directory, layout.ranks, overrides, args.rounds, environment)
+    hardware, waits = hardware_of(constants, layout.ranks), True
+    if args.clock == "processor":
+        hardware, waits = replace(hardware, cores_per_rank=1.0), False
     config = load_config(str(CONFIG), ["algorithm=grpo", *overrides])
     prompt, response = (records[0][f"{name}_length/mean"] for name in ("prompt", "response"))
     found = estimate(config, layout.ranks, hardware, prompt=prompt, response=response, sigma=0.0)
     seconds = {phase: [record.get(f"timing_s/{phase}", 0.0) for record in records] for phase in PHASES}
+    idle = {} if waits else found.idle
+    predicted = {phase: found.seconds.get(phase, 0.0) - idle.get(phase, 0.0) for phase in PHASES}
     columns: dict[str, float | int | str] = {
-        phase: f"{shown(found.seconds.get(phase, 0.0))} / {shown(min(times))}"
-        for phase, times in seconds.items()
+        phase: f"{shown(predicted[phase])} / {shown(min(times))}" for phase, times in seconds.items()
     }
     totals = [sum(step) for step in zip(*seconds.values())]
     rest = min(record["timing_s/step"] - total for record, total in zip(records, totals))
-    predicted = sum(found.seconds.get(phase, 0.0) for phase in PHASES)
-    columns |= {"of that idle": sum(found.idle.values()), "predicted, s": predicted}
-    columns |= {"measured, s": min(totals), "not predicted": rest}
-    return Row(layout.name, columns, predicted / min(totals), seconds)
+    total = sum(predicted.values())
+    columns |= {"idle, s": sum(found.idle.values()), "predicted, s": total}
+    columns |= {"measured, s": min(totals), "not predicted, s": rest}
+    return Row(layout.name, columns, total / min(totals), seconds)

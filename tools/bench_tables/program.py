@@ -16,18 +16,22 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def start_lockstep(
-    name: str, directory: Path, ranks: int, overrides: Sequence[str], *, steps_per_turn: int, threads: int = 0
+    name: str,
+    directory: Path,
+    ranks: int,
+    overrides: Sequence[str],
+    *,
+    steps_per_turn: int,
+    more: dict[str, str] | None = None,
 ) -> Side:
     """Start train_rl.py like a user on `ranks` ranks, with GRPO that waits for its turns.
 
-    threads: of each rank; 0: the cores are divided.
+    more: environment variables; without OMP_NUM_THREADS the ranks divide the cores.
     """
     run_dir = directory / "run"
     command = [*torchrun(ranks), "train_rl.py", "--config", str(CONFIG), ALGORITHM, f"run.dir={run_dir}"]
-    environment = {
-        "OMP_NUM_THREADS": str(threads or max(1, CORES // ranks)),
-        STEPS_PER_TURN: str(steps_per_turn),
-    }
+    threads = str(max(1, CORES // ranks))
+    environment = {"OMP_NUM_THREADS": threads, STEPS_PER_TURN: str(steps_per_turn)} | (more or {})
     return Side(
         name,
         [*command, *overrides],
@@ -48,14 +52,12 @@ def of_task(task: Path) -> list[str]:
 
 
 def run_alone(
-    directory: Path, ranks: int, overrides: Sequence[str], rounds: int, *, threads: int = 0
+    directory: Path, ranks: int, overrides: Sequence[str], rounds: int, more: dict[str, str] | None = None
 ) -> Turn:
     """Run Lockstep without another side; return the records of all steps but the first."""
     steps = rounds + 1
     overrides = [*overrides, f"run.max_steps={steps}"]
-    ours = partial(
-        start_lockstep, "Lockstep", directory, ranks, overrides, steps_per_turn=steps, threads=threads
-    )
+    ours = partial(start_lockstep, "Lockstep", directory, ranks, overrides, steps_per_turn=steps, more=more)
     (turn,) = alternate({"Lockstep": ours}, 1, warm_up=0)["Lockstep"]
     return turn[1:]
 

@@ -20,12 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 TURNS = "LOCKSTEP_BENCH_TURNS"
 """Environment variable with the file that holds the number of granted turns. If absent, no side waits."""
 STEPS_PER_TURN = "LOCKSTEP_BENCH_STEPS_PER_TURN"
+CLOCK = "LOCKSTEP_BENCH_CLOCK"
+"""Environment variable: with the value processor, processor seconds are counted, not elapsed ones."""
 STEP = "training/global_step"
 POLL_S = 0.01
 
 
 class BenchFailed(Exception):
     """Raised if a table cannot be measured; the message has the wrong argument or the end of a side's log."""
+
+
+def clock() -> Callable[[], float]:
+    """Return the function that counts seconds: those of this process's threads with CLOCK=processor."""
+    return time.process_time if os.environ.get(CLOCK) == "processor" else time.perf_counter
 
 
 def wait_for_turn(turn: int) -> None:

@@ -50,4 +50,4 @@ def test_a_step_is_predicted_and_measured(tmp_path):
     (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
     columns = row["columns"]
     assert row["figure"] == columns["predicted, s"] / columns["measured, s"] > 0
-    assert columns["of that idle"] == 0 and not columns["old_log_prob"].startswith("0 /")
+    assert columns["idle, s"] == 0 and not columns["old_log_prob"].startswith("0 /")
