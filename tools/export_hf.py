@@ -59,7 +59,7 @@ def export(ranks, args: argparse.Namespace) -> None:
         from rl.checkpoint.peft import export_peft
         from rl.checkpoint.store import CheckpointStore
         from rl.checks.exports import wrong_forward
-        from rl.engines.training_parts import adapter_parts, prediction_parts
+        from rl.engines.training_parts import adapter_parts, prediction_parts, vision_parts
         from rl.training.engine import TrainingEngine
         from rl.training.grid import build_grid
         from rl.training.spec import ModelSpec
@@ -82,7 +82,7 @@ def export(ranks, args: argparse.Namespace) -> None:
         spec = ModelSpec(config.model.path, hf, config.model.dtype)
         parts = adapter_parts(replace(config.adapter, path=""), seed=0)  # the checkpoint has their values
         training = Training(tp=args.tp, pp=args.pp)
-        parts += prediction_parts(config, training, lr=0.0)
+        parts += prediction_parts(config, training, lr=0.0) + vision_parts(config)
         policy = TrainingEngine(spec, training, grid, device, parts)
         store.load_weights(saved, {"policy": policy} | policy.parts.models())
         if args.adapter:

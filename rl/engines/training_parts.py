@@ -42,18 +42,24 @@ def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine |
         parts += adapter_parts(adapter, seed=config.run.seed, in_weights=in_weights)
     if model.name == "policy":
         parts += prediction_parts(config, config.training, lr=config.training.mtp.head_lr)
-    if config.data.image_key and model.name == "policy":
-        from rl.data.images import image_format
-        from rl.models import read_hf_config
-        from rl.vision.tower import VisionTower  # imports transformers' model
-
-        learns = config.model.vision == "train"
-        path, given = config.model.path, None
-        if config.agents.is_on:
-            given = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
-        recomputes = config.training.recompute == "full"
-        parts.append(VisionTower(learns=learns, recomputes=recomputes, given=given))
+        parts += vision_parts(config)
     return parts
+
+
+def vision_parts(config: Config) -> list[Part]:
+    """Return the part of a policy that lets it read images, if it does. See `VisionTower`."""
+    if not config.data.image_key:
+        return []
+    from rl.data.images import image_format
+    from rl.models import read_hf_config
+    from rl.vision.tower import VisionTower  # imports transformers' model
+
+    learns = config.model.vision == "train"
+    path, given = config.model.path, None
+    if config.agents.is_on:
+        given = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
+    recomputes = config.training.recompute == "full"
+    return [VisionTower(learns=learns, recomputes=recomputes, given=given)]
 
 
 def prediction_parts(config: Config, training: Training, *, lr: float) -> list[Part]:
