@@ -120,7 +120,7 @@ class Workload:
     @classmethod
     def of_batch(cls, batch: Batch, *, cost: Cost, shared_prefix: bool) -> "Workload":
         images = None
-        if cost.tower is not None:
+        if cost.tower is not None and batch.prompts:
             per_prompt = [
                 sum(cost.tower.operations(image.num_tokens) for image in prompt.images)
                 for prompt in batch.prompts

@@ -122,6 +122,8 @@ class VisionTower(Part):
 
     def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
         """Return the row with the positions of its tokens and, on the first stage, its images."""
+        if not batch.prompts:  # responses in the data, in a batch without images
+            return row
         images = [self._seen(batch, sample) for sample in row.samples]
         if not any(images):
             return row

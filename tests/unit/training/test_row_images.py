@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import rl.training  # noqa: F401  # before Megatron
+from rl.data.batch import data_responses
 from rl.data.held import PLACES
 from rl.data.prompts import Prompt
+from rl.models.tower_cost import TowerCost
+from rl.training.micro_batch_plans import Cost, Workload
 from rl.vision.tower import VisionTower, WrongImages, _images_of
 
 
@@ -20,6 +23,14 @@ def test_samples_that_share_a_prompt_share_its_images():
     assert _images_of(batch, row, [images[0]] * 2).places.tolist() == [1, 2]
     with pytest.raises(WrongImages, match="set training.shared_prefix=false"):
         _images_of(batch, row, images)
+
+
+def test_texts_from_the_data_have_no_images():
+    text = replace(Prompt.of_tokens(np.arange(3, dtype=np.int32)), response_ids=np.arange(2, dtype=np.int32))
+    batch, row = data_responses([text]), SimpleNamespace(samples=[0])
+    assert VisionTower(learns=False).row(batch, row, is_reference=False) is row
+    cost = Cost(tower=TowerCost(1, 1, 1, (1, 1), 4, 4))
+    assert Workload.of_batch(batch, cost=cost, shared_prefix=False).own_tokens
 
 
 def test_lost_images_of_a_trajectory_are_noticed():
