@@ -11,6 +11,7 @@ import torch
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
+from rl.training.adapter import Adapters
 from rl.training.loss import Totals
 from rl.training.micro_batch_plans import (
     Cost,
@@ -124,10 +125,11 @@ class MinibatchPlanner:
         the weights' gradients, which adapters do not need. A frozen vision tower needs neither.
         """
         cost = self._cost_of(model)
-        whole = self._sum(batch, plans, cost)
-        if not model.has_frozen_weights:
-            return 3 * whole
-        return 2 * whole if cost.tower is None else 3 * whole - 2 * self._sum(batch, plans, cost.of_images)
+        passes = 3 if model.parts.get(Adapters) is None else 2
+        whole = passes * self._sum(batch, plans, cost)
+        if cost.tower is None or not model.has_frozen_weights:
+            return whole
+        return whole - (passes - 1) * self._sum(batch, plans, cost.of_images)
 
     def _cost_of(self, model: "TrainingEngine") -> Cost:
         if model not in self._costs:

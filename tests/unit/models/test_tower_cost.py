@@ -94,13 +94,16 @@ def test_a_row_costs_what_its_images_and_its_text_do():
     forward = planner.operations(batch, plans, learns)
     assert planner.update_operations(batch, plans, learns) == 3 * forward
     assert planner.update_operations(batch, plans, frozen) == 3 * (forward - images) + images
+    adapted = Model(hf, weights, has_frozen_weights=True, part="adapters")
+    assert planner.update_operations(batch, plans, adapted) == 2 * (forward - images) + images
 
 
 class Model:
     """The attributes of a training engine that the planner reads."""
 
-    def __init__(self, hf: dict, weights: list, *, has_frozen_weights: bool):
+    def __init__(self, hf: dict, weights: list, *, has_frozen_weights: bool, part: object = None):
         self.weight_map, self.has_frozen_weights = SimpleNamespace(hf=hf, weights=weights), has_frozen_weights
+        self.parts = SimpleNamespace(get=lambda kind: part)
 
 
 def test_the_dry_run_counts_images():
