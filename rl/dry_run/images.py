@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rl.config.schema import Config
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.shape import Model
-from rl.models.qwen2_5_vl import TOWER
+from rl.models.layout import TOWER
 
 if TYPE_CHECKING:
     from rl.dry_run.generation import Lengths

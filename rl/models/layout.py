@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # importing this needs no torch, which a login node may lack
 
 FP8_BLOCK = 128
 """Rows and columns of a block of an FP8 weight; each block has one factor."""
+TOWER = "visual."
+"""Begins the names of a vision tower's weights in Megatron and vLLM."""
 
 
 @dataclass(frozen=True)

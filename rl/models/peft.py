@@ -14,9 +14,8 @@ from pathlib import Path
 
 from rl.models.adapters import PREFIX, LowRank, adapters
 from rl.models.files import tensor_files
-from rl.models.layout import Weight
+from rl.models.layout import TOWER, Weight
 from rl.models.placement import count_experts
-from rl.models.qwen2_5_vl import TOWER
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")

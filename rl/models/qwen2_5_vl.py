@@ -6,12 +6,10 @@ Every rank of the first pipeline stage holds the whole tower, and so does every 
 from dataclasses import replace
 
 from rl.models import dense, qwen2
-from rl.models.layout import REPLICATED, Weight, rows_from
+from rl.models.layout import REPLICATED, TOWER, Weight, rows_from
 from rl.models.rope import rope_parameters
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
-TOWER = "visual."
-"""Begins the names of the tower's weights in Megatron and vLLM."""
 
 megatron_config = qwen2.megatron_config
 

@@ -25,7 +25,7 @@ from rl.data.batch import Batch
 from rl.data.held import PIXELS, PLACES
 from rl.data.images import Image, ImageFormat
 from rl.models import architecture
-from rl.models.qwen2_5_vl import TOWER
+from rl.models.layout import TOWER
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
 from rl.vision import deepstack
