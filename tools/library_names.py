@@ -427,9 +427,14 @@ class RecordedLibrary(Library):
 
 
 def record(library: Library, file: Path) -> None:
-    """Write the signatures of the library's names that the program and Megatron use."""
+    """Write the signatures of the library's names that the program and Megatron use.
+
+    Names that the file already has stay, so that one record serves several versions of Megatron.
+    """
+    used = {use.name for use in uses([*program_files(), *megatron_on_te()], (library.package,))}
+    used.update(json.loads(file.read_text())["names"] if file.exists() else ())
     names = {}
-    for name in sorted({use.name for use in uses([*program_files(), *megatron_on_te()], (library.package,))}):
+    for name in sorted(used):
         found = library.find(name)
         names[name] = found and dict(names=found.names, takes=[found.takes_args, found.takes_kwargs])
     content = dict(package=library.package, version=library.version(), names=names)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rl.training.attention import PackedRow
 from rl.training.context_parallel import reorder
+from rl.training.layer_spec import LatentAttention
 
 
-class GatheredLatents(multi_latent_attention.MLASelfAttention):
+class GatheredLatents(LatentAttention):
     """Megatron's latent attention for parts of rows (`rl.training.context_parallel`)."""
 
     def get_query_key_value_tensors(

@@ -7,6 +7,7 @@ into the local spec. Parameter names are those of the local spec; `te_name` retu
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -44,8 +45,8 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
     adapter could not read.
     """
     own_mixers: dict[type, type] = {}
-    if config.multi_latent_attention and config.q_lora_rank is None:
-        own_mixers[multi_latent_attention.MLASelfAttention] = PlainQueries
+    if config.multi_latent_attention:
+        own_mixers[multi_latent_attention.MLASelfAttention] = LatentAttention
     if config.linear_attention_freq:
         from rl.training.delta_net import Mixer
 
@@ -94,7 +95,9 @@ def _separate_norms(layer) -> None:
         TENorm,
     )
 
-    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention, mlp = layer.self_attention.submodules, layer.mlp
+    # Megatron 0.19 has a partial call in place of the MLP's spec.
+    mlp = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     for owner, norm, part, linear in (
         (layer, "input_layernorm", attention, "linear_qkv"),
         (layer, "pre_mlp_layernorm", mlp, "linear_fc1"),
@@ -170,11 +173,13 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-class PlainQueries(multi_latent_attention.MLASelfAttention):
-    """Latent attention without a query latent, as in DeepSeek-V2-Lite: only the key's latent has a norm."""
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """Megatron's latent attention, which may have no query latent and then no norm before its queries."""
 
     def _resolve_qk_norm_config(self, submodules):
-        """Return the spec's own classes. Megatron 0.19 would also put a norm before the query's layer."""
+        """Return the classes to build. Without a query latent Megatron 0.19 would add a norm."""
+        if self.config.q_lora_rank is not None:
+            return super()._resolve_qk_norm_config(submodules)
         names = "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"
         return {name: getattr(submodules, name) for name in names}
 

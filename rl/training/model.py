@@ -14,7 +14,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from rl.models.sizes import is_tied
 from rl.training.attention import PackedRow
 from rl.training.form import ACTIVATIONS, give_form
 from rl.training.grid import Grid
-from rl.training.layer_spec import block_spec, megatrons_names, replace_classes, use_te
+from rl.training.layer_spec import LatentAttention, block_spec, megatrons_names, replace_classes, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
@@ -324,7 +323,7 @@ def _chunk(
     if config.multi_latent_attention and training.cp > 1:
         from rl.training.gathered_latents import GatheredLatents
 
-        layers = replace_classes(layers, {MLASelfAttention: GatheredLatents})
+        layers = replace_classes(layers, {LatentAttention: GatheredLatents})
     options = dict(
         vocab_size=padded_vocab(hf["vocab_size"], vocab_multiple(grid.tp)),
         max_sequence_length=rope.positions(hf),

@@ -136,13 +136,16 @@ def multi_tensor_l2norm(chunk, flag, lists, per_tensor):
     return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm(), None
 
 
-def get_cpu_offload_context(enabled, *sizes):
+def get_cpu_offload_context(enabled, *sizes, **options):
     assert not enabled
     return contextlib.nullcontext(), lambda tensor: tensor
 
 
-def apply_rotary_pos_emb(t, freqs, tensor_format, *, fused, cu_seqlens, cp_size=1, cp_rank=0):
+def apply_rotary_pos_emb(
+    t, freqs, tensor_format, *, fused, cu_seqlens, cp_size=1, cp_rank=0, interleaved=False
+):
     """Rotate the first r channels of t [T, heads, d] by the angles freqs [T, 1, 1, r] of a row."""
+    assert not interleaved
     assert tensor_format == "thd" and fused and cu_seqlens.tolist() == [0, len(t)] and cp_size == 1
     angles = freqs[: len(t), 0]
     rotated, rest = t.split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], -1)
