@@ -53,24 +53,25 @@ class TowerCost:
 
 @dataclass(frozen=True)
 class TowerActivations:
-    """Elements per patch that a backward pass of the towers of transformers needs.
+    """Numbers of elements per patch that the backward pass of a vision tower in transformers needs.
 
-    Of a block of width `D` and intermediate size `F` they are 15 D + 4 F in Qwen2.5-VL, whose norms compute
-    in float32 and whose MLP has a gate, and 11 D + 2 F in Qwen3-VL (counted in torch 2.13,
-    tests/unit/models/test_tower_cost.py).
+    A block of width `D` and intermediate size `F` keeps 15 D + 4 F in Qwen2.5-VL, whose norms compute in
+    float32 and whose MLP has a gate, and 11 D + 2 F in Qwen3-VL. tests/unit/models/test_tower_cost.py
+    compares both with the tensors that torch 2.13 saves.
     """
 
     depth: int
     """Number of blocks."""
     block: int
+    """Elements that a block keeps."""
     width: int
-    """Of a block's input, which remains if the block is recomputed."""
+    """Elements of a block's input, which is kept even if the block is recomputed."""
     outside: int
-    """Of the embedding of patches and the mergers."""
+    """Elements that the embedding of the patches and the mergers keep."""
 
     @classmethod
     def of_model(cls, hf: dict) -> "TowerActivations":
-        """Return those of a model's tower. hf: its config.json."""
+        """Return the numbers for the tower of a model. hf: its config.json."""
         vision = hf["vision_config"]
         width, ffn = vision["hidden_size"], vision["intermediate_size"]
         block = 15 * width + 4 * ffn if "window_size" in vision else 11 * width + 2 * ffn
@@ -79,5 +80,8 @@ class TowerActivations:
         return cls(vision["depth"], block, width, pixels + (4 + 3 * mergers) * width)
 
     def kept(self, *, recomputes: bool) -> int:
-        """Return what a forward pass keeps. recomputes: whether of blocks only their inputs are kept."""
+        """Return the number of elements that a forward pass keeps.
+
+        recomputes: whether it keeps only the inputs of the blocks.
+        """
         return self.depth * (self.width if recomputes else self.block) + self.outside

@@ -28,7 +28,10 @@ class Platform(Part):
         """Replace how vLLM samples and verifies draft tokens, where it samples from a wrong distribution."""
 
     def switch_drafts(self, engine, *, on: bool) -> None:
-        """Propose tokens in the following engine steps, or none. Without, a draft model's cache has gaps."""
+        """Let the following engine steps propose tokens, or none.
+
+        In steps without proposals the draft model does not compute, so its KV cache has gaps.
+        """
         raise NotImplementedError
 
     def weights_written(self, model) -> None:

@@ -14,7 +14,7 @@ from tools.verl.convert import convert
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one script."""
+    """The result of converting one script."""
 
     script: str
     world_size: int = 0

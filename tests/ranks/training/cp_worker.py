@@ -31,7 +31,7 @@ from rl.training.weights import load_hf
 GROUPS = [(30, (5, 9, 0, 12)), (150, (20, 31, 31, 2)), (7, (20, 1)), (40, (3, 90, 4, 8)), (1, (64, 40))]
 """(tokens of the prompt, tokens of each response) of groups of samples."""
 TOKENS = 190
-"""Of a micro-batch: longer than any sequence, so that several share a row."""
+"""Tokens of a micro-batch; more than any sequence has, so that several sequences share a row."""
 ENLARGED = 1024
 """Factor of the step, so that the rounding of the weights from which it is read is far below 1e-7 of it."""
 
