@@ -4,9 +4,9 @@ Lengths of responses are log-normal. All samples of a replica advance together b
 whose duration depends on their number. Replicas share the load evenly. A synchronous step therefore ends with
 its longest response, at the speed of an almost empty engine.
 
-A decoding step reads weights (of the routed experts, those that some token uses) and caches, adds up the
-layers' outputs over the tensor parallel ranks twice per layer, and takes time on the host. A prompt is
-limited by arithmetic.
+A decoding step reads weights (of the routed experts, those that some token uses) or is limited by arithmetic.
+It then reads caches, adds up the layers' outputs over the tensor parallel ranks twice per layer, and takes
+time on the host. A prompt is limited by arithmetic.
 """
 
 import functools
@@ -221,8 +221,10 @@ def _forward_pass(
     repeated = sum(part.elements for part in model.parts if placement.repeats(part.weight))
     num_mixtures = len({part.weight.layer for part in model.parts if part.weight.expert is not None})
     exchanges = num_mixtures if sharing > 1 else 0
-    per_sample = (lengths.prompt + lengths.response / 2) * itemsize * model.cache_elements(tp)
-    per_sample += model.state_bytes(tp, itemsize)  # one state is read and written
+    bandwidth = hardware.hbm_gb_s * 1e9
+    cached = (lengths.prompt + lengths.response / 2) * itemsize * model.cache_elements(tp)
+    state = model.state_bytes(tp, itemsize)  # one state is read and written
+    per_sample_s = (cached / hardware.cache_share + state / hardware.hbm_share) / bandwidth
     prefill = prefill_seconds(layout, model, hardware)
 
     # With FP8 the bytes of an element fall to one in routed experts, and in a share of the other weights.
@@ -234,11 +236,11 @@ def _forward_pass(
         dense, routed = _weights_read(model, batch * sharing)
         routed *= 1 / itemsize if in_fp8 else 1.0
         weights = itemsize * (((dense - repeated) * dense_share + routed / sharing) / tp + repeated)
-        reading = (weights + at_once * per_sample) / (hardware.hbm_gb_s * 1e9 * hardware.hbm_share)
+        reading = weights / (bandwidth * hardware.hbm_share)
         message = batch * hidden * itemsize
         messages = (2 * model.num_layers - exchanges) * hardware.all_reduce_seconds(message, tp)
         messages += exchanges * hardware.all_reduce_seconds(message * sharing, tp * sharing)
-        return max(reading, batch * prefill) + messages
+        return max(reading, batch * prefill) + at_once * per_sample_s + messages
 
     return seconds
 

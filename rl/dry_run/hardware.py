@@ -35,12 +35,19 @@ class Hardware:
     train_share: float = 0.35
     """share of tflops that training and prefill reach (verl's docs/perf/dpsk.md: 0.31 to 0.40;
     a dense 1.5B model on one H100, docs/performance.md: 0.48)"""
+    attention_share: float = 0.35
+    """share of tflops that attention's scores and sums reach in training (FlashAttention-2 on an H100: 0.35,
+    arXiv:2407.08608)"""
     hbm_share: float = 0.75
     """share of hbm_gb_s that decoding and the optimizer reach (STREAM reaches about 0.9)"""
+    cache_share: float = 0.75
+    """share of hbm_gb_s that attention over the KV cache reaches in decoding"""
     link_share: float = 0.7
     """share of the link speeds that messages reach (nccl-tests, messages of 100 MB: 0.7 to 0.9)"""
     near_us: float = 15.0
     """an all-reduce of a few tokens within a node, microseconds (vLLM's custom kernel)"""
+    exchange_us: float = 25.0
+    """a message of training ranks within a node, microseconds (NCCL #1453: 26 for 4 KiB on H100s)"""
     far_us: float = 80.0
     """an all-reduce of a few tokens between nodes, microseconds (nccl-tests, 16 ranks, 256 KiB: 50 to 90)"""
     engine_step_ms: float = 4.0
@@ -110,7 +117,7 @@ class Hardware:
             return 0.0
         near = max(1, self.ranks_per_node // stride)  # ranks of the group in a node
         far = max(0.0, 1 - near / ranks)
-        latency = self.far_us if far else self.near_us
+        latency = self.far_us if far else self.exchange_us
         return count * latency / 1e6 + self.link_seconds(message * (1 - far), message * far)
 
 

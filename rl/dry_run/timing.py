@@ -2,9 +2,9 @@
 
 A pass computes 2 operations per parameter and token forward, 4 backward and 2 for recomputation, and causal
 attention. A micro-batch takes at least as long as reading the weights and launching the kernels. Messages
-(tensor, context and expert parallel) are added, as if nothing overlapped them, and the pipeline's idle time.
-The estimate excludes reward functions, packing, start-up and slow replicas. `rl.dry_run.generation` has
-generation, `rl.dry_run.hardware` the constants.
+(tensor, context, expert and pipeline parallel) are added, as if nothing overlapped them, and the pipeline's
+idle time. The estimate excludes reward functions, packing, start-up and slow replicas.
+`rl.dry_run.generation` has generation, `rl.dry_run.hardware` the constants.
 """
 
 import math
@@ -36,7 +36,7 @@ class Pass:
     work: float
     """Arithmetic, reading of weights and launches."""
     messages: float
-    """Messages of tensor, context and expert parallel ranks."""
+    """Messages of tensor, context, expert and pipeline parallel ranks."""
     idle: float
     """Waiting for other pipeline stages."""
 
@@ -158,13 +158,14 @@ def training_pass(
 
     per_parameter: operations per parameter and token, 2 for a forward pass; attention scales with it.
     """
-    products = model.multiplied + model.score_products(lengths.total)
-    operations = per_parameter * products * sequences * lengths.total
+    operations = per_parameter * model.multiplied * sequences * lengths.total
     if images := images_of(config, model, lengths):
         # Every tensor parallel rank of the first stage computes the tower; the other stages wait.
         operations += images.pass_operations(per_parameter) * sequences * layout.tp * layout.pp
     imbalance = hardware.expert_imbalance if model.num_experts else 1.0
-    arithmetic = imbalance * operations / (layout.world_size * hardware.tflops * 1e12 * hardware.train_share)
+    scores = per_parameter * model.score_products(lengths.total) * sequences * lengths.total
+    arithmetic = imbalance * operations / hardware.train_share + scores / hardware.attention_share
+    arithmetic /= layout.world_size * hardware.tflops * 1e12
     micro_batches = num_micro_batches(config, layout, lengths.total)
     passes = micro_batches * _minibatches(config)
     directions = per_parameter / 2
@@ -190,6 +191,12 @@ def training_pass(
         gathered *= _gathers(config, per_parameter)
         number = _gathers(config, per_parameter) * layers * passes
         messages += hardware.exchange_seconds(gathered, layout.cp, layout.tp, number)
+    if layout.pp > 1:
+        # A chunk of layers receives its tokens and, in a backward pass, their gradients.
+        received = layout.vpp * (1 + min(1, backward))
+        stage = layout.world_size // layout.pp
+        boundary = received * own * model.hf["hidden_size"] * itemsize / layout.tp
+        messages += hardware.exchange_seconds(boundary, layout.pp, stage, received * passes)
     waits = idle_share(config, layout, lengths)
     # Ranks that share a core take turns, and one that waits leaves its turn to others.
     turns = hardware.turns

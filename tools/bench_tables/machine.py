@@ -1,12 +1,18 @@
 """Constants of this machine for the dry run (`rl.dry_run.hardware`), measured with the program's own passes.
 
-As many processes measure at once as the machine has cores, because ranks of a run share its memory and clock.
-A pass over few tokens gives the time of launches, one over many the speed of products; an engine step with
-one sample gives its time on the host, one with many the time per sample.
+Ranks share the memory, the caches and the clock of their machine, so that constants hold for a number of
+ranks: as many processes measure at once, and start each pass together. If they are more than the cores,
+processor seconds are counted, because the estimate counts the turns that they take on a core.
+
+A pass over few tokens gives the time of launches, passes over many in short and in long sequences the speeds
+of products and of attention. An engine step with one sample gives its time on the host, steps with many
+samples the time per sample, and those with long caches the speed of reading them. A message is measured
+after a product, because a rank in a pass also waits for the others, and for its thread to be woken.
 """
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,50 +24,77 @@ from tools.bench_tables.sides import CLOCK, BenchFailed, clock, torchrun
 
 CORES = len(os.sched_getaffinity(0))
 ROUNDS = 5
-FEW, MANY = (4, 4), (8, 120)
-"""(prompt, response) of the sequences in passes over few and many tokens."""
+FEW, MANY, LONG = (4, 4), (8, 120), (8, 504)
+"""(prompt, response) of the sequences in passes over few tokens, many, and as many in longer sequences."""
 SEQUENCES = 32
 """Sequences of a pass over many tokens, and samples of an engine step."""
+CACHED = 384
+"""Tokens of the prompts of engine steps with long caches."""
+BETWEEN = 20
+"""Messages of a measurement, each after a product."""
 MIB = 1 << 20
+BARRIER = "LOCKSTEP_BENCH_BARRIER"
+"""Environment variable: port:processes of the store through which processes start a pass together."""
 
 
-def measure_machine(model: Path, clock: str) -> dict[str, float]:
-    """Return what `hardware_of` reads. model: directory of the checkpoint. clock: elapsed or processor."""
+def measure_machine(model: Path, ranks: int, clock: str) -> dict[str, float]:
+    """Return what `hardware_of` reads for this many ranks.
+
+    model: directory of the checkpoint. clock: elapsed or processor, which more ranks than cores always take.
+    """
+    from torch.distributed import TCPStore
+
+    if ranks > CORES:
+        clock = "processor"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), CLOCK: clock}
     module = ["-m", "tools.bench_tables.machine"]
-    alone = [[sys.executable, *module, "rank", str(model)]] * CORES
-    found = mean(output_of(alone, environment))
-    if CORES > 1:
-        links = [[*torchrun(CORES), *module, "links"]]
-        found |= mean(output_of(links, environment))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alone = [[sys.executable, *module, "rank", str(model)]] * ranks
+    found = mean(output_of(alone, environment | {BARRIER: f"{store.port}:{ranks}"}))
+    if (linked := min(ranks, CORES)) > 1:
+        links = [[*torchrun(linked), *module, "links", str(model)]]
+        found |= mean(output_of(links, environment | {CLOCK: "elapsed"}))
     return found
 
 
 def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
-    """Return the machine on which this many ranks run. found: what `measure_machine` returned."""
+    """Return the machine on which this many ranks run. found: what `measure_machine` returned for them."""
     layers = found["layers"] + 1  # embedding and head count as one
     forward, update = ((found[f"{name}_5"] - found[f"{name}_1"]) / 4 for name in ("forward", "update"))
     backward = max(0.0, update / forward - 1)
-    arithmetic = found["update_many"] - found["update_1"]
-    rate = 3 * found["operations"] / arithmetic
+
+    # Passes over as many tokens, in sequences of two lengths: products cost the same, attention does not.
+    many, long = (found[f"update_{name}"] - found["update_1"] for name in ("many", "long"))
+    scores = found["scores_long"] - found["scores_many"]
+    products = max(0.5 * many, many - (long - many) * found["scores_many"] / scores)
+    rate = 3 * found["operations"] / products
+    attention = 3 * scores / (long - many) if long > many else rate
+
     token = 2 * found["parameters"] / rate
     reading = max(4 * found["parameters"] / found["copy"], token)
-    samples = found["decode_many"] - found["decode_1"] - (SEQUENCES * token - reading)
+    # Engine steps of as many samples, with caches of two lengths.
+    per_position = max(0.0, found["decode_long"] - found["decode_many"]) / CACHED
+    cache = SEQUENCES * found["cache_bytes"] / per_position if per_position else found["copy"]
+    caches = per_position * found["cached"]
+    samples = found["decode_many"] - found["decode_1"] - caches - max(0.0, SEQUENCES * token - reading)
     # Half of the messages gather, the others scatter sums.
     small, large = (
         (found.get(f"gather_{size}", 0.0) + found.get(f"scatter_{size}", 0.0)) / 2
         for size in ("small", "large")
     )
-    message = 4 * MIB * (CORES - 1)
+    message = 4 * MIB * (min(ranks, CORES) - 1)
     return Hardware(
         ranks_per_node=ranks,
         tflops=found["product"] / 1e12,
         train_share=rate / found["product"],
+        attention_share=attention / found["product"],
         hbm_gb_s=found["copy"] / 1e9,
         hbm_share=1.0,
-        nvlink_gb_s=message / (large - small) / 1e9 if large else 1.0,
+        cache_share=cache / found["copy"],
+        nvlink_gb_s=message / (large - small) / 1e9 if large > small else 1.0,
         link_share=1.0,
-        near_us=1e6 * small,
+        exchange_us=1e6 * small,
+        near_us=1e6 * found.get("all_reduce", 0.0),
         layer_ms=1e3 * forward / layers,
         backward_launches=backward,
         update_ms=1e3 * (found["update_1"] - update),
@@ -88,14 +121,37 @@ def mean(found: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
 
 
-def seconds(function: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Return the least seconds of several calls after one that is not counted; other processes only add."""
+def barrier() -> Callable[[], None]:
+    """Return a function that waits until all processes of `measure_machine` have called it as often."""
+    if BARRIER not in os.environ:
+        return lambda: None
+    from torch.distributed import TCPStore
+
+    port, processes = map(int, os.environ[BARRIER].split(":"))
+    store, calls = TCPStore("127.0.0.1", port, is_master=False), 0
+
+    def wait() -> None:
+        nonlocal calls
+        calls += 1
+        if store.add(f"arrived-{calls}", 1) == processes:
+            store.set(f"all-{calls}", b"")
+        store.wait([f"all-{calls}"])
+
+    return wait
+
+
+def seconds(function: Callable[[], object], together: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Return the median seconds of several calls after one that is not counted.
+
+    together: called before each of them.
+    """
     times, now = [], clock()
     for _ in range(rounds + 1):
+        together()
         start = now()
         function()
         times.append(now() - start)
-    return min(times[1:])
+    return statistics.median(times[1:])
 
 
 def measure_rank(model: str) -> dict[str, float]:
@@ -115,7 +171,7 @@ def measure_rank(model: str) -> dict[str, float]:
     from rl.models import read_hf_config
     from rl.phases.policy_gradient import policy_loss
     from rl.rollout.engine import RolloutEngine
-    from rl.rollout.sampling import Sampling
+    from rl.rollout.sampling import plain_sampling
     from rl.runtime.session import session
     from rl.training.grid import build_grid
     from rl.training.loss import Totals
@@ -125,19 +181,22 @@ def measure_rank(model: str) -> dict[str, float]:
         str(CONFIG), (f"model.path={model}", "training.shared_prefix=false", "algorithm=grpo")
     )
     hf = read_hf_config(model)
-    policy, length = models_of(config)[0]["policy"], sum(MANY)
+    policy, tokens = models_of(config)[0]["policy"], SEQUENCES * sum(MANY)
     out: dict[str, float] = {"layers": policy.num_layers, "parameters": policy.multiplied}
-    out["operations"] = 2 * SEQUENCES * length * (policy.multiplied + policy.score_products(length))
+    out |= {"operations": 2 * tokens * policy.multiplied, "cache_bytes": 4 * policy.cache_elements(1)}
+    for name, shape in (("many", MANY), ("long", LONG)):
+        out[f"scores_{name}"] = 2 * tokens * policy.score_products(sum(shape))
     width, inner = hf["hidden_size"], hf["intermediate_size"]
+    together = barrier()
 
-    def tokens(length: int):
-        return np.arange(length, dtype=np.int32) % 90 + 6
+    def token_ids(length: int, number: int = 0):
+        return (np.arange(length, dtype=np.int32) + number) % 90 + 6
 
     with session(ranks) as device:
         x, w = torch.randn(2048, width), torch.randn(width, inner)
-        out["product"] = 2 * 2048 * width * inner / seconds(lambda: x @ w, 20)
+        out["product"] = 2 * 2048 * width * inner / seconds(lambda: x @ w, together, 20)
         big, copy = torch.zeros(2, 16 * MIB)
-        out["copy"] = 2 * 64 * MIB / seconds(lambda: copy.copy_(big))
+        out["copy"] = 2 * 64 * MIB / seconds(lambda: copy.copy_(big), together)
         grid = build_grid(tp=1, pp=1, cp=1, ep=1, etp=1, vpp=1, seed=1)
         trainer = build_policy(config, hf, grid, device)
         loss = policy_loss(config)
@@ -145,8 +204,8 @@ def measure_rank(model: str) -> dict[str, float]:
         def passes(shape: tuple[int, int], micro_batches: list[list[int]]) -> tuple[float, float]:
             number = sum(map(len, micro_batches))
             batch = Batch(
-                prompt_ids=[tokens(shape[0]) for _ in range(number)],
-                response_ids=[tokens(shape[1]) for _ in range(number)],
+                prompt_ids=[token_ids(shape[0]) for _ in range(number)],
+                response_ids=[token_ids(shape[1]) for _ in range(number)],
                 groups=torch.arange(number),
                 truncated=torch.zeros(number, dtype=torch.bool),
             )
@@ -159,48 +218,75 @@ def measure_rank(model: str) -> dict[str, float]:
             def update():
                 trainer.update(batch, plan, lambda micro: loss(micro, totals), lr=1e-9, outputs=loss.reads)
 
-            return (seconds(lambda: trainer.forward(batch, [plan], ("logprobs",))), seconds(update))
+            forward = seconds(lambda: trainer.forward(batch, [plan], ("logprobs",)), together)
+            return forward, seconds(update, together)
 
         out["forward_1"], out["update_1"] = passes(FEW, [[0]])
         out["forward_5"], out["update_5"] = passes(FEW, [[i] for i in range(5)])
-        out["forward_many"], out["update_many"] = passes(MANY, [list(range(SEQUENCES))])
-        engine = RolloutEngine(model, config.rollout, dtype="float32", max_tokens=256, seed=1, device=device)
+        _, out["update_many"] = passes(MANY, [list(range(SEQUENCES))])
+        _, out["update_long"] = passes(LONG, [list(range(tokens // sum(LONG)))])
+        engine = RolloutEngine(
+            model, config.rollout, dtype="float32", max_tokens=1024, seed=1, device=device, frozen=True
+        )
 
-        def generation(samples: int, length: int) -> float:
-            group = min(samples, 8)
-            sampling = Sampling(group, 1.0, 1.0, 0, 0.0, length, (), ())
-            prompts = [tokens(8) + number for number in range(samples // group)]
-            return seconds(lambda: engine.generate(prompts, sampling, [*range(len(prompts))]), 3)
+        def generation(samples: int, prompt: int, length: int) -> float:
+            """Return the seconds of a generation whose samples share no prompt."""
+            sampling = plain_sampling(1, length)
+            prompts = [token_ids(prompt, number) for number in range(samples)]
+            return seconds(lambda: engine.generate(prompts, sampling, [*range(samples)]), together, 3)
 
-        for name, samples in (("1", 1), ("many", SEQUENCES)):
-            out[f"decode_{name}"] = (generation(samples, 96) - generation(samples, 16)) / 80
+        for name, samples, prompt in (("1", 1, 8), ("many", SEQUENCES, 8), ("long", SEQUENCES, 8 + CACHED)):
+            short, long = (generation(samples, prompt, length) for length in (16, 96))
+            out[f"decode_{name}"] = (long - short) / 80
+        out["cached"] = 8 + (16 + 96) / 2
     return out
 
 
-def measure_links() -> dict[str, float]:
-    """Return the constants of messages between ranks on all cores."""
+def measure_links(model: str) -> dict[str, float]:
+    """Return the constants of messages between ranks, each on a core of its own."""
+    from rl.runtime.ranks import discover
+    from train_rl import prepare_environment
+
+    ranks = discover()
+    prepare_environment(ranks)
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    try:
-        size = dist.get_world_size()
+    from rl.config.rollout import Rollout
+    from rl.rollout.engine import RolloutEngine
+    from rl.runtime.session import session
 
-        def gather(elements: int) -> float:
-            x, whole = torch.zeros(elements), torch.zeros(size * elements)
-            return seconds(lambda: dist.all_gather_into_tensor(whole, x), 50)
+    x, w = torch.randn(2048, 128), torch.randn(128, 256)
+    out = {}
+    with session(ranks) as device:
 
-        def scatter(elements: int) -> float:
-            x, whole = torch.zeros(elements), torch.zeros(size * elements)
-            return seconds(lambda: dist.reduce_scatter_tensor(x, whole), 50)
+        def added(message: Callable[[], object]) -> float:
+            """Return the mean seconds that a message after each product adds."""
 
-        out = {}
-        for name, one in (("gather", gather), ("scatter", scatter)):
-            out[f"{name}_small"], out[f"{name}_large"] = one(256), one(MIB)
-    finally:
-        dist.destroy_process_group()
+            def several(*functions: Callable[[], object]) -> float:
+                return seconds(lambda: [function() for function in functions * BETWEEN], dist.barrier)
+
+            return max(0.0, several(lambda: x @ w, message) - several(lambda: x @ w)) / BETWEEN
+
+        def exchanges(elements: int) -> list[float]:
+            """Return the seconds of a gather and of a sum that is scattered, of [elements] per rank."""
+            part, whole = torch.zeros(elements), torch.zeros(ranks.world_size * elements)
+            return [
+                added(lambda: dist.all_gather_into_tensor(whole, part)),
+                added(lambda: dist.reduce_scatter_tensor(part, whole)),
+            ]
+
+        out["gather_small"], out["scatter_small"] = exchanges(256)
+        out["gather_large"], out["scatter_large"] = exchanges(MIB)
+        rollout = Rollout(tp=ranks.world_size, cpu_kv_cache_mib=64)
+        RolloutEngine(model, rollout, dtype="float32", max_tokens=64, seed=1, device=device, frozen=True)
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        out["all_reduce"] = added(lambda: tensor_model_parallel_all_reduce(torch.zeros(32, 128)))
     return out
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_rank(sys.argv[2]) if sys.argv[1] == "rank" else measure_links()))
+    measured = {"rank": measure_rank, "links": measure_links}[sys.argv[1]](sys.argv[2])
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(measured))

@@ -1,8 +1,8 @@
 """Seconds of a step that the dry run predicts, beside those measured on this machine in many layouts.
 
-The constants are measured once (`tools.bench_tables.machine`), before the layouts. Ranks have one thread.
-Answers do not end before the limit of tokens, so that the lengths are known. Figures are the least of the
-steps, because other processes only add.
+The constants (`tools.bench_tables.machine`) are measured for each number of ranks, before its first layout.
+Ranks have one thread. Answers do not end before the limit of tokens, so that the lengths are known. Figures
+are medians of the steps, as the constants are medians of passes.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from rl.config.schema import load_config
 from rl.dry_run.estimate import estimate
@@ -81,17 +82,18 @@ def add_arguments(add) -> None:
 def measure(args: Namespace, runs: Path) -> list[Row]:
     """Return a row per layout with predicted and measured seconds of each phase."""
     task = save_task(runs / "task", "2.6M", mean_length=1024, max_length=1024)
-    if args.constants and args.constants.exists():
-        found = json.loads(args.constants.read_text())
-    else:
-        found = measure_machine(task / "model", args.clock)
-        if args.constants:
-            args.constants.write_text(json.dumps(found, indent=1))
+    is_known = args.constants and args.constants.exists()
+    constants = json.loads(args.constants.read_text()) if is_known else {}
     rows = []
     for place, layout in enumerate(LAYOUTS):
-        if not args.layouts or layout.name in args.layouts:
-            rows.append(row_of(layout, task, found, runs / f"run-{place}", args))
-            print(rows[-1].name, rows[-1].columns, rows[-1].figure, file=sys.stderr, flush=True)
+        if args.layouts and layout.name not in args.layouts:
+            continue
+        if (ranks := str(layout.ranks)) not in constants:
+            constants[ranks] = measure_machine(task / "model", layout.ranks, args.clock)
+            if args.constants:
+                args.constants.write_text(json.dumps(constants, indent=1))
+        rows.append(row_of(layout, task, constants[ranks], runs / f"run-{place}", args))
+        print(rows[-1].name, rows[-1].columns, rows[-1].figure, file=sys.stderr, flush=True)
     return rows
 
 
@@ -112,11 +114,11 @@ def row_of(
     idle = {} if waits else found.idle
     predicted = {phase: found.seconds.get(phase, 0.0) - idle.get(phase, 0.0) for phase in PHASES}
     columns: dict[str, float | int | str] = {
-        phase: f"{shown(predicted[phase])} / {shown(min(times))}" for phase, times in seconds.items()
+        phase: f"{shown(predicted[phase])} / {shown(median(times))}" for phase, times in seconds.items()
     }
     totals = [sum(step) for step in zip(*seconds.values())]
-    rest = min(record["timing_s/step"] - total for record, total in zip(records, totals))
+    rest = median(record["timing_s/step"] - total for record, total in zip(records, totals))
     total = sum(predicted.values())
     columns |= {"idle, s": sum(found.idle.values()), "predicted, s": total}
-    columns |= {"measured, s": min(totals), "not predicted, s": rest}
-    return Row(layout.name, columns, total / min(totals), seconds)
+    columns |= {"measured, s": median(totals), "not predicted, s": rest}
+    return Row(layout.name, columns, total / median(totals), seconds)
