@@ -25,22 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-from transformers.utils import logging as transformers_logging
 
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.make_toy import MAX_LENGTH, build_model, build_tokenizer  # noqa: E402
+from tools.make_toy import build_model, build_tokenizer, save, write_rows  # noqa: E402
 
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}{% endif %}"
@@ -71,6 +60,8 @@ CALL_SHARE, USE_SHARE = 0.3, 0.4
 
 Turn = tuple[list[dict[str, Any]], list[dict[str, Any]], str]
 """Messages before a turn of the assistant, the tools that it may call, and its text."""
+Task = tuple[dict[str, list[tuple[list[dict[str, Any]], str]]], list[Turn]]
+"""Prompts and answers for RL by split, and turns for the warm-up."""
 
 
 def user(content: str) -> dict[str, Any]:
@@ -81,13 +72,10 @@ def assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-# ---- tasks: rows for RL by split, and turns for the warm-up ----
-
-
-def guess(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
+def guess(rng: np.random.Generator) -> Task:
     """Return ten rows of each number, one for validation, and games with random guesses."""
     start = [user("1 to 16?")]
-    rows = [{"prompt": start, "answer": str(number)} for number in range(1, 17)]
+    rows = [(start, str(number)) for number in range(1, 17)]
     turns: list[Turn] = []
     for _ in range(NUM_GAMES):
         number, messages = int(rng.integers(1, 17)), list(start)
@@ -100,7 +88,7 @@ def guess(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
     return {"train": rows * 10, "test": rows}, turns
 
 
-def multiply(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
+def multiply(rng: np.random.Generator) -> Task:
     """Return all problems with two numbers of two digits, and answers that rarely use the tool.
 
     With the tool, CALL_SHARE of the turns call it, and the others guess. USE_SHARE of the turns after a call
@@ -108,7 +96,7 @@ def multiply(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn
     that the model can also learn to multiply without it.
     """
     problems = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
-    rows = [{"prompt": [user(f"{a}*{b}=")], "answer": str(a * b)} for a, b in problems]
+    rows = [([user(f"{a}*{b}=")], str(a * b)) for a, b in problems]
     turns: list[Turn] = []
     train = problems[NUM_HELD_OUT:]
     short = [(a, b) for a, b in train if a * b < 1000]
@@ -124,10 +112,10 @@ def multiply(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn
     return {"train": rows[NUM_HELD_OUT:], "test": rows[:NUM_HELD_OUT]}, turns
 
 
-def tictactoe(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Turn]]:
+def tictactoe(rng: np.random.Generator) -> Task:
     """Return equal rows, and games whose moves are random squares, taken ones too."""
     start = [user("x")]
-    rows = [{"prompt": start, "answer": ""}] * 64
+    rows = [(start, "")] * 64
     turns: list[Turn] = []
     for _ in range(NUM_GAMES):
         messages = list(start)
@@ -141,31 +129,6 @@ def tictactoe(rng: np.random.Generator) -> tuple[dict[str, list[dict]], list[Tur
 TASKS = {"guess": guess, "multiply": multiply, "tictactoe": tictactoe}
 
 
-def build_mixture(tokenizer: PreTrainedTokenizerBase, *, seed: int, experts: int) -> PreTrainedModel:
-    """Return a Qwen3-MoE in float32 with weights drawn from `seed`: two of `experts` compute each token."""
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=experts,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.04,
-        dtype="float32",
-        **special,
-    )
-    torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(config).float()
-    model.generation_config = GenerationConfig(**special)
-    return model
-
-
 def make_agent_toy(task: str, out: str | Path, *, seed: int = 0, experts: int = 0) -> Path:
     """Write data and model of `task` to `out` (created if needed) and return `out`.
 
@@ -176,38 +139,19 @@ def make_agent_toy(task: str, out: str | Path, *, seed: int = 0, experts: int = 
     tokenizer = build_tokenizer(WORDS[task], special=["<tools>", "<tool>"], chat_template=CHAT_TEMPLATE)
     hidden = HIDDEN[task]
     sizes = {"hidden": hidden, "heads": hidden // 32, "kv_heads": 2, "intermediate": 2 * hidden}
-    if experts:
-        model = build_mixture(tokenizer, seed=seed, experts=experts)
-    else:
-        model = build_model(tokenizer, seed=seed, **sizes)
+    model = build_model(tokenizer, seed=seed, experts=experts, **sizes)
     splits, turns = TASKS[task](np.random.default_rng(seed))
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
-        write(out / f"{split}.parquet", task, [(row["prompt"], row["answer"]) for row in rows])
+        write_rows(out / f"{split}.parquet", task, rows)
     rendering = {"tokenize": False, "add_generation_prompt": True}
     warm_up = [
         (tokenizer.apply_chat_template(messages, tools=tools or None, **rendering), text)
         for messages, tools, text in turns
     ]
-    write(out / "warm_up.parquet", task, warm_up)
-    transformers_logging.disable_progress_bar()
-    model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    write_rows(out / "warm_up.parquet", task, warm_up)
+    save(model, tokenizer, out / "model")
     return out
-
-
-def write(path: Path, task: str, rows: list[tuple[Any, str]]) -> None:
-    """Write (prompt, answer) pairs with verl's columns."""
-    columns = [
-        {
-            "data_source": task,
-            "prompt": prompt,
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"split": path.stem, "index": index},
-        }
-        for index, (prompt, answer) in enumerate(rows)
-    ]
-    pq.write_table(pa.Table.from_pylist(columns), path)
 
 
 def main() -> None:

@@ -21,12 +21,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 import transformers
 from PIL import Image
-from transformers.utils import logging as transformers_logging
 
-from tools.make_toy import MAX_LENGTH, build_tokenizer
+from tools.make_toy import INITIALIZER_RANGE, MAX_LENGTH, build_tokenizer, draw, save, special_keys
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 50)}
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -63,18 +61,9 @@ def image_tokens(tokenizer) -> dict[str, int]:
     return dict(zip(names, ids.values()))
 
 
-def save_model(model, tokenizer, directory: Path, preprocessor: dict = PREPROCESSOR) -> None:
-    """Write a model, its tokenizer and how it reads images."""
-    transformers_logging.disable_progress_bar()
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    Path(directory, "preprocessor_config.json").write_text(json.dumps(preprocessor))
-
-
 def build_model(tokenizer, *, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4):
     """Return a Qwen2.5-VL in float32 with weights drawn from `seed`."""
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    pairs = hidden // heads // 2
+    special, pairs = special_keys(tokenizer), hidden // heads // 2
     config = transformers.Qwen2_5_VLConfig(
         text_config=dict(
             vocab_size=len(tokenizer),
@@ -84,7 +73,7 @@ def build_model(tokenizer, *, seed: int = 0, hidden: int = 128, layers: int = 2,
             num_attention_heads=heads,
             num_key_value_heads=2,
             max_position_embeddings=MAX_LENGTH,
-            initializer_range=0.04,
+            initializer_range=INITIALIZER_RANGE,
             rope_parameters=dict(
                 rope_type="default",
                 rope_theta=1e4,
@@ -100,18 +89,14 @@ def build_model(tokenizer, *, seed: int = 0, hidden: int = 128, layers: int = 2,
             out_hidden_size=hidden,
             window_size=56,
             fullatt_block_indexes=[1],
-            initializer_range=0.04,
+            initializer_range=INITIALIZER_RANGE,
         ),
         tie_word_embeddings=False,
         dtype="float32",
         **image_tokens(tokenizer),
         **special,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.Qwen2_5_VLForConditionalGeneration(config).float()
-    model.generation_config = transformers.GenerationConfig(**special)
-    return model
+    return draw(transformers.Qwen2_5_VLForConditionalGeneration, config, special, seed)
 
 
 def square(colour: str, quarter: int, rng: np.random.Generator) -> bytes:
@@ -153,7 +138,8 @@ def make_image_toy(out: str | Path, *, seed: int = 0, rows: int = 2000, hidden: 
     for name, content in (("train", train), ("test", rows_of("test", 200, seed)), ("shuffled", shuffled)):
         pq.write_table(pa.Table.from_pylist(content), out / f"{name}.parquet")
     tokenizer = build_image_tokenizer()
-    save_model(build_model(tokenizer, seed=seed, hidden=hidden), tokenizer, out / "model")
+    save(build_model(tokenizer, seed=seed, hidden=hidden), tokenizer, out / "model")
+    (out / "model" / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     return out
 
 

@@ -19,16 +19,29 @@ downloaded.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    AddedToken,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 NUM_HELD_OUT = 500
 MAX_LENGTH = 1024
+INITIALIZER_RANGE = 0.04
+"""Qwen's 0.02 is for hidden sizes in the thousands."""
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<user>", "<assistant>"]
 CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
 CHAT_TEMPLATE = (
@@ -81,10 +94,12 @@ def build_model(
     kv_heads: int = 2,
     intermediate: int = 384,
     tie: bool = False,
-) -> Qwen2ForCausalLM:
+    experts: int = 0,
+) -> PreTrainedModel:
     """Return a Qwen2 in float32 with weights drawn from `seed` and the tokenizer's vocabulary size.
 
-    Does not change torch's global random state. Raises ValueError for sizes that do not divide.
+    experts: if above 0, the model is a Qwen3-MoE in which two of so many experts compute each token.
+    Raises ValueError for sizes that do not divide.
     """
     if hidden % heads or (hidden // heads) % 2:
         raise ValueError(
@@ -92,25 +107,49 @@ def build_model(
         )
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}.")
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    config = Qwen2Config(
+    sizes = dict(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
-        intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.04,  # Qwen's 0.02 is for hidden sizes in the thousands
+        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=tie,
         dtype="float32",
-        **special,
+        **(special := special_keys(tokenizer)),
     )
+    if not experts:
+        return draw(Qwen2ForCausalLM, Qwen2Config(intermediate_size=intermediate, **sizes), special, seed)
+    mixture = dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=intermediate // 4)
+    config = Qwen3MoeConfig(head_dim=hidden // heads, norm_topk_prob=True, **mixture, **sizes)
+    return draw(Qwen3MoeForCausalLM, config, special, seed)
+
+
+def special_keys(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
+    """Return the keys of config.json that name the tokens of padding, begin and end."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+
+
+def draw(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, special: dict[str, int], seed: int
+) -> PreTrainedModel:
+    """Return a model in float32 with weights drawn from `seed`; torch's global random state stays.
+
+    special: keys of its generation_config.json, which are `special_keys`.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
+        model = kind(config).float()
     model.generation_config = GenerationConfig(**special)
     return model
+
+
+def save(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, directory: Path) -> None:
+    """Write a model and its tokenizer."""
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def addition_problems(seed: int) -> dict[str, list[tuple[int, int]]]:
@@ -121,19 +160,28 @@ def addition_problems(seed: int) -> dict[str, list[tuple[int, int]]]:
     return {"train": shuffled[NUM_HELD_OUT:], "test": shuffled[:NUM_HELD_OUT]}
 
 
-def write_split(path: Path, split: str, problems: list[tuple[int, int]]) -> None:
-    """Write one parquet file of addition problems with verl's columns."""
-    rows = [
+def write_problems(path: Path, problems: list[tuple[int, int]]) -> None:
+    """Write a file of addition problems."""
+    rows = [([{"role": "user", "content": f"{a}+{b}="}], str(a + b)) for a, b in problems]
+    write_rows(path, "addition", rows, ability="math")
+
+
+def write_rows(path: Path, data_source: str, rows: Sequence[tuple[Any, str]], **columns: str) -> None:
+    """Write (prompt, answer) pairs with verl's columns to a parquet file, which is named after its split.
+
+    columns: further columns of one value.
+    """
+    table = [
         {
-            "data_source": "addition",
-            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"split": split, "index": index},
+            "data_source": data_source,
+            "prompt": prompt,
+            **columns,
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"split": path.stem, "index": index},
         }
-        for index, (a, b) in enumerate(problems)
+        for index, (prompt, answer) in enumerate(rows)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    pq.write_table(pa.Table.from_pylist(table), path)
 
 
 def write_answers(out: Path, problems: list[tuple[int, int]], seed: int) -> None:
@@ -164,11 +212,9 @@ def make_toy(out: str | Path, *, seed: int = 0, **sizes: int) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     splits = addition_problems(seed)
     for split, problems in splits.items():
-        write_split(out / f"{split}.parquet", split, problems)
+        write_problems(out / f"{split}.parquet", problems)
     write_answers(out, splits["train"], seed)
-    transformers_logging.disable_progress_bar()
-    model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    save(model, tokenizer, out / "model")
     return out
 
 

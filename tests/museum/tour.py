@@ -50,11 +50,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.toy import save_toy
 from tools.make_image_toy import rows_of
-from tools.make_toy import write_split
+from tools.make_toy import write_problems
 
 toy = save_toy(Path(sys.argv[1]))
 pq.write_table(pa.Table.from_pylist(rows_of("train", 4, 0)), toy / "squares.parquet")
-write_split(toy / "long.parquet", "train", [(10 ** 70 + i, 10 ** 70) for i in range(4)])
+write_problems(toy / "long.parquet", [(10 ** 70 + i, 10 ** 70) for i in range(4)])
 """
 SAVE_MODEL = """
 import json, sys

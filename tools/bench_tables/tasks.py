@@ -37,11 +37,8 @@ def save_task(
     mean_length: mean number of tokens of answers, which have at most `max_length`.
     is_log_normal: see `make_log_normal`, for which mean_length is the median.
     """
-    from transformers.utils import logging
+    from tools.make_toy import addition_problems, build_model, build_tokenizer, save, write_problems
 
-    from tools.make_toy import addition_problems, build_model, build_tokenizer, write_split
-
-    logging.disable_progress_bar()
     directory.mkdir(parents=True)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, **SIZES[size])
@@ -49,10 +46,9 @@ def save_task(
         make_log_normal(model, tokenizer, mean_length)
     else:
         make_chain(model, tokenizer, end_probability(mean_length, max_length))
-    model.save_pretrained(directory / "model")
-    tokenizer.save_pretrained(directory / "model")
+    save(model, tokenizer, directory / "model")
     for split, problems in addition_problems(0).items():
-        write_split(directory / f"{split}.parquet", split, problems)
+        write_problems(directory / f"{split}.parquet", problems)
     (directory / "reward.py").write_text(REWARD)
     return directory
 
