@@ -2,13 +2,14 @@
 
 As a program, this file is train_rl.py with a timer around each check:
 
-    python tools/bench_tables/checks.py TIMES [arguments of train_rl.py]
+    python tools/bench_tables/checks.py [arguments of train_rl.py]
+
+Its last line of output has the seconds of each step.
 """
 
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -17,8 +18,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 CHECKS = {
     "samples": ["rl.checks.checks:Checks.generated", "rl.rollout.batches:_check_digests"],
@@ -57,13 +57,12 @@ def add_arguments(add) -> None:
 
 def measure(args: Namespace, runs: Path) -> list:
     """Return a row per kind of check, and one for all: the median of its share of a step, in percent."""
-    from tools.bench_tables.program import of_task
+    from tools.bench_tables.machine import output_of
+    from tools.bench_tables.program import CONFIG, of_task
     from tools.bench_tables.report import Row, middle
-    from tools.bench_tables.sides import BenchFailed
     from tools.bench_tables.tasks import save_task
 
     task = save_task(runs / "task", args.size, mean_length=args.max_tokens / 2, max_length=args.max_tokens)
-    times = runs / "times.json"
     overrides = [
         *of_task(task),
         f"run.dir={runs / 'run'}",
@@ -73,14 +72,9 @@ def measure(args: Namespace, runs: Path) -> list:
         f"rollout.max_response_tokens={args.max_tokens}",
         *args.set,
     ]
-    config = Path(__file__).with_name("step.yaml")
-    command = [sys.executable, __file__, str(times), "--config", str(config), *overrides]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise BenchFailed(f"{' '.join(command)}\n{done.stderr[-4000:]}")
-    steps = json.loads(times.read_text())[2:]  # the first ones compile and allocate
+    command = [sys.executable, __file__, "--config", str(CONFIG), *overrides]
+    (steps,) = output_of([command], os.environ | {"OMP_NUM_THREADS": "1"})
+    steps = steps[2:]  # the first ones compile and allocate
     seconds = middle([step["step"] for step in steps])
 
     def row(name: str, values: list[float]) -> Row:
@@ -138,7 +132,7 @@ def replace_function(place: str, wrap: Callable[[Callable], Callable]) -> None:
     setattr(owner, last, wrap(getattr(owner, last)))
 
 
-def main(times: str, *arguments: str) -> int:
+def main(*arguments: str) -> int:
     import train_rl
 
     timers, prepare = Timers(), train_rl.prepare_environment
@@ -153,7 +147,7 @@ def main(times: str, *arguments: str) -> int:
     train_rl.prepare_environment = prepare_and_wrap
     sys.argv[1:] = arguments
     code = train_rl.main()
-    Path(times).write_text(json.dumps([dict.fromkeys(CHECKS, 0.0) | step for step in timers.steps[:-1]]))
+    print(json.dumps([dict.fromkeys(CHECKS, 0.0) | step for step in timers.steps[:-1]]))
     return code
 
 

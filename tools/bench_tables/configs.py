@@ -1,6 +1,7 @@
 """Configurations of one program against each other: carry-over, and exact numerics."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.bench_tables.program import add_step_arguments, compare_configs, turn_seconds
@@ -16,12 +17,22 @@ def metric(turns: list[Turn], name: str) -> float:
 
 # Carry-over -----------------------------------------------------------------------------------------------
 
-SYNCHRONOUS = "synchronous"
+SYNCHRONOUS, CARRIED = "synchronous", "carry-over"
 
 
 def add_carry_over_arguments(add) -> None:
     add_step_arguments(add, max_tokens=600, steps=5)
     add("--median", type=int, default=40, help="median answer in tokens (40)")
+    add_carried_sides(add)
+
+
+def add_carried_agents_arguments(add) -> None:
+    add_step_arguments(add, max_tokens=128, steps=8)
+    add("--median", type=float, default=0.1, help="median answer of an environment in seconds (0.1)")
+    add_carried_sides(add)
+
+
+def add_carried_sides(add) -> None:
     add("--ranks", type=int, default=2, help="ranks of each side (2)")
     add("--staleness", type=int, nargs="+", default=[1, 2], help="values of rollout.max_staleness (1 2)")
 
@@ -31,34 +42,15 @@ def measure_carry_over(args: Namespace, runs: Path) -> list[Row]:
     task = save_task(
         runs / "task", args.size, mean_length=args.median, max_length=args.max_tokens, is_log_normal=True
     )
-    sides = {SYNCHRONOUS: []} | {
-        f"carry-over, max_staleness {limit}": ["rollout.carry_over=true", f"rollout.max_staleness={limit}"]
-        for limit in args.staleness
-    }
-    corrected = {name: ["rollout_correction.truncate_tokens=2.0", *own] for name, own in sides.items()}
-    turns = compare_configs(args, task, runs, args.ranks, corrected)
-    synchronous = turns.pop(SYNCHRONOUS)
-    rows = []
-    for name, carried in turns.items():
-        columns: dict[str, float | int | str] = {}
-        for label, taken in ((SYNCHRONOUS, synchronous), ("carry-over", carried)):
-            columns[f"{label}, tokens/s"] = middle(step_rates(taken))
+    turns = run_carried(args, task, runs)
+    rows = rows_of(turns, {side: step_rates(taken) for side, taken in turns.items()}, "tokens/s")
+    alone = middle(generation_rates(turns[SYNCHRONOUS]))
+    for row in rows:
+        row.columns["generation alone"] = middle(generation_rates(turns[row.name])) / alone
+        for label, side in ((SYNCHRONOUS, SYNCHRONOUS), (CARRIED, row.name)):
             for part in ("mean", "greedy"):
-                columns[f"{label}, idle {part}"] = metric(taken, f"perf/idle_share_gen/{part}")
-        columns["generation alone"] = middle(generation_rates(carried)) / middle(
-            generation_rates(synchronous)
-        )
-        columns["staleness"] = metric(carried, "staleness/mean")
-        rounds = {SYNCHRONOUS: step_rates(synchronous), "carry-over": step_rates(carried)}
-        rows.append(Row(name, columns, middle(rounds["carry-over"]) / middle(rounds[SYNCHRONOUS]), rounds))
+                row.columns[f"{label}, idle {part}"] = metric(turns[side], f"perf/idle_share_gen/{part}")
     return rows
-
-
-def add_carried_agents_arguments(add) -> None:
-    add_step_arguments(add, max_tokens=128, steps=8)
-    add("--median", type=float, default=0.1, help="median answer of an environment in seconds (0.1)")
-    add("--ranks", type=int, default=2, help="ranks of each side (2)")
-    add("--staleness", type=int, nargs="+", default=[1, 2], help="values of rollout.max_staleness (1 2)")
 
 
 def measure_carried_agents(args: Namespace, runs: Path) -> list[Row]:
@@ -68,35 +60,50 @@ def measure_carried_agents(args: Namespace, runs: Path) -> list[Row]:
     """
     task = save_task(runs / "task", args.size, mean_length=8, max_length=16)
     game = Path(__file__).with_name("slow_game.py")
-    common = [
+    common = (
         f"agents.environment={game}:Slow",
         f"agents.kwargs={{median_s: {args.median}}}",
         "agents.max_tokens_per_turn=16",
-        "rollout_correction.truncate_tokens=2.0",
-    ]
+    )
+    turns = run_carried(args, task, runs, common, carried=("rollout.oversample=1.5",))
+    size = args.prompts * args.samples
+    rates = {
+        side: [(len(turn) - 1) * size / turn_seconds(turn[1:]) for turn in taken]
+        for side, taken in turns.items()
+    }
+    return rows_of(turns, rates, "trajectories/s")
+
+
+def run_carried(
+    args: Namespace, task: Path, runs: Path, common: Sequence[str] = (), carried: Sequence[str] = ()
+) -> dict[str, list[Turn]]:
+    """Return the turns of synchronous steps, and of carry-over with each limit of staleness.
+
+    common: overrides of all sides. carried: further ones of carry-over.
+    """
+    common = [*common, "rollout_correction.truncate_tokens=2.0"]
     sides = {SYNCHRONOUS: common} | {
-        f"carry-over, max_staleness {limit}": [
+        f"{CARRIED}, max_staleness {limit}": [
             *common,
             "rollout.carry_over=true",
             f"rollout.max_staleness={limit}",
-            "rollout.oversample=1.5",
+            *carried,
         ]
         for limit in args.staleness
     }
-    turns = compare_configs(args, task, runs, args.ranks, sides)
-    size = args.prompts * args.samples
-    rates = {
-        name: [(len(turn) - 1) * size / turn_seconds(turn[1:]) for turn in taken]
-        for name, taken in turns.items()
-    }
+    return compare_configs(args, task, runs, args.ranks, sides)
+
+
+def rows_of(turns: dict[str, list[Turn]], rates: dict[str, list[float]], unit: str) -> list[Row]:
+    """Return a row per side with carry-over. rates: those of each side's turns, in `unit`."""
     rows = []
-    for name in list(sides)[1:]:
-        rounds = {SYNCHRONOUS: rates[SYNCHRONOUS], "carry-over": rates[name]}
+    for side in list(turns)[1:]:
+        rounds = {SYNCHRONOUS: rates[SYNCHRONOUS], CARRIED: rates[side]}
         columns: dict[str, float | int | str] = {
-            f"{label}, trajectories/s": middle(own) for label, own in rounds.items()
+            f"{label}, {unit}": middle(own) for label, own in rounds.items()
         }
-        columns["staleness"] = metric(turns[name], "staleness/mean")
-        rows.append(Row(name, columns, middle(rates[name]) / middle(rates[SYNCHRONOUS]), rounds))
+        columns["staleness"] = metric(turns[side], "staleness/mean")
+        rows.append(Row(side, columns, middle(rates[side]) / middle(rates[SYNCHRONOUS]), rounds))
     return rows
 
 

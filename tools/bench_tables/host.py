@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
+from tools.bench_tables.machine import output_of
 from tools.bench_tables.report import ROOT, Row, middle
-from tools.bench_tables.sides import BenchFailed
 from tools.bench_tables.tasks import save_task
 
 SHORT, LONG = 64, 320
@@ -49,10 +48,7 @@ def run(spec: dict) -> tuple[list[float], list[float]]:
     """Return what `measure_engine` returns, from a process of its own. spec: its arguments."""
     command = [sys.executable, "-m", "tools.bench_tables.host", json.dumps(spec)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise BenchFailed(f"{' '.join(command)}\n{done.stderr[-4000:]}")
-    step, outside = json.loads(done.stdout.splitlines()[-1])
+    ((step, outside),) = output_of([command], environment)
     return step, outside
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.bench_tables.report import ROOT
 from tools.processes import kill_tree
 
-ROOT = Path(__file__).resolve().parents[2]
 TURNS = "LOCKSTEP_BENCH_TURNS"
 """Environment variable with the file that holds the number of granted turns. If absent, no side waits."""
 STEPS_PER_TURN = "LOCKSTEP_BENCH_STEPS_PER_TURN"
