@@ -11,6 +11,7 @@ from rl.models import read_hf_config
 from rl.models.sizes import has_delta_nets, num_experts
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.parts import Part
+from rl.rollout.vllm_model import ServedModel
 from rl.runtime.device import Device
 
 
@@ -36,16 +37,11 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
     adapter = config.adapter
     if not adapters and adapter.is_on and adapter.in_engine == "adapter":
         adapters = [adapter]
-    return RolloutEngine(
-        config.model.path,
-        config.rollout,
-        dtype=config.model.dtype,
-        max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        seed=config.run.seed,
-        device=device,
-        rope_scaling=config.model.rope_scaling,
-        parts=parts_of(config, adapters),
-    )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    own = config.model
+    model = ServedModel(own.path, own.dtype, longest, rope_scaling=own.rope_scaling)
+    parts = parts_of(config, adapters)
+    return RolloutEngine(model, config.rollout, seed=config.run.seed, device=device, parts=parts)
 
 
 def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
@@ -89,16 +85,20 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
     return parts
 
 
-def frozen_engines(config: Config) -> dict[str, tuple[str, float, int]]:
-    """Return (checkpoint, fraction of a GPU's memory, longest sequence) of each model that generates and does
-    not learn. The ranks that train have their engines, also with roles."""
-    frozen = {}
+def frozen_engines(config: Config) -> dict[str, tuple[ServedModel, float]]:
+    """Return each model that generates and does not learn, with its engine's fraction of a GPU's memory.
+
+    The ranks that train have their engines, also with roles.
+    """
+    frozen, dtype = {}, config.model.dtype
     if needs_reward(config) and (judge := config.reward.judge).path:
         longest = judge.max_prompt_tokens + judge.max_response_tokens
-        frozen["judge"] = (judge.path, judge.gpu_memory_utilization, longest)
+        model = ServedModel(judge.path, dtype, longest, frozen=True)
+        frozen["judge"] = (model, judge.gpu_memory_utilization)
     if config.teacher.teacher_share and config.run.mode != "train_only":
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        frozen["teacher"] = (config.teacher.paths[0], config.teacher.gpu_memory_utilization, longest)
+        model = ServedModel(config.teacher.paths[0], dtype, longest, frozen=True)
+        frozen["teacher"] = (model, config.teacher.gpu_memory_utilization)
     return frozen
 
 
@@ -124,19 +124,11 @@ def model_parts(rollout: Rollout, hf: dict) -> list[Part]:
 
 
 def build_frozen(
-    config: Config, device: Device, name: str, path: str, memory_share: float, max_tokens: int
+    config: Config, device: Device, name: str, model: ServedModel, memory_share: float
 ) -> RolloutEngine:
     """Return an engine whose weights stay; it sleeps. Collective over the world."""
-    engine = RolloutEngine(
-        path,
-        replace(config.rollout, gpu_memory_utilization=memory_share),
-        dtype=config.model.dtype,
-        max_tokens=max_tokens,
-        seed=config.run.seed,
-        device=device,
-        name=name,
-        frozen=True,
-        parts=model_parts(config.rollout, read_hf_config(path)),
-    )
+    rollout = replace(config.rollout, gpu_memory_utilization=memory_share)
+    parts = model_parts(rollout, read_hf_config(model.path))
+    engine = RolloutEngine(model, rollout, seed=config.run.seed, device=device, name=name, parts=parts)
     engine.sleep()
     return engine

@@ -29,7 +29,7 @@ from rl.rollout.samples import Completion, Sample
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.vllm_model import DERIVED, build_llm, derive_weights
+from rl.rollout.vllm_model import DERIVED, ServedModel, build_llm, derive_weights
 from rl.runtime.device import Device
 
 if TYPE_CHECKING:  # a run without adapters in the engine does not import them
@@ -41,41 +41,31 @@ class RolloutEngine:
     """vLLM on this rank. The constructor is collective over the world; other methods are over the replica.
 
     Args:
-        path: Hugging Face checkpoint directory.
+        model: what it serves.
         rollout: layout, capacity and memory; how responses are sampled is an argument of `generate`.
-        dtype: dtype of the weights.
-        max_tokens: maximum tokens of prompt and response together.
         seed: seed of the engine's own generators; each sample has its own seed.
         name: distinguishes the engines of one job.
-        frozen: whether the weights are read from `path` and never change. On CUDA they then stay in GPU
-            memory, because vLLM's sleep mode supports one engine per process. Weights of an engine that is
-            not frozen are undefined until the first refit.
-        rope_scaling: model.rope_scaling.
         parts: what the features of the run add to it; `rl.engines.rollout_engines` chooses them.
     """
 
     def __init__(
         self,
-        path: str,
+        model: ServedModel,
         rollout: Rollout,
         *,
-        dtype: str,
-        max_tokens: int,
         seed: int,
         device: Device,
         name: str = "rollout",
-        frozen: bool = False,
-        rope_scaling: dict | None = None,
         parts: Sequence[Part] = (),
     ):
-        self.config, self.device, self.name, self.frozen = rollout, device, name, frozen
+        self.config, self.device, self.name, self.frozen = rollout, device, name, model.frozen
         world, rank = dist.get_world_size(), dist.get_rank()
         self.tp = rollout.tp
         self.num_replicas = world // self.tp
         self.replica, self.rank_in_replica = divmod(rank, self.tp)
         self.leads = self.rank_in_replica == 0
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
-        self.hf = rope.scaled(read_hf_config(path), rope_scaling or {})
+        self.hf = rope.scaled(read_hf_config(model.path), model.rope_scaling)
         num_layers, num_experts = self.hf["num_hidden_layers"], sizes.num_experts(self.hf)
         ep = rollout.ep if num_experts else 1
         self.placement = RolloutPlacement(world, self.tp, num_layers, ep=ep, num_experts=num_experts)
@@ -83,7 +73,7 @@ class RolloutEngine:
         """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
         self.quantised: Fp8Weights | None = None
         """The weights in FP8; None if all are in the model's dtype."""
-        self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not frozen
+        self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not self.frozen
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
         began with the same version of the weights."""
         self.platform: Platform = Cuda() if device.is_cuda else Cpu()
@@ -92,17 +82,7 @@ class RolloutEngine:
         options: dict = {}
         for part in self.parts:
             options |= part.options(self)
-        self.llm = build_llm(
-            path,
-            self.hf,
-            rollout,
-            dtype=dtype,
-            max_tokens=max_tokens,
-            seed=seed,
-            device=device,
-            frozen=frozen,
-            options=options,
-        )
+        self.llm = build_llm(model, self.hf, rollout, seed=seed, device=device, options=options)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler

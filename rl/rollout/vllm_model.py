@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +22,24 @@ DERIVED = ("W_UV", "W_UK_T")
 """Last parts of the names of weights that vLLM derives from kv_b_proj.weight of latent attention."""
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of one generation engine."""
+
+    path: str
+    """Hugging Face checkpoint directory."""
+    dtype: str
+    """dtype of the weights."""
+    max_tokens: int
+    """Maximum tokens of prompt and response together."""
+    frozen: bool = False
+    """Whether the weights are read from `path` and never change. On CUDA they then stay in GPU memory,
+    because vLLM's sleep mode supports one engine per process. Other weights are undefined until the first
+    refit."""
+    rope_scaling: dict = field(default_factory=dict)
+    """model.rope_scaling."""
+
+
 def allow_no_torchvision() -> None:
     """Let vLLM import models that may read images without torchvision, which they need only for that.
 
@@ -32,19 +51,8 @@ def allow_no_torchvision() -> None:
         sys.modules.setdefault(pillows.__name__.replace("_pil_", "_"), pillows)
 
 
-def build_llm(
-    path: str,
-    hf: dict,
-    rollout: Rollout,
-    *,
-    dtype: str,
-    max_tokens: int,
-    seed: int,
-    device: Device,
-    frozen: bool,
-    options: dict,
-):
-    """Return vLLM's LLM object for the checkpoint directory `path`. Collective over the world.
+def build_llm(model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, device: Device, options: dict):
+    """Return vLLM's LLM object of the model. Collective over the world.
 
     Random states, environment and thread count of the process are unchanged afterwards.
 
@@ -61,19 +69,19 @@ def build_llm(
 
         # Its only use divides the experts' width by the ranks of the job, which are not those of a replica.
         gpt_oss.dist = types.SimpleNamespace(is_initialized=lambda: False)
-    if not frozen:
+    if not model.frozen:
         # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
         unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}
         overrides = rope.engine_fields(hf) | unquantised | options.get("hf_overrides", {})
         options = options | {"hf_overrides": overrides}
     with _process_state_kept(device, rollout):
         llm = LLM(
-            path,
+            model.path,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=rollout.tp,
-            dtype=dtype,
-            load_format="auto" if frozen else "dummy",  # the first refit writes every weight
-            max_model_len=max_tokens,
+            dtype=model.dtype,
+            load_format="auto" if model.frozen else "dummy",  # the first refit writes every weight
+            max_model_len=model.max_tokens,
             max_num_seqs=rollout.max_concurrent_samples,
             logprobs_mode="processed_logprobs",  # log-probs of the sampling distribution
             seed=seed,

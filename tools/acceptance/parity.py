@@ -164,11 +164,12 @@ class _Case:
         from rl.rollout.engine import RolloutEngine
         from rl.rollout.exchange import exchange
         from rl.rollout.sampling import train_sampling
+        from rl.rollout.vllm_model import ServedModel
 
         if self.engine is None:
-            options = dict(dtype=config.model.dtype, max_tokens=128, seed=1, device=self.device)
+            model = ServedModel(self.path, config.model.dtype, max_tokens=128)
             parts = model_parts(config.rollout, self.hf)
-            self.engine = RolloutEngine(self.path, config.rollout, **options, parts=parts)
+            self.engine = RolloutEngine(model, config.rollout, seed=1, device=self.device, parts=parts)
         engine = self.engine
         if not engine.awake:
             engine.wake_weights()

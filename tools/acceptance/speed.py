@@ -164,6 +164,7 @@ class _Speed:
         from rl.engines.memory import MemorySharing
         from rl.models import read_hf_config
         from rl.rollout.engine import RolloutEngine
+        from rl.rollout.vllm_model import ServedModel
         from rl.training.grid import build_grid
 
         self.task, self.device, self.findings = task, device, task.findings
@@ -192,8 +193,8 @@ class _Speed:
         self.policy = build_policy(self.config, self.hf, grid, device)
         self.policy.offload(weights=True)
         device.release_cached_memory()
-        options = dict(dtype="bfloat16", max_tokens=prompt + response, seed=1, device=device)
-        self.engine = RolloutEngine(path, self.config.rollout, **options)
+        model = ServedModel(path, "bfloat16", max_tokens=prompt + response)
+        self.engine = RolloutEngine(model, self.config.rollout, seed=1, device=device)
         self.memory = MemorySharing(
             self.config, device, Engines({"policy": self.policy}, {"policy": self.engine})
         )

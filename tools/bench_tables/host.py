@@ -66,6 +66,7 @@ def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is
     from rl.config.rollout import Rollout
     from rl.rollout.engine import RolloutEngine
     from rl.rollout.sampling import Sampling
+    from rl.rollout.vllm_model import ServedModel
     from rl.runtime.session import session
 
     prompts = [np.arange(6, 14, dtype=np.int32)] * requests
@@ -77,9 +78,8 @@ def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is
             deterministic=True,
             async_scheduling=is_async,
         )
-        engine = RolloutEngine(
-            model, rollout, dtype="float32", max_tokens=LONG + 8, seed=1, device=device, frozen=True
-        )
+        served = ServedModel(model, "float32", max_tokens=LONG + 8, frozen=True)
+        engine = RolloutEngine(served, rollout, seed=1, device=device)
         core = engine.llm.llm_engine.engine_core.engine_core
         compute_nothing(core.model_executor)
         if not is_ours:

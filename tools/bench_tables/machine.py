@@ -172,6 +172,7 @@ def measure_rank(model: str) -> dict[str, float]:
     from rl.phases.policy_gradient import policy_loss
     from rl.rollout.engine import RolloutEngine
     from rl.rollout.sampling import plain_sampling
+    from rl.rollout.vllm_model import ServedModel
     from rl.runtime.session import session
     from rl.training.grid import build_grid
     from rl.training.loss import Totals
@@ -225,9 +226,8 @@ def measure_rank(model: str) -> dict[str, float]:
         out["forward_5"], out["update_5"] = passes(FEW, [[i] for i in range(5)])
         _, out["update_many"] = passes(MANY, [list(range(SEQUENCES))])
         _, out["update_long"] = passes(LONG, [list(range(tokens // sum(LONG)))])
-        engine = RolloutEngine(
-            model, config.rollout, dtype="float32", max_tokens=1024, seed=1, device=device, frozen=True
-        )
+        served = ServedModel(model, "float32", max_tokens=1024, frozen=True)
+        engine = RolloutEngine(served, config.rollout, seed=1, device=device)
 
         def generation(samples: int, prompt: int, length: int) -> float:
             """Return the seconds of a generation whose samples share no prompt."""
@@ -254,6 +254,7 @@ def measure_links(model: str) -> dict[str, float]:
 
     from rl.config.rollout import Rollout
     from rl.rollout.engine import RolloutEngine
+    from rl.rollout.vllm_model import ServedModel
     from rl.runtime.session import session
 
     x, w = torch.randn(2048, 128), torch.randn(128, 256)
@@ -279,7 +280,8 @@ def measure_links(model: str) -> dict[str, float]:
         out["gather_small"], out["scatter_small"] = exchanges(256)
         out["gather_large"], out["scatter_large"] = exchanges(MIB)
         rollout = Rollout(tp=ranks.world_size, cpu_kv_cache_mib=64)
-        RolloutEngine(model, rollout, dtype="float32", max_tokens=64, seed=1, device=device, frozen=True)
+        served = ServedModel(model, "float32", max_tokens=64, frozen=True)
+        RolloutEngine(served, rollout, seed=1, device=device)
         from vllm.distributed import tensor_model_parallel_all_reduce
 
         out["all_reduce"] = added(lambda: tensor_model_parallel_all_reduce(torch.zeros(32, 128)))

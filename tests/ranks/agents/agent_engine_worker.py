@@ -35,6 +35,7 @@ from rl.rollout.queue_schedule import QueueSchedule  # noqa: E402
 from rl.rollout.sampling import seed_of, train_sampling  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
 from rl.rollout.stored_log import Recorder, Replay, load, store  # noqa: E402
+from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
@@ -90,10 +91,8 @@ class Checks:
         self.trainer = build_policy(
             self.config, read_hf_config(checkpoint), build_grid(tp=1, pp=1, seed=1), device
         )
-        rollout = self.config.rollout
-        self.engine = RolloutEngine(
-            checkpoint, rollout, dtype="float32", max_tokens=160, seed=1, device=device
-        )
+        model = ServedModel(checkpoint, "float32", max_tokens=160)
+        self.engine = RolloutEngine(model, self.config.rollout, seed=1, device=device)
         refit(self.trainer, self.engine)
         self.tokenizer = self.engine.llm.get_tokenizer()
         self.sampling = train_sampling(self.config)

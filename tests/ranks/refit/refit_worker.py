@@ -30,6 +30,7 @@ from rl.refit import gather, transfer  # noqa: E402
 from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
 from rl.refit.values import values_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
 from rl.training.spec import ModelSpec  # noqa: E402
@@ -266,9 +267,8 @@ def main(checkpoint: str, out: str, engine_kind: str, *layouts: str) -> None:
                     engine = PlainEngine(trainer.weight_map.weights, sizes[0], device, *sizes[1:])
                 elif engine is None:
                     rollout = rollout_config(checkpoint, sizes[0])
-                    engine = RolloutEngine(
-                        checkpoint, rollout, dtype="float32", max_tokens=128, seed=1, device=device
-                    )
+                    model = ServedModel(checkpoint, "float32", max_tokens=128)
+                    engine = RolloutEngine(model, rollout, seed=1, device=device)
                 results.append(dict(layout=layout, rollout_tp=name) | examine(trainer, engine))
             if kind == "plain" and layout == "2x1":
                 results[-1]["replicas"] = examine_replicas(

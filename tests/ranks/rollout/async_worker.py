@@ -29,6 +29,7 @@ from rl.rollout.events import Abort, Add, Done, Event, Weights  # noqa: E402
 from rl.rollout.samples import Completion, Request  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
+from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
@@ -79,14 +80,15 @@ class Pair:
             self.config, read_hf_config(checkpoint), build_grid(tp=1, pp=1, seed=1), device
         )
         self.weights = [parameter.detach().clone() for parameter in self.trainer.model.parameters()]
-        options = dict(dtype="float32", max_tokens=256, seed=1, device=device)
+        served = ServedModel(checkpoint, "float32", max_tokens=256)
         self.engines = [
             RolloutEngine(
-                checkpoint,
+                served,
                 replace(rollout, async_scheduling=is_async),
+                seed=1,
+                device=device,
                 name=f"async-{is_async}",
                 parts=[Masks(), BitwiseNumerics()],
-                **options,
             )
             for is_async in (True, False)
         ]

@@ -23,6 +23,7 @@ from rl.rollout.drafts import SOURCES, WrongDistribution  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
+from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 
 PROMPTS = [np.arange(5 + i, 12 + 2 * i, dtype=np.int32) for i in range(2)]
@@ -33,8 +34,8 @@ SETTINGS = ((1.0, 1.0), (0.7, 1.0), (1.0, 0.9), (0.0, 1.0))
 def build(device, name: str, path: str, tp: int, draft: Draft | None) -> RolloutEngine:
     parts = [Masks(), *([SOURCES[draft.method](draft)] if draft else [])]
     rollout = Rollout(tp=tp, max_concurrent_samples=256, cpu_kv_cache_mib=16)
-    options = dict(dtype="float32", max_tokens=64, seed=1, device=device, frozen=True)
-    return RolloutEngine(path, rollout, name=name, parts=parts, **options)
+    model = ServedModel(path, "float32", max_tokens=64, frozen=True)
+    return RolloutEngine(model, rollout, seed=1, device=device, name=name, parts=parts)
 
 
 def assert_equal_samples(one: RolloutEngine, other: RolloutEngine, sampling: Sampling) -> None:

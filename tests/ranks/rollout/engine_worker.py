@@ -38,6 +38,7 @@ from rl.rollout.sampling import Sampling, plain_sampling, seed_of  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.single_turn import SingleTurn  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
+from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.collectives import broadcast_object, gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.grid import build_grid  # noqa: E402
@@ -127,8 +128,8 @@ class Checks:
         hf = read_hf_config(checkpoint)
         self.reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.trainer = build_policy(self.config, hf, build_grid(tp=1, pp=1, seed=1), device)
-        options = dict(dtype="float32", max_tokens=256, seed=1, device=device, parts=[Masks()])
-        self.engine = RolloutEngine(checkpoint, self.config.rollout, **options)
+        model = ServedModel(checkpoint, "float32", max_tokens=256)
+        self.engine = RolloutEngine(model, self.config.rollout, seed=1, device=device, parts=[Masks()])
         refit(self.trainer, self.engine)
 
     def samples(self, sampling: Sampling, seed: int = 0) -> dict:

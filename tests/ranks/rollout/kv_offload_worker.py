@@ -17,6 +17,7 @@ from rl.config.rollout import Rollout  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.kv_offload import KvOffload  # noqa: E402
 from rl.rollout.sampling import plain_sampling  # noqa: E402
+from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 
 DIALOGUES, TURNS = 6, 3
@@ -44,8 +45,9 @@ def turns(engine: RolloutEngine) -> tuple[list[list[float]], list[float]]:
 
 def build(device, path, name, tp, gib):
     rollout = Rollout(tp=tp, max_concurrent_samples=8, cpu_kv_cache_mib=1)
-    options = dict(dtype="float32", max_tokens=800, seed=1, device=device, frozen=True)
-    return RolloutEngine(path, rollout, name=name, parts=[KvOffload(gib)] if gib else [], **options)
+    model = ServedModel(path, "float32", max_tokens=800, frozen=True)
+    parts = [KvOffload(gib)] if gib else []
+    return RolloutEngine(model, rollout, seed=1, device=device, name=name, parts=parts)
 
 
 def change(engine: RolloutEngine) -> None:

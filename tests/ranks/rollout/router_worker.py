@@ -17,6 +17,7 @@ import torch  # noqa: E402
 from rl.config.schema import Rollout  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
+from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.layer_spec import moe_utils  # noqa: E402
 
@@ -29,9 +30,8 @@ def main(*checkpoints: str) -> None:
             hf = read_hf_config(checkpoint)
             assert architecture(hf).megatron_config(hf)["moe_router_dtype"] == "fp32"
             rollout = Rollout(max_concurrent_samples=4, cpu_kv_cache_mib=16)
-            engine = RolloutEngine(
-                checkpoint, rollout, dtype="bfloat16", max_tokens=64, seed=1, device=device, frozen=True
-            )
+            model = ServedModel(checkpoint, "bfloat16", max_tokens=64, frozen=True)
+            engine = RolloutEngine(model, rollout, seed=1, device=device)
             gates = [module for name, module in engine.model.named_modules() if name.endswith(".gate")]
             x = torch.randn(4096, hf["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()
             shares = []

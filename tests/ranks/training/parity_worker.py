@@ -32,6 +32,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import DummySteps
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, plain_sampling
+from rl.rollout.vllm_model import ServedModel
 from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
 from rl.training.micro_batch_plans import plan_minibatch
@@ -130,10 +131,9 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layo
                 columns[name] = hf_logprobs(model, batch, temperature=TEMPERATURE)
             gradient = hf_gradient(references["b"], columns["b"][0], Path(out_dir, "gradient"))
         config = config_of(checkpoint_a, 1, 1, 1, sizes)
-        options: dict = dict(dtype="float32", max_tokens=128, seed=1, device=device)
-        engine = RolloutEngine(
-            checkpoint_a, config.rollout, **options, parts=rollout_engines.model_parts(config.rollout, hf)
-        )
+        served = ServedModel(checkpoint_a, "float32", max_tokens=128)
+        parts = rollout_engines.model_parts(config.rollout, hf)
+        engine = RolloutEngine(served, config.rollout, seed=1, device=device, parts=parts)
 
         def samples_of(sampling: Sampling, num_prompts: int = len(batch)):
             """The engine's samples of the batch's first prompts, on every rank."""

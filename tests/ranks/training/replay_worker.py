@@ -27,6 +27,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.routes import Routes
 from rl.rollout.sampling import plain_sampling
+from rl.rollout.vllm_model import ServedModel
 from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
 from rl.training.held_transfer import KEY
@@ -162,8 +163,8 @@ def main(checkpoint: str, dtype: str, out_dir: str, engine_layout: str, *layouts
         tp, ep = map(int, engine_layout.split("x"))
         rollout = Rollout(tp=tp, ep=ep, dp_attention=ep > tp, max_concurrent_samples=4, cpu_kv_cache_mib=16)
         parts = [*rollout_engines.model_parts(rollout, hf), Routes()]
-        options = dict(max_tokens=256, seed=1, device=device, frozen=True, parts=parts)
-        engine = RolloutEngine(checkpoint, rollout, dtype=dtype, **options)
+        model = ServedModel(checkpoint, dtype, max_tokens=256, frozen=True)
+        engine = RolloutEngine(model, rollout, seed=1, device=device, parts=parts)
         if engine.scheduler.scheduler_config.enable_chunked_prefill:  # not with DeepSeek's attention on CPU
             engine.scheduler.max_num_scheduled_tokens = CHUNK
         drawn = engine.generate(PROMPTS, SAMPLING, list(range(len(PROMPTS))))
