@@ -70,8 +70,7 @@ class AdapterSlots(Part):
 
     def options(self, engine):
         keep_experts_kernels()
-        if not engine.device.is_cuda:
-            cpu_support.multiply_adapters_by_group()
+        cpu_support.multiply_adapters_by_group()
         first, weights = self._adapters[0], architecture(engine.hf).weights(engine.hf)
         self.pairs = adapters(weights, rank=first.rank, targets=first.targets)
         largest = max(adapter.rank for adapter in self._adapters)

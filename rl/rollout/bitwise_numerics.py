@@ -188,37 +188,15 @@ class _BitwiseMoE:
         return out if shared is None else out + shared(hidden_states)
 
 
-class BitwiseDeepseekMoE(_BitwiseMoE, DeepseekV2MoE):
-    pass
-
-
-class BitwiseGlm4MoE(_BitwiseMoE, Glm4MoE):
-    pass
-
-
-class BitwiseGlm4MoeLite(_BitwiseMoE, Glm4MoeLite):
-    pass
-
-
-class BitwiseMixtralMoE(_BitwiseMoE, MixtralMoE):
-    pass
-
-
-class BitwiseQwen3MoE(_BitwiseMoE, Qwen3MoeSparseMoeBlock):
-    pass
-
-
+MIXTURES = DeepseekV2MoE, Glm4MoE, Glm4MoeLite, MixtralMoE, Qwen3MoeSparseMoeBlock
 CLASSES = {
     RowParallelLinear: BitwiseRow,
     RMSNorm: BitwiseNorm,
     SiluAndMul: BitwiseSiluAndMul,
     MLAAttention: BitwiseMLA,
-    DeepseekV2MoE: BitwiseDeepseekMoE,
-    Glm4MoE: BitwiseGlm4MoE,
-    Glm4MoeLite: BitwiseGlm4MoeLite,
-    MixtralMoE: BitwiseMixtralMoE,
-    Qwen3MoeSparseMoeBlock: BitwiseQwen3MoE,
+    **{block: type(f"Bitwise{block.__name__}", (_BitwiseMoE, block), {}) for block in MIXTURES},
 }
+"""vLLM's class -> its replacement."""
 
 
 METHODS = {UnquantizedLinearMethod: BitwiseLinearMethod, UnquantizedEmbeddingMethod: BitwiseEmbeddingMethod}

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
@@ -28,20 +27,6 @@ def install(runner) -> None:
 def propose_nothing(*, next_token_ids, **_) -> torch.Tensor:
     """Return no draft for each request, int64 [B, 0]; replaces `propose` of vLLM's drafter."""
     return next_token_ids.new_empty((len(next_token_ids), 0), dtype=torch.int64)
-
-
-class DraftedScheduler(Scheduler):
-    """vLLM's scheduler, with the attributes of `DecodeScheduler`, which does not schedule drafts."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.logprobs: dict[str, list[float]] = {}  # vLLM's scheduler reports them after each step
-        self.before_free = None
-
-    def _free_request_blocks(self, request):
-        if self.before_free is not None:
-            self.before_free(request)
-        super()._free_request_blocks(request)
 
 
 class DraftedSampler(HashedSampler):

@@ -1,7 +1,5 @@
 """vLLM's layers in FP8 on the CPU: they dequantise their weights and compute in the model's dtype."""
 
-import functools
-
 import torch
 from vllm.model_executor.layers.quantization import fp8
 
@@ -59,7 +57,6 @@ class DequantisingMoEMethod(fp8.Fp8MoEMethod):
         return output
 
 
-@functools.cache
 def install() -> None:
     """Replace the kernels."""
     assert callable(fp8.init_fp8_linear_kernel) and callable(fp8.select_fp8_moe_backend)

@@ -10,13 +10,32 @@ from collections.abc import Callable
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 
-class DecodeScheduler(AsyncScheduler):
+class CpuScheduler(Scheduler):
+    """vLLM's scheduler, with what other parts of the CPU engine read and set."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.logprobs: dict[str, list[float]] = {}
+        """Log-probs of the tokens of running requests, by vLLM's internal id, if they are reported only when
+        a request ends."""
+        self.before_free: Callable | None = None
+        """Called with each request before its blocks of the KV cache are freed: when it has finished, is
+        aborted or preempted."""
+
+    def _free_request_blocks(self, request):
+        if self.before_free is not None:
+            self.before_free(request)
+        super()._free_request_blocks(request)
+
+
+class DecodeScheduler(CpuScheduler, AsyncScheduler):
     """Schedules exactly what vLLM's scheduler does, without speculation or pipeline stages. With a connector
     (`rl.rollout.kv_offload`) it is vLLM's scheduler.
 
@@ -29,11 +48,6 @@ class DecodeScheduler(AsyncScheduler):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         assert not (self.num_spec_tokens or self.use_pp or self.log_stats)
-        self.logprobs: dict[str, list[float]] = {}
-        """Log-probs of the tokens of running requests, by vLLM's internal id."""
-        self.before_free: Callable | None = None
-        """Called with each request before its blocks of the KV cache are freed: when it has finished, is
-        aborted or preempted."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         return self._schedule_decoding() or super().schedule(throttle_prefills)
@@ -150,11 +164,6 @@ class DecodeScheduler(AsyncScheduler):
             finish_reason=reason,
             stop_reason=request.stop_reason,
         )
-
-    def _free_request_blocks(self, request):
-        if self.before_free is not None:
-            self.before_free(request)
-        super()._free_request_blocks(request)
 
     def finish_requests(self, request_ids, finished_status):
         """Finish the requests as Scheduler does, and discard their stored log-probs."""

@@ -6,24 +6,36 @@ import glob
 import mmap
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 
-@functools.cache
+def once_on_cpu(patch: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that applies a patch at its first call, unless vLLM runs on CUDA."""
+
+    @functools.cache
+    @functools.wraps(patch)
+    def install() -> None:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            patch()
+
+    return install
+
+
+@once_on_cpu
 def install() -> None:
-    """Apply the patches once per process, before the engine is built; does nothing on CUDA."""
-    from vllm.platforms import current_platform
+    """Apply the patches that every engine needs, before it is built."""
+    from rl.rollout import cpu_async
 
-    if current_platform.is_cpu():
-        from rl.rollout import cpu_async
-
-        cpu_async.install()
-        _keep_weights_alive()
-        _keep_experts_alive()
-        _choose_experts_by_sigmoid()
-        _shared_memory_names_of_this_job()
+    cpu_async.install()
+    _keep_weights_alive()
+    _keep_experts_alive()
+    _choose_experts_by_sigmoid()
+    _shared_memory_names_of_this_job()
 
 
 def _keep_weights_alive() -> None:
@@ -160,31 +172,23 @@ def live_experts(
     output.copy_(total)
 
 
-@functools.cache
+@once_on_cpu
 def add_fp8_layers() -> None:
-    """Make linear layers and experts in FP8 compute with dequantised weights; does nothing on CUDA.
+    """Make linear layers and experts in FP8 compute with dequantised weights.
 
     The CPU build has kernels for them only on processors with AMX. Activations are not quantised here.
     """
-    from vllm.platforms import current_platform
+    from rl.rollout import cpu_fp8
 
-    if current_platform.is_cpu():
-        from rl.rollout import cpu_fp8
-
-        cpu_fp8.install()
+    cpu_fp8.install()
 
 
-@functools.cache
+@once_on_cpu
 def add_collectives_of_experts() -> None:
     """Add the collectives with which vLLM exchanges tokens between replicas that share experts.
 
-    Its CPU communicator lacks them; those of its CUDA communicator have the same arguments. Does nothing on
-    CUDA.
+    Its CPU communicator lacks them; those of its CUDA communicator have the same arguments.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     def all_gatherv(self, input_, dim=0, sizes=None):
@@ -211,17 +215,13 @@ def add_collectives_of_experts() -> None:
     CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
-@functools.cache
+@once_on_cpu
 def clear_attention_of_dummy_steps() -> None:
-    """Make the attention of a step without requests 0, as vLLM's other backends do; does nothing on CUDA.
+    """Make the attention of a step without requests 0, as vLLM's other backends do.
 
     The CPU build returns uninitialised memory. Replicas that share experts compute the token of such a step
     together with those of other replicas, and how many tokens an expert has changes the rounding of each.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     attend = CPUAttentionBackendImpl.forward
@@ -234,7 +234,7 @@ def clear_attention_of_dummy_steps() -> None:
     CPUAttentionBackendImpl.forward = forward
 
 
-@functools.cache
+@once_on_cpu
 def multiply_adapters_by_group() -> None:
     """Make vLLM's CPU build add adapters with one product per adapter and layer.
 
@@ -302,13 +302,6 @@ def unlink_shared_memory() -> None:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
             path.unlink(missing_ok=True)
     _shared_memory_names.clear()
-
-
-def make_sampler(runner):
-    """Return the sampler that replaces `runner.sampler`."""
-    from rl.rollout.cpu_sampler import HashedSampler  # imports vLLM
-
-    return HashedSampler(runner)
 
 
 class KvCache:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from rl.config.draft import Draft
-from rl.models import SUPPORTED, read_hf_config
+from rl.models import read_hf_config
 from rl.models.mtp import HEADS
 from rl.rollout.draft_check import LIMIT, NUM_SAMPLES, NUM_TOKENS, TOP_K, chi_square, deviate
 from rl.rollout.parts import Part
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.vllm_model import DERIVED, derive_weights
+from rl.rollout.vllm_model import DERIVED, derive_weights, register
 from rl.runtime.checksum import bit_sum
 from rl.runtime.collectives import sum_over_world
 
@@ -121,10 +121,7 @@ class DraftModel(Drafts):
     """Weights and buffers of the draft model in host memory; on a CPU the model's own."""
 
     def speculation(self, engine):
-        from vllm import ModelRegistry
-
-        for name in set(read_hf_config(self.draft.path)["architectures"]) & set(SUPPORTED):
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())  # see build_llm
+        register(read_hf_config(self.draft.path)["architectures"])
         return {"method": "draft_model", "model": self.draft.path}
 
     def built(self, engine):
@@ -164,10 +161,7 @@ class HeadDrafts(Drafts):
     """
 
     def speculation(self, engine):
-        from vllm import ModelRegistry
-
-        name = HEADS[engine.hf["architectures"][0]]
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())  # see build_llm
+        register([HEADS[engine.hf["architectures"][0]]])
         return {"method": "mtp"}
 
     def weights(self, weights):

@@ -118,13 +118,15 @@ class Cpu(Platform):
         return options
 
     def built(self, engine):
+        from rl.rollout.cpu_sampler import HashedSampler
+
         dist.barrier()
         cpu_support.unlink_shared_memory()
         self.cache = cpu_support.KvCache(engine.runner.kv_caches)
-        engine.runner.sampler = cpu_support.make_sampler(engine.runner)
+        engine.runner.sampler = HashedSampler(engine.runner)
 
     def draft_options(self, engine, speculation):
-        scheduler = "rl.rollout.cpu_drafts.DraftedScheduler"
+        scheduler = "rl.rollout.cpu_scheduler.CpuScheduler"  # the other one schedules no drafts
         return {"scheduler_cls": scheduler, "speculative_config": speculation}
 
     def drafter(self, engine):

@@ -245,5 +245,4 @@ class Frontier:
         samples: list[list[Sample]] = [[] for _ in prompts]
         for sample in unpack(state["samples"]):
             samples[sample.prompt].append(sample)
-        holders = state.get("holders", [Group.holder] * len(prompts))  # a checkpoint of an older version
-        return cls(tuple(map(Group, prompts, map(tuple, samples), holders)), state["num_drawn"])
+        return cls(tuple(map(Group, prompts, map(tuple, samples), state["holders"])), state["num_drawn"])

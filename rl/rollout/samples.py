@@ -261,11 +261,6 @@ class Sample:
         return key
 
     @property
-    def mask(self) -> np.ndarray:
-        """int32 [R]: 1 for tokens that the policy sampled, 0 for others."""
-        return (self.turns > 0).astype(np.int32)
-
-    @property
     def rewards(self) -> np.ndarray:
         """float32 [R]: reward of each turn on its last token, 0 elsewhere."""
         rewards = np.zeros(len(self.token_ids), np.float32)
@@ -359,9 +354,8 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
 
 def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
-    unknown = np.full(len(packed["length"]), -1)  # in a checkpoint of an older version
     names = ("turn", "source", "reward", "digest", "segment_context", "holder", "segment_end", "seed")
-    per_segment = zip(*(packed.get(name, unknown).tolist() for name in names))
+    per_segment = zip(*(packed[name].tolist() for name in names))
     segments = [
         Segment(
             *tokens,

@@ -212,7 +212,7 @@ def store(
 def load(path: Path) -> StoredLog:
     """Return what `store` wrote; the completions have no values of held columns."""
     content = decode(gzip.decompress(path.read_bytes()), Sampling, *EVENT_TYPES)
-    sampling, records, bases, names, packed, *scheduling = content
+    sampling, records, bases, names, packed, is_async = content
     samples = zip(names, unpack(packed))
     completions = {name: Completion(s.token_ids, s.logprobs, s.end, s.weight_versions) for name, s in samples}
     requests: dict[str, Request] = {}
@@ -228,7 +228,6 @@ def load(path: Path) -> StoredLog:
         return Add(request)
 
     whole_records = [(step, list(map(whole, own))) for step, own in records]
-    is_async = any(scheduling)  # a log of an older version has none, and its engine scheduled step by step
     return StoredLog(sampling, whole_records, completions, is_async)
 
 

@@ -5,7 +5,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rl.config.rollout import Rollout
 from rl.models import SUPPORTED, rope
+from rl.models.mtp import HEADS
 from rl.rollout import router
 from rl.runtime.device import Device
 
@@ -51,6 +52,17 @@ def allow_no_torchvision() -> None:
         sys.modules.setdefault(pillows.__name__.replace("_pil_", "_"), pillows)
 
 
+def register(architectures: Iterable[str]) -> None:
+    """Import the classes of the supported architectures among these in this process.
+
+    Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
+    """
+    from vllm import ModelRegistry
+
+    for name in set(architectures) & {*SUPPORTED, *HEADS.values()}:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
 def build_llm(model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, device: Device, options: dict):
     """Return vLLM's LLM object of the model. Collective over the world.
 
@@ -58,12 +70,10 @@ def build_llm(model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, devi
 
     hf: the model's config.json. options: further arguments of LLM. The others are those of `RolloutEngine`.
     """
-    from vllm import LLM, ModelRegistry
+    from vllm import LLM
 
     router.install()
-    for name in set(hf["architectures"]) & set(SUPPORTED):
-        # Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    register(hf["architectures"])
     if "GptOssForCausalLM" in hf["architectures"]:
         from vllm.model_executor.models import gpt_oss
 

@@ -112,7 +112,7 @@ def test_the_tokens_of_a_trajectory_are_those_of_its_requests():
             start = len(request.token_ids)
             assert ids[start : start + len(sampled)].tolist() == sampled
             own = sample.turns[start - len(sample.prompt_ids) :][: len(sampled)]
-            assert (own == turn + 1).all() and sample.mask.sum() > len(sampled)
+            assert (own == turn + 1).all() and (sample.turns > 0).sum() > len(sampled)
         assert [s.source for s in sample.segments] == ["policy", "tool", "policy", "tool", "policy"]
         assert not sample.truncated and sample.outcome == {"score": 7.0}  # user, 3 turns, 3 replies
         assert len(requests) == 3 and len({r.seed for r in world.engine.requests}) == 6
@@ -253,7 +253,7 @@ def test_a_rewritten_conversation_continues_in_a_new_row():
     rows = [s for s in world.samples if s.number == 0]
     assert [row.row for row in rows] == [0, 1, 2] and world.dialogue.counts["rewrites"] == 4
     assert "reason" not in world.tokenizer.decode(rows[1].prompt_ids)
-    assert all(np.count_nonzero(row.mask) == len(row.token_ids) for row in rows)
+    assert all((row.turns > 0).all() for row in rows)
     assert json.dumps([row.outcome for row in rows]) == json.dumps([{"score": 1.5}] * 3)
 
 
@@ -276,7 +276,7 @@ def test_the_engine_is_kept_busy_while_environments_answer():
 
         sampling = replace(SAMPLING, samples_per_prompt=4, max_tokens=800)
         world = World(turns, num_prompts=80, delay=delay, capacity=32, sampling=sampling)
-        return world.pool.now, sum(int(s.mask.sum()) for s in world.samples)
+        return world.pool.now, sum(int((s.turns > 0).sum()) for s in world.samples)
 
     chance = random.Random(5)
     sigma = 1.0

@@ -23,9 +23,9 @@ def test_a_sample_joins_sampled_and_given_segments():
     given = Segment.given(np.array([7, 8], np.int32), version=3, turn=1, source="tool")
     sample = Sample(0, 0, (Segment.of(completion(4, 5)), given))
     assert sample.token_ids.tolist() == [4, 5, 7, 8] and sample.logprobs.tolist() == [-4, -5, 0, 0]
-    assert sample.mask.tolist() == [1, 1, 0, 0] and sample.weight_versions.tolist() == [9, 9, 3, 3]
+    assert sample.turns.tolist() == [1, 1, 0, 0] and sample.weight_versions.tolist() == [9, 9, 3, 3]
     empty = Sample(0, 0, ())
-    columns = (empty.token_ids, empty.logprobs, empty.mask, empty.weight_versions)
+    columns = (empty.token_ids, empty.logprobs, empty.turns, empty.weight_versions)
     assert [(len(c), c.dtype.kind) for c in columns] == [(0, "i"), (0, "f"), (0, "i"), (0, "i")]
 
 

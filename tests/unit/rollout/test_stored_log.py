@@ -1,16 +1,14 @@
 """The files of event logs, and their replay with an engine of the test."""
 
-import gzip
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rl.rollout.events import EVENT_TYPES, Abort, Add, Done, Weights
+from rl.rollout.events import Abort, Add, Done, Weights
 from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling
 from rl.rollout.stored_log import DIRECTORY, Replay, VersionRecorder, load, remove_after, store
-from rl.runtime.plain_data import decode, encode
 
 SAMPLING = Sampling(
     samples_per_prompt=1,
@@ -55,14 +53,7 @@ def test_a_stored_log_is_what_was_decided_and_sampled(log):
     assert second.token_ids.tolist() == [1, 2, 3, 4, 7] and (second.seed, second.max_tokens) == (6, 9)
     assert [c.end for c in log.completions.values()] == ["stop", "abort"]
     assert log.completions["0.0.1"].logprobs.tolist() == [-1.0, -1.125]
-
-
-def test_an_older_log_is_of_an_engine_that_scheduled_step_by_step(log, tmp_path):
-    [path] = tmp_path.rglob("*.events")
-    *older, is_async = decode(gzip.decompress(path.read_bytes()), Sampling, *EVENT_TYPES)
-    assert is_async and log.is_async
-    path.write_bytes(gzip.compress(encode(older, Sampling, *EVENT_TYPES)))
-    assert not load(path).is_async
+    assert log.is_async
 
 
 def test_a_replay_names_the_completions_that_differ(log):
