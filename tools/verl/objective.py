@@ -150,7 +150,7 @@ def correction(settings: Settings) -> dict[str, Any]:
     ours: dict[str, Any] = {}
     if get(f"{part}.rollout_is"):
         key = pick(settings, f"{part}.rollout_is", "", WEIGHTS)
-        low, _, high = str(get(f"{part}.rollout_is_threshold", 2.0)).partition("_")
+        low, _, high = str(get(f"{part}.rollout_is_threshold", "2.0")).partition("_")
         if high:
             level = {"truncate_tokens": "token", "truncate_samples": "sample"}[key]
             bounds = {"icepop_low": float(low), "icepop_high": float(high), "icepop_level": level}

@@ -46,9 +46,11 @@ class Settings:
         self.used: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a setting, or verl's default."""
+        """Return a setting, or verl's default. Raises ValueError for a text where the default is a number."""
         self.used.add(key)
         value = self.given.get(key)
+        if isinstance(value, str) and isinstance(default, int | float) and not isinstance(default, bool):
+            raise ValueError(f"{key}={value} must be a number; its default is {default}.")
         return default if value is None else value
 
     def first(self, *keys: str, default: Any = None) -> Any:
@@ -121,7 +123,10 @@ def settings_of_config(arguments: Sequence[str]) -> dict[str, Any]:
 
 def settings_of_yaml(file: Path) -> dict[str, Any]:
     """Return the settings of a config. Raises ValueError if it is not one."""
-    tree = yaml.safe_load(file.read_text())
+    try:
+        tree = yaml.safe_load(file.read_bytes())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not a config in YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{file} has no settings; it must be a mapping in YAML.")
     base = str(tree.pop("defaults", ""))
@@ -215,8 +220,9 @@ def run_script(
             cwd=directory,
             capture_output=True,
             text=True,
+            errors="replace",
             stdin=subprocess.DEVNULL,
         )
-        text = calls.read_text() if calls.exists() else ""
+        text = calls.read_text(errors="replace") if calls.exists() else ""
         text = text.replace(directory, os.getcwd())  # of paths that the script makes of its directory
     return [call.split("\0") for call in text.split("\n\0")], done.stdout + done.stderr

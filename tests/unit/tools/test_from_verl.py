@@ -223,6 +223,14 @@ def test_settings_without_a_counterpart_are_listed(tmp_path, capsys):
     assert "run.max_steps is not set" in text and "16 x 8 GPUs" in text
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"trainer: [", b""])
+def test_a_damaged_yaml_is_named(tmp_path, capsys, damage):
+    config = tmp_path / "ppo.yaml"
+    config.write_bytes(damage)
+    assert from_verl.main([str(config)]) == 2
+    assert str(config) in capsys.readouterr().err
+
+
 def test_a_yaml_with_references_and_overrides_is_read(tmp_path, capsys):
     given = tmp_path / "verl.yaml"
     given.write_text(
@@ -495,6 +503,7 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
             "clip_ratio_low=1.5 with loss_mode=geo_mean bounds a log-ratio",
         ),
         ("python -m verl.trainer.main_ppo data.truncation=middle", "truncation=middle would cut"),
+        ("python -m verl.trainer.main_ppo trainer.n_gpus_per_node=all", "node=all must be a number"),
         (
             "python -m verl.trainer.main_ppo critic.ppo_epochs=2",
             "critic.ppo_epochs=2: the critic learns from the same mini-batches",
