@@ -6,7 +6,8 @@ them, because the distributed optimizer shards them. Nothing is sent between ran
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,11 +75,16 @@ def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
     Summed over the ranks they do not depend on the layout (`rl.runtime.checksum`). They include the reference
     weights and the base of adapters, which are not written. Not collective.
     """
-    sums: dict[str, int] = {}
-    for shard in itertools.chain(model_shards(name, engine, with_reference=True), _base_shards(name, engine)):
-        start = [first for first, _ in shard.box]
-        sums[shard.name] = sums.get(shard.name, 0) + int(placed_checksum(shard.tensor, start))
-    return sums
+    shards = itertools.chain(model_shards(name, engine, with_reference=True), _base_shards(name, engine))
+    return _added((shard.name, shard.box, shard.tensor) for shard in shards)
+
+
+def _added(parts: Iterable[tuple[str, Sequence[tuple[int, int]], Tensor]]) -> dict[str, int]:
+    """Return the checksum of the parts of each tensor. parts: its name, and a box of it with the elements."""
+    sums = Counter[str]()
+    for name, box, tensor in parts:
+        sums[name] += int(placed_checksum(tensor, [first for first, _ in box]))
+    return dict(sums)
 
 
 def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
@@ -86,13 +92,14 @@ def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
 
     Collective over the world.
     """
-    mine: dict[str, int] = {}
-    for weight, tensor, writes in _written_weights(engine, engine.weight_map):
-        if writes and not isinstance(tensor, torch.nn.Parameter):
-            for region, view in _views(engine, weight, tensor, tensor, 0):
-                key, start = f"{name}/{WEIGHT}/{region.hf}", [first for first, _ in region.box]
-                mine[key] = mine.get(key, 0) + int(placed_checksum(view, start))
-    return summed(mine)
+    return summed(
+        _added(
+            (f"{name}/{WEIGHT}/{region.hf}", region.box, view)
+            for weight, tensor, writes in _written_weights(engine, engine.weight_map)
+            if writes and not isinstance(tensor, torch.nn.Parameter)
+            for region, view in _views(engine, weight, tensor, tensor, 0)
+        )
+    )
 
 
 def exported_checksums(
@@ -108,13 +115,15 @@ def exported_checksums(
     value: maps a weight and its parameter to what is exported. shift: position of a weight's first element in
         the exported tensor, by its name; the origin if it is empty.
     """
-    mine: dict[str, int] = {}
-    for weight, parameter, writes in _written_weights(engine, weight_map):
-        for region, view in _views(engine, weight, parameter, value(weight, parameter), 0) if writes else ():
-            start = [first for first, _ in region.box]
-            start = [first + more for first, more in zip(start, shift(region.hf) or [0] * len(start))]
-            mine[region.hf] = mine.get(region.hf, 0) + int(placed_checksum(view, start))
-    return summed(mine)
+    return summed(
+        _added(
+            (region.hf, [(first + more, stop + more) for (first, stop), more in zip(region.box, moves)], view)
+            for weight, parameter, writes in _written_weights(engine, weight_map)
+            if writes
+            for region, view in _views(engine, weight, parameter, value(weight, parameter), 0)
+            for moves in [shift(region.hf) or itertools.repeat(0)]
+        )
+    )
 
 
 def total_checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
@@ -183,12 +192,9 @@ def _written_weights(engine: TrainingEngine, weight_map: WeightMap) -> Iterator[
     """
     loads = {False: [0] * engine.grid.replicas, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
-        if weight_map.place(weight).stages[0] != engine.grid.pp_rank:
-            continue  # a tied embedding on the last stage
+        if not weight_map.is_counted(weight):
+            continue  # another rank of this replica writes it
         of_expert = weight.expert is not None
-        tp_rank = weight_map.tensor_split(weight)[1]
-        if not weight.cut.split and tp_rank > 0:
-            continue  # the first tensor parallel rank writes it
         replica = engine.grid.replica if not of_expert else dist.get_rank(engine.grid.groups.expt_dp)
         writer = loads[of_expert].index(min(loads[of_expert]))
         loads[of_expert][writer] += parameter.nbytes
@@ -231,7 +237,7 @@ def _views(
 
     tensor: holds one number for each of these elements, and is flattened.
     """
-    flat, pieces = tensor.detach().view(-1), weight.megatron_pieces(*engine.weight_map.tensor_split(weight))
+    flat, pieces = tensor.detach().view(-1), engine.weight_map.pieces(weight)
     for region in regions(pieces, tuple(parameter.shape), start, start + flat.numel()):
         yield region, region.view(flat)
 

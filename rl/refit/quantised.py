@@ -21,7 +21,6 @@ from rl.models.layout import Piece, Weight
 from rl.models.placement import TrainingPlacement
 from rl.refit.values import Values
 from rl.rollout.engine import RolloutEngine
-from rl.training.weights import WeightMap
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def groups(engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[G
     names = set(in_fp8.names)
     plain = [weight for weight in weight_map.weights if weight.vllm not in names]
     yield Group(0, plain, values, engine.weights())
-    own = values if staged else replace(values, of=_Quantised(values))
+    own = values if staged else replace(values, of=partial(_quantised, values))
     quantised = [weight for weight in weight_map.weights if weight.vllm in names]
     for number, weights in enumerate(_by_layers(quantised, weight_map.placement), 1):
         if staged:
@@ -74,20 +73,10 @@ def _by_layers(weights: Sequence[Weight], training: TrainingPlacement) -> list[l
     return [out[group] for group in sorted(out)]
 
 
-class _Quantised:
-    """Computes the values of quantised weights, as the engine has them, from the trainer's parameters."""
-
-    def __init__(self, values: Values):
-        self._values = values
-
-    @torch.no_grad()
-    def __call__(self, weight: Weight, parameter: Tensor) -> Tensor:
-        value = self._values.of(weight, parameter)
-        return in_blocks(value, weight, weight.megatron_pieces(*self._map.tensor_split(weight)))
-
-    @property
-    def _map(self) -> WeightMap:
-        return self._values.weight_map
+@torch.no_grad()
+def _quantised(values: Values, weight: Weight, parameter: Tensor) -> Tensor:
+    """Return the values of a quantised weight, as the engine has them, from the trainer's parameter."""
+    return in_blocks(values.of(weight, parameter), weight, values.weight_map.pieces(weight))
 
 
 def in_blocks(value: Tensor, weight: Weight, pieces: Sequence[Piece]) -> Tensor:

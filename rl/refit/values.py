@@ -8,7 +8,6 @@ A receiver that keeps W holds the weights twice. One that does not must subtract
 and its rounding errors add up (docs/adapters.md). The form with few bytes is `adapter`.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,9 +46,7 @@ class Values:
 
         Collective over the model parallel groups, as `full_weights`.
         """
-        some = copy.copy(self.weight_map)
-        some.weights = list(weights)
-        return full_weights(some, self.of)
+        return full_weights(self.weight_map.over(list(weights), self.weight_map.parameters), self.of)
 
 
 class _Computed(Mapping[int, Tensor]):
@@ -115,10 +112,10 @@ def wrong_adapter(trainer: TrainingEngine, values: Values, number: int) -> str:
     pair, scale, learned = pairs[number % len(pairs)], adapters.config.scale, adapters.learned_map
     a, b = (_whole(learned, weight) for weight in (pair.a, pair.b))
     weights, weight = (learned, pair.b) if values.is_adapter else (base, pair.base)
-    parameter = weights.parameters[weights.local_name(weight, base.grid.pp_rank)].detach()
+    parameter = weights.parameter(weight).detach()
     value = values.of(weight, parameter)
     start = torch.zeros_like(parameter) if values.is_adapter else trainer.parts.value(weight, parameter)
-    for piece in weight.megatron_pieces(*weights.tensor_split(weight)):
+    for piece in weights.pieces(weight):
         if piece.hf != (weight.hf[0] if values.is_adapter else weight.hf[pair.part]):
             continue
         (first, last), columns = piece.hf_box[0], slice(*piece.hf_box[1])
@@ -143,8 +140,8 @@ def wrong_adapter(trainer: TrainingEngine, values: Values, number: int) -> str:
 
 def _whole(weights: WeightMap, weight: Weight) -> Tensor:
     """Return a tensor with zeros where this rank has no part of it, float32."""
-    parameter = weights.parameters[weights.local_name(weight, weights.grid.pp_rank)].detach()
+    parameter = weights.parameter(weight).detach()
     full = torch.zeros(weight.shapes[0], device=parameter.device)
-    for piece in weight.megatron_pieces(*weights.tensor_split(weight)):
+    for piece in weights.pieces(weight):
         full[index(piece.hf_box)] = parameter[index(piece.local_box)].float()
     return full

@@ -172,8 +172,8 @@ class Adapters(Part):
 
     def _set(self, weight: Weight, values: Tensor) -> None:
         """Set this rank's part of A or B to that of the whole tensor."""
-        parameter = self.learned_map.parameters[self.learned_map.local_name(weight, self._base.grid.pp_rank)]
-        for piece in weight.megatron_pieces(*self._base.tensor_split(weight)):
+        parameter = self.learned_map.parameter(weight)
+        for piece in self.learned_map.pieces(weight):
             parameter[index(piece.local_box)] = values[index(piece.hf_box)].to(parameter)
 
     @torch.no_grad()
@@ -182,15 +182,15 @@ class Adapters(Part):
 
         Every rank that holds a part of W decomposes the whole, and takes the result of the first.
         """
-        grid, groups = self._base.grid, self._base.grid.groups
+        groups = self._base.grid.groups
         for base, pairs in self._held().items():
             of_expert = base.expert is not None
             replicas = groups.expt_dp if of_expert else groups.dp_cp
             split = (groups.expt_tp if of_expert else groups.tp) if base.cut.split else None
-            parameter = self._base.parameters[self._base.local_name(base, grid.pp_rank)]
+            parameter = self._base.parameter(base)
             for pair in pairs:
                 whole = torch.zeros(base.shapes[pair.part], device=parameter.device)
-                for piece in base.megatron_pieces(*self._base.tensor_split(base)):
+                for piece in self._base.pieces(base):
                     if piece.hf == base.hf[pair.part]:
                         whole[index(piece.hf_box)] = parameter[index(piece.local_box)].float()
                 if split is not None:
@@ -260,8 +260,8 @@ class _Sum:
             for kind in KINDS[1:]
         )
         self._module, self._name, self.scale = module, f"weight{number}", scale
-        size, rank = base.tensor_split(weight)
-        self._rows, self._lengths = _order(weight, size, rank, self._a[0].device)
+        size, _ = base.tensor_split(weight)
+        self._rows, self._lengths = _order(weight, base, self._a[0].device)
         self._group = base.grid.groups.tp if weight.expert is None else base.grid.groups.expt_tp
         self._splits_columns = size > 1 and splits_columns(weight)
         self._splits_rows = size > 1 and weight.cut.split and not self._splits_columns
@@ -416,12 +416,12 @@ def _add_parameters(
     return added
 
 
-def _order(weight: Weight, size: int, rank: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
+def _order(weight: Weight, base: WeightMap, device: torch.device) -> tuple[Tensor | None, list[int]]:
     """Return which row of the concatenated parts is in each row of a parameter, and the rows of each part.
 
     The rows of a part are in the order of the checkpoint. The first is None if they all are.
     """
-    pieces = weight.megatron_pieces(size, rank)
+    pieces = base.pieces(weight)
     of_part = [[piece for piece in pieces if piece.hf == name] for name in weight.hf]
     lengths = [sum(stop - start for (start, stop), *_ in (p.hf_box for p in part)) for part in of_part]
     if len(pieces) == 1:

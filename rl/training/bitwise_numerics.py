@@ -28,7 +28,7 @@ from rl.numerics import layers
 from rl.training.adapter import AdaptedWeight
 from rl.training.attention import CoreAttention, PackedRow
 from rl.training.layer_spec import DuplicatedLinear
-from rl.training.logprobs import OUTPUTS, linear_logprobs
+from rl.training.logprobs import OUTPUTS, linear_logprobs, own_rows
 from rl.training.model import Policy
 from rl.training.parts import Part
 from rl.training.rotary import RowRotary, _Rotate
@@ -242,8 +242,7 @@ class BitwisePolicy(Policy):
 
 
 def _logprobs(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs):
-    first = group.rank() * len(weight)
-    rows = max(0, min(len(weight), vocab_size - first))
+    first, rows = own_rows(weight, vocab_size, group)
     local = torch.where((targets >= first) & (targets < first + rows), targets - first, -1)
     sliced = layers.SlicedWeight.of(weight[:rows]) if rows else None
     found = []

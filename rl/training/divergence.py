@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
-from rl.training.logprobs import _add_product
+from rl.training.logprobs import add_product, own_rows
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
 
@@ -65,15 +65,15 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, divergence, *options):
         temperature, vocab_size, group, chunk = options
-        real_rows = _real_rows(weight, vocab_size, group)[1]
+        real_rows = own_rows(weight, vocab_size, group)[1]
         found = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         totals = torch.zeros_like(found)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            x = _logits(hidden[part], weight, real_rows, temperature)
-            y = _logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
+            x = scaled_logits(hidden[part], weight, real_rows, temperature)
+            y = scaled_logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
             local = torch.stack([x.logsumexp(-1), y.logsumexp(-1)])
-            totals[:, part] = _gathered(local, group).logsumexp(0)
+            totals[:, part] = gathered(local, group).logsumexp(0)
             log_p, log_q = x.sub_(totals[0, part, None]), y.sub_(totals[1, part, None])
             terms, slopes = divergence(log_p, log_q)
             found[:, part] = torch.stack([terms.sum(-1), slopes.sum(-1)])
@@ -89,8 +89,8 @@ class _Whole(torch.autograd.Function):
         divergence, temperature, real_rows, chunk = ctx.options
 
         def gradient(part: slice) -> Tensor:
-            log_p = _logits(hidden[part], weight, real_rows, temperature).sub_(totals[0, part, None])
-            log_q = _logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
+            log_p = scaled_logits(hidden[part], weight, real_rows, temperature).sub_(totals[0, part, None])
+            log_q = scaled_logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
             slopes = divergence(log_p, log_q.sub_(totals[1, part, None]))[1]
             return slopes - log_p.exp() * slope_sums[part, None]
 
@@ -126,17 +126,17 @@ def top_k_divergence(
 class _TopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ids, log_q, divergence, temperature, vocab_size, group, chunk):
-        first, real_rows = _real_rows(weight, vocab_size, group)
+        first, real_rows = own_rows(weight, vocab_size, group)
         rows = ids - first
         # Tokens of other ranks have the place after the last row.
         places = torch.where((rows >= 0) & (rows < real_rows), rows, len(weight))
         local = torch.empty_like(log_q)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            x = F.pad(_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
+            x = F.pad(scaled_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
             local[part, :-1] = x.gather(1, places[part])
             local[part, -1] = x.scatter_(1, places[part], FLOOR).logsumexp(-1)
-        scores = _gathered(local, group).logsumexp(0)
+        scores = gathered(local, group).logsumexp(0)
         total = scores.logsumexp(-1, keepdim=True)
         log_p = scores - total
         terms, slopes = divergence(log_p, log_q)
@@ -154,7 +154,7 @@ class _TopK(torch.autograd.Function):
         of_others = (slopes[:, -1] - log_p[:, -1].exp() * slope_sums[:, 0])[:, None]
 
         def gradient(part: slice) -> Tensor:
-            x = F.pad(_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
+            x = F.pad(scaled_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
             share = x.sub_(total[part] + log_p[part, -1:]).clamp_(max=0.0).exp_()
             return share.mul_(of_others[part]).scatter_(1, places[part], chosen[part])[:, :-1]
 
@@ -169,19 +169,19 @@ def top_k(
 
     k must be below vocab_size. Arguments and collectives as for `linear_divergence`.
     """
-    first, real_rows = _real_rows(weight, vocab_size, group)
+    first, real_rows = own_rows(weight, vocab_size, group)
     width = min(k, len(weight))
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
     local = torch.full((len(hidden), k + 1), FLOOR, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        x = _logits(hidden[part], weight, real_rows, temperature)
+        x = scaled_logits(hidden[part], weight, real_rows, temperature)
         local[part, :width], found = x.topk(width)
         ids[part, :width] = found + first
         local[part, -1] = x.scatter_(1, found, FLOOR).logsumexp(-1)
-    candidates = _gathered(local, group)
+    candidates = gathered(local, group)
     scores, chosen = candidates[..., :-1].transpose(0, 1).flatten(1).topk(k)
-    ids = _gathered(ids, group).transpose(0, 1).flatten(1).gather(1, chosen)
+    ids = gathered(ids, group).transpose(0, 1).flatten(1).gather(1, chosen)
     left = candidates[..., :-1].transpose(0, 1).flatten(1).scatter(1, chosen, FLOOR)
     others = torch.cat([left, candidates[..., -1].T], dim=1).logsumexp(-1, keepdim=True)
     return ids, torch.cat([scores, others], dim=1).log_softmax(-1)
@@ -194,7 +194,7 @@ def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
     """
     if len(weight) == wanted:
         return weight.detach().clone()
-    whole = _gathered(weight.detach(), group).flatten(0, 1)
+    whole = gathered(weight.detach(), group).flatten(0, 1)
     return whole[group.rank() * wanted :][:wanted].clone()
 
 
@@ -275,13 +275,7 @@ class MicroTargets:
         return out
 
 
-def _real_rows(weight: Tensor, vocab_size: int, group) -> tuple[int, int]:
-    """Return the first row of this rank, and how many of its rows are no padding."""
-    first = group.rank() * len(weight)
-    return first, max(0, min(len(weight), vocab_size - first))
-
-
-def _logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) -> Tensor:
     """Return the scaled logits float32 [c, rows], FLOOR from real_rows on."""
     x = (hidden @ weight.T).float()
     x = x / temperature if temperature != 1.0 else x
@@ -289,7 +283,7 @@ def _logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) 
     return x
 
 
-def _gathered(local: Tensor, group) -> Tensor:
+def gathered(local: Tensor, group) -> Tensor:
     """Return the tensors of all ranks of the group, [tp, *shape]. Collective over `group`."""
     parts = local.new_empty(group.size(), *local.shape)
     if group.size() == 1:
@@ -319,5 +313,5 @@ def _through_head(
         grad = (gradient(part) * upstream[part, None]).to(hidden.dtype)
         torch.mm(grad, weight, out=grad_hidden[part])
         if learns:
-            _add_product(grad_weight, grad.T, hidden[part])
+            add_product(grad_weight, grad.T, hidden[part])
     return grad_hidden, grad_weight.to(weight.dtype) if learns else None

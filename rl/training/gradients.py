@@ -129,13 +129,12 @@ class ReductionProbe:
         self._found.clear()
         if self._hook is not None:
             self._hook.remove()
-        learned, weight = self._learned, self._weights[number % len(self._weights)]
+        weight = self._weights[number % len(self._weights)]
         self._name, self._hook = weight.hf[0], None
         self._weight, self._share = self.part_of(weight)
         if self._weight is None:
             return
-        counts = weight.cut.split or learned.tensor_split(weight)[1] == 0
-        self._reports = counts and learned.place(weight).stages[0] == learned.grid.pp_rank
+        self._reports = self._learned.is_counted(weight)
         if self._overlaps:
             self._hook = self._weight.register_hook(self._add)
 
@@ -145,25 +144,16 @@ class ReductionProbe:
         None and 0 if this rank learns no part of it.
         """
         learned = self._learned
-        if not learned.holds(weight):
+        parameter = learned.parameter(weight) if learned.holds(weight) else None
+        if parameter is None or not parameter.requires_grad:
             return None, 0.0
-        parameter = learned.parameters[learned.local_name(weight, learned.grid.pp_rank)]
-        if not parameter.requires_grad:
-            return None, 0.0
-        counts = weight.cut.split or learned.tensor_split(weight)[1] == 0
-        return parameter, self._share_of(weight, parameter, float(counts))
-
-    def _share_of(self, weight: Weight, parameter: torch.Tensor, counts: float) -> float:
-        """Return the weight of this tensor parallel rank's gradient in the sum over ranks.
-
-        counts: 1.0 if the weight is split over tensor parallel ranks or this rank is the first of them, else
-            0.0.
-        """
+        tp, tp_rank = learned.tensor_split(weight)
         if getattr(parameter, "average_gradients_across_tp_domain", False):
-            return 1 / self._learned.tensor_split(weight)[0]
+            return parameter, 1 / tp
         norms_of_heads = ("q_layernorm", "k_layernorm")  # of the heads that the rank holds
         in_parts = self._config.qk_layernorm and any(name in weight.megatron for name in norms_of_heads)
-        return 1.0 if in_parts or getattr(parameter, "sequence_parallel", False) else counts
+        in_parts = in_parts or weight.cut.split or getattr(parameter, "sequence_parallel", False)
+        return parameter, float(in_parts or tp_rank == 0)
 
     def _add(self, gradient: torch.Tensor) -> None:
         flat = gradient.detach().view(-1)
@@ -214,12 +204,7 @@ def clipped_norms(
     Elements 1 + rank and 1 + world + rank are `norm`, by which the rank clipped, and `num_changed`
     (`StateSample`). Call it after the optimizer's step. Not collective.
     """
-    counted = {
-        parameter
-        for weight, parameter in learned.local()
-        if (weight.cut.split or learned.tensor_split(weight)[1] == 0)
-        and learned.place(weight).stages[0] == learned.grid.pp_rank
-    }
+    counted = {parameter for weight, parameter in learned.local() if learned.is_counted(weight)}
     gradients = [main.grad for parameter, main, _ in main_weights(optimizer) if parameter in counted]
     device = learned.device
     rank, world = dist.get_rank(), dist.get_world_size()

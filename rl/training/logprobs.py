@@ -59,26 +59,24 @@ def linear_logprobs(
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, masks):
-        per_rank = len(weight)
-        first_row = group.rank() * per_rank
-        real_rows = max(0, min(per_rank, vocab_size - first_row))
+        first_row, rows = own_rows(weight, vocab_size, group)
         local_targets = targets - first_row
-        local_targets = torch.where(local_targets < real_rows, local_targets, -1).clamp_(min=-1)
+        local_targets = torch.where(local_targets < rows, local_targets, -1).clamp_(min=-1)
         statistics, _ = _functions(hidden)
         found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
         found[0].fill_(torch.finfo(torch.float32).min)  # the maximum over no rows
-        local = None if masks is None else masks.on_rows(first_row, real_rows, hidden.device)
+        local = None if masks is None else masks.on_rows(first_row, rows, hidden.device)
         saved = None
-        for start in range(0, len(targets) if real_rows else 0, chunk):
+        for start in range(0, len(targets) if rows else 0, chunk):
             part = slice(start, start + chunk)
-            logits = hidden[part] @ weight[:real_rows].T
+            logits = hidden[part] @ weight[:rows].T
             if local is not None:
                 local.restrict(logits, part)
             statistics(logits, temperature, local_targets[part], wanted, found[:, part])
             saved = logits if keep else None
-        logprobs, lse, entropy, squares = _combine(found, targets // per_rank, group, wanted)
+        logprobs, lse, entropy, squares = _combine(found, targets // len(weight), group, wanted)
         ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, saved)
-        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.masks = temperature, real_rows, chunk, local
+        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.masks = temperature, rows, chunk, local
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -113,7 +111,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if one_chunk:
                 torch.mm(grad.T, hidden, out=grad_weight[: ctx.real_rows])
             else:
-                _add_product(grad_weight[: ctx.real_rows], grad.T, hidden[part])
+                add_product(grad_weight[: ctx.real_rows], grad.T, hidden[part])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, *[None] * 8
 
@@ -174,6 +172,12 @@ def gradient(
     return grad.to(logits.dtype)
 
 
+def own_rows(weight: Tensor, vocab_size: int, group) -> tuple[int, int]:
+    """Return the first row of this rank's part of the head, and how many of its rows are no padding."""
+    first = group.rank() * len(weight)
+    return first, max(0, min(len(weight), vocab_size - first))
+
+
 def _functions(hidden: Tensor):
     """Return `statistics` and `gradient` for the device of `hidden`: on CUDA, the Triton kernels."""
     if hidden.is_cuda:
@@ -183,7 +187,7 @@ def _functions(hidden: Tensor):
     return statistics, gradient
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to the float32 `total`, on CUDA and for float32 without a temporary product."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)

@@ -28,10 +28,11 @@ from rl.data.batch import Batch
 from rl.models import mtp
 from rl.models.layout import Weight
 from rl.training.attention import PackedRow
-from rl.training.divergence import _gathered, _logits, _real_rows
+from rl.training.divergence import gathered, scaled_logits
 from rl.training.engine import TrainingEngine
 from rl.training.form import norm
 from rl.training.layer_spec import DuplicatedLinear, block_spec, megatrons_names, use_te
+from rl.training.logprobs import own_rows
 from rl.training.model import Policy, transformer_config
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
@@ -201,13 +202,13 @@ def prediction_loss(
     padded output head. Logits [chunk, V/tp] exist for `chunk` tokens at a time. Collective over `group`; the
     results are identical on all its ranks.
     """
-    rows = _real_rows(weight, vocab_size, group)[1]
+    rows = own_rows(weight, vocab_size, group)[1]
     found = hidden.new_empty(2, len(hidden), dtype=torch.float32)
     gradient = torch.empty_like(hidden)
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        both = [_logits(x[part], weight, rows, temperature) for x in (target, hidden)]
-        totals = _gathered(torch.stack([x.logsumexp(-1) for x in both]), group).logsumexp(0)
+        both = [scaled_logits(x[part], weight, rows, temperature) for x in (target, hidden)]
+        totals = gathered(torch.stack([x.logsumexp(-1) for x in both]), group).logsumexp(0)
         log_p, log_q = (x.sub_(total[:, None]) for x, total in zip(both, totals))
         p, q = log_p.exp(), log_q.exp()
         found[:, part] = torch.stack([(p * (log_p - log_q)).sum(-1), torch.minimum(p, q).sum(-1)])

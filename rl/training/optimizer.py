@@ -131,16 +131,13 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
 
 def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of weights that differ from their master weights, rounded, on this rank."""
-    found = []
-    for part in optimizer_parts(optimizer):
-        for name, weight in weights.items():
-            if weight in part.model_param_gbuf_map:
-                owned = part._get_model_param_range_map(weight)["param"]
-                tensors = part._get_main_param_and_optimizer_states(weight)
-                main = tensors.get(MASTER, tensors["param"])
-                present = weight.detach().view(-1)[owned.start : owned.end].to(main.device)
-                if main.dtype is not weight.dtype and not torch.equal(main.to(weight.dtype), present):
-                    found.append(name)
+    found, name_of = [], {weight: name for name, weight in weights.items()}
+    for weight, main, state in main_weights(optimizer):
+        if weight in name_of and main.dtype is not weight.dtype:
+            main = state.get(MASTER, main)
+            present = weight.detach().view(-1)[owned_part(optimizer, weight)].to(main.device)
+            if not torch.equal(main.to(weight.dtype), present):
+                found.append(name_of[weight])
     return found
 
 

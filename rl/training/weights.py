@@ -14,8 +14,8 @@ from torch import Tensor
 from rl.models.boxes import Box, index
 from rl.models.files import TensorReader, tensor_files
 from rl.models.fp8_blocks import dequantised
-from rl.models.layout import FP8_BLOCK, Weight, assemble
-from rl.models.placement import Place, TrainingPlacement, count_experts
+from rl.models.layout import FP8_BLOCK, Piece, Weight, assemble
+from rl.models.placement import TrainingPlacement, count_experts
 from rl.training.grid import Grid
 from rl.training.layer_spec import te_name
 
@@ -64,16 +64,9 @@ class WeightMap:
         other.weights, other.parameters = weights, parameters
         return other
 
-    def place(self, weight: Weight) -> Place:
-        """Return the pipeline stages that hold the weight, its owner first, and the expert parallel rank.
-
-        The rank is None for weights outside routed experts.
-        """
-        return self.placement.place(weight)
-
     def holds(self, weight: Weight) -> bool:
         """Return whether this rank holds the weight or its tensor parallel part."""
-        place = self.place(weight)
+        place = self.placement.place(weight)
         return self.grid.pp_rank in place.stages and place.ep_rank in (None, self.grid.ep_rank)
 
     def tensor_split(self, weight: Weight) -> tuple[int, int]:
@@ -88,7 +81,7 @@ class WeightMap:
         """Return the name of the weight's parameter on a rank of that stage that holds it."""
         placement = self.placement
         part = placement.part(weight, stage)
-        if weight.tied_to_head and stage != self.place(weight).stages[0]:
+        if weight.tied_to_head and stage != self.placement.place(weight).stages[0]:
             name = "output_layer.weight"
         else:
             layer = None if weight.layer is None else weight.layer - placement.ranges[part][0]
@@ -99,11 +92,28 @@ class WeightMap:
             name = f"{part // placement.pp}.{name}"
         return name if name in self.parameters else te_name(name)
 
+    def parameter(self, weight: Weight) -> Tensor:
+        """Return the parameter of a weight that this rank holds."""
+        return self.parameters[self.local_name(weight, self.grid.pp_rank)]
+
+    def pieces(self, weight: Weight) -> list[Piece]:
+        """Return the pieces of Hugging Face tensors in this rank's parameter of a weight."""
+        return weight.megatron_pieces(*self.tensor_split(weight))
+
+    def is_counted(self, weight: Weight) -> bool:
+        """Return whether a sum over one replica's ranks includes this rank's part of a weight that it holds.
+
+        It does not include copies: a tied embedding's on the last stage, and those of a weight that is not
+        split on other tensor parallel ranks than the first.
+        """
+        first = self.placement.place(weight).stages[0] == self.grid.pp_rank
+        return first and (weight.cut.split or self.tensor_split(weight)[1] == 0)
+
     def local(self) -> Iterator[tuple[Weight, Tensor]]:
         """Yield this rank's weights with their parameters. Both stages of a tied embedding yield it."""
         for weight in self.weights:
             if self.holds(weight):
-                yield weight, self.parameters[self.local_name(weight, self.grid.pp_rank)]
+                yield weight, self.parameter(weight)
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
         """Return (group, parameters by name): data parallel, then expert data parallel for routed experts."""
@@ -142,7 +152,7 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
     reader = TensorReader(files, weight_map.weights)
     for weight, parameter in weight_map.local():
         parameter.zero_()
-        for piece in weight.megatron_pieces(*weight_map.tensor_split(weight)):
+        for piece in weight_map.pieces(weight):
             if piece.hf not in files:
                 continue  # optional: stays 0
             values = reader.read(piece.hf, piece.hf_box)
@@ -179,13 +189,13 @@ def full_weights(
     grid = weight_map.grid
     device = weight_map.device
     for weight in weight_map.weights:
-        owner = weight_map.place(weight).stages[0]
+        place = weight_map.placement.place(weight)
+        owner = place.stages[0]
         tp, _ = weight_map.tensor_split(weight)
         group = grid.groups.tp if weight.expert is None else grid.groups.expt_tp
         shards_needed = tp if weight.cut.split else 1
         if grid.pp_rank == owner and weight_map.holds(weight):
-            parameter = weight_map.parameters[weight_map.local_name(weight, owner)]
-            mine = value(weight, parameter).detach().contiguous()
+            mine = value(weight, weight_map.parameter(weight)).detach().contiguous()
             shards = mine.new_empty((shards_needed, *mine.shape))
             if shards_needed > 1:
                 dist.all_gather_into_tensor(shards.view(-1, *mine.shape[1:]), mine, group=group)
@@ -195,7 +205,7 @@ def full_weights(
             dtype = torch.float32 if weight.float32 else weight_map.dtype
             shards = torch.empty((shards_needed, *weight.megatron_shape(tp)), dtype=dtype, device=device)
         if weight.expert is not None and grid.ep > 1 and grid.pp_rank == owner:
-            dist.broadcast(shards, group=grid.groups.ep, group_src=weight_map.place(weight).ep_rank)
+            dist.broadcast(shards, group=grid.groups.ep, group_src=place.ep_rank)
         if grid.pp > 1:
             dist.broadcast(shards, group=grid.groups.pp, group_src=owner)
         yield from assemble(weight, list(shards)).items()

@@ -43,8 +43,8 @@ def test_a_box_is_multiplied_by_the_scales_of_its_blocks(box):
 def load(directory, parameter, cut, tp, rank):
     """Fill one rank's parameter of a matrix a.weight [300, 200]."""
     weight = Weight(("a.weight",), ((300, 200),), "a.weight", "a.weight", cut, layer=0)
-    local, split = (lambda: [(weight, parameter)]), (lambda weight: (tp, rank))
-    load_hf(str(directory), SimpleNamespace(weights=[weight], local=local, tensor_split=split))
+    local, pieces = (lambda: [(weight, parameter)]), (lambda weight: weight.megatron_pieces(tp, rank))
+    load_hf(str(directory), SimpleNamespace(weights=[weight], local=local, pieces=pieces))
 
 
 @pytest.mark.parametrize(("cut", "tp", "rank"), [(COLUMN, 1, 0), (COLUMN, 2, 1), (ROW, 2, 1), (ROW, 4, 2)])
