@@ -15,6 +15,8 @@ objective.aggregation=seq-mean-token-sum-norm`.
 Any advantage that needs groups but no model of its own can be used here (`objective.advantage`: OPO, GPG,
 GDPO, pass@k, token baselines), and any loss (`objective.loss`: GSPO, CISPO, GMPO, SAPO, Clip-Cov, ...).
 docs/algorithms.md lists them.
+
+`rl.run.loop` calls `collect`, then `learn`; `rl.phases.phases` has the phases.
 """
 
 from rl.data.batch import Batch

@@ -24,11 +24,16 @@ JobRanks = tuple[int, ...]
 def training_ranks(world_size: int, *, tp: int, pp: int, ep: int = 1) -> np.ndarray:
     """Return the ranks of the training grid by their place, int64 [pp, replicas, ep, tp].
 
-    This is Megatron's order, "tp-cp-ep-dp-pp" with the innermost first; without context parallelism cp
-    has no dimension. Outside of routed experts ep is 1 and the replicas are the data parallel ranks; for
-    experts tp is etp.
+    This is Megatron's order, "tp-cp-ep-dp-pp" with the innermost first; context parallel ranks count as
+    replicas. Outside of routed experts ep is 1 and the replicas are the data parallel ranks; for experts tp
+    is etp.
     """
     return np.arange(world_size).reshape(pp, -1, ep, tp)
+
+
+def context_ranks(world_size: int, *, tp: int, cp: int) -> np.ndarray:
+    """Return the ranks of each context parallel group, int64 [groups, cp]; order as in `training_ranks`."""
+    return np.arange(world_size).reshape(-1, cp, tp).swapaxes(1, 2).reshape(-1, cp)
 
 
 class Place(NamedTuple):

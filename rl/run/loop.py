@@ -1,4 +1,7 @@
-"""The run: set-up, then steps of collect and learn, with validation, checkpoints and the log between them."""
+"""The run: set-up, then steps of collect and learn, with validation, checkpoints and the log between them.
+
+The phases of a step are in the file of the algorithm, such as `rl.algorithms.grpo`.
+"""
 
 import copy
 import time

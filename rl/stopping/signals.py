@@ -1,4 +1,8 @@
-"""Signals that request a stop. See `rl.stopping.requests`."""
+"""Signals that request a stop: SIGUSR2, and SIGTERM in a Slurm job.
+
+They are only recorded here. Between two steps the ranks agree on the stop (`rl.stopping.requests`), and
+`rl.run.loop` saves a checkpoint and exits with code 75.
+"""
 
 import os
 import signal

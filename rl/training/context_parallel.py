@@ -2,13 +2,15 @@
 
 Each rank holds a part of every segment of the row (`rl.training.rows`). A segment is cut into 2 cp chunks, of
 which rank r holds chunks r and 2 cp - 1 - r: a late chunk, whose tokens attend to many others, goes with an
-early one (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). In every layer the attention gathers the keys
-and values of the whole row and computes those of the rank's queries. The outputs of the head are gathered
-once per pass. Each rank of the group then computes the loss of the whole row, so no loss depends on context
+early one (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). `rl.training.packing` cuts the row. In every
+layer the attention gathers the keys and values of the whole row (`PackedRow.keys` in `rl.training.attention`;
+for MLA the latents, `rl.training.gathered_latents`; for a gated delta net its inputs,
+`rl.training.delta_net`) and computes those of the rank's queries. The outputs of the head are gathered once
+per pass. Each rank of the group then computes the loss of the whole row, so no loss depends on context
 parallelism.
 
 To Megatron the ranks of a group are data parallel ranks: they hold equal weights, and the sum of their
-gradients is that of the row.
+gradients is that of the row. `rl.models.placement` has the order of the ranks.
 
 T: tokens of the row. W: T and the padding of all parts. W/cp: tokens of a part. R: response tokens of the
 row, of which a part predicts r.

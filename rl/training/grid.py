@@ -6,14 +6,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from rl.models.placement import training_ranks
+from rl.models.placement import context_ranks, training_ranks
 
 if TYPE_CHECKING:
     from rl.training.context_parallel import ContextGroup
@@ -122,7 +121,6 @@ def _context_group(tp: int, cp: int) -> "ContextGroup":
     """Create the context parallel groups and return that of this rank. Collective over the world."""
     from rl.training.context_parallel import ContextGroup
 
-    world = dist.get_world_size()
-    members = np.arange(world).reshape(-1, cp, tp).swapaxes(1, 2).reshape(-1, cp).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(members)
+    members = context_ranks(dist.get_world_size(), tp=tp, cp=cp)
+    group, _ = dist.new_subgroups_by_enumeration(members.tolist())
     return ContextGroup(cp, group.rank(), group)

@@ -5,8 +5,12 @@ passes of a step use the same plan. The log-probs before and in the first update
 packed rows and are bitwise equal.
 
 The plan balances cost (`Cost`), not tokens. Samples of a group with equal prompts share one copy of it in a
-micro-batch (`training.shared_prefix`). They are divided only if they exceed `training.micro_batch_tokens`, or
-if the cost of the ranks would otherwise be uneven. "Group" below means such samples (`contexts`).
+micro-batch (`training.shared_prefix`). They are divided only if they exceed the tokens of a row
+(`training.micro_batch_tokens` x cp), or if the cost of the ranks would otherwise be uneven. "Group" below
+means such samples (`contexts`).
+
+`rl.phases.minibatches` divides the batch of a step into mini-batches before; `rl.training.packing` packs each
+micro-batch into a row.
 """
 
 import heapq
