@@ -80,6 +80,17 @@ def test_without_a_counted_token_value_and_gradient_are_0(lengths, name):
     assert all(value.item() == 0 and value.dim() == 0 for value in stats.values())
 
 
+@every_loss
+def test_on_policy_the_gradient_is_that_of_the_policy_gradient(name):
+    columns = columns_of(3)
+    mask, advantages = columns["mask"], columns["advantages"]
+    equal = columns | {"old_logprobs": columns["logprobs"], "loss_weights": torch.ones(len(mask))}
+    equal["selected_tokens"] = torch.zeros(len(mask))  # which the covariance losses treat apart
+    _, grad, stats = outcome(name, equal)
+    torch.testing.assert_close(grad, torch.where(mask, -advantages, 0.0), rtol=1e-6, atol=0)
+    assert all(value == 0 for key, value in stats.items() if not key.endswith("_weight"))
+
+
 @each("mode", list(MODES))
 @every_loss
 def test_any_split_gives_the_same_loss_and_gradient(name, mode):

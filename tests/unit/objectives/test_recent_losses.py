@@ -73,13 +73,6 @@ def test_vespo_hand_numbers():
     assert math.isclose(stats["vespo_weight"].item(), 2 * up + down)
 
 
-def test_vespo_on_policy_is_the_policy_gradient():
-    new, advantages = leaf(-1.0, -2.0, -0.5), column(1.5, 1.5, -0.5)
-    token_loss, _ = vespo(new, new.detach(), advantages, torch.ones(3), torch.tensor([2, 1]), **VESPO)
-    (gradient,) = torch.autograd.grad(token_loss.sum(), new)
-    assert torch.allclose(gradient, -advantages)
-
-
 def test_fipo_weighs_advantages_by_later_log_ratios():
     # Half-life of one token: F = d_t + d_{t+1} / 2 + ...; the ratio of the fourth token exceeds dual_clip.
     shifts = column(0.1, 0.2, -0.4, 3.0, 0.3)

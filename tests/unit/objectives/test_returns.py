@@ -58,46 +58,6 @@ def ref_returns(b, gamma):
     return merge(b, [ref_to_go(rewards, gamma) for rewards in split(b, "rewards")])
 
 
-def ref_gae(b, gamma, lam):
-    """From the definition: A_t = sum_l (gamma lam)^l delta_{t+l}."""
-    advantages, targets = [], []
-    for rewards, values in zip(split(b, "rewards"), split(b, "values")):
-        following = [*values[1:], 0.0]
-        deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following)]
-        advantages.append(ref_to_go(deltas, gamma * lam))
-        targets.append([a + v for a, v in zip(advantages[-1], values)])
-    return merge(b, advantages), merge(b, targets)
-
-
-def ref_reinforce_pp_baseline(b):
-    per_sample = []
-    for score, group, kept in zip(b["scores"], b["groups"], split(b, "mask")):
-        per_sample.append([score - np.mean(b["scores"][b["groups"] == group])] * len(kept))
-    return ref_whiten(b, merge(b, per_sample))
-
-
-def ref_otb(b, weighted=False, zero_tail=True):
-    to_go = [ref_to_go(rewards, 1.0) for rewards in split(b, "rewards")]
-    energies = []
-    for logprobs, squares, weights in zip(split(b, "logprobs"), split(b, "squares"), split(b, "weights")):
-        w = [
-            (1 - 2 * math.exp(lp) + sq) * (rho**2 if weighted else 1)
-            for lp, sq, rho in zip(logprobs, squares, weights)
-        ]
-        energies.append([sum(w[: t + 1]) for t in range(len(w))])
-    advantages = []
-    for i, own in enumerate(to_go):
-        group = [j for j in range(len(to_go)) if b["groups"][j] == b["groups"][i]]
-        advantages.append([])
-        for t, g in enumerate(own):
-            there = [j for j in group if len(to_go[j]) > t]
-            baseline = sum(to_go[j][t] * energies[j][t] for j in there) / sum(energies[j][t] for j in there)
-            if len(there) == 1:
-                baseline = 0.0 if zero_tail and len(group) > 1 else g
-            advantages[-1].append(g - baseline)
-    return merge(b, advantages)
-
-
 def ref_prime(b, process_coef, outcome_coef, gamma):
     rewards, advantages = split(b, "rewards"), []
     for i, own in enumerate(rewards):
@@ -109,7 +69,6 @@ def ref_prime(b, process_coef, outcome_coef, gamma):
     return ref_whiten(b, merge(b, advantages))
 
 
-# Each entry: (estimator of a batch of tensors, reference of a batch of arrays); both give one [T].
 SEGMENTS = ("lengths", "mask")
 
 
@@ -117,44 +76,34 @@ def cols(b, *names):
     return [b[name] for name in names]
 
 
+# Each gives one [T] from a batch of tensors.
 ESTIMATORS = {
-    "place_at_end": (lambda b: place_at_end(*cols(b, "scores", *SEGMENTS)), ref_place_at_end),
-    "returns": (lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=0.9), lambda b: ref_returns(b, 0.9)),
-    "returns_undiscounted": (
-        lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=1.0),
-        lambda b: ref_returns(b, 1.0),
-    ),
-    "gae_advantages": (
-        lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.95, lam=0.8)[0],
-        lambda b: ref_gae(b, 0.95, 0.8)[0],
-    ),
-    "gae_returns": (
-        lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.95, lam=0.8)[1],
-        lambda b: ref_gae(b, 0.95, 0.8)[1],
-    ),
-    "whiten": (lambda b: whiten(b["rewards"], b["mask"]), lambda b: ref_whiten(b, b["rewards"])),
-    "whiten_keep_mean": (
-        lambda b: whiten(b["rewards"], b["mask"], shift_mean=False, eps=0.3),
-        lambda b: ref_whiten(b, b["rewards"], False, 0.3),
-    ),
-    "reinforce_pp": (
-        lambda b: reinforce_pp(*cols(b, "rewards", *SEGMENTS), gamma=0.9),
-        lambda b: ref_whiten(b, ref_returns(b, 0.9)),
-    ),
-    "reinforce_pp_baseline": (
-        lambda b: reinforce_pp_baseline(*cols(b, "scores", "groups", *SEGMENTS)),
-        ref_reinforce_pp_baseline,
-    ),
-    "otb": (lambda b: otb(b), ref_otb),
-    "otb_weighted": (lambda b: otb(b, loss_weights=b["weights"]), lambda b: ref_otb(b, weighted=True)),
-    "otb_with_tail": (lambda b: otb(b, zero_tail=False), lambda b: ref_otb(b, zero_tail=False)),
-    "prime": (
-        lambda b: prime(
-            *cols(b, "rewards", "scores", "groups", *SEGMENTS), process_coef=5.0, outcome_coef=3.0, gamma=0.97
-        ),
-        lambda b: ref_prime(b, 5.0, 3.0, 0.97),
-    ),
+    "place_at_end": lambda b: place_at_end(*cols(b, "scores", *SEGMENTS)),
+    "returns": lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=0.9),
+    "returns_undiscounted": lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=1.0),
+    "gae_advantages": lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.95, lam=0.8)[0],
+    "gae_returns": lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.95, lam=0.8)[1],
+    "whiten": lambda b: whiten(b["rewards"], b["mask"]),
+    "whiten_keep_mean": lambda b: whiten(b["rewards"], b["mask"], shift_mean=False, eps=0.3),
+    "reinforce_pp": lambda b: reinforce_pp(*cols(b, "rewards", *SEGMENTS), gamma=0.9),
+    "reinforce_pp_baseline": lambda b: reinforce_pp_baseline(*cols(b, "scores", "groups", *SEGMENTS)),
+    "otb": lambda b: otb(b),
+    "otb_weighted": lambda b: otb(b, loss_weights=b["weights"]),
+    "otb_with_tail": lambda b: otb(b, zero_tail=False),
+    "prime": lambda b: prime(*cols(b, "rewards", "scores", "groups", *SEGMENTS), **PRIME),
 }
+PRIME = dict(process_coef=5.0, outcome_coef=3.0, gamma=0.97)
+REFERENCES = {
+    "place_at_end": ref_place_at_end,
+    "returns": lambda b: ref_returns(b, 0.9),
+    "returns_undiscounted": lambda b: ref_returns(b, 1.0),
+    "whiten": lambda b: ref_whiten(b, b["rewards"]),
+    "whiten_keep_mean": lambda b: ref_whiten(b, b["rewards"], False, 0.3),
+    "reinforce_pp": lambda b: ref_whiten(b, ref_returns(b, 0.9)),
+    "prime": lambda b: ref_prime(b, **PRIME),
+}
+"""Functions of a batch of arrays. tests/unit/checks/test_advantage_checks.py compares the other
+estimators with the check's second computation."""
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
@@ -216,13 +165,12 @@ def permuted(b, order):
 # estimator
 
 
-@every_estimator
+@pytest.mark.parametrize("name", REFERENCES)
 @each("mask_dtype", [np.float64, np.bool_])
 @each("seed", range(4))
 def test_random_ragged_batches_against_the_reference(name, seed, mask_dtype):
-    estimate, reference = ESTIMATORS[name]
     b = batch(seed, mask_dtype)
-    expected, actual = reference(b), estimate(tensors(b))
+    expected, actual = REFERENCES[name](b), ESTIMATORS[name](tensors(b))
     assert np.abs(expected).max() > 0.1 and not expected[b["mask"] == 0].any()
     np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-11)
     assert not actual[torch.tensor(b["mask"]) == 0].any()
@@ -232,7 +180,7 @@ def test_random_ragged_batches_against_the_reference(name, seed, mask_dtype):
 def test_order_of_samples_does_not_matter(name):
     b = batch(7)
     shuffled, tokens = permuted(b, np.random.default_rng(0).permutation(len(b["lengths"])))
-    estimate = ESTIMATORS[name][0]
+    estimate = ESTIMATORS[name]
     torch.testing.assert_close(
         estimate(tensors(b))[tokens], estimate(tensors(shuffled)), rtol=1e-11, atol=1e-12
     )
@@ -244,7 +192,7 @@ def test_dtype_is_kept_and_no_graph(name, dtype):
     b = tensors(batch(8), dtype)
     for column in ("scores", "rewards", "values", "logprobs"):
         b[column].requires_grad_()
-    result = ESTIMATORS[name][0](b)
+    result = ESTIMATORS[name](b)
     assert result.dtype == dtype and not result.requires_grad and result.shape == b["mask"].shape
     assert result.isfinite().all()
 
@@ -254,14 +202,14 @@ def test_dtype_is_kept_and_no_graph(name, dtype):
 def test_batch_without_tokens(name, num_samples):
     b = {column: torch.zeros(0) for column in PER_TOKEN}
     b |= {"scores": torch.ones(num_samples), "groups": torch.zeros(num_samples).long()}
-    assert ESTIMATORS[name][0](b | {"lengths": torch.zeros(num_samples).long()}).shape == (0,)
+    assert ESTIMATORS[name](b | {"lengths": torch.zeros(num_samples).long()}).shape == (0,)
 
 
 @every_estimator
 def test_batch_with_all_tokens_masked(name):
     b = tensors(batch(9))
     b["mask"] = torch.zeros_like(b["mask"])
-    assert not ESTIMATORS[name][0](b).any()
+    assert not ESTIMATORS[name](b).any()
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if not name.startswith("whiten")])
@@ -269,7 +217,7 @@ def test_lengths_that_do_not_sum_to_the_tokens_are_refused(name):
     b = tensors(batch(10))
     b["lengths"] = b["lengths"] + 1
     with pytest.raises(RuntimeError):
-        ESTIMATORS[name][0](b)
+        ESTIMATORS[name](b)
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp_baseline", "otb_with_tail", "prime"])
@@ -281,7 +229,7 @@ def test_equal_scores_give_exactly_zero(name, dtype):
     # exact.
     at_end = place_at_end(b["scores"], b["lengths"], b["mask"])
     b["rewards"] = at_end if name == "otb_with_tail" else torch.full_like(b["rewards"], 0.125)
-    assert not ESTIMATORS[name][0](b).any()
+    assert not ESTIMATORS[name](b).any()
 
 
 @each("fraction", [-0.1, 1.1, NAN])
@@ -391,6 +339,12 @@ def test_reinforce_pp_baseline_of_a_group_of_one():
     root = math.sqrt(7)
     expected = [5 / 14 * root] * 3 + [-9 / 14 * root] + [-root / 7] * 3
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_reinforce_pp_baseline_keeps_the_spread_of_each_group():
+    scores, groups = torch.tensor([1.0, 0.0, 4.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    narrow, _, wide, _ = reinforce_pp_baseline(scores, groups, torch.ones(4).long(), torch.ones(4))
+    assert (wide / narrow).item() == pytest.approx(4.0)
 
 
 def test_optimal_token_baseline_hand_numbers():

@@ -300,17 +300,6 @@ def test_rejection_metrics_by_hand():
     assert rejection_metrics(lengths, mask * 0, mask * 0) == {}
 
 
-def test_untruncated_weights_average_to_one():
-    generator = torch.Generator().manual_seed(0)
-    engine, trainer = (torch.log_softmax(torch.randn(50, generator=generator), 0) for _ in range(2))
-    tokens = torch.multinomial(engine.exp(), 200_000, replacement=True, generator=generator)
-    values = metrics(trainer[tokens], engine[tokens], torch.tensor([len(tokens)]), torch.ones(len(tokens)))
-    divergence = float((engine.exp() * (engine - trainer)).sum())
-    assert values["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.02)
-    assert values["rollout_corr/kl"] == pytest.approx(divergence, rel=0.02)
-    assert values["rollout_corr/k3_kl"] == pytest.approx(divergence, rel=0.02)
-
-
 @each("upper", [0.0, -1.0, float("nan")])
 def test_truncation_to_nothing_is_refused(upper):
     with pytest.raises(ValueError, match="truncated"):

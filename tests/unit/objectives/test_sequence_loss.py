@@ -159,18 +159,6 @@ def test_gspo_equals_the_sequence_objective():
     torch.testing.assert_close(*grads)
 
 
-@both
-def test_on_policy_gradient_is_that_of_the_policy_gradient(loss):
-    lengths = torch.tensor([3, 0, 1, 2])
-    leaf = torch.randn(6, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    advantages = torch.repeat_interleave(torch.tensor([1.5, 9.0, -2.0, 0.0]), lengths)
-    token_loss, stats = loss(leaf, leaf.detach(), advantages, torch.ones(6), lengths, **CLIPS[loss])
-    (grad,) = torch.autograd.grad(token_loss.sum(), leaf)
-    assert torch.equal(token_loss, -advantages)
-    torch.testing.assert_close(grad, -advantages, rtol=1e-6, atol=0)
-    assert all(value.item() == 0 for value in stats.values())
-
-
 def test_gspo_resolves_the_narrow_bounds_of_the_paper_in_float32():
     lengths = torch.tensor([2000, 2000])
     old = -torch.rand(4000, generator=torch.Generator().manual_seed(0))

@@ -68,14 +68,6 @@ def test_value_gradient_and_statistics_against_the_reference(seed, clip):
     assert not any(value.requires_grad or value.dim() for value in stats.values())
 
 
-@each("clip", CLIP_RANGES)
-def test_gradient_against_finite_differences(clip):
-    values, *arguments = batch(3, size=40)
-    assert torch.autograd.gradcheck(
-        lambda x: value_loss(x, *arguments, clip=clip)[0], (values.requires_grad_(),)
-    )
-
-
 def test_values_inside_the_clip_are_not_counted_as_cut():
     values, old, returns, mask = (x.float() for x in batch(5, size=5000))
     _, stats = value_loss(old + 0.01 * values, old, returns, mask, clip=0.5)
