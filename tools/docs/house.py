@@ -16,14 +16,14 @@ Node = tuple[str, int]
 
 
 def floors() -> list[list[str]]:
-    """Return the rooms of each floor, as docs/architecture.md shows them (tests/unit/test_arrows.py)."""
+    """Return the rooms of each floor from the top to the ground, as docs/architecture.md shows them."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     return [line.split() for line in text.partition("## Packages")[2].split("```")[1].strip().splitlines()]
 
 
-def imports(room: str) -> set[str]:
-    """Return the other rooms that the files of a room import, also inside of functions."""
-    found = set()
+def imports(room: str) -> dict[str, set[str]]:
+    """Return the other rooms that a room imports, also inside of functions, each with the importing files."""
+    found = defaultdict(set)
     for file in (ROOT / "rl" / room).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -32,8 +32,10 @@ def imports(room: str) -> set[str]:
                 modules = [alias.name for alias in node.names]
             else:
                 continue
-            found |= {module.split(".")[1] for module in modules if module.startswith("rl.")}
-    return found - {room}
+            for module in modules:
+                if module.startswith("rl.") and (other := module.split(".")[1]) != room:
+                    found[other].add(str(file.relative_to(ROOT)))
+    return dict(found)
 
 
 def needed(arrows: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
@@ -55,7 +57,7 @@ def house() -> str:
     """Return the rooms by floor with their imports; a room is drawn below those that import it."""
     rows = floors()
     floor_of = {room: number for number, rooms in enumerate(rows) for room in rooms}
-    arrows = {room: imports(room) & floor_of.keys() for room in floor_of}
+    arrows = {room: imports(room).keys() & floor_of.keys() for room in floor_of}
     total, shown = sum(map(len, arrows.values())), list(needed(arrows))
     lines = [
         [(a, floor_of[a]), *((f"{a} {b}", n) for n in range(floor_of[a] + 1, floor_of[b])), (b, floor_of[b])]

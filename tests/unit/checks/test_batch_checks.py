@@ -24,16 +24,12 @@ from rl.checks.batches import (
 )
 from rl.checks.objective import check_objective
 from rl.config.declarations import formulas, literal_dict
-from rl.config.schema import load_config
 from rl.data.batch import Batch, concatenate, pair_up
 from rl.data.prompts import Prompt
 from rl.phases.policy_gradient import policy_loss
+from tests.configs import config_with
 
 END, VOCABULARY, LIMIT = 1, 16, 12
-
-
-def config_with(*overrides):
-    return load_config(None, ["model.path=toy", "data.train=toy.jsonl", *overrides])
 
 
 def sampled(seed: int, groups: int = 16, size: int = 8) -> tuple[Batch, torch.Tensor]:

@@ -6,18 +6,9 @@ from rl.config.checks import check
 from rl.config.declarations import NEEDS, describe, shipped
 from rl.config.options import ConfigError
 from rl.config.schema import ADVANTAGES, LOSSES, Objective, load_config
+from tests.configs import config_with, refusal
 from tests.each import each
-
-
-def config_with(*overrides):
-    return load_config(None, ["model.path=/models/toy", "data.train=train.jsonl", *overrides])
-
-
-def error(*overrides) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check(config_with(*overrides))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+from tests.spawn import ROOT
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -27,24 +18,8 @@ def test_each_shipped_algorithm_passes_with_its_own_defaults(name):
     assert set(describe(name).needs) <= set(NEEDS)
 
 
-def test_the_shipped_algorithms_are_those_of_the_readme():
-    assert shipped() == [
-        "dapo",
-        "distill",
-        "dpo",
-        "grpo",
-        "kto",
-        "orpo",
-        "ppo",
-        "prime",
-        "reinforce_pp",
-        "remax",
-        "rloo",
-        "sft",
-        "simpo",
-        "spin",
-        "sppo",
-    ]
+def test_the_shipped_algorithms_are_those_with_a_page():
+    assert shipped() == sorted(path.stem for path in (ROOT / "docs" / "algorithms").glob("*.md"))
 
 
 def test_file_and_overrides_win_over_an_algorithm(tmp_path):
@@ -94,7 +69,7 @@ def test_an_unfit_file_is_refused_with_the_reason(tmp_path, text, words):
 @each("advantage", ADVANTAGES)
 def test_grpo_takes_advantages_without_a_costly_need(advantage):
     if advantage in ("gae", "remax", "prime"):
-        said = error(f"objective.advantage={advantage}")
+        said = refusal(f"objective.advantage={advantage}")
         fitting = {"gae": "ppo", "remax": "remax", "prime": "prime"}[advantage]
         assert "which algorithm=grpo does not provide" in said and said.endswith(f"use algorithm={fitting}.")
     else:
@@ -106,8 +81,8 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
     chosen = f"objective.loss={loss}"
     assert check(config_with(chosen)) == []
     if loss == "gmpo":
-        assert "one advantage per sample" in error("algorithm=ppo", chosen)
-        assert "would weigh samples by their lengths" in error(chosen, "objective.aggregation=token-mean")
+        assert "one advantage per sample" in refusal("algorithm=ppo", chosen)
+        assert "would weigh samples by their lengths" in refusal(chosen, "objective.aggregation=token-mean")
     else:
         assert check(config_with("algorithm=ppo", chosen)) == []
 
@@ -221,7 +196,7 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
-    assert words in error(*overrides)
+    assert words in refusal(*overrides)
 
 
 @each(

@@ -10,6 +10,7 @@ from rl.config.layout_checks import check_layout
 from rl.config.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
 from rl.config.ranges import ranges_of
 from rl.config.schema import Config, load_config, needs_early_logprobs, resolve
+from tests.configs import config_with, refusal
 from tests.each import each
 
 SUPPORTED = ["Qwen3ForCausalLM", "LlamaForCausalLM"]
@@ -23,18 +24,6 @@ HF = {
     "max_position_embeddings": 4096,
     "vocab_size": 1000,  # vLLM pads it to 1024
 }
-
-
-def config_with(*overrides):
-    return load_config(None, ["model.path=/models/toy", "data.train=train.jsonl", *overrides])
-
-
-def check_error(*overrides):
-    config = config_with(*overrides)
-    with pytest.raises(ConfigError) as caught:
-        check(config)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def layout_error(world_size, *overrides, **hf):
@@ -95,7 +84,7 @@ def test_the_defaults_with_model_and_data_pass_without_a_warning():
 
 @each("key, empty", [("model.path", ""), ("data.train", "[]"), ("data.prompt_key", "")])
 def test_a_required_key_that_is_missing_is_named(key, empty):
-    assert check_error(f"{key}={empty}").startswith(f"{key} is empty, but a run needs it: set it to ")
+    assert refusal(f"{key}={empty}").startswith(f"{key} is empty, but a run needs it: set it to ")
 
 
 CHATS = ("algorithm=sft", "data.messages_key=messages", "data.val=val.jsonl")
@@ -109,7 +98,7 @@ CHATS = ("algorithm=sft", "data.messages_key=messages", "data.val=val.jsonl")
     ],
 )
 def test_keys_of_conversations_and_of_a_held_out_loss(overrides, words):
-    assert re.search(words, check_error(*overrides))
+    assert re.search(words, refusal(*overrides))
 
 
 @each("overrides", [CHATS, ("algorithm=dpo",), ("algorithm=kto",)])
@@ -124,12 +113,12 @@ def test_every_numeric_key_has_a_range():
 
 @each("key", [key for key, value in flatten(Config()).items() if type(value) is float])
 def test_nan_is_out_of_every_range(key):
-    assert check_error(f"{key}=.nan").startswith(f"{key} is nan, but must be ")
+    assert refusal(f"{key}=.nan").startswith(f"{key} is nan, but must be ")
 
 
 @each("key", [key for key, value in flatten(Config()).items() if type(value) is int])
 def test_a_count_is_not_negative(key):
-    assert check_error(f"{key}=-1").startswith(f"{key} is -1, but must be ")
+    assert refusal(f"{key}=-1").startswith(f"{key} is -1, but must be ")
 
 
 @each(
@@ -159,8 +148,7 @@ def test_a_count_is_not_negative(key):
 )
 def test_a_value_out_of_range_is_named_with_the_range(key, value, words):
     assert (
-        check_error(f"{key}={value}")
-        == f"{key} is {value.lstrip('.').replace('-.', '-')}, but must be {words}."
+        refusal(f"{key}={value}") == f"{key} is {value.lstrip('.').replace('-.', '-')}, but must be {words}."
     )
 
 
@@ -186,13 +174,13 @@ def test_a_value_at_the_edge_of_its_range_passes(override):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "' a'", '"a\\nb"'])
 def test_a_run_name_that_is_no_plain_path_component_is_an_error(name):
-    error = check_error(f"run.name={name}")
+    error = refusal(f"run.name={name}")
     assert error.startswith("run.name is ") and "use a plain name without '/'" in error
 
 
 @each("function", ["", "rl.rewards.exact", "a.py:", ":f", "a.py:f()", "a:1f"])
 def test_a_reward_function_needs_a_module_and_a_name(function):
-    error = check_error(f"reward.function='{function}'")
+    error = refusal(f"reward.function='{function}'")
     assert (
         error == f'reward.function is "{function}", but must be package.module:name or path/to/file.py:name.'
     )
@@ -204,12 +192,12 @@ def test_a_reward_function_in_a_module_or_a_file_passes(function):
 
 
 def test_an_empty_stop_string_is_an_error():
-    assert "rollout.stop holds an empty string" in check_error("rollout.stop=[a, '']")
+    assert "rollout.stop holds an empty string" in refusal("rollout.stop=[a, '']")
 
 
 def test_a_negative_stop_token_is_an_error():
     assert (
-        check_error("rollout.stop_token_ids=[5, -1]")
+        refusal("rollout.stop_token_ids=[5, -1]")
         == "rollout.stop_token_ids holds -1, but token ids are 0 or more."
     )
 
@@ -217,24 +205,24 @@ def test_a_negative_stop_token_is_an_error():
 def test_more_drafts_than_a_response_takes_are_an_error():
     draft = ("rollout.draft.path=d", "rollout.max_response_tokens=16")
     assert check(config_with(*draft, "rollout.draft.tokens=15")) == []
-    assert check_error(*draft, "rollout.draft.tokens=500") == (
+    assert refusal(*draft, "rollout.draft.tokens=500") == (
         "rollout.draft.tokens=500 must be below rollout.max_response_tokens=16, because a step yields one "
         "token besides the accepted drafts; use at most 15."
     )
-    assert check_error("rollout.draft.path=d", "rollout.max_response_tokens=1").endswith(
+    assert refusal("rollout.draft.path=d", "rollout.max_response_tokens=1").endswith(
         "leave out rollout.draft.path=d."
     )
 
 
 def test_a_minibatch_larger_than_the_step_is_an_error():
-    assert check_error("data.prompts_per_step=8", "training.prompts_per_minibatch=16") == (
+    assert refusal("data.prompts_per_step=8", "training.prompts_per_minibatch=16") == (
         "training.prompts_per_minibatch=16 is larger than data.prompts_per_step=8; use at most 8, or 0 for "
         "the whole batch."
     )
 
 
 def test_a_minibatch_has_to_divide_the_step():
-    assert check_error("data.prompts_per_step=12", "training.prompts_per_minibatch=5") == (
+    assert refusal("data.prompts_per_step=12", "training.prompts_per_minibatch=5") == (
         "training.prompts_per_minibatch=5 does not divide data.prompts_per_step=12; use 4 or 6."
     )
 
@@ -245,10 +233,10 @@ def test_a_minibatch_that_divides_the_step_passes(minibatch):
 
 
 def test_keep_best_needs_a_metric_and_weights_only_a_path():
-    assert "checkpoint.keep_best=1 needs checkpoint.best_metric" in check_error("checkpoint.keep_best=1")
+    assert "checkpoint.keep_best=1 needs checkpoint.best_metric" in refusal("checkpoint.keep_best=1")
     for resume in ("auto", "never"):
         words = f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {resume}"
-        assert words in check_error("checkpoint.weights_only=true", f"checkpoint.resume={resume}")
+        assert words in refusal("checkpoint.weights_only=true", f"checkpoint.resume={resume}")
     assert check(config_with("checkpoint.weights_only=true", "checkpoint.resume=runs/other")) == []
 
 
@@ -264,7 +252,7 @@ def test_checkpoints_between_validations_are_warned_of():
 
 
 def test_a_decay_that_rises_is_an_error():
-    assert check_error("training.optimizer={lr: 1e-6, min_lr: 1e-5, schedule: linear}") == (
+    assert refusal("training.optimizer={lr: 1e-6, min_lr: 1e-5, schedule: linear}") == (
         "training.optimizer.min_lr=1e-05 is above training.optimizer.lr=1e-06, from which it decays."
     )
 

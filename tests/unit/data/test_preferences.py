@@ -10,7 +10,6 @@ from rl.data.chat_template import TOOL
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompts import load_tokenizer
 from tests.chat_templates import tokenizer_of
-from tools.make_toy import build_tokenizer
 
 USER = {"role": "user", "content": "1+1="}
 GOOD = {"role": "assistant", "content": "2"}
@@ -19,18 +18,6 @@ BAD = {"role": "assistant", "content": "three"}
 
 DEFAULTS = dict(prompt_key="prompt", chosen_key="chosen", rejected_key="rejected", overlong="error")
 DEFAULTS |= dict(max_prompt_tokens=64, max_response_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir):
-    return load_tokenizer(tokenizer_dir)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from tokenizers.processors import TemplateProcessing
 
 from rl.data.prompts import load_prompts, load_tokenizer
 from tests.timing import assert_linear
-from tools.make_toy import build_tokenizer
 
 ADDITION = {
     "data_source": "addition",
@@ -22,18 +21,6 @@ ADDITION = {
 
 
 USER = {"role": "user", "content": "a"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def tokenizer(tokenizer_dir):
-    return load_tokenizer(tokenizer_dir)
 
 
 def write_parquet(path, rows):

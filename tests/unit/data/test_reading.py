@@ -7,9 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl.data.prompts import load_prompts, load_tokenizer
+from rl.data.prompts import load_prompts
 from rl.data.reading import read_rows
-from tools.make_toy import build_tokenizer
 
 ROWS = [
     {"prompt": [{"role": "user", "content": c}], "reward_model": {"ground_truth": str(i + 1)}, "other": i}
@@ -54,9 +53,7 @@ def test_all_formats_give_the_same_rows(tmp_path, write, name):
 
 
 @pytest.mark.parametrize("write, name", FORMS)
-def test_prompts_are_the_same_from_all_forms(tmp_path, write, name):
-    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+def test_prompts_are_the_same_from_all_forms(tmp_path, tokenizer, write, name):
     options = {"prompt_key": "prompt", "max_prompt_tokens": 9, "overlong": "error", "max_prompts": 2}
     prompts = load_prompts([write(tmp_path / name)], tokenizer, **options)
     found = [(p.text, p.ground_truth) for p in prompts]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from rl.config.schema import load_config
 from rl.data.batch import Batch, concatenate
 from rl.objectives.aggregate import aggregate
 from rl.objectives.segments import expand, segment_sum
@@ -15,6 +14,7 @@ from rl.phases.minibatches import MinibatchPlan
 from rl.phases.policy_gradient import advantages
 from rl.phases.reward_shaping import KlPenalty, overlong_penalty
 from rl.phases.scorer import _joined
+from tests.configs import config_with
 
 # Two prompts. The first has trajectories of 2 rows (3 + 2 tokens) and of 1 row, the second one of 1 and 1.
 LENGTHS = [3, 2, 2, 4, 1]
@@ -38,10 +38,6 @@ def example(**columns) -> Batch:
     return batch
 
 
-def config_of(*overrides: str):
-    return load_config(None, ["model.path=toy", "data.train=toy.jsonl", *overrides])
-
-
 def test_a_merged_trajectory_has_the_tokens_of_its_rows():
     batch = example()
     merged = batch.merge_rows()
@@ -62,14 +58,14 @@ def test_a_merged_trajectory_has_the_tokens_of_its_rows():
 
 @pytest.mark.parametrize("estimator", ["grpo", "turn-return", "turn-spread", "opo", "reinforce++"])
 def test_advantages_compare_trajectories(estimator):
-    config = config_of(f"objective.advantage={estimator}")
+    config = config_with(f"objective.advantage={estimator}")
     batch = example(token_rewards=torch.linspace(0, 1, 12))
     merged = batch.merge_rows()
     assert torch.equal(advantages(batch, config), advantages(merged, config))
 
 
 def test_the_reward_of_a_trajectory_is_on_its_last_token():
-    config = config_of("objective.reward_kl.coef=0.5")
+    config = config_with("objective.reward_kl.coef=0.5")
     columns = dict(old_logprobs=torch.full((12,), -1.0), ref_logprobs=torch.full((12,), -2.0))
     batch = example(**columns)
     KlPenalty(config).apply(batch, 1)
@@ -79,7 +75,7 @@ def test_the_reward_of_a_trajectory_is_on_its_last_token():
 
 
 def test_length_penalties_and_metrics_count_the_tokens_of_the_policy():
-    config = config_of("rollout.max_response_tokens=4", "reward.overlong_buffer_tokens=2")
+    config = config_with("rollout.max_response_tokens=4", "reward.overlong_buffer_tokens=2")
     assert overlong_penalty(example(), config).tolist() == [-1.0, -1.0, 0.0, -0.5, 0.0]
     metrics = length_metrics(example(), max_prompt_tokens=8)
     assert metrics["response_length/mean"] == 10 / 4 and metrics["agents/given_length/max"] == 1
