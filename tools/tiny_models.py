@@ -23,6 +23,7 @@ SIZES = dict(
     initializer_range=0.1,
 )
 """Heads of 32 channels: vLLM's CPU attention requires a multiple of 32."""
+SPECIAL = dict(bos_token_id=2, eos_token_id=1, pad_token_id=0)
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -232,10 +233,7 @@ def tiny_config(architecture: str, *, tie: bool = False, **options) -> transform
         architectures=[architecture],
         vocab_size=len(build_tokenizer()),
         tie_word_embeddings=tie,
-        bos_token_id=2,
-        eos_token_id=1,
-        pad_token_id=0,
-        **SIZES | PARTICULAR[architecture] | options,
+        **SPECIAL | SIZES | PARTICULAR[architecture] | options,
     )
 
 
@@ -243,15 +241,13 @@ def _tiny_vision_config(architecture: str, *, tie: bool, **options) -> transform
     """Return the config of a model with a vision tower. options: of its text model."""
     text, vision = VISION[architecture]
     tokenizer = build_image_tokenizer()
-    special = dict(bos_token_id=2, eos_token_id=1, pad_token_id=0)
     kind = getattr(transformers, architecture.removesuffix("ForConditionalGeneration") + "Config")
     return kind(
         architectures=[architecture],
-        text_config=dict(vocab_size=len(tokenizer), **special, **SIZES | text | options),
+        text_config=dict(vocab_size=len(tokenizer), **SPECIAL | SIZES | text | options),
         vision_config=vision,
         tie_word_embeddings=tie,
-        **image_tokens(tokenizer),
-        **special,
+        **image_tokens(tokenizer) | SPECIAL,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from rl.run_directory.metric_log import FILE_NAME, read_records
 from tools.acceptance.worker import ROOT, Task
 from tools.records import comparable
 
@@ -37,8 +38,7 @@ def train(
         found = json.loads(status.read_text()) if status.exists() else {}
         reason = found["reason"] if found.get("state") == "failed" else "see the stage's log"
         raise RuntimeError(f"train_rl.py ended with exit code {code}: {reason}")
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_records(directory / FILE_NAME)
 
 
 def _toy(task: Task) -> tuple[str, ...]:
@@ -173,17 +173,13 @@ def resume(task: Task) -> None:
     same = not differing and len(records[0]) == len(records[1]) and learns
     task.findings.check("every metric of steps 3 and 4 is bitwise equal", same, ", ".join(differing))
     files = sorted(straight.glob("checkpoints/step_000004/*.safetensors"))
-    equal = [file.read_bytes() == _in(stopped, straight, file).read_bytes() for file in files]
+    equal = [file.read_bytes() == (stopped / file.relative_to(straight)).read_bytes() for file in files]
     text = f"{sum(equal)} of {len(equal)} files"
     task.findings.check("weights and optimizer states are bitwise equal", bool(equal) and all(equal), text)
     starts = straight / "environment.json", stopped / "environment-after-step-2.json"
     for text, file in zip(("a first start", "a second start"), starts):
         seconds = json.loads(file.read_text())["start_up_s"].get("compilation", 0.0)
         task.findings.note(f"vLLM's compilation in {text}", seconds, unit="s")
-
-
-def _in(directory: Path, other: Path, file: Path) -> Path:
-    return directory / file.relative_to(other)
 
 
 def timeline(task: Task) -> None:

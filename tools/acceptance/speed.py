@@ -66,22 +66,13 @@ def checkpoint(task: Task) -> Path:
 def save_prompts(task: Task, tokens: int) -> Path:
     """Write random prompts of `tokens` tokens, one per character; return the file."""
     import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from tools.make_toy import write_rows
 
     generator = np.random.default_rng(0)
-    rows = [
-        {
-            "data_source": "random",
-            "prompt": [
-                {"role": "user", "content": "".join(map(chr, generator.integers(97, 123, tokens - 2)))}
-            ],
-            "reward_model": {"style": "rule", "ground_truth": "a"},
-        }
-        for _ in range(64)
-    ]
+    texts = ["".join(map(chr, generator.integers(97, 123, tokens - 2))) for _ in range(64)]
     path = task.out / f"prompts-{tokens}.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    write_rows(path, "random", [([{"role": "user", "content": text}], "a") for text in texts])
     return path
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from rl.run_directory.metric_log import FILE_NAME, STEP, read_records  # noqa: E402
 from tools.docs.svg import Drawing  # noqa: E402
 
 STORED = ROOT / "docs" / "pictures" / "curves.json"
@@ -24,10 +25,9 @@ NAMES = {
 
 def read_run(run: Path) -> dict[str, list[list[float]]]:
     """Return metric -> [step, value] pairs of a run, for the metrics that a curve shows."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_records(run / FILE_NAME)
     return {
-        metric: [[r["training/global_step"], round(r[metric], 4)] for r in records if metric in r]
+        metric: [[r[STEP], round(r[metric], 4)] for r in records if metric in r]
         for metric in NAMES
         if any(metric in r for r in records)
     }

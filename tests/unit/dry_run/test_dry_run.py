@@ -20,12 +20,16 @@ from rl.models.placement import RolloutPlacement
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
-PRODUCTION = {CONFIGS / "ppo_deepseek671b.yaml": 512} | {
-    path: int(nodes or 1) * int(gpus)
-    for path in CONFIGS.glob("*.yaml")
-    for nodes, gpus in re.findall(r"_(?:(\d+)x)?(\d+)(?:gpu)?$", path.stem)
-}
-"""Config -> number of ranks, the last part of most names."""
+ON_TWO_CORES = ("quickstart", "quickstart_sft", "gsm8k_toy")
+
+
+def ranks_of(path: Path) -> int:
+    """Return the number of ranks of a production config, the last part of its name."""
+    found = re.search(r"_(?:(\d+)x)?(\d+)(?:gpu)?$", path.stem.replace("ppo_deepseek671b", "ppo_64x8"))
+    return int(found[1] or 1) * int(found[2])
+
+
+PRODUCTION = {path: ranks_of(path) for path in CONFIGS.glob("*.yaml") if path.stem not in ON_TWO_CORES}
 V3 = "deepseek-v3_math_grpo_64x8"
 GRPO = "qwen2.5-7b_gsm8k_grpo_8gpu"
 LORA = ("adapter.kind=lora", "adapter.rank=16", "training.tp=1", "rollout.tp=2")
