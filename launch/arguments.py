@@ -3,34 +3,38 @@
 import argparse
 import shlex
 import sys
+from dataclasses import fields
 
 from launch.batch_file import Resources
 from launch.schedulers import SCHEDULERS
+from rl.config.options import field_docs
 
-OPTIONS = {
-    "nodes": ("N", "nodes"),
-    "gpus_per_node": ("N", "GPUs, one rank each (8); 0: CPU nodes"),
-    "ranks_per_node": ("N", "ranks of a CPU node"),
-    "cpus_per_task": ("N", "cores of a rank (the site's default)"),
-    "time": ("T", "time limit (1-00:00:00)"),
-    "mem": ("SIZE", "memory of a node (GPU nodes: all)"),
-    "account": ("NAME", "account (your site's default)"),
-    "partition": ("NAME", "partition (your site's default)"),
-    "qos": ("NAME", "qos (your site's default)"),
-    "signal_lead_s": ("S", "seconds before the end at which the run stops and saves (600)"),
-}
-"""Field of `Resources` -> (placeholder, help) of its option."""
+OPTIONS = [
+    own.name for own in fields(Resources) if own.name != "scheduler" and type(own.default) in (int, str)
+]
+"""Fields of `Resources` whose option takes a number or a text."""
+
+
+def make_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command, described by the docstring of its module."""
+    return argparse.ArgumentParser(
+        prog=f"python -m launch {command}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def add_resources(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of `Resources`."""
-    group = parser.add_argument_group("resources")
+    """Add an option for each field of `Resources`, described by the field's docstring."""
+    group, docs = parser.add_argument_group("resources"), field_docs(Resources)
     group.add_argument("--scheduler", choices=list(SCHEDULERS), default="slurm", help="(slurm)")
-    for name, (placeholder, text) in OPTIONS.items():
+    for name in OPTIONS:
         default = getattr(Resources(), name)
-        option = "--" + name.removesuffix("_s").replace("_", "-")
-        options = dict(dest=name, metavar=placeholder, type=type(default), help=text)
-        group.add_argument(option, default=default, required=name == "nodes", **options)
+        text = docs[name] + (f" ({default})" if default else "")
+        options = dict(dest=name, metavar="N" if type(default) is int else "TEXT", type=type(default))
+        flag = "--" + name.removesuffix("_s").replace("_", "-")
+        group.add_argument(flag, default=default, required=name == "nodes", help=text, **options)
     group.add_argument("--no-requeue", dest="requeue", action="store_false", help="never requeue the job")
     sbatch_help = "any other option of sbatch (qsub, bsub, flux batch), e.g. --sbatch=--constraint=h100"
     group.add_argument("--sbatch", metavar="OPTION", action="append", default=[], help=sbatch_help)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rl.config.durations import seconds_of
 from rl.config.options import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +57,11 @@ class Resources:
             raise ConfigError("a CPU node (0 GPUs per node) needs at least 1 rank per node; give e.g. 2.")
         if self.gpus_per_node and self.ranks_per_node:
             raise ConfigError("a node has a rank per GPU; give ranks per node only with 0 GPUs per node.")
-        if self.signal_lead_s >= seconds(self.time):
+        try:
+            longest = seconds_of(self.time)
+        except ValueError as error:
+            raise ConfigError(f"time: {error}") from error
+        if self.signal_lead_s >= longest:
             raise ConfigError(
                 f"the signal {self.signal_lead_s} s before the end comes before the start of a job of "
                 f"{self.time}."
@@ -74,22 +79,7 @@ class Resources:
     @property
     def gpu_hours(self) -> float:
         """Maximum number of GPU-hours of the allocation."""
-        return self.nodes * self.gpus_per_node * seconds(self.time) / 3600
-
-
-def seconds(time: str) -> int:
-    """Parse Slurm's format: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
-    days, _, rest = time.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) > 3:
-        raise ConfigError(f"time is '{time}', but Slurm takes e.g. 90 (minutes), 12:00:00 or 1-00:00:00.")
-    numbers = [int(part) for part in parts]
-    if days:
-        numbers += [0] * (3 - len(numbers))
-        return int(days) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
-    if len(numbers) == 1:
-        return numbers[0] * 60
-    return sum(number * factor for number, factor in zip(reversed(numbers), (1, 60, 3600)))
+        return self.nodes * self.gpus_per_node * seconds_of(self.time) / 3600
 
 
 def render(

@@ -37,7 +37,7 @@ class Ranks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # select must see every line that has not been read
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
 
     def poll(self) -> None:
@@ -89,7 +89,8 @@ def _signal(send, pid: int, number: int) -> None:
         send(pid, number)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Let this process be killed when its parent ends; between fork and exec."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -204,7 +205,7 @@ def execute(environ: dict[str, str], arguments: list[str], log: str, answers: in
 
 def _begin_rank() -> None:
     os.setsid()
-    _end_with_parent()
+    end_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # SIGUSR2 stays blocked
 
 

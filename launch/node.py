@@ -7,7 +7,6 @@ Slurm step do (`rl.runtime.rendezvous`). When one ends with an error, the others
 report the cause. The exit code is that of the ranks.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.elastic_files import exit_code
+from launch.elastic_ranks import end_with_parent
 
 GRACE_S = 60.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         log = None if rank == 0 else (logs / f"rank-{rank}.log").open("a")
         streams = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         processes.append(
-            subprocess.Popen([sys.executable, *argv[3:]], env=env, preexec_fn=_end_with_parent, **streams)
+            subprocess.Popen([sys.executable, *argv[3:]], env=env, preexec_fn=end_with_parent, **streams)
         )
     failed_at = None
     while None in (codes := [process.poll() for process in processes]):
@@ -50,10 +50,6 @@ def main(argv: Sequence[str]) -> int:
             send(signal.SIGKILL, None)
         time.sleep(0.2)
     return exit_code([code for code in codes if code is not None])
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -147,10 +147,7 @@ def _jobs_of(run: RunState) -> list[str]:
         points = [point["name"] for point in read_sweep(run.directory.parent)["points"]]
         task = points.index(run.directory.name) if run.directory.name in points else None
         mine = [noted for noted in noted_jobs(sweep) if task in noted["tasks"]]
-        # Submissions of version 0.1 have no `array`.
-        jobs += [f"{noted['job']}_{task}" if noted.get("array", True) else noted["job"] for noted in mine][
-            -1:
-        ]
+        jobs += [f"{noted['job']}_{task}" if noted["array"] else noted["job"] for noted in mine[-1:]]
     return [job for job in dict.fromkeys(jobs) if job]
 
 

@@ -10,58 +10,19 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from launch import batch_file, slurm
-from launch.batch_file import ROOT, Resources, seconds
+from launch.batch_file import ROOT, Resources
 from launch.points import tasks_text
+from rl.config.durations import seconds_of
 from rl.config.options import ConfigError
 
 CORES_PER_GPU = 8
 """Cores of a rank on a GPU node unless cpus_per_task is given, as in slurm/train.pbs."""
 
 
-class Scheduler(Protocol):
-    """A kind of batch file, and how it is submitted."""
-
-    suffix: str
-    """Suffix of a batch file."""
-
-    def render(
-        self,
-        resources: Resources,
-        *,
-        name: str,
-        logs: Path,
-        config: str,
-        overrides: Sequence[str],
-        command: str,
-    ) -> str:
-        """Return the batch file of one run."""
-
-    def render_sweep(
-        self,
-        resources: Resources,
-        *,
-        name: str,
-        logs: Path,
-        config: str,
-        points: Path,
-        command: str,
-        tasks: Sequence[int],
-        at_a_time: int,
-    ) -> str:
-        """Return the batch file of a sweep's tasks. points: directory with a file of overrides per task."""
-
-    def submit(self, file: Path, *, name: str, tasks: Sequence[int] = (), at_a_time: int = 0) -> str:
-        """Submit a batch file; return the id of its first job."""
-
-    def command(self, file: Path, *, name: str = "", tasks: Sequence[int] = (), at_a_time: int = 0) -> str:
-        """Return the command lines that `submit` runs."""
-
-
 class Slurm:
-    """Slurm, whose batch files use slurm/job.sh."""
+    """Slurm, whose batch files use slurm/job.sh. The methods are those of `Other`."""
 
     suffix = ".sbatch"
     render = staticmethod(batch_file.render)
@@ -97,11 +58,15 @@ class Other:
     """Commands that submit a file, or these of its tasks, at most that many at a time. A last '<' stands for
     the file as standard input."""
 
-    def render(self, resources, *, name, logs, config, overrides, command) -> str:
+    def render(self, resources: Resources, *, name, logs, config, overrides, command) -> str:
+        """Return the batch file of one run (`launch.batch_file.render`)."""
         run = batch_file.one_per_line("set --", [config, *overrides])
         return self._file(resources, name, logs, command, run)
 
-    def render_sweep(self, resources, *, name, logs, config, points, command, tasks, at_a_time) -> str:
+    def render_sweep(
+        self, resources: Resources, *, name, logs, config, points, command, tasks, at_a_time
+    ) -> str:
+        """Return the batch file of a sweep's tasks. points: directory with a file of overrides per task."""
         if at_a_time and not self.index:
             raise ConfigError(
                 f"at_a_time={at_a_time} limits an array, which Flux does not have; leave it out."
@@ -115,7 +80,8 @@ mapfile -t overrides <{shlex.quote(str(points))}/"$POINT"
 set -- {shlex.quote(config)} "${{overrides[@]}}" """
         return self._file(resources, name, logs, command, body.strip("\n "))
 
-    def submit(self, file, *, name, tasks=(), at_a_time=0) -> str:
+    def submit(self, file: Path, *, name: str, tasks: Sequence[int] = (), at_a_time: int = 0) -> str:
+        """Submit a batch file; return the id of its first job."""
         outputs = []
         for words in self.commands(file, _plain(name), tasks, at_a_time):
             given = file.read_text() if words[-1] == "<" else None
@@ -123,7 +89,8 @@ set -- {shlex.quote(config)} "${{overrides[@]}}" """
         found = re.search(r"<(\d+)>", outputs[0])  # bsub: Job <17> is submitted to queue <normal>.
         return found[1] if found else outputs[0].strip()
 
-    def command(self, file, *, name="", tasks=(), at_a_time=0) -> str:
+    def command(self, file: Path, *, name: str = "", tasks: Sequence[int] = (), at_a_time: int = 0) -> str:
+        """Return the command lines that `submit` runs."""
         lines = map(shlex.join, self.commands(file, _plain(name), tasks, at_a_time))
         return "; ".join(re.sub("'<'$", f"<{file}", line) for line in lines)
 
@@ -156,7 +123,7 @@ def _plain(name: str) -> str:
 
 def _clock(time: str, *, with_seconds: bool) -> str:
     """Return Slurm's time as hours:minutes[:seconds]."""
-    minutes, rest = divmod(seconds(time), 60)
+    minutes, rest = divmod(seconds_of(time), 60)
     return f"{minutes // 60:02}:{minutes % 60:02}" + (f":{rest:02}" if with_seconds else "")
 
 
@@ -190,7 +157,7 @@ def _flux(resources: Resources, name: str, logs: Path) -> list[str]:
             f"mem={resources.mem}: Flux gives a job whole nodes with their memory; leave it out."
         )
     out = [f"--job-name={name}", f"--nodes={resources.nodes}", "--exclusive"]
-    out += [f"--time-limit={seconds(resources.time)}s", f"--output={logs}/{{{{name}}}}-{{{{id}}}}.out"]
+    out += [f"--time-limit={seconds_of(resources.time)}s", f"--output={logs}/{{{{name}}}}-{{{{id}}}}.out"]
     return [*out, *_account(resources, "--bank=", "--queue=")]
 
 
@@ -225,7 +192,7 @@ def _flux_batch(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> 
     return each or [[*command, str(file)]]
 
 
-SCHEDULERS: dict[str, Scheduler] = {
+SCHEDULERS: dict[str, Slurm | Other] = {
     "slurm": Slurm(),
     "pbs": Other(".pbs", "#PBS", _pbs, "PBS_O_WORKDIR", "$PBS_ARRAY_INDEX", _qsub),
     "lsf": Other(".lsf", "#BSUB", _lsf, "LS_SUBCWD", "$((LSB_JOBINDEX - 1))", _bsub),

@@ -5,19 +5,15 @@ DIR is a run directory, a sweep, or a directory of these (default: runs). States
 for minutes), unstarted.
 """
 
-import argparse
 from collections import Counter
 from pathlib import Path
 
+from launch.arguments import make_parser
 from launch.runs import RunState, find_runs, read_runs
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch status",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("status", __doc__)
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="*", default=[Path("runs")])
     arguments = parser.parse_args(argv)
     directories = dict.fromkeys(run for directory in arguments.directories for run in find_runs(directory))

@@ -5,11 +5,10 @@ memory and time and the GPU-hours, and submits it. Arguments after -- are config
 nothing is submitted, but the file is written.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from launch.arguments import add_resources, as_typed, resources_of, warn
+from launch.arguments import add_resources, as_typed, make_parser, resources_of, warn
 from launch.batch_file import Resources
 from launch.runs import DIRECTORY, note_job
 from launch.schedulers import SCHEDULERS
@@ -24,12 +23,7 @@ from rl.runtime.private_directory import make_private
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch submit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("submit", __doc__)
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
     parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
     parser.add_argument(

@@ -6,13 +6,12 @@ of which at most `at_a_time` tasks run at once. A second call submits points tha
 checkpoints. docs/launch.md describes the file.
 """
 
-import argparse
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.arguments import as_typed, warn
+from launch.arguments import as_typed, make_parser, warn
 from launch.batch_file import Resources
 from launch.points import Point, make_points
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
@@ -60,12 +59,7 @@ class SweepFile:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("sweep", __doc__)
     parser.add_argument("file", metavar="SWEEP.yaml", help="the sweep")
     parser.add_argument("--only", choices=["failed"], help="submit again the points that did not finish")
     parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
@@ -87,8 +81,7 @@ def main(argv: list[str]) -> int:
         )
         print(f"nothing to submit: none of the {len(found)} points is {which}")
         return 0
-    write = _write_joint_file if in_one_job else _write_batch_file
-    file = write(sweep, directory, tasks, found, command=as_typed("sweep", argv))
+    file = _write_batch_file(sweep, directory, tasks, found, command=as_typed("sweep", argv))
     print(f"# {file}\n{file.read_text()}")
     for task in tasks:
         print(f"{task:>4}  {points[task].name}")
@@ -213,38 +206,21 @@ def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
     return [task for task, run in enumerate(states) if run.state in UNFINISHED and task not in new]
 
 
-def _write_joint_file(
-    sweep: SweepFile, directory: Path, tasks: list[int], points: list[Point], *, command: str
-) -> Path:
-    """Write the batch file of one job with all points. Points that have ended are excluded when it starts."""
-    place = directory / DIRECTORY
-    overrides = joint_overrides(sweep, directory, points)
-    config = str(Path(sweep.config).absolute())
-    scheduler = SCHEDULERS[sweep.job.scheduler]
-    text = scheduler.render(
-        sweep.job, name=sweep.name, logs=place, config=config, overrides=overrides, command=command
-    )
-    file = place / f"job-{len(noted_jobs(place)) + 1}{scheduler.suffix}"
-    file.write_text(text)
-    return file
-
-
 def _write_batch_file(
     sweep: SweepFile, directory: Path, tasks: list[int], points: list[Point], *, command: str
 ) -> Path:
-    """Write the batch file of a job array with a task for each point."""
-    place = directory / DIRECTORY
-    scheduler = SCHEDULERS[sweep.job.scheduler]
-    text = scheduler.render_sweep(
-        sweep.job,
-        name=sweep.name,
-        logs=place,
-        config=str(Path(sweep.config).absolute()),
-        points=place / "points",
-        command=command,
-        tasks=tasks,
-        at_a_time=sweep.at_a_time,
-    )
+    """Write the batch file of a job array with a task for each point, or of one job with all points.
+
+    Points that have ended are excluded when the one job starts.
+    """
+    place, scheduler = directory / DIRECTORY, SCHEDULERS[sweep.job.scheduler]
+    config = str(Path(sweep.config).absolute())
+    job: dict = dict(name=sweep.name, logs=place, config=config, command=command)
+    if sweep.mode == "adapters":
+        text = scheduler.render(sweep.job, overrides=joint_overrides(sweep, directory, points), **job)
+    else:
+        array: dict = dict(points=place / "points", tasks=tasks, at_a_time=sweep.at_a_time)
+        text = scheduler.render_sweep(sweep.job, **job, **array)
     file = place / f"job-{len(noted_jobs(place)) + 1}{scheduler.suffix}"
     file.write_text(text)
     return file

@@ -6,22 +6,18 @@ value of the metric. The metric is the held-out accuracy if the runs have one, e
 selects another metric of metrics.jsonl.
 """
 
-import argparse
 import base64
 import html
 from pathlib import Path
 
+from launch.arguments import make_parser
 from launch.runs import DIRECTORY, SWEEP, RunState, read_runs, read_sweep
 from rl.config.options import ConfigError, show
 from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("report", __doc__)
     parser.add_argument(
         "directories", metavar="SWEEP", type=Path, nargs="+", help="directory of a sweep, or run directories"
     )

@@ -5,7 +5,6 @@ metrics.jsonl as it grows and, every 15 s, the heartbeats of all ranks. Ends wit
 or with --once, it prints the present state and ends.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from launch.arguments import make_parser
 from launch.runs import read_runs
 from rl.config.options import ConfigError
 from rl.run_directory.view import WIDTH, Phase, RunView, draw, duration
@@ -33,11 +33,7 @@ TIMINGS = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch watch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("watch", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument(
         "--interval", metavar="S", type=float, default=2.0, help="seconds between readings (2)"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.batch_file import ROOT, Resources, render, render_sweep, seconds
+from launch.batch_file import ROOT, Resources, render, render_sweep
 from launch.schedulers import SCHEDULERS
 from rl.config.options import ConfigError
 
@@ -157,11 +157,6 @@ def test_what_another_scheduler_lacks_is_refused(wrong, words, tmp_path):
         SCHEDULERS["flux"].render(
             Resources(**wrong), name="s", logs=tmp_path, config="c", overrides=[], command="x"
         )
-
-
-def test_slurms_times_are_understood():
-    times = "90 90:30 12:00:00 1-0 1-12:30 2-00:00:01".split()
-    assert list(map(seconds, times)) == [5400, 5430, 43200, 86400, 131400, 172801]
 
 
 @pytest.mark.parametrize(
