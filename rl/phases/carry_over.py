@@ -25,6 +25,7 @@ from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.dialogues import Dialogues
 from rl.phases.generation import Generation
+from rl.phases.sampler import Call
 from rl.phases.step_record import StepRecord
 from rl.rollout import held_parts
 from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, samples_of, work_of
@@ -86,9 +87,9 @@ class CarryOver(Generation):
         due: set[int] = set()
         if config.on_stale == "finish":
             due = {i for i, group in enumerate(unfinished) if group.oldest < oldest_allowed}
-        num_missing = self._num_wanted - len(complete)
+        num_missing, purpose = self._num_wanted - len(complete), self._purpose(round)
         if num_missing > 0 or due:
-            unfinished = extend(unfinished, self._continue(unfinished, due, num_missing, round))
+            unfinished = extend(unfinished, self._continue(unfinished, due, num_missing, purpose))
             complete += [group for group in unfinished if not group.unfinished]
         complete.sort(key=lambda group: (group.oldest, group.prompt.draw))
         taken = complete[: self._num_wanted]
@@ -101,8 +102,8 @@ class CarryOver(Generation):
         held = (group for group in kept if group.holder == dist.get_rank())
         self._dialogues.keep_only({(group.prompt.draw, n) for group in held for n in group.unfinished})
         samples = self._collected(samples_of(taken))
-        owners = [group.prompt for group in taken]
-        return self._noted(self._dialogues.batch(samples, owners, self._sampling, timing="gen"))
+        call = Call([group.prompt for group in taken], self._sampling, purpose)
+        return self._noted(self._dialogues.batch(samples, call))
 
     def _collected(self, samples: list[Sample]) -> list[Sample]:
         """Return samples with all held values of each on the rank that generated its last tokens."""
@@ -111,31 +112,20 @@ class CarryOver(Generation):
         self._moved += moved
         return samples
 
-    def _continue(self, groups: list[Group], due: set[int], num_missing: int, round: int) -> list[Sample]:
+    def _continue(self, groups: list[Group], due: set[int], num_missing: int, purpose: str) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
         engine, sampling, dialogues = self._engine, self._sampling, self._dialogues
         contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]
         seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]
 
-        def generate(progress, interrupt) -> list[Sample] | None:
+        def schedule() -> QuotaSchedule:
             is_fixed = self._config.rollout.deterministic or dialogues.is_fixed
             queue, quota = work_of(engine, groups, due, num_missing, holds=dialogues.holds, is_fixed=is_fixed)
-            schedule = QuotaSchedule(groups, due, sampling, seeds, queue=queue, quota=quota)
-            is_whole = dialogues.run(
-                engine,
-                schedule,
-                sampling,
-                num_prompts=len(groups),
-                purpose=self._purpose(round),
-                timing="gen",
-                progress=progress,
-                interrupt=interrupt,
-            )
-            return schedule.samples if is_whole else None
+            return QuotaSchedule(groups, due, sampling, seeds, queue=queue, quota=quota)
 
+        call = Call([group.prompt for group in groups], sampling, purpose)
         try:
-            total = num_missing * sampling.samples_per_prompt
-            return self.run(contexts, generate, total=total, timing="gen")
+            return self._run(call, contexts, schedule, total=num_missing * sampling.samples_per_prompt)
         except StepAborted:
             dialogues.keep_only(())  # they may be ahead of the frontier
             raise

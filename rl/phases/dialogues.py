@@ -5,16 +5,16 @@ A `Sampler` knows one of these and not which one. Samples are responses of one t
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
+from rl.phases.sampler import Call
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
-from rl.rollout.sampling import Sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 
@@ -34,11 +34,8 @@ class Dialogues:
         self,
         engine: RolloutEngine,
         schedule: QueueSchedule,
-        sampling: Sampling,
+        call: Call,
         *,
-        num_prompts: int,
-        purpose: str,
-        timing: str,
         progress: Any = None,
         interrupt: Callable[[], bool] | None = None,
     ) -> bool:
@@ -47,29 +44,21 @@ class Dialogues:
         Collective over the replica. The samples are then in `schedule.samples` of its leader.
 
         Args:
-            num_prompts: number of prompts of all replicas.
-            purpose, timing: see `Sampler.sample`.
+            call: its prompts are those of all replicas.
             progress, interrupt: see `SampleSource` and `RolloutEngine.run`.
         """
-        capacity = engine.capacity(num_prompts, sampling.samples_per_prompt)
+        sampling = call.sampling
+        capacity = engine.capacity(len(call.prompts), sampling.samples_per_prompt)
         source = SampleSource(schedule, SingleTurn(sampling, capacity=capacity), progress=progress)
         return engine.run(source if engine.leads else None, sampling, interrupt=interrupt)
 
-    def batch(
-        self,
-        samples: list[Sample],
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        timing: str,
-        counts: Counter[str] | None = None,
-    ) -> Batch:
+    def batch(self, samples: list[Sample], call: Call, *, counts: Counter[str] | None = None) -> Batch:
         """Return the batch of finished samples. Collective over the world.
 
         counts: `Dialogue.counts`, summed over the replicas; None: those of the last `run` on every rank.
         """
-        ids = [prompt.token_ids for prompt in prompts]
-        return batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
+        n = call.sampling.samples_per_prompt
+        return batch_of(samples, call.ids, prompts=call.prompts, samples_per_prompt=n)
 
     def sent(self, prompt: Prompt) -> Prompt:
         """Return what a generator must know of a prompt that it has not drawn."""

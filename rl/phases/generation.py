@@ -1,7 +1,7 @@
 """The generation phase: prompts in, a batch of sampled responses out."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,18 +11,16 @@ import torch
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.dialogues import Dialogues
-from rl.phases.sampler import Sampler
+from rl.phases.sampler import Call, Sampler
 from rl.phases.step_record import StepRecord
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.queue import OrderedQueue, greedy_idle, idle_shares
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
-from rl.rollout.sampling import Sampling
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, sum_over_world
 from rl.stopping.requests import StepAborted, StopRequests
@@ -60,59 +58,34 @@ class Generation(Sampler):
         self._dialogues = dialogues or Dialogues()
         self._engines, self._memory, self._stop = engines, memory, stop
 
-    def sample(
-        self,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        *,
-        purpose: str,
-        timing: str = "gen",
-        order: Sequence[int] | None = None,
-    ) -> Batch:
-        engine, dialogues, seeds = self._engine, self._dialogues, self._seeds(purpose, len(prompts))
-        ids = [prompt.token_ids for prompt in prompts]
+    def sample(self, call: Call) -> Batch:
+        def schedule() -> QueueSchedule:
+            queue = self._engine.queue(len(call.prompts), is_fixed=self._dialogues.is_fixed)
+            ordered = queue if call.order is None else OrderedQueue(queue, call.order)
+            return QueueSchedule(call.prompts, call.sampling, self._seeds(call), queue=ordered)
 
-        def generate(progress, interrupt) -> list[Sample] | None:
-            queue = engine.queue(len(prompts), is_fixed=dialogues.is_fixed)
-            ordered = queue if order is None else OrderedQueue(queue, order)
-            schedule = QueueSchedule(prompts, sampling, seeds, queue=ordered)
-            is_whole = dialogues.run(
-                engine,
-                schedule,
-                sampling,
-                num_prompts=len(prompts),
-                purpose=purpose,
-                timing=timing,
-                progress=progress,
-                interrupt=interrupt,
-            )
-            return schedule.samples if is_whole else None
-
-        samples = self.run(ids, generate, total=len(ids) * sampling.samples_per_prompt, timing=timing)
-        return dialogues.batch(samples, prompts, sampling, timing=timing)
+        return self._dialogues.batch(self._run(call, call.ids, schedule, total=call.num_samples), call)
 
     @property
     def _engine(self) -> RolloutEngine:
         assert self._engines.rollout is not None, "this run has no generation engine"
         return self._engines.rollout
 
-    def run(
-        self, ids: list[np.ndarray], generate: Callable[..., list[Sample] | None], *, total: int, timing: str
+    def _run(
+        self, call: Call, ids: list[np.ndarray], schedule_of: Callable[[], QueueSchedule], *, total: int
     ) -> list[Sample]:
-        """Call `generate` as a phase with the engine awake; return the samples of all ranks.
+        """Generate as a phase with the engine awake; return the samples of all ranks.
 
         Collective over the world.
 
         Args:
             ids: contexts of the samples, int32 [P_i].
-            generate: called with the keyword arguments `progress` and `interrupt` on every rank; returns this
-                rank's samples, or None after an interrupt.
+            schedule_of: returns this rank's schedule of the call's prompts; called in the phase.
             total: expected number of samples, for the progress bar.
-            timing: see `Sampler.sample`.
 
         Raises StepAborted on every rank after a stop request.
         """
-        engine, step = self._engine, self._step
+        engine, step, timing = self._engine, self._step, call.timing
         refit_phase = partial(step.phase, "refit", timing="update_weights")
         step.metrics |= self._memory.to_generation(step.number, refit_phase)
         with self._call("generate", ids, total, timing, self._stop) as (bar, interrupt):
@@ -120,15 +93,17 @@ class Generation(Sampler):
                 part.check(engine, ids[0])
             began = time.perf_counter()  # all ranks have arrived
             with tracing.span("engine", replica=engine.replica):
-                own = generate(progress=AllReplicas(bar, engine.num_replicas), interrupt=interrupt)
+                schedule, all_replicas = schedule_of(), AllReplicas(bar, engine.num_replicas)
+                options = dict(progress=all_replicas, interrupt=interrupt)
+                is_whole = self._dialogues.run(engine, schedule, call, **options)
             busy = time.perf_counter() - began
             with tracing.span("exchange samples"):  # waits for the slowest replica
-                if interrupt is not None and any_rank(own is None):
+                if interrupt is not None and any_rank(not is_whole):
                     raise StepAborted
                 step.events = engine.events.digest
                 reward = self._config.reward
                 is_read = bool(reward.model.path or reward.judge.path)
-                samples = exchange(own or [], step.device, conversations=is_read)
+                samples = exchange(schedule.samples, step.device, conversations=is_read)
             step.metrics |= self._idle_metrics(timing, busy, samples, len(ids))
             for part in engine.parts:
                 step.metrics |= part.metrics(engine)

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
 from rl.phases.dialogues import Dialogues
-from rl.phases.sampler import Sampler
+from rl.phases.sampler import Call, Sampler
 from rl.phases.step_record import StepRecord
 from rl.refit.link import Delivery, Link
 from rl.rollout import held_parts
 from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, NextBatch
 from rl.rollout.samples import Sample, pack, unpack
-from rl.rollout.sampling import Sampling, train_sampling
+from rl.rollout.sampling import train_sampling
 from rl.rollout.stream_schedule import Batches
 from rl.run_directory.consumed import FILE_NAME, append_consumed
 from rl.runtime.collectives import any_rank
@@ -205,31 +205,22 @@ class GenerationByRoles(Sampler):
         step, number = self._step, self._next_batch
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
-        purpose = self._purpose(round)
-        self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, purpose))
-        ids = [prompt.token_ids for prompt in prompts]
+        call = Call(prompts, self._sampling, self._purpose(round))
+        self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, call.purpose))
 
         def receive(bar, interrupt: Interrupt) -> list[Delivery]:
             self._receive(lambda: all(group in self._groups for group in groups), bar, interrupt)
-            self._check_groups(groups, ids)
+            self._check_groups(groups, call.ids)
             self._next_batch += 1
             self._taken += [(group, prompt.index) for group, prompt in zip(groups, prompts)]
             return [self._groups[group] for group in groups]
 
-        return self._awaited(receive, prompts, self._sampling, timing="gen")
+        return self._awaited(receive, call)
 
-    def sample(
-        self,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        *,
-        purpose: str,
-        timing: str = "gen",
-        order: Sequence[int] | None = None,
-    ) -> Batch:
+    def sample(self, call: Call) -> Batch:
         self._send_weights()
-        version = self._policy.version
-        seeds, keeps_failed = self._seeds(purpose, len(prompts)), timing == "testing"
+        version, prompts = self._policy.version, call.prompts
+        seeds, keeps_failed = self._seeds(call), call.timing == "testing"
 
         def receive(bar, interrupt: Interrupt) -> list[Delivery]:
             found: list[Delivery] = []
@@ -237,14 +228,14 @@ class GenerationByRoles(Sampler):
             while places:  # again only if a replica has died
                 own = [self._dialogues.sent(prompts[place]) for place in places]
                 own_seeds = [seeds[place] for place in places]
-                message = Generate(self._step.number, version, own, sampling, own_seeds, keeps_failed)
+                message = Generate(self._step.number, version, own, call.sampling, own_seeds, keeps_failed)
                 for answer in self._generate(message, bar, interrupt):
                     samples = [replace(s, prompt=places[s.prompt]) for s in answer.samples]
                     found.append(answer._replace(samples=samples))
                 places = sorted({*places} - {s.prompt for answer in found for s in answer.samples})
             return found
 
-        return self._awaited(receive, prompts, sampling, timing=timing)
+        return self._awaited(receive, call)
 
     def _generate(self, message: Generate, bar, interrupt: Interrupt) -> list[Delivery]:
         """Ask for samples; return the answers of the replicas that live."""
@@ -256,21 +247,14 @@ class GenerationByRoles(Sampler):
             self._messages.remove(name)
         return list(answers.values())
 
-    def _awaited(
-        self,
-        receive: Callable[[Any, Interrupt], list[Delivery]],
-        prompts: list[Prompt],
-        sampling: Sampling,
-        *,
-        timing: str,
-    ) -> Batch:
+    def _awaited(self, receive: Callable[[Any, Interrupt], list[Delivery]], call: Call) -> Batch:
         """Return the samples of `receive` as a batch, and log for how long they were awaited."""
-        ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
-        with self._call("wait_samples", ids, len(ids) * n, timing, self._stop) as (bar, interrupt):
+        awaited = self._call("wait_samples", call.ids, call.num_samples, call.timing, self._stop)
+        with awaited as (bar, interrupt):
             found = receive(bar, interrupt)
         counts = sum((Counter(delivery.key[1]) for delivery in found), Counter[str]())
         samples = [sample for delivery in found for sample in delivery.samples]
-        return self._dialogues.batch(samples, prompts, sampling, timing=timing, counts=counts)
+        return self._dialogues.batch(samples, call, counts=counts)
 
     def _receive(self, done: Callable[[], bool], bar=None, interrupt: Interrupt = None) -> None:
         """Take what the generators send until `done`. Raises StepAborted after a stop request."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
-from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.phases.generation import AllReplicas
-from rl.phases.sampler import Sampler
+from rl.phases.sampler import Call, Sampler
 from rl.phases.step_record import StepRecord
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.rollout.batches import batch_of
@@ -21,18 +20,13 @@ from rl.stopping.requests import StepAborted, StopRequests
 from rl.training.engine import TrainingEngine
 
 
-@dataclass(frozen=True)
-class PointCall:
-    """The call of a point; see `Generation.sample`."""
+@dataclass(frozen=True, kw_only=True)
+class PointCall(Call):
+    """The call of a point."""
 
     step: StepRecord
-    prompts: list[Prompt]
-    sampling: Sampling
     seeds: list[int]
-    timing: str
     abortable: bool
-    order: Sequence[int]
-    """The prompts in the order in which they start."""
 
 
 class PointGeneration(Sampler):
@@ -52,18 +46,10 @@ class PointGeneration(Sampler):
         super().__init__(config, step, policy)
         self._wait = wait
 
-    def sample(
-        self,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        *,
-        purpose: str,
-        timing: str = "gen",
-        order: Sequence[int] | None = None,
-    ) -> Batch:
-        seeds, order = self._seeds(purpose, len(prompts)), order or range(len(prompts))
-        abortable = timing != "testing" and not self._step.is_committed
-        batch = self._wait(PointCall(self._step, prompts, sampling, seeds, timing, abortable, order))
+    def sample(self, call: Call) -> Batch:
+        abortable = call.timing != "testing" and not self._step.is_committed
+        own = dict(step=self._step, seeds=self._seeds(call), abortable=abortable)
+        batch = self._wait(PointCall(**vars(call), **own))
         if batch is None:
             raise StepAborted
         return batch
@@ -148,11 +134,11 @@ class JointGeneration:
         engine, step = self._engine, self._step
         sampling = next(iter(calls.values())).sampling
         adapters = [point for point, call in calls.items() for _ in call.prompts]
-        contexts = [prompt.token_ids for call in calls.values() for prompt in call.prompts]
+        contexts = [ids for call in calls.values() for ids in call.ids]
         seeds = [seed for call in calls.values() for seed in call.seeds]
         order: list[int] = []
         for call in calls.values():
-            order += [len(order) + place for place in call.order]
+            order += [len(order) + place for place in call.order or range(len(call.prompts))]
         abortable = self._stop is not None and all(call.abortable for call in calls.values())
         total = len(contexts) * sampling.samples_per_prompt
         before = step.metrics.get("timing_s/gen", 0.0)
@@ -176,8 +162,7 @@ class JointGeneration:
         first, n = 0, sampling.samples_per_prompt
         for point, call in calls.items():
             mine = _within(samples, first, len(call.prompts))
-            ids = [prompt.token_ids for prompt in call.prompts]
-            found[point] = batch_of(mine, ids, prompts=call.prompts, samples_per_prompt=n)
+            found[point] = batch_of(mine, call.ids, prompts=call.prompts, samples_per_prompt=n)
             first += len(call.prompts)
             # All points wait for the whole call, so each one's time is that of the call.
             key = f"timing_s/{call.timing}"

@@ -23,7 +23,7 @@ from rl.phases.draw import Draw
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlanner
 from rl.phases.reward_shaping import KlPenalty
-from rl.phases.sampler import Sampler
+from rl.phases.sampler import Call, Sampler
 from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
 from rl.phases.step_record import StepRecord
@@ -147,8 +147,7 @@ class Phases:
 
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
-        sampling = greedy_sampling(self.config)
-        batch = self.sampler.sample(prompts, sampling, purpose="greedy")
+        batch = self.sampler.sample(Call(prompts, greedy_sampling(self.config), "greedy"))
         self.checks.greedy(batch)
         return self.scoring.greedy_rewards(batch)
 

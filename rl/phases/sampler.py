@@ -11,6 +11,7 @@ over to later steps, by ranks of their own, together with other points of a swee
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,31 @@ if TYPE_CHECKING:
     from rl.phases.phases import Phases
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call for samples of prompts by the present weights."""
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    """Sampling parameters, and the number of responses per prompt."""
+    purpose: str
+    """Distinguishes the seeds of this call from those of other calls in the run."""
+    timing: str = "gen"
+    """The seconds are logged as timing_s/<timing>. "testing" is a validation; all other calls end at a stop
+    request, unless this step has updated a model."""
+    order: Sequence[int] | None = None
+    """The prompts in the order in which they start; None: as given."""
+
+    @property
+    def ids(self) -> list[np.ndarray]:
+        """The prompts' tokens, int32 [P_i]."""
+        return [prompt.token_ids for prompt in self.prompts]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prompts) * self.sampling.samples_per_prompt
+
+
 class Sampler:
     """Produces samples. Methods are collective over the world, with the same arguments on every rank."""
 
@@ -49,23 +75,8 @@ class Sampler:
 
     # Samples ----------------------------------------------------------------------------------------------
 
-    def sample(
-        self,
-        prompts: list[Prompt],
-        sampling: Sampling,
-        *,
-        purpose: str,
-        timing: str = "gen",
-        order: Sequence[int] | None = None,
-    ) -> Batch:
-        """Return samples of the prompts by the present weights, for a baseline or a validation too.
-
-        Args:
-            sampling: sampling parameters, and the number of responses per prompt.
-            purpose: distinguishes the seeds of this call from those of other calls in the run.
-            timing: the seconds are logged as timing_s/<timing>. "testing" is a validation; all other calls
-                end at a stop request, unless this step has updated a model.
-            order: the prompts in the order in which they start; None: as given.
+    def sample(self, call: Call) -> Batch:
+        """Return the samples of a call, for a baseline or a validation too.
 
         Raises StepAborted on every rank after a stop request.
         """
@@ -83,7 +94,7 @@ class Sampler:
         round: number of the call within the step; calls with different numbers sample with different seeds.
         """
         sampling, order = train_sampling(self._config), self._order(prompts)
-        return self._noted(self.sample(prompts, sampling, purpose=self._purpose(round), order=order))
+        return self._noted(self.sample(Call(prompts, sampling, self._purpose(round), order=order)))
 
     def collect(self, phases: "Phases", collect: Callable[["Phases"], Batch]) -> Batch:
         """Return the batch of a step by the algorithm's `collect`."""
@@ -165,9 +176,9 @@ class Sampler:
             names = "perf/held_collected_bytes_received", "perf/held_collected_bytes_planned"
             self._step.metrics |= zip(names, total.tolist())
 
-    def _seeds(self, purpose: str, number: int) -> list[int]:
+    def _seeds(self, call: Call) -> list[int]:
         """Return the seed of each prompt, which depends on its place: one drawn twice has other samples."""
-        return [seed_of(self._config.run.seed, purpose, place) for place in range(number)]
+        return [seed_of(self._config.run.seed, call.purpose, place) for place in range(len(call.prompts))]
 
     @contextmanager
     def _call(

@@ -1,7 +1,7 @@
 """Generation of trajectories: samples that environments answer (`agents`)."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.phases.batch_metrics import agent_metrics
 from rl.phases.dialogues import Dialogues
+from rl.phases.sampler import Call
 from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.quota_schedule import Group
 from rl.rollout.samples import Sample
-from rl.rollout.sampling import Sampling
 from rl.rollout.source import SampleSource
 from rl.rollout.stored_log import DIRECTORY, Recorder, store
 from rl.runtime.collectives import gather_objects
@@ -50,15 +50,12 @@ class TrajectoryDialogues(Dialogues):
         self,
         engine: RolloutEngine,
         schedule: QueueSchedule,
-        sampling: Sampling,
+        call: Call,
         *,
-        num_prompts: int,
-        purpose: str,
-        timing: str,
         progress: Any = None,
         interrupt: Callable[[], bool] | None = None,
     ) -> bool:
-        self._own_counts = Counter()
+        self._own_counts, sampling, is_test = Counter(), call.sampling, call.timing == "testing"
         engine_options: dict = dict(interrupt=interrupt, on_wait=self._step.watchdog.tracker.wait)
         if not engine.keeps_cache:
             engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
@@ -68,8 +65,8 @@ class TrajectoryDialogues(Dialogues):
             self._config,
             self._environments,
             sampling,
-            capacity=engine.capacity(num_prompts, sampling.samples_per_prompt),
-            keeps_failed=timing == "testing",
+            capacity=engine.capacity(len(call.prompts), sampling.samples_per_prompt),
+            keeps_failed=is_test,
         )
         source = SampleSource(schedule, dialogue, progress=progress)
         recorder = Recorder(source)
@@ -85,8 +82,8 @@ class TrajectoryDialogues(Dialogues):
         else:
             dialogue.close()
         self._own_counts = dialogue.counts
-        if is_complete and timing != "testing" and self._config.agents.order == "arrival":
-            name = f"step_{self._step.number}/{purpose}_replica_{engine.replica}.events"
+        if is_complete and not is_test and self._config.agents.order == "arrival":
+            name = f"step_{self._step.number}/{call.purpose}_replica_{engine.replica}.events"
             path = Path(self._config.run.dir, DIRECTORY, name)
             is_async = engine.config.async_scheduling
             # No validation is repeated.
@@ -103,15 +100,7 @@ class TrajectoryDialogues(Dialogues):
         if self._environments is not None:
             self._environments.keep_only(samples)
 
-    def batch(
-        self,
-        samples: list[Sample],
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        timing: str,
-        counts: Counter[str] | None = None,
-    ) -> Batch:
+    def batch(self, samples: list[Sample], call: Call, *, counts: Counter[str] | None = None) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.
 
         A group loses the trajectories whose environments failed, and is dropped if a single one is left of
@@ -119,13 +108,13 @@ class TrajectoryDialogues(Dialogues):
 
         Raises AllTrajectoriesFailed on every rank if environments failed for every group.
         """
-        ids, n = [prompt.token_ids for prompt in prompts], sampling.samples_per_prompt
-        batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=n, turns=True)
+        n, timing = call.sampling.samples_per_prompt, call.timing
+        batch = batch_of(samples, call.ids, prompts=call.prompts, samples_per_prompt=n, turns=True)
         if counts is None:
             counts = sum(map(Counter, gather_objects(dict(self._own_counts))), Counter[str]())
             self._own_counts = Counter()  # the next batch may need no run of the engine
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
-        kept = (sizes >= min(2, sampling.samples_per_prompt)).nonzero().squeeze(1).tolist()
+        kept = (sizes >= min(2, n)).nonzero().squeeze(1).tolist()
         counts["dropped_groups"] = len(batch.prompts) - len(kept)
         key = self._step.number, timing
         self._counts = defaultdict(Counter, {k: v for k, v in self._counts.items() if k[0] == key[0]})

@@ -63,14 +63,14 @@ def validation_repeats_in_another_order(bug: Bug, fill_scores, self, batch, *, t
 @exhibit("PrimeIntellect-ai/prime-rl#600", overrides=VALIDATES)
 @caught_by(VALIDATION, r"CheckFailed: order check: the samples of a validation .* from sample 1 on")
 @replaces("rl.phases.generation.Generation.sample")
-def validation_samples_in_another_order(bug: Bug, sample, self, prompts, sampling, *, purpose, **options):
+def validation_samples_in_another_order(bug: Bug, sample, self, call):
     """The same, of the samples themselves."""
     import torch
 
-    batch = sample(self, prompts, sampling, purpose=purpose, **options)
-    if not purpose.startswith("validation"):
+    batch = sample(self, call)
+    if not call.purpose.startswith("validation"):
         return batch
-    return batch.select(torch.arange(len(batch)).view(len(prompts), -1).t().flatten().tolist())
+    return batch.select(torch.arange(len(batch)).view(len(call.prompts), -1).t().flatten().tolist())
 
 
 @exhibit("PrimeIntellect-ai/prime-rl#3385", overrides=VALIDATES)
