@@ -24,11 +24,11 @@ import functools
 import inspect
 import json
 import os
-import queue
 import select
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl.agents.environment import (
@@ -180,8 +180,7 @@ class Session:
         self.task: asyncio.Task[None] | None = None
         """The last request."""
         self.closing: asyncio.Task[None] | None = None
-        self._thread: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1)
         self._in_thread = self._is_stuck = False
 
     @property
@@ -249,7 +248,7 @@ class Session:
             if not self._is_stuck and hasattr(self._instance, "close"):
                 await self._call(self._instance.close)
         finally:
-            self._jobs.put(None)
+            self._thread.shutdown(wait=False)
 
     async def _use_tool(self, call: ToolCall) -> tuple[str | list[dict], bool]:
         """Return a tool's output, and whether it is an error message."""
@@ -308,29 +307,19 @@ class Session:
 
     async def _call_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in the session's thread: some objects are bound to the thread that made them."""
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
-        def settle(result: Any, error: BaseException | None) -> None:
-            if not outcome.done():
-                outcome.set_result((result, error))
-
-        def job() -> None:
-            result = error = None
+        def job() -> tuple[Any, BaseException | None]:  # a future cannot hold every exception
             try:
-                result = function(*arguments)
+                return function(*arguments), None
             except BaseException as caught:
-                error = caught
-            self._host.exit_in_forks()
-            loop.call_soon_threadsafe(settle, result, error)
+                return None, caught
+            finally:
+                self._host.exit_in_forks()
 
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # no address space for its stack
-                raise MemoryError(str(error)) from error
-        self._jobs.put(job)
+        try:
+            outcome = asyncio.get_running_loop().run_in_executor(self._thread, job)
+        except RuntimeError as error:  # no address space for the thread's stack
+            raise MemoryError(str(error)) from error
         self._in_thread = True
         try:
             result, error = await outcome
@@ -343,15 +332,10 @@ class Session:
             raise error
         return result
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
 
 def _serve(work: socket.socket, options: dict[str, Any]) -> None:
-    EnvironmentHost(
-        work, timeout_s=options["timeout_s"], max_output_chars=options["max_output_chars"]
-    ).serve()
+    limits = {name: options[name] for name in ("timeout_s", "max_output_chars")}
+    EnvironmentHost(work, **limits).serve()
 
 
 if __name__ == "__main__":

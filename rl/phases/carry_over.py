@@ -9,7 +9,6 @@ rules.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from rl.rollout import held_parts
 from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, samples_of, work_of
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
-from rl.run_directory.consumed import FILE_NAME, append_consumed
+from rl.run_directory.consumed import append_consumed
 from rl.stopping.requests import StepAborted, StopRequests
 
 
@@ -155,7 +154,7 @@ class CarryOver(Generation):
             self._step.fence()
             parts = {"consumed": self._consumed, "dropped": self._dropped, "waiting": self.frontier.groups}
             append_consumed(
-                Path(self._config.run.dir, FILE_NAME),
+                self._config.run.dir,
                 self._step.number,
                 num_drawn=self.frontier.num_drawn,
                 **{name: [(g.prompt.draw, g.prompt.index) for g in own] for name, own in parts.items()},

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, Ne
 from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import train_sampling
 from rl.rollout.stream_schedule import Batches
-from rl.run_directory.consumed import FILE_NAME, append_consumed
+from rl.run_directory.consumed import append_consumed
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
 from rl.stopping.requests import StepAborted, StopRequests
@@ -127,9 +126,9 @@ class GenerationByRoles(Sampler):
                 self._claims.forget(range(self._kept, before - self._first))
                 self._kept = before - self._first
             self._step.fence()
-            path = Path(self._config.run.dir, FILE_NAME)
-            number, taken = self._step.number, self._taken
-            append_consumed(path, number, num_drawn=first, consumed=taken, dropped=[], waiting=[])
+            run_dir, number = self._config.run.dir, self._step.number
+            parts = dict(consumed=self._taken, dropped=[], waiting=[])
+            append_consumed(run_dir, number, num_drawn=first, **parts)
         self._taken = []
         self._groups = {group: found for group, found in self._groups.items() if group >= first}
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -32,6 +31,9 @@ from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import plan_minibatch
 
+Response = tuple[Prompt, str, Messages]
+"""A prompt, the text of a response to it, and the conversation of a trajectory, empty for one turn."""
+
 
 class Scorer:
     """Scores batches.
@@ -44,12 +46,9 @@ class Scorer:
         self.config, self.device, self.tokenizer, self.pool = config.reward, device, inputs.tokenizer, pool
         self.keeps_feedback = needs_feedback(config)
         self.micro_batch_tokens, self.seed = config.training.row_tokens, config.run.seed
-        self.model = self.judge = None
-        if "reward_model" in engines.training:
-            self.model = (engines.training["reward_model"], inputs.tokenizers["reward_model"])
-        if "judge" in engines.generating:
-            assert inputs.judge_parser is not None
-            self.judge = (engines.generating["judge"], inputs.tokenizers["judge"], inputs.judge_parser)
+        self.tokenizers, self.parse_grade = inputs.tokenizers, inputs.judge_parser
+        self.model = engines.training.get("reward_model")
+        self.judge = engines.generating.get("judge")
 
     @property
     def has_models(self) -> bool:
@@ -104,11 +103,12 @@ class Scorer:
         if given is not None:
             columns = _joined(batch.score_details, columns)
         chats = [batch.conversations[i] if batch.conversations else [] for i in mine]
+        own = list(zip(owners, texts, chats))
         if self.model is not None:
-            given = self._model_scores(*self.model, batch, owners, texts, chats)
+            given = self._model_scores(self.model, own)
             columns |= {"reward_model": given, "score": columns["score"] + self.config.model.coef * given}
         if self.judge is not None:
-            given, failed = self._judge_scores(*self.judge, batch, owners, texts, chats)
+            given, failed = self._judge_scores(self.judge, own)
             columns["judge"] = torch.where(failed > 0, torch.nan, given)
             columns["failed"] = torch.maximum(columns["failed"], failed)
             columns["score"] = columns["score"] + self.config.judge.coef * given
@@ -118,20 +118,16 @@ class Scorer:
             columns["acc"] = columns["acc"].masked_fill(failed, 0.0)
         return columns, answers
 
-    def _model_scores(
-        self,
-        model: TrainingEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        batch: Batch,
-        owners: list[Prompt],
-        texts: list[str],
-        chats: list[Messages],
-    ) -> Tensor:
-        """Return the reward model's value at the last token of each conversation, float32 [N]."""
-        ids = gather_by_rank([_conversation(tokenizer, *each) for each in zip(owners, texts, chats)])
+    def _model_scores(self, model: TrainingEngine, own: list[Response]) -> Tensor:
+        """Return the reward model's value at the last token of each conversation, float32 [N].
+
+        own: this rank's responses.
+        """
+        tokenizer = self.tokenizers["reward_model"]
+        ids = gather_by_rank([_conversation(tokenizer, *response) for response in own])
         # One dummy response token: its value is read at the last token of the conversation.
         end = np.zeros(1, np.int32)
-        count = len(batch)
+        count = len(ids)
         conversations = Batch(
             ids, [end] * count, groups=torch.arange(count), truncated=torch.zeros(count, dtype=torch.bool)
         )
@@ -144,21 +140,16 @@ class Scorer:
         )
         return model.forward(conversations, [plan], ("values",))[0]
 
-    def _judge_scores(
-        self,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        parse: Callable[[str], float],
-        batch: Batch,
-        owners: list[Prompt],
-        texts: list[str],
-        chats: list[Messages],
-    ) -> tuple[Tensor, Tensor]:
-        """Return (grade, failed) of each response, float32 [N] each; the grade is 0 where `failed` is 1."""
-        judge = self.config.judge
+    def _judge_scores(self, engine: RolloutEngine, own: list[Response]) -> tuple[Tensor, Tensor]:
+        """Return (grade, failed) of each response, float32 [N] each; the grade is 0 where `failed` is 1.
+
+        own: this rank's responses.
+        """
+        judge, tokenizer, parse = self.config.judge, self.tokenizers["judge"], self.parse_grade
+        assert parse is not None
         questions = [
             judge.template.format(ground_truth=prompt.ground_truth, **_parts(prompt, text, chat))
-            for prompt, text, chat in zip(owners, texts, chats)
+            for prompt, text, chat in own
         ]
         ids = gather_by_rank([_question(tokenizer, question) for question in questions])
         asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
@@ -170,7 +161,7 @@ class Scorer:
         engine.sleep()
         assert samples is not None
         answers = batch_of(exchange(samples, self.device), questions_asked, samples_per_prompt=1)
-        values, failed = torch.zeros(len(batch)), torch.ones(len(batch))
+        values, failed = torch.zeros(len(ids)), torch.ones(len(ids))
         for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
             try:
                 values[i], failed[i] = float(parse(text)), 0.0

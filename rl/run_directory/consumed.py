@@ -16,7 +16,7 @@ Drawn = Sequence[tuple[int, int]]
 
 
 def append_consumed(
-    path: Path, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn
+    run_dir: str | Path, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn
 ) -> None:
     """Append the record of a step and wait until it is on the disk.
 
@@ -32,6 +32,7 @@ def append_consumed(
         "dropped": dropped,
         "waiting": waiting,
     }
+    path = Path(run_dir, FILE_NAME)
     is_new = not path.exists()
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

@@ -13,7 +13,10 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl.run_directory.trackers import TrackerThread
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +51,6 @@ RARE_COLUMNS = len(" | val 12.3 acc 0.123")
 """Columns reserved for RARE_TIMINGS in every line, so that all lines of a run show the same timings."""
 
 
-class Follower(Protocol):
-    """Sends the records of `metrics.jsonl` elsewhere (`rl.run_directory.trackers`)."""
-
-    def start(self, path: Path, resume_step: int | None) -> None:
-        """Begin with a file whose records after `resume_step` were dropped."""
-
-    def note(self, step: int) -> None:
-        """Take note that the file has the record of a step."""
-
-    def finish(self) -> None:
-        """Take note that the file is complete. Does not wait."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the rest is sent, at most that long."""
-
-
 class MetricLog:
     """Writes the metrics of a run into its directory. For rank 0 only; not collective.
 
@@ -75,7 +62,11 @@ class MetricLog:
     """
 
     def __init__(
-        self, directory: str | os.PathLike, *, resume_step: int | None, followers: Sequence[Follower] = ()
+        self,
+        directory: str | os.PathLike,
+        *,
+        resume_step: int | None,
+        followers: "Sequence[TrackerThread]" = (),
     ):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """Sends metrics.jsonl to one tracker (`rl.run_directory.metric_log.Follower`).
+    """Sends metrics.jsonl to one tracker (`rl.run_directory.metric_log.MetricLog`).
 
     fence: called in the thread before each record; an exception from it ends the tracker.
     """
@@ -65,6 +65,7 @@ class TrackerThread:
         self._noted, self._limit = -1, BEHIND
 
     def start(self, path: Path, resume_step: int | None) -> None:
+        """Begin with a file whose records after `resume_step` were dropped."""
         self._path, tracker = path, self._tracker
         self._state_path = path.parent / DIRECTORY / f"{tracker.name}.json"
         self._state: dict[str, Any] = {"step": -1}
@@ -81,6 +82,7 @@ class TrackerThread:
         self._thread.start()
 
     def note(self, step: int) -> None:
+        """Take note that the file has the record of a step."""
         self._noted = step
         if self._thread.is_alive() and self._behind >= self._limit:
             self._limit *= 2
@@ -92,10 +94,12 @@ class TrackerThread:
         return self._noted - self._state["step"]
 
     def finish(self) -> None:
+        """Take note that the file is complete. Does not wait."""
         self._closing = True
         self._wake.set()
 
     def wait(self, seconds: float) -> None:
+        """Wait until the rest is sent, at most that long."""
         if self._thread.is_alive():
             self._thread.join(seconds)
             if self._thread.is_alive():

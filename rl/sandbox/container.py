@@ -58,19 +58,7 @@ class Runtime:
 
 def _bubblewrap(network: bool) -> list[str]:
     names = ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"] if network else []
-    mounts = [
-        "--bind",
-        "{root}",
-        "/",
-        "--dev-bind",
-        "/dev",
-        "/dev",
-        "--proc",
-        "/proc",
-        "--bind",
-        "/tmp",
-        "/tmp",
-    ]
+    mounts = "--bind {root} / --dev-bind /dev /dev --proc /proc --bind /tmp /tmp".split()
     return ["--unshare-user", "--uid", "0", "--gid", "0", *mounts, "--ro-bind", "/sys", "/sys", *names, "--"]
 
 

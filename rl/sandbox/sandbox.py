@@ -162,6 +162,12 @@ class Outcome:
         """Whether it exited with status 0."""
         return self.end == "exit" and self.code == 0
 
+    def report(self, output: str, limit: str) -> str:
+        """Return an output, and how the program ended if not with status 0. limit: text of the end at one."""
+        ends = {"exit": f"exit status {self.code}", "signal": f"signal {-self.code}"}
+        end = "" if self.ok else f"[{ends.get(self.end, limit)}]"
+        return "\n".join(filter(None, (output, end))) or "[no output]"
+
 
 @dataclass(frozen=True)
 class Protections:

@@ -162,10 +162,8 @@ class ContainerEnvironment:
 
 def describe(outcome: Outcome) -> str:
     """Return the output of a command, and how it ended if not with status 0."""
-    ends = {"exit": f"exit status {outcome.code}", "signal": f"signal {-outcome.code}"}
     limit = f"it exceeded the limit of {outcome.end}; every process of the container was ended"
-    end = "" if outcome.ok else f"[{ends.get(outcome.end, limit)}]"
-    return "\n".join(filter(None, (outcome.stdout.rstrip(), end))) or "[no output]"
+    return outcome.report(outcome.stdout.rstrip(), limit)
 
 
 def read_reward(text: str) -> dict[str, float]:

@@ -29,8 +29,6 @@ def python(
         )
     except ValueError as error:  # the machine cannot confine it, which is not the program's fault
         raise RuntimeError(str(error)) from error
-    ends = {"exit": f"exit status {outcome.code}", "signal": f"signal {-outcome.code}"}
-    end = "" if outcome.ok else f"[{ends.get(outcome.end, f'ended at the limit of {outcome.end}')}]"
     # The end of a traceback names the error.
-    parts = (outcome.stdout.strip(), outcome.stderr.strip()[-2000:], end)
-    return "\n".join(filter(None, parts)) or "[no output]"
+    output = "\n".join(filter(None, (outcome.stdout.strip(), outcome.stderr.strip()[-2000:])))
+    return outcome.report(output, f"ended at the limit of {outcome.end}")
