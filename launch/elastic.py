@@ -29,6 +29,7 @@ from rl.dry_run.layouts import find_layout
 from rl.dry_run.shape import check_layouts, models_of
 from rl.faults.lock import FILE_NAME as LOCK
 from rl.run_directory.status import FILE_NAME as STATUS
+from rl.run_directory.status import read_object
 from rl.runtime.ranks import expand_hostlist
 
 BEAT_S = 1.0
@@ -360,10 +361,7 @@ class Agent:
     # The run --------------------------------------------------------------------------------------------
 
     def _json(self, name: str) -> dict:
-        try:
-            return json.loads(Path(self.config.run.dir, name).read_text())
-        except (OSError, ValueError):  # no rank has begun
-            return {}
+        return read_object(Path(self.config.run.dir, name))  # {} before a rank has begun
 
     def _checkpoint_step(self) -> int:
         return int(self._json(STATUS).get("checkpoint_step", 0))

@@ -13,6 +13,7 @@ from pathlib import Path
 from launch import slurm
 from launch.arguments import warn
 from rl.config.options import ConfigError
+from rl.run_directory.status import read_object
 
 DIRECTORY = "launch"
 """Subdirectory of a run or a sweep for batch files, logs and submissions."""
@@ -104,10 +105,10 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
 
 def _reported(directory: Path) -> RunState:
     """Return the state that the run's own files report."""
-    status = _read_json(directory / "status.json")
+    status = read_object(directory / "status.json")
     last = _last_record(directory / "metrics.jsonl")
     step = last.get("training/global_step")
-    if status is None:
+    if not status:
         state = "running" if last else "unstarted"
         silent_s = _silence(directory, last.get("time"))
         return RunState(directory, state, step=step, reward=last.get("critic/score/mean"), silent_s=silent_s)
@@ -131,7 +132,7 @@ def _silence(directory: Path, otherwise: float | None) -> float | None:
     """
     oldest = []
     for place in (directory, directory.parent):
-        records = map(_read_json, place.glob("heartbeat/rank_*.json"))
+        records = map(read_object, place.glob("heartbeat/rank_*.json"))
         if beats := [record["time"] for record in records if record]:
             oldest.append(min(beats))
     last = max(oldest, default=otherwise)
@@ -164,14 +165,6 @@ def _settled(run: RunState, jobs: list[str], queue: dict[str, str] | None) -> Ru
         if in_slurm or (run.silent_s is not None and run.silent_s > SILENT_S):
             return replace(run, job=job, state="lost")
     return replace(run, job=job)
-
-
-def _read_json(path: Path) -> dict | None:
-    """Return the content, or None if the file is missing or incomplete."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _last_record(path: Path) -> dict:

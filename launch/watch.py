@@ -15,6 +15,7 @@ from rich.live import Live
 from launch.arguments import make_parser
 from launch.runs import read_runs
 from rl.config.options import ConfigError
+from rl.run_directory.status import read_object
 from rl.run_directory.view import WIDTH, Phase, RunView, draw, duration
 
 HEARTBEATS_S = 15.0
@@ -124,8 +125,5 @@ class RunFiles:
 
 def _read(path: Path) -> dict | None:
     """Return the content of a heartbeat, None if the file is missing or has another form."""
-    try:
-        record = json.loads(path.read_text())
-        return record if {"phase", "phase_s", "waits", "rank", "host"} <= record.keys() else None
-    except (OSError, ValueError):
-        return None
+    record = read_object(path)
+    return record if {"phase", "phase_s", "waits", "rank", "host"} <= record.keys() else None

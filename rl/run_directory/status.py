@@ -24,6 +24,15 @@ PATIENCE_S = 5.0
 """Maximum wait for a write of another thread when a run ends, in seconds: a file system may hang."""
 
 
+def read_object(path: Path) -> dict:
+    """Return the JSON object in a file, {} if it is missing, incomplete or has another form."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class Status:
     """The status of one start of a run. A change is on disk when the call returns. Thread-safe.
 
@@ -74,7 +83,7 @@ class Status:
         if not self._leads:
             return
         with self._writing:
-            found = self._read()
+            found = read_object(self._path)
             if self._ended or (found.get("state") == "failed" and found.get("start") == self._start):
                 return  # another rank has ended the run
             if self.is_taken_over():
@@ -91,12 +100,12 @@ class Status:
 
     def refuse(self, reason: str) -> None:
         """Write that the run failed if the state is running; an earlier end remains. For rejected input."""
-        if self._read().get("state") == "running":
+        if read_object(self._path).get("state") == "running":
             self._end("failed", reason)
 
     def interrupt(self) -> None:
         """Write that Ctrl-C stopped the run, unless its end is written already or it had not begun."""
-        if self._read().get("start") == self._start:
+        if read_object(self._path).get("start") == self._start:
             self._end("stopped", "interrupted")
 
     def _end(self, state: str, reason: str) -> None:
@@ -107,7 +116,7 @@ class Status:
             if self._ended or self.is_taken_over():
                 return
             self._ended = True
-            found = self._read()
+            found = read_object(self._path)
             if found.get("start") == self._start:
                 if found.get("state") != "running":
                     return
@@ -122,14 +131,6 @@ class Status:
 
     def _warn(self, text: str) -> None:
         print(f"warning: {self._path} {text}", file=sys.stderr, flush=True)
-
-    def _read(self) -> dict:
-        """Return the fields on disk, or {} if they are unreadable."""
-        try:
-            facts = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            return {}
-        return facts if isinstance(facts, dict) else {}
 
     def _write(self, facts: dict) -> None:
         text = json.dumps(facts | {"time": round(time.time(), 3)}) + "\n"
