@@ -34,21 +34,6 @@ def test_adaptive_weight_follows_the_clipped_relative_error(current_kl, factor):
     assert controller.coef == pytest.approx(0.2 * factor, rel=1e-12)
 
 
-def test_weight_changes_by_a_fifth_over_the_horizon():
-    for num_samples in (10, 100, 1000):
-        controller = AdaptiveKL(1.0, target=1.0, horizon=10_000)
-        for _ in range(10_000 // num_samples):
-            controller.update(5.0, num_samples)
-        assert controller.coef == pytest.approx(1.22, abs=0.01)
-
-
-def test_divergence_approaches_the_target():
-    controller = AdaptiveKL(1.0, target=2.0, horizon=1000)
-    for _ in range(500):
-        controller.update(0.5 / controller.coef, 100)
-    assert 0.5 / controller.coef == pytest.approx(2.0, rel=1e-3)
-
-
 def test_checkpoint_continues_where_it_was():
     first, second = (AdaptiveKL(0.1, target=6.0, horizon=1000) for _ in range(2))
     first.update(9.0, 64)
