@@ -33,40 +33,21 @@ weights that do not learn because adapters do, a checkpoint has only the checksu
 
 
 def describe(engine: TrainingEngine) -> dict:
-    """Return dtypes of weights and moments, adapters, number of optimizer steps, shapes of what learns.
+    """Return what a checkpoint of the model must have in common with it; identical on all ranks.
 
-    Identical on all ranks.
+    dtype: of the weights. moments: dtype of Adam's; "" for a frozen model. adapter: the keys of that section
+    on which A, B and their scale depend; {} without adapters. optimizer_step: number of steps taken. tensors:
+    shape of every tensor that learns, by its name in the checkpoints of its format.
     """
+    adapters, weights = engine.parts.get(Adapters), engine.learned_map.weights
+    keys = ("kind", "rank", "alpha", "init") if adapters is not None else ()
     return {
-        "dtype": dtype_of(engine),
-        "moments": moments_of(engine),
-        "adapter": adapter_of(engine),
+        "dtype": str(engine.weight_map.dtype).removeprefix("torch."),
+        "moments": engine.spec.optimizer.moments if engine.spec.optimizer is not None else "",
+        "adapter": {key: getattr(adapters.config, key) for key in keys},
         "optimizer_step": _step(engine),
-        "tensors": tensor_shapes(engine),
+        "tensors": {name: list(shape) for w in weights for name, shape in zip(w.hf, w.shapes)},
     }
-
-
-def dtype_of(engine: TrainingEngine) -> str:
-    """Return the name of the model's dtype."""
-    return str(engine.weight_map.dtype).removeprefix("torch.")
-
-
-def moments_of(engine: TrainingEngine) -> str:
-    """Return the dtype of Adam's moments; "" for a frozen model."""
-    return engine.spec.optimizer.moments if engine.spec.optimizer is not None else ""
-
-
-def adapter_of(engine: TrainingEngine) -> dict[str, str | int | float]:
-    """Return the keys of the section `adapter` on which A, B and their scale depend; {} without adapters."""
-    if (adapters := engine.parts.get(Adapters)) is None:
-        return {}
-    return {key: getattr(adapters.config, key) for key in ("kind", "rank", "alpha", "init")}
-
-
-def tensor_shapes(engine: TrainingEngine) -> dict[str, list[int]]:
-    """Return the shape of every tensor that learns, by its name in the checkpoints of its format."""
-    weights = engine.learned_map.weights
-    return {name: list(shape) for weight in weights for name, shape in zip(weight.hf, weight.shapes)}
 
 
 def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:

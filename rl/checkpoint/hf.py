@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,6 +23,38 @@ from rl.training.weights import WeightMap
 
 class WronglyExported(RuntimeError):
     """Raised on every rank if a written tensor is not the model's."""
+
+
+@contextmanager
+def new_directory(target: str, fence: Callable[[], None]) -> Iterator[Path]:
+    """Yield a directory that rank 0 has created, and give it the name `target` at the end of the context.
+
+    After an exception it keeps the name target.partial. Collective over the world. fence: see `export_hf`.
+    """
+    final, partial = Path(target), Path(target + ".partial")
+    if dist.get_rank() == 0:
+        fence()
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    yield partial
+    if dist.get_rank() == 0:
+        fence()
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    dist.barrier()
+
+
+def differing(names: list[str]) -> str:
+    """Return a message about tensors of the files that differ from the model's; "" if there are none."""
+    return (
+        f"{', '.join(names[:4])} in the files differ from the model's, {len(names)} in all" if names else ""
+    )
+
+
+def raise_problem(directory: Path, problem: str | None) -> None:
+    """Raise WronglyExported on every rank if rank 0 has found a problem. Collective over the world."""
+    if problem := broadcast_object(problem):
+        raise WronglyExported(f"{directory}: {problem}; the model itself is unchanged.")
 
 
 MAX_FILE_BYTES = 4 << 30
@@ -46,54 +79,41 @@ def export_hf(
         wrong with it, if anything is.
     """
     writes = dist.get_rank() == 0
-    final, partial = Path(target), Path(target + ".partial")
     files: list[str] = []
     index: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     pending_bytes = total_bytes = 0
-    if writes:
-        fence()
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
 
-    def flush():
+    def flush(partial: Path) -> None:
         fence()
         name = f"model-{len(files) + 1:05d}.safetensors"
         save_tensors(pending, partial / name)
         files.append(name)
         index.update(dict.fromkeys(pending, name))
 
-    exported = trainer.parts.exported_map(trainer.weight_map)
-    weights = exported.weights
-    tensors = ((name, tensor.cpu()) for name, tensor in trainer.full_weights() if writes)
-    for name, tensor in as_stored(weights, tensors):
-        if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
-            flush()
-            pending, pending_bytes = {}, 0
-        pending[name] = tensor.contiguous()
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    if writes:
-        flush()
-    expected, problem = exported_checksums(trainer, exported, trainer.parts.merging()), None
-    if writes:
-        problem = _problem(partial, index, weights, expected)
-        _name_files(partial, files, index, total_bytes)
-        _copy_config(exported, Path(source), partial)
-    problem = broadcast_object(problem) or broadcast_object(check(partial))
-    if problem:
-        raise WronglyExported(f"{partial}: {problem}; the model itself is unchanged.")
-    if writes:
-        fence()
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-    dist.barrier()
+    with new_directory(target, fence) as partial:
+        exported = trainer.parts.exported_map(trainer.weight_map)
+        weights = exported.weights
+        tensors = ((name, tensor.cpu()) for name, tensor in trainer.full_weights() if writes)
+        for name, tensor in as_stored(weights, tensors):
+            if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                flush(partial)
+                pending, pending_bytes = {}, 0
+            pending[name] = tensor.contiguous()
+            pending_bytes += tensor.nbytes
+            total_bytes += tensor.nbytes
+        expected, problem = exported_checksums(trainer, exported, trainer.parts.merging()), None
+        if writes:
+            flush(partial)
+            problem = _problem(partial, index, weights, expected)
+            _name_files(partial, files, index, total_bytes)
+            _copy_config(exported, Path(source), partial)
+        raise_problem(partial, problem)
+        raise_problem(partial, check(partial))
 
 
-def _problem(
-    directory: Path, index: dict[str, str], weights: list[Weight], expected: dict[str, int]
-) -> str | None:
-    """Return a message that names tensors of the files that differ from the model's, or None.
+def _problem(directory: Path, index: dict[str, str], weights: list[Weight], expected: dict[str, int]) -> str:
+    """Return `differing` for the tensors of the files.
 
     index: name of each tensor in the files -> its file. expected: checksums of the model's tensors.
     """
@@ -105,9 +125,7 @@ def _problem(
                 wrong.append(name)
             elif int(placed_checksum(reader.read(name, whole(shape)).contiguous())) % 2**64 != expected[name]:
                 wrong.append(name)
-    return (
-        f"{', '.join(wrong[:4])} in the files differ from the model's, {len(wrong)} in all" if wrong else None
-    )
+    return differing(wrong)
 
 
 def _name_files(directory: Path, files: list[str], index: dict[str, str], total_bytes: int) -> None:

@@ -1,21 +1,18 @@
 """Write the policy's adapters as a directory that the package peft loads."""
 
 import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rl.checkpoint.contents import exported_checksums
-from rl.checkpoint.hf import WronglyExported
+from rl.checkpoint.hf import differing, new_directory, raise_problem
 from rl.models.files import save_tensors
 from rl.models.layout import Weight
 from rl.models.peft import CONFIG, TENSORS, peft_config
 from rl.runtime.checksum import placed_checksum
-from rl.runtime.collectives import broadcast_object
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
@@ -35,7 +32,6 @@ def export_peft(
     """
     adapters = trainer.parts.get(Adapters)
     assert adapters is not None, "the model has no adapters"
-    final, partial = Path(target), Path(target + ".partial")
     writes, initial = dist.get_rank() == 0, adapters.initial_map
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in full_weights(adapters.learned_map):
@@ -46,22 +42,9 @@ def export_peft(
             tensors[name] = torch.cat((tensors[name], tensor.cpu()))
         elif writes and ".lora_B." in name:
             tensors[name] = torch.cat((tensors[name], -tensor.cpu()), dim=1)
-    if writes:
-        fence()
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_tensors(tensors, partial / TENSORS)
-        config = peft_config(
-            adapters.pairs,
-            trainer.weight_map.weights,
-            rank=adapters.config.rank * (1 if initial is None else 2),
-            scale=adapters.config.scale,
-            source=source,
-        )
-        (partial / CONFIG).write_text(json.dumps(config, indent=2))
     expected = exported_checksums(trainer, adapters.learned_map)
+    rank = adapters.config.rank
     if initial is not None:
-        rank = adapters.config.rank
 
         def negated(weight: Weight, parameter: torch.Tensor) -> torch.Tensor:
             return -parameter if ".lora_B." in weight.hf[0] else parameter
@@ -71,21 +54,19 @@ def export_peft(
 
         for name, more in exported_checksums(trainer, initial, negated, behind).items():
             expected[name] = (expected[name] + more) % 2**64
-    written = (
-        {name: int(placed_checksum(t)) % 2**64 for name, t in load_file(partial / TENSORS).items()}
-        if writes
-        else {}
-    )
-    differ = (
-        [name for name in expected | written if written.get(name) != expected.get(name)] if writes else []
-    )
-    if names := broadcast_object(differ):
-        raise WronglyExported(
-            f"{partial}: {', '.join(names[:4])} in the files differ from the model's, {len(names)} in all; "
-            "the model itself is unchanged."
-        )
-    if writes:
-        fence()
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-    dist.barrier()
+    with new_directory(target, fence) as partial:
+        problem = None
+        if writes:
+            save_tensors(tensors, partial / TENSORS)
+            config = peft_config(
+                adapters.pairs,
+                trainer.weight_map.weights,
+                rank=rank * (1 if initial is None else 2),
+                scale=adapters.config.scale,
+                source=source,
+            )
+            (partial / CONFIG).write_text(json.dumps(config, indent=2))
+            written = {n: int(placed_checksum(t)) % 2**64 for n, t in load_file(partial / TENSORS).items()}
+            names = [name for name in expected | written if written.get(name) != expected.get(name)]
+            problem = differing(names)
+        raise_problem(partial, problem)

@@ -28,15 +28,11 @@ from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.contents import (
     BASE,
     REFERENCE,
-    adapter_of,
     describe,
-    dtype_of,
     in_words,
     load_optimizer,
     load_weights,
     model_shards,
-    moments_of,
-    tensor_shapes,
     total_checksums,
 )
 from rl.checkpoint.directory import Saved
@@ -371,7 +367,7 @@ class CheckpointStore:
                     f"after loading {saved.path}, the optimizer of the {name} counts {here} steps instead of "
                     f"{there}; Adam's bias correction would be wrong."
                 )
-        then, now = {"cp": 1} | manifest["layout"], layout_of(models)  # cp is newer than the others
+        then, now = manifest["layout"], layout_of(models)
         if then == now:
             restore_rng(reader, dist.get_rank())
         else:
@@ -398,7 +394,9 @@ class CheckpointStore:
             for name, model in models.items():
                 load_weights(name, model, reader)
         same = {
-            name for name, model in models.items() if manifest["models"][name]["dtype"] == dtype_of(model)
+            name
+            for name, model in models.items()
+            if manifest["models"][name]["dtype"] == describe(model)["dtype"]
         }
         bases = {
             name: value
@@ -472,34 +470,29 @@ def _check_models(
             raise ConfigError(
                 f"{path} has no {name}, only {has}: another algorithm wrote it; use another run.dir."
             )
-        there, here = saved["adapter"], adapter_of(model)
-        if there != here:
+        own = describe(model)
+        if saved["adapter"] != own["adapter"]:
+            there, here = (_adapter_in_words(facts["adapter"]) for facts in (saved, own))
             raise ConfigError(
-                f"{path} was written with {_adapter_in_words(there)}, not {_adapter_in_words(here)}; use the "
+                f"{path} was written with {there}, not {here}; use the "
                 "section adapter of that run, or another run.dir and its export as model.path "
                 "(tools/export_hf.py)."
             )
-        shapes, dtype = tensor_shapes(model), dtype_of(model)
-        for hf in sorted(shapes.keys() | saved["tensors"].keys()):
-            there, here = saved["tensors"].get(hf, "absent"), shapes.get(hf, "absent")
+        for hf in sorted(own["tensors"].keys() | saved["tensors"].keys()):
+            there, here = (facts["tensors"].get(hf, "absent") for facts in (saved, own))
             if there != here:
                 raise ConfigError(
                     f"{path} is a checkpoint of another {name}: {hf} is {there} there and {here} here; "
                     "use that run's model.path, or another run.dir."
                 )
-        if saved["dtype"] != dtype and not any_dtype:
-            raise ConfigError(
-                f"{path} was written with model.dtype={saved['dtype']}, not {dtype}; use that dtype, or "
-                f"load only its weights with checkpoint.resume={path} checkpoint.weights_only=true and "
-                "another run.dir."
-            )
-        then, now = saved.get("moments", "float32"), moments_of(model)
-        if then and now and then != now and not any_dtype:
-            raise ConfigError(
-                f"{path} was written with optimizer.moments={then} of the {name}, not {now}; use that dtype, "
-                f"or load only its weights with checkpoint.resume={path} checkpoint.weights_only=true and "
-                "another run.dir."
-            )
+        for key, setting in () if any_dtype else (("dtype", "model.dtype"), ("moments", "optimizer.moments")):
+            there, here = saved[key], own[key]
+            if there and here and there != here:  # a frozen model has no moments
+                raise ConfigError(
+                    f"{path} was written with {setting}={there} of the {name}, not {here}; use that dtype, "
+                    f"or load only its weights with checkpoint.resume={path} checkpoint.weights_only=true "
+                    "and another run.dir."
+                )
 
 
 def _adapter_in_words(adapter: Mapping) -> str:

@@ -38,7 +38,7 @@ from rl.models.layout import Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
 from rl.refit.equality import differing
 from rl.refit.gather import RefitMismatch
-from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights, training_parameters
+from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights
 from rl.refit.transfer import BytesMoved, Sums, changed, compare, sent_checksums, transfer
 from rl.refit.values import Values, values_of
 from rl.rollout import held_parts
@@ -232,10 +232,9 @@ class Link:
             self._store.set(f"weights {number}", str(version))
 
         def move() -> BytesMoved:
-            parts = zip(self._planned, values, strict=True)
-            moved, *_ = self._move(
-                number, version, [(planned, training_parameters(own, planned), {}) for planned, own in parts]
-            )
+            pairs = zip(self._planned, values, strict=True)
+            parts: list[Part] = [(planned, own.by_number(planned.in_place), {}) for planned, own in pairs]
+            moved, *_ = self._move(number, version, parts)
             if self.excluded is not None:
                 self.excluded.release()
             return moved
@@ -455,7 +454,7 @@ class Link:
         arrived: list[tuple[bytes, int]] = []
         if self.excluded is not None and self.rank == self.train[0]:
             self.leaders = self.excluded.ranks(self.excluded.numbers())[:: self._tp]
-        while self.rank == self.train[0] and self._wait(_SAMPLES, 0 if arrived else timeout_s):
+        while self.rank == self.train[0] and self._store.wait([_SAMPLES], 0 if arrived else timeout_s):
             source, num_bytes, num_held = json.loads(self._store.pop(_SAMPLES) or "")
             if (content := self._received(source, num_bytes, 0)) is not None:
                 arrived.append((content, num_held))
@@ -507,12 +506,6 @@ class Link:
         for thread in (self._sending, self._sender):
             if thread is not None and thread.done():
                 thread.result()
-
-    def _wait(self, key: str, timeout_s: float) -> bool:
-        """Return whether the store has the key after at most `timeout_s`."""
-        if timeout_s > 0:
-            return self._store.wait([key], timeout_s)
-        return self._store.check([key])
 
 
 def _weights(config: Config, hf: dict) -> list[list[Weight]]:

@@ -232,7 +232,7 @@ def _parts(
         (values,) = values_of(trainer)
         for group in groups(engine, values, staged=staged):
             planned = _planned(values.weight_map, engine, group.held, buffer_mib, group.number, group.weights)
-            sources = training_parameters(group.values, planned)
+            sources = group.values.by_number(planned.in_place)
             destinations = engine_parameters(group.held, planned)
             yield Part(planned, group.values, sources, group.held, destinations, group.store)
         return
@@ -245,8 +245,8 @@ def _parts(
         else:
             continue
         planned = _planned(values.weight_map, engine, held, buffer_mib)
-        destinations = engine_parameters(held, planned)
-        yield Part(planned, values, training_parameters(values, planned), held, destinations)
+        sources, destinations = values.by_number(planned.in_place), engine_parameters(held, planned)
+        yield Part(planned, values, sources, held, destinations)
 
 
 def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
@@ -410,12 +410,6 @@ def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> 
     if extent is None:  # this rank holds no part of it: a bias that only the first rank adds
         return weight.expert is not None and not weight.cut.split
     return tuple(parameter.shape) == extent
-
-
-def training_parameters(values: Values, planned: WeightPlan) -> Mapping[int, Tensor]:
-    """Return what this rank's training parameters give, by the plan's indices."""
-    numbers = {weight.hf: number for number, weight in enumerate(planned.in_place)}
-    return values.by_number({w.hf: numbers[w.hf] for w, _ in values.weight_map.local() if w.hf in numbers})
 
 
 def engine_parameters(held: Mapping[str, Tensor], planned: WeightPlan) -> dict[int, Tensor]:

@@ -36,8 +36,9 @@ class Values:
     """Computes the value of a weight from this rank's parameter, of the same shape and dtype."""
     is_adapter: bool = False
 
-    def by_number(self, numbers: Mapping[tuple[str, ...], int]) -> Mapping[int, Tensor]:
-        """Return this rank's values by number. numbers: by the weights' Hugging Face names."""
+    def by_number(self, weights: Sequence[Weight]) -> Mapping[int, Tensor]:
+        """Return what this rank's parameters give for these weights, by their place in the list."""
+        numbers = {weight.hf: number for number, weight in enumerate(weights)}
         local = ((w, p.detach()) for w, p in self.weight_map.local() if w.hf in numbers)
         return _Computed({numbers[w.hf]: functools.partial(self.of, w, p) for w, p in local})
 

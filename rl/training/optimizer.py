@@ -153,11 +153,6 @@ def optimizer_tensors(optimizer: MegatronOptimizer, *, in_host: bool = True) -> 
                     yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _on(device: torch.device, value: Tensor) -> Tensor:
-    """Return a value on the device; only one that belongs to state in host memory moves."""
-    return value if value.device == device else value.to(device, non_blocking=True)
-
-
 class WrongStep(RuntimeError):
     """Raised on every rank if an update did not change weights and moments as AdamW does."""
 
@@ -256,12 +251,9 @@ class StateSample:
             self._decays = torch.cat(flags) if flags else torch.zeros(0, device=device)
         columns = []
         for kind in range(3):
-            views = [
-                own[0].new_zeros(len(own[0])) if own[kind] is None else own[kind] for *_, own in self._rows
-            ]
-            columns.append(
-                torch.cat([_on(device, view) for view in views]).double() if views else self._decays
-            )
+            views = [torch.zeros_like(own[0]) if own[kind] is None else own[kind] for *_, own in self._rows]
+            views = [view.to(device, non_blocking=True) for view in views]  # from state in host memory
+            columns.append(torch.cat(views).double() if views else self._decays)
         return torch.stack(columns)
 
 

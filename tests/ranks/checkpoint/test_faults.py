@@ -51,7 +51,7 @@ REFUSED = {
     "all damaged": "all checkpoints in .*rank_00001.safetensors is damaged",
     "of the future": "has format 2, but this version of Lockstep reads up to 1",
     "other model": r"another policy: .*.0.mlp.down_proj.weight is \[128, 96\] there and \[128, 128\] here",
-    "other dtype": "model.dtype=float32, not bfloat16",
+    "other dtype": "model.dtype=float32 of the policy, not bfloat16",
 }
 """Fault -> what the error says."""
 
