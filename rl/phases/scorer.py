@@ -24,7 +24,7 @@ from rl.rewards.score import Score, digest, sealed
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
-from rl.rollout.sampling import plain_sampling, seed_of
+from rl.rollout.sampling import Sampling, seed_of
 from rl.runtime import tracing
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
@@ -153,7 +153,7 @@ class Scorer:
         ]
         ids = gather_by_rank([_question(tokenizer, question) for question in questions])
         asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
-        sampling = plain_sampling(1, judge.max_response_tokens, temperature=judge.temperature)
+        sampling = Sampling(1, judge.max_response_tokens, temperature=judge.temperature)
         questions_asked = [ids[i] for i in asked]
         engine.wake_weights()
         engine.wake_cache()

@@ -41,8 +41,6 @@ from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
 
-__all__ = ["RefitMismatch", "check_refit", "check_weights", "refit", "traffic_metrics", "what_is_equal"]
-
 MAX_SHOWN = 8
 """Maximum number of differing weights that a check gathers to report their first differing element."""
 

@@ -71,7 +71,7 @@ class Drafts(Part):
         self._is_checked = True
         own = engine.config
         length = min(NUM_TOKENS, own.max_response_tokens)
-        sampling = Sampling(NUM_SAMPLES, own.temperature, own.top_p, TOP_K, 0.0, length, (), ())
+        sampling = Sampling(NUM_SAMPLES, length, own.temperature, own.top_p, TOP_K)
         seeds = [seed_of("draft check", replica) for replica in range(engine.num_replicas)]
         required, self._required = self._required, 0.0  # drafts go on in the whole test
         samples = engine.generate([prompt] * engine.num_replicas, sampling, seeds)

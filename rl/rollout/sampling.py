@@ -8,7 +8,7 @@ from rl.config.schema import Config
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of one call of the engine.
+    """Sampling parameters of one call of the engine; by default from the whole vocabulary.
 
     vLLM keeps the state of these options in host memory (vllm/v1/worker/gpu/sample/states.py). It allocates
     the state of penalties, logit biases and bad words on the GPU with the weights, where a level-2 sleep
@@ -16,20 +16,15 @@ class Sampling:
     """
 
     samples_per_prompt: int
-    temperature: float
-    """Sampling temperature; 0 means greedy."""
-    top_p: float
-    top_k: int
-    min_p: float
     max_tokens: int
     """Maximum tokens of a response."""
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-
-
-def plain_sampling(samples_per_prompt: int, max_tokens: int, *, temperature: float = 1.0) -> Sampling:
-    """Return the parameters that sample from the whole vocabulary, up to an end token or max_tokens."""
-    return Sampling(samples_per_prompt, temperature, 1.0, 0, 0.0, max_tokens, (), ())
+    temperature: float = 1.0
+    """Sampling temperature; 0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 def train_sampling(config: Config) -> Sampling:
@@ -37,11 +32,11 @@ def train_sampling(config: Config) -> Sampling:
     rollout = config.rollout
     return Sampling(
         samples_per_prompt=rollout.samples_per_prompt,
+        max_tokens=rollout.max_response_tokens,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
-        max_tokens=rollout.max_response_tokens,
         stop=tuple(rollout.stop),
         stop_token_ids=tuple(rollout.stop_token_ids),
     )

@@ -23,7 +23,7 @@ from rl.checks.logprobs import LogprobMismatch
 from rl.checks.updates import WrongGradient, WrongTokens
 from rl.data.batch import Batch
 from rl.faults.process import GIB, resident_bytes
-from rl.refit.refit import RefitMismatch
+from rl.refit.gather import RefitMismatch
 from rl.run.first_step_report import report
 from rl.run.loop import Training
 from rl.run.verdicts import Facts, Verdict, verdicts

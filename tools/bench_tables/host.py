@@ -99,7 +99,7 @@ def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is
             """Return the seconds of one generation, in all and outside vLLM's step, [2]."""
             nonlocal in_vllm
             engine.llm.reset_prefix_cache()
-            sampling = Sampling(1, 1.0, 1.0, 0, 0.0, max_tokens, (), ())
+            sampling = Sampling(1, max_tokens)
             start, in_vllm = time.perf_counter(), 0.0
             engine.generate(prompts, sampling, [1] * requests)
             whole = time.perf_counter() - start

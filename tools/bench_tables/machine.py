@@ -171,7 +171,7 @@ def measure_rank(model: str) -> dict[str, float]:
     from rl.models import read_hf_config
     from rl.phases.policy_gradient import policy_loss
     from rl.rollout.engine import RolloutEngine
-    from rl.rollout.sampling import plain_sampling
+    from rl.rollout.sampling import Sampling
     from rl.rollout.vllm_model import ServedModel
     from rl.runtime.session import session
     from rl.training.grid import build_grid
@@ -231,7 +231,7 @@ def measure_rank(model: str) -> dict[str, float]:
 
         def generation(samples: int, prompt: int, length: int) -> float:
             """Return the seconds of a generation whose samples share no prompt."""
-            sampling = plain_sampling(1, length)
+            sampling = Sampling(1, length)
             prompts = [token_ids(prompt, number) for number in range(samples)]
             return seconds(lambda: engine.generate(prompts, sampling, [*range(samples)]), together, 3)
 

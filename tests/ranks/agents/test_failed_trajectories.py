@@ -13,14 +13,14 @@ from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
 from rl.rollout.queue import StaticQueue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.sampling import plain_sampling, seed_of
+from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, prompts_of
 
 FILE = Path(__file__).parent / "hostile_environments.py"
 FAMILY = "qwen2.5"
-SAMPLING = plain_sampling(4, 200)
+SAMPLING = Sampling(4, 200)
 
 
 class CountedPool(EnvironmentPool):

@@ -25,10 +25,11 @@ from rl.engines.engines import build_policy  # noqa: E402
 from rl.engines.rollout_engines import build_rollout  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
-from rl.refit.refit import RefitMismatch, check_refit, check_weights, refit, traffic_metrics  # noqa: E402
+from rl.refit.gather import RefitMismatch  # noqa: E402
+from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.sampling import plain_sampling  # noqa: E402
+from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
 from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
@@ -41,7 +42,7 @@ OPTIONS = (
     "data.max_prompt_tokens=64",
     "adapter={kind: lora, rank: 4, alpha: 6.0}",
 )
-SAMPLING = plain_sampling(1, 24, temperature=0.7)
+SAMPLING = Sampling(1, 24, temperature=0.7)
 
 
 @torch.no_grad()

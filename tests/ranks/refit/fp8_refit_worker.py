@@ -27,11 +27,12 @@ from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.models.fp8_blocks import quantised  # noqa: E402
 from rl.refit import refit as refits  # noqa: E402
+from rl.refit.gather import RefitMismatch  # noqa: E402
 from rl.refit.quantised import in_blocks  # noqa: E402
-from rl.refit.refit import RefitMismatch, check_refit, check_weights, refit, traffic_metrics  # noqa: E402
+from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.sampling import plain_sampling  # noqa: E402
+from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.micro_batch_plans import plan_minibatch  # noqa: E402
@@ -45,7 +46,7 @@ OPTIONS = (
     "rollout={max_response_tokens: 64, max_concurrent_samples: 8, cpu_kv_cache_mib: 16, quantization: fp8}",
     "data.max_prompt_tokens=64",
 )
-SAMPLING = plain_sampling(1, 24)
+SAMPLING = Sampling(1, 24)
 
 
 def wrong_bits(trainer, engine) -> list[str]:

@@ -27,7 +27,8 @@ from rl.models import read_hf_config  # noqa: E402
 from rl.models.layout import VOCAB, index, padded_vocab, vocab_multiple  # noqa: E402
 from rl.models.placement import RolloutPlacement, count_experts  # noqa: E402
 from rl.refit import gather, transfer  # noqa: E402
-from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
+from rl.refit.gather import RefitMismatch  # noqa: E402
+from rl.refit.refit import check_refit, refit  # noqa: E402
 from rl.refit.values import values_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402

@@ -77,7 +77,7 @@ def main(path: str, other: str, tp: int, num_samples: int) -> None:
         for temperature, top_p in SETTINGS:
             # Each of the head's tokens takes several times as long as one of a Qwen2.
             number = min(64, num_samples) if is_head else num_samples
-            sampling = Sampling(number, temperature, top_p, 0, 0.0, 24, (), ())
+            sampling = Sampling(number, 24, temperature, top_p)
             assert_equal_samples(plain, same, sampling)
             metrics = same.parts[-1].metrics(same)
             print(temperature, top_p, metrics)
@@ -100,7 +100,7 @@ def main(path: str, other: str, tp: int, num_samples: int) -> None:
             print(error)
         DraftedSampler._rows = rows
         useless = build(device, "useless", path, tp, Draft(**far, tokens=2))
-        sampling = Sampling(64, 1.0, 1.0, 0, 0.0, 24, (), ())
+        sampling = Sampling(64, 24)
         assert_equal_samples(plain, useless, sampling)
         metrics = useless.parts[-1].metrics(useless)
         assert metrics["perf/drafts_on"] == 0.0 and metrics["perf/draft_tokens_per_step"] < 1.5, metrics
@@ -112,7 +112,7 @@ def main(path: str, other: str, tp: int, num_samples: int) -> None:
 def chi_squares(engine: RolloutEngine) -> None:
     """Compare 1e5 tokens of each setting that samples with their reported log-probs."""
     for temperature, top_p in SETTINGS[:-1]:
-        samples = engine.generate(PROMPTS[:1], Sampling(34_000, temperature, top_p, 0, 0.0, 3, (), ()), [3])
+        samples = engine.generate(PROMPTS[:1], Sampling(34_000, 3, temperature, top_p), [3])
         found = chi_square((s.token_ids, s.segments[0].logprobs) for s in samples)
         num_tokens = sum(len(s.token_ids) for s in samples)
         print(temperature, top_p, num_tokens, found, deviate(*found), engine.parts[-1].metrics(engine))

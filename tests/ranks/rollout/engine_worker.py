@@ -26,7 +26,8 @@ from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # 
 from rl.data.prompts import Prompt  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
-from rl.refit.refit import RefitMismatch, check_refit, refit  # noqa: E402
+from rl.refit.gather import RefitMismatch  # noqa: E402
+from rl.refit.refit import check_refit, refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
@@ -34,7 +35,7 @@ from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import StaticQueue  # noqa: E402
 from rl.rollout.quota_schedule import Group, QuotaSchedule, extend  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
-from rl.rollout.sampling import Sampling, plain_sampling, seed_of  # noqa: E402
+from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.single_turn import SingleTurn  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
@@ -45,7 +46,7 @@ from rl.training.grid import build_grid  # noqa: E402
 from tests import bounds  # noqa: E402
 from tests.checkpoints import SIZES  # noqa: E402
 
-PLAIN = plain_sampling(3, 10, temperature=0.9)
+PLAIN = Sampling(3, 10, temperature=0.9)
 PROMPTS = [np.arange(10, 10 + n, dtype=np.int32) for n in (3, 20, 7, 1)]
 LONG_PROMPTS = [np.roll(np.arange(6, 102, dtype=np.int32).repeat(2), 7 * i)[: 130 + 5 * i] for i in range(8)]
 """Each fills a block of 128 tokens of the KV cache, which the prefix cache keeps until it is evicted."""

@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 from rl.config.rollout import Rollout  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.kv_offload import KvOffload  # noqa: E402
-from rl.rollout.sampling import plain_sampling  # noqa: E402
+from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 
@@ -33,7 +33,7 @@ def turns(engine: RolloutEngine) -> tuple[list[list[float]], list[float]]:
     found, loaded = [], []
     for turn in range(TURNS):
         for number, context in enumerate(contexts):
-            samples = engine.generate([context], plain_sampling(1, 40), [10 * turn + number])
+            samples = engine.generate([context], Sampling(1, 40), [10 * turn + number])
             for sample in samples:
                 found.append([*sample.token_ids.tolist(), *sample.segments[0].logprobs.tolist()])
             # Only the leader has the tokens; any continuation that all ranks know serves.

@@ -23,7 +23,7 @@ from rl.models import read_hf_config
 from rl.refit.refit import refit
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
-from rl.rollout.sampling import plain_sampling
+from rl.rollout.sampling import Sampling
 from rl.runtime.session import session
 from rl.training.micro_batch_plans import plan_minibatch
 
@@ -99,7 +99,7 @@ def main(checkpoint: str, out: str, dtype: str, samples: str, rollout_tp: str, *
             trainer = build_policy(config, hf, grid, device)
             if batch is None:
                 refit(trainer, engine)
-                sampling = plain_sampling(SAMPLES_PER_PROMPT, MAX_TOKENS, temperature=TEMPERATURE)
+                sampling = Sampling(SAMPLES_PER_PROMPT, MAX_TOKENS, temperature=TEMPERATURE)
                 asked = prompts(hf["vocab_size"], int(samples) // SAMPLES_PER_PROMPT)
                 drawn = engine.generate(asked, sampling, list(range(len(asked))))
                 mine = drawn if engine.rank_in_replica == 0 else []

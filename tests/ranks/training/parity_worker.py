@@ -31,7 +31,7 @@ from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import DummySteps
 from rl.rollout.exchange import exchange
-from rl.rollout.sampling import Sampling, plain_sampling
+from rl.rollout.sampling import Sampling
 from rl.rollout.vllm_model import ServedModel
 from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
@@ -42,7 +42,7 @@ from tools.hf_reference import hf_gradient, hf_logprobs, random_batch
 TEMPERATURE = 0.7
 EPS = 1e7
 """Epsilon of Adam and learning rate: an epsilon so far above the gradients makes its step the gradient."""
-SAMPLING = plain_sampling(1, 12, temperature=TEMPERATURE)
+SAMPLING = Sampling(1, 12, temperature=TEMPERATURE)
 
 
 def config_of(

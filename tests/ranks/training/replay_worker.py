@@ -26,7 +26,7 @@ from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.routes import Routes
-from rl.rollout.sampling import plain_sampling
+from rl.rollout.sampling import Sampling
 from rl.rollout.vllm_model import ServedModel
 from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
@@ -42,7 +42,7 @@ from tests.ranks.training.fixed_routers import (
     worst,
 )
 
-SAMPLING = plain_sampling(3, 9)
+SAMPLING = Sampling(3, 9)
 IDS = np.arange(6, 102, dtype=np.int32).repeat(2)
 PROMPTS = [np.roll(IDS, 7 * i)[:length] for i, length in enumerate((150, 4, 20, 180, 11, 7))]
 """The long ones fill a block of 128 tokens of the KV cache, which their samples share."""

@@ -36,7 +36,7 @@ from rl.refit.refit import check_refit, refit
 from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.sampling import plain_sampling
+from rl.rollout.sampling import Sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.runtime.session import session
@@ -46,7 +46,7 @@ from tools.hf_reference import hf_gradient
 
 TEMPERATURE = 0.7
 EPS = 1e7
-SAMPLING = plain_sampling(2, 12, temperature=TEMPERATURE)
+SAMPLING = Sampling(2, 12, temperature=TEMPERATURE)
 ROWS = (
     ([(56, 84)], "what is <image>?"),
     ([], "no <image> here"),

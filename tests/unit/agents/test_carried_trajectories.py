@@ -18,13 +18,13 @@ from rl.rollout.queue import StaticQueue, own_counter
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.samples import pack, unpack
-from rl.rollout.sampling import plain_sampling, seed_of
+from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 
 FAMILY = "qwen2.5"
-SAMPLING = plain_sampling(2, 200)
+SAMPLING = Sampling(2, 200)
 NUM_PROMPTS = 4
 
 

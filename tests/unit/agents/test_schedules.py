@@ -15,14 +15,14 @@ from rl.rollout.queue import StaticQueue, own_counter
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule
 from rl.rollout.samples import Completion
-from rl.rollout.sampling import plain_sampling, seed_of
+from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.rollout.stream_schedule import StreamSchedule
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 
-SAMPLING = plain_sampling(2, 50)
+SAMPLING = Sampling(2, 50)
 SEEDS = [10, 11, 12]
 QWEN = "qwen2.5"
 

@@ -18,12 +18,12 @@ from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
 from rl.rollout.queue import StaticQueue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.sampling import plain_sampling, seed_of
+from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import SampleSource
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 
-SAMPLING = plain_sampling(2, 200)
+SAMPLING = Sampling(2, 200)
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "a"}}\n</tool_call><|im_end|>'
 TWO_CALLS = CALL.replace("<|im_end|>", "\n") + CALL
 

@@ -14,12 +14,12 @@ from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, StaticQueue, own_counter
 from rl.rollout.quota_schedule import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.samples import Completion, Sample, Segment, pack
-from rl.rollout.sampling import plain_sampling, seed_of
+from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.runtime.plain_data import encode
 
-SAMPLING = plain_sampling(2, 6)
+SAMPLING = Sampling(2, 6)
 
 
 def prompt(draw, *ids):

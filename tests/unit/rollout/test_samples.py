@@ -8,10 +8,10 @@ import pytest
 from rl.data.held import Absent
 from rl.rollout.batches import SamplesDiffer, batch_of
 from rl.rollout.samples import Completion, Sample, Segment, context_digest, pack, unpack
-from rl.rollout.sampling import plain_sampling
+from rl.rollout.sampling import Sampling
 from rl.runtime.plain_data import decode, encode
 
-SAMPLING = plain_sampling(2, 5)
+SAMPLING = Sampling(2, 5)
 
 
 def completion(*tokens, end="stop", version=9):

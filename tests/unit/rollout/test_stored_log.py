@@ -10,16 +10,7 @@ from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling
 from rl.rollout.stored_log import DIRECTORY, Replay, VersionRecorder, load, remove_after, store
 
-SAMPLING = Sampling(
-    samples_per_prompt=1,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    max_tokens=9,
-    stop=("x",),
-    stop_token_ids=(),
-)
+SAMPLING = Sampling(1, 9, stop=("x",))
 
 
 def request(turn: int, *ids: int) -> Request:
