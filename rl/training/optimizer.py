@@ -252,7 +252,8 @@ class StateSample:
         columns = []
         for kind in range(3):
             views = [torch.zeros_like(own[0]) if own[kind] is None else own[kind] for *_, own in self._rows]
-            views = [view.to(device, non_blocking=True) for view in views]  # from state in host memory
+            # State in host memory moves; on the device, `to` would count as a wait for it.
+            views = [x if x.device == device else x.to(device, non_blocking=True) for x in views]
             columns.append(torch.cat(views).double() if views else self._decays)
         return torch.stack(columns)
 
