@@ -18,7 +18,7 @@ from rl.phases.sampler import Call, Sampler
 from rl.phases.step_record import StepRecord
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
-from rl.rollout.queue import OrderedQueue, greedy_idle, idle_shares
+from rl.rollout.queue import greedy_idle, idle_shares
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
 from rl.runtime import tracing
@@ -61,7 +61,7 @@ class Generation(Sampler):
     def sample(self, call: Call) -> Batch:
         def schedule() -> QueueSchedule:
             queue = self._engine.queue(len(call.prompts), is_fixed=self._dialogues.is_fixed)
-            ordered = queue if call.order is None else OrderedQueue(queue, call.order)
+            ordered = queue if call.order is None else (call.order[item] for item in queue)
             return QueueSchedule(call.prompts, call.sampling, self._seeds(call), queue=ordered)
 
         return self._dialogues.batch(self._run(call, call.ids, schedule, total=call.num_samples), call)

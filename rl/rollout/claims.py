@@ -1,10 +1,11 @@
 """The owner of each group among the replicas, so that groups of a dead replica are generated again.
 
-Like `SharedQueue`, a counter in the job's store gives an item to the replica that asks first. Each item also
+Like `shared_queue`, a counter in the job's store gives an item to the replica that asks first. Each item also
 has a key with its owner. It is changed by compare-and-set only, so one replica takes over an item.
 """
 
 import time
+from collections.abc import Iterator
 
 from rl.runtime.excluded_replicas import ExcludedReplicas
 from rl.runtime.job_store import JobStore
@@ -14,8 +15,8 @@ SEARCH_S = 5.0
 _DONE = "done"
 
 
-class Claims:
-    """The items of all replicas (a `Queue` without an end). Only leaders, and the first trainer, call it.
+class Claims(Iterator[int]):
+    """The items of all replicas, a queue without an end. Only leaders, and the first trainer, call it.
 
     Args:
         store: the job's store, to which this object opens a connection of its own.
@@ -28,7 +29,7 @@ class Claims:
         self._claimed: set[int] = set()
         self._next_search = 0.0
 
-    def draw(self) -> int:
+    def __next__(self) -> int:
         """Return the next item that no replica has."""
         while not self._claim(item := self._store.add("next", 1) - 1, ""):
             pass

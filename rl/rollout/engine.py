@@ -23,7 +23,7 @@ from rl.rollout.calls import Calls
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.parts import Part
 from rl.rollout.platforms import Cpu, Cuda, Platform
-from rl.rollout.queue import OrderedQueue, Queue, SharedQueue, StaticQueue
+from rl.rollout.queue import shared_queue, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Completion, Sample
 from rl.rollout.sampling import Sampling
@@ -180,7 +180,7 @@ class RolloutEngine:
 
     # Generation -------------------------------------------------------------------------------------------
 
-    def queue(self, num_items: int, *, is_fixed: bool = False) -> Queue:
+    def queue(self, num_items: int, *, is_fixed: bool = False) -> Iterator[int]:
         """Return the work of one call, shared by all replicas; only leaders draw from it.
 
         Every rank calls it the same number of times. is_fixed: whether each replica has a fixed share also
@@ -188,8 +188,8 @@ class RolloutEngine:
         """
         self._queues_made += 1
         if self.config.deterministic or is_fixed:
-            return StaticQueue(num_items, replica=self.replica, num_replicas=self.num_replicas)
-        return SharedQueue(num_items, name=self.call_name)
+            return static_queue(num_items, replica=self.replica, num_replicas=self.num_replicas)
+        return shared_queue(num_items, name=self.call_name)
 
     @property
     def call_name(self) -> str:
@@ -228,7 +228,7 @@ class RolloutEngine:
         """
         queue = self.queue(len(prompts))
         if order is not None:
-            queue = OrderedQueue(queue, order)
+            queue = (order[item] for item in queue)
         capacity = self.capacity(len(prompts), sampling.samples_per_prompt)
         whole = [Prompt.of_tokens(token_ids) for token_ids in prompts]
         schedule = QueueSchedule(whole, sampling, seeds, queue=queue, adapters=adapters)

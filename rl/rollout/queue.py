@@ -1,54 +1,26 @@
 """Work queues: which replica generates which prompt.
 
-Items are 0..n-1. Only the leader of a replica draws.
+A queue is an iterator over items 0..n-1. Only the leader of a replica draws from it.
 """
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 from rl.runtime.session import job
 
 
-class Queue(Protocol):
-    """The work of one call of the engine."""
-
-    def draw(self) -> int | None:
-        """Return the next item for this replica, or None if none is left."""
+def static_queue(num_items: int, *, replica: int, num_replicas: int) -> Iterator[int]:
+    """Return items r, r + R, r + 2R, ... for replica r of R. Deterministic, without communication."""
+    return iter(range(replica, num_items, num_replicas))
 
 
-class StaticQueue:
-    """Gives items r, r + R, r + 2R, ... to replica r of R. Deterministic, without communication."""
-
-    def __init__(self, num_items: int, *, replica: int, num_replicas: int):
-        self._items = iter(range(replica, num_items, num_replicas))
-
-    def draw(self) -> int | None:
-        return next(self._items, None)
-
-
-class SharedQueue:
-    """Gives the next item to the replica that asks first, by a counter in the job's store."""
-
-    def __init__(self, num_items: int, *, name: str):
-        self._num_items, self._add = num_items, shared_counter(name)
-
-    def draw(self) -> int | None:
-        item = self._add(1) - 1
-        return item if item < self._num_items else None
-
-
-class OrderedQueue:
-    """Gives order[item] for each item of another queue."""
-
-    def __init__(self, queue: Queue, order: Sequence[int]):
-        self._queue, self._order = queue, order
-
-    def draw(self) -> int | None:
-        item = self._queue.draw()
-        return None if item is None else self._order[item]
+def shared_queue(num_items: int, *, name: str) -> Iterator[int]:
+    """Yield the next item to the replica that asks first, by a counter in the job's store."""
+    add = shared_counter(name)
+    while (item := add(1) - 1) < num_items:
+        yield item
 
 
 def assign_held(holders: Sequence[int], num_replicas: int) -> tuple[list[list[int]], list[int]]:
@@ -65,23 +37,12 @@ def assign_held(holders: Sequence[int], num_replicas: int) -> tuple[list[list[in
 
 
 def assign_all(holders: Sequence[int], num_replicas: int) -> list[list[int]]:
-    """Return the items of each replica, those that it holds first. Without holders as `StaticQueue`."""
+    """Return the items of each replica, those that it holds first. Without holders as `static_queue`."""
     own, others = assign_held(holders, num_replicas)
     for place, item in enumerate(others):
         in_turn = ((place + shift) % num_replicas for shift in range(num_replicas))
         own[next(r for r in in_turn if len(own[r]) < len(range(r, len(holders), num_replicas)))].append(item)
     return own
-
-
-class ListQueue:
-    """Gives these items to the replica, then those of another queue."""
-
-    def __init__(self, items: Sequence[int], others: Queue | None = None):
-        self._items, self._others = iter(items), others
-
-    def draw(self) -> int | None:
-        item = next(self._items, None)
-        return self._others.draw() if item is None and self._others is not None else item
 
 
 class PastLengths:

@@ -1,10 +1,9 @@
 """The schedule of a queue: each replica generates the groups that it draws, until none is left."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rl.data.prompts import Prompt
 from rl.rollout.events import Done, Event
-from rl.rollout.queue import Queue
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling
 from rl.rollout.source import SampleSource, Start
@@ -25,22 +24,18 @@ class QueueSchedule:
         sampling: Sampling,
         seeds: Sequence[int],
         *,
-        queue: Queue,
+        queue: Iterator[int],
         adapters: Sequence[int] | None = None,
     ):
         self._prompts, self._seeds, self._queue = prompts, seeds, queue
         self._adapters = adapters or [0] * len(prompts)
         self.together = sampling.samples_per_prompt
-        self._is_drained = False
         self.samples: list[Sample] = []
         """The samples that have ended."""
 
     def next_samples(self) -> list[Start]:
-        item = None if self._is_drained else self._queue.draw()
-        if item is None:
-            self._is_drained = True
-            return []
-        return self._samples_of(item)
+        item = next(self._queue, None)
+        return [] if item is None else self._samples_of(item)
 
     def _samples_of(self, item: int) -> list[Start]:
         prompt, seed, adapter = self._prompts[item], self._seeds[item], self._adapters[item]

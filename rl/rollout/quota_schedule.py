@@ -7,8 +7,9 @@ unfinished trajectory continues on the replica that holds its environment, if th
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,7 @@ from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Done, Event
-from rl.rollout.queue import (
-    ListQueue,
-    OrderedQueue,
-    Queue,
-    assign_all,
-    assign_held,
-    own_counter,
-    shared_counter,
-)
+from rl.rollout.queue import assign_all, assign_held, own_counter, shared_counter
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import COLUMNS, Sample, Segment, pack, unpack
 from rl.rollout.sampling import Sampling
@@ -102,7 +95,7 @@ def work_of(
     *,
     holds: bool,
     is_fixed: bool,
-) -> tuple[Queue, Quota]:
+) -> tuple[Iterator[int], Quota]:
     """Return the work of this replica in one call, and the quota that ends it. Every rank calls it.
 
     holds: whether a replica has what its groups need (`Group.holder`), and begins with them. is_fixed:
@@ -113,9 +106,9 @@ def work_of(
     if is_fixed:
         own = assign_all(holders, num_replicas)[engine.replica]
         share = range(engine.replica, num_wanted, num_replicas)
-        return ListQueue(own), Quota(len(share), len(due.intersection(own)), own_counter())
+        return iter(own), Quota(len(share), len(due.intersection(own)), own_counter())
     held, others = assign_held(holders, num_replicas)
-    queue = ListQueue(held[engine.replica], OrderedQueue(engine.queue(len(others)), others))
+    queue = chain(held[engine.replica], (others[place] for place in engine.queue(len(others))))
     return queue, Quota(num_wanted, len(due), shared_counter(f"{engine.call_name}-complete"))
 
 
@@ -136,7 +129,7 @@ class QuotaSchedule(QueueSchedule):
         sampling: Sampling,
         seeds: list[int],
         *,
-        queue: Queue,
+        queue: Iterator[int],
         quota: Quota,
     ):
         super().__init__([group.prompt for group in groups], sampling, seeds, queue=queue)

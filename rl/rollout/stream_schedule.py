@@ -12,7 +12,7 @@ The engine takes no step until it has come, so that everything but the clock is 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rl.config.schema import Config, algorithm_of
@@ -20,7 +20,6 @@ from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
 from rl.rollout.events import Done, Event, Waiting, Weights
 from rl.rollout.messages import Begin, Message, Messages, NextBatch
-from rl.rollout.queue import Queue
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of
 from rl.rollout.source import SampleSource, Start
@@ -81,7 +80,7 @@ class StreamSchedule:
         begin: Begin,
         *,
         draw: Callable[[int], list[Prompt]],
-        queue: Queue,
+        queue: Iterator[int],
         messages: Messages,
         send: Callable[[int, int, list[Sample]], None],
         take_over: Callable[[range], int | None] = lambda items: None,
@@ -215,8 +214,7 @@ class StreamSchedule:
     def _next_group(self) -> int:
         """Return the next group of this replica, without the groups that exist already."""
         while self._held is None or self._held in self._finished or self._held < self._first:
-            item = self._queue.draw()
-            assert item is not None, "the queue of groups has no end"
+            item = next(self._queue)  # it has no end
             # A fixed rule gives a group to the same replica after a resume; a counter begins again.
             self._held = item if self._config.rollout.deterministic else self._first + item
         return self._held

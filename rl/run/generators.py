@@ -18,7 +18,6 @@ from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.messages import MESSAGE_TYPES, Begin, Generate, Messages
-from rl.rollout.queue import Queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling, train_sampling
@@ -107,7 +106,7 @@ class Generators:
         engine.keeps_cache = self._config.roles.cache == "keep"
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
         limit_collectives(self._config.watchdog.limits)
-        queue: Queue = engine.queue(ENDLESS, is_fixed=self._has_fixed_share)
+        queue = engine.queue(ENDLESS, is_fixed=self._has_fixed_share)
         stream, source, sampling, options = None, None, train_sampling(self._config), {}
         if self._link.excluded is not None:
             from rl.rollout.claims import Claims

@@ -55,7 +55,7 @@ def sample_lost(bug: Bug, ended, self, start, rows):
 
 @exhibit("huggingface/trl#3675", ranks=2)
 @caught_by(SAMPLES, r"SamplesDiffer: sample check: rank \d generated sample \d of prompt 0")
-@replaces("rl.rollout.engine.StaticQueue")
+@replaces("rl.rollout.engine.static_queue")
 def sample_generated_twice(bug: Bug, queue, num_items, *, replica, num_replicas):
     """The same prompts were sampled several times within a step."""
     return queue(num_items, replica=0, num_replicas=num_replicas)

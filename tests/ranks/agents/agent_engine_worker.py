@@ -30,7 +30,7 @@ from rl.refit.refit import refit  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.queue import StaticQueue  # noqa: E402
+from rl.rollout.queue import static_queue  # noqa: E402
 from rl.rollout.queue_schedule import QueueSchedule  # noqa: E402
 from rl.rollout.sampling import seed_of, train_sampling  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
@@ -108,7 +108,7 @@ class Checks:
             environments = Environments(agents, pool, Chat(self.tokenizer), lambda: None)
             dialogue = TimedTrajectories(environments, self.sampling, capacity=32, max_context=160)
             seeds = [seed_of("agents", i) for i in range(num_prompts)]
-            queue = StaticQueue(num_prompts, replica=0, num_replicas=1)
+            queue = static_queue(num_prompts, replica=0, num_replicas=1)
             schedule = QueueSchedule(prompts, self.sampling, seeds, queue=queue)
             recorder = Recorder(SampleSource(schedule, dialogue))
             samples, counts = schedule.samples, dialogue.counts

@@ -11,7 +11,7 @@ from rl.agents.pool import EnvironmentPool
 from rl.agents.replica_environments import Environments
 from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
-from rl.rollout.queue import StaticQueue
+from rl.rollout.queue import static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import SampleSource
@@ -44,7 +44,7 @@ def generate(what, *, num_prompts=6, timeout_s=30.0, **agents):
         no_endpoint = lambda: pytest.fail("no agent runs by itself")  # noqa: E731
         environments = Environments(Agents(**agents), pool, chat, no_endpoint)
         dialogue = Trajectories(environments, SAMPLING, capacity=64, max_context=1000)
-        queue = StaticQueue(num_prompts, replica=0, num_replicas=1)
+        queue = static_queue(num_prompts, replica=0, num_replicas=1)
         seeds = [seed_of(7, i) for i in range(num_prompts)]
         schedule = QueueSchedule(prompts, SAMPLING, seeds, queue=queue)
         VirtualEngine(pool, lambda request: turn).run(SampleSource(schedule, dialogue))

@@ -32,7 +32,7 @@ from rl.rollout import engine as rollout_engine  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
-from rl.rollout.queue import StaticQueue  # noqa: E402
+from rl.rollout.queue import static_queue  # noqa: E402
 from rl.rollout.quota_schedule import Group, QuotaSchedule, extend  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
@@ -320,7 +320,7 @@ class Checks:
             set(),
             PLAIN,
             [seed_of(0, i) for i in range(len(groups))],
-            queue=StaticQueue(len(groups), replica=0, num_replicas=1),
+            queue=static_queue(len(groups), replica=0, num_replicas=1),
             quota=SimpleNamespace(is_met=is_met, note_complete=lambda *, is_due: None),
         )
         source = SampleSource(schedule, SingleTurn(PLAIN, capacity=12))

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rl.rollout.queue import StaticQueue, assign_all, assign_held
+from rl.rollout.queue import assign_all, assign_held, static_queue
 from tests.spawn import run_ranks
 
 # Two ranks, each the leader of a replica.
@@ -10,37 +10,32 @@ PROGRAM = """
     import json
     import torch.distributed as dist
 
-    from rl.rollout.queue import SharedQueue
+    from rl.rollout.queue import shared_queue
     from rl.runtime.ranks import discover
     from rl.runtime.session import job, session
-
-    def rest(queue):
-        return list(iter(queue.draw, None))
 
     def draw_all():
         store, rank, drawn = job().store.clone(), dist.get_rank(), {}
 
-        queue = SharedQueue(40, name="race")
-        drawn["race"] = rest(queue)
-        drawn["after the end"] = [queue.draw(), queue.draw()]
+        drawn["race"] = list(shared_queue(40, name="race"))
 
         # Rank 1 works on its first item until rank 0 has nothing left to draw.
-        queue = SharedQueue(10, name="slow")
+        queue = shared_queue(10, name="slow")
         if rank == 1:
-            drawn["slow"] = [queue.draw()]
+            drawn["slow"] = [next(queue)]
             store.set("slow rank is busy", "")
             assert store.wait(["fast rank is done"], 60)
-            drawn["slow"] += rest(queue)
+            drawn["slow"] += list(queue)
         else:
             assert store.wait(["slow rank is busy"], 60)
-            drawn["slow"] = rest(queue)
+            drawn["slow"] = list(queue)
             store.set("fast rank is done", "")
 
-        drawn["nothing"] = rest(SharedQueue(0, name="nothing"))
+        drawn["nothing"] = list(shared_queue(0, name="nothing"))
 
         # Two queues at the same time do not share a counter.
-        one, other = (SharedQueue(3, name=f"{name} {rank}") for name in ("one", "other"))
-        drawn["alternating"] = [one.draw(), other.draw(), one.draw(), other.draw()]
+        one, other = (shared_queue(3, name=f"{name} {rank}") for name in ("one", "other"))
+        drawn["alternating"] = [next(one), next(other), next(one), next(other)]
         return drawn
 
     with session(discover()):
@@ -58,27 +53,18 @@ def drawn():
 # Static --------------------------------------------------
 
 
-def drain(queue):
-    return list(iter(queue.draw, None))
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
 @pytest.mark.parametrize("num_items", [0, 1, 7, 24])
 def test_static_replicas_cover_all_items_once(num_items, num_replicas):
     shares = [
-        drain(StaticQueue(num_items, replica=r, num_replicas=num_replicas)) for r in range(num_replicas)
+        list(static_queue(num_items, replica=r, num_replicas=num_replicas)) for r in range(num_replicas)
     ]
     assert sorted(item for share in shares for item in share) == list(range(num_items))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_static_replicas_take_turns():
-    assert drain(StaticQueue(8, replica=1, num_replicas=3)) == [1, 4, 7]
-
-
-def test_an_exhausted_static_queue_stays_exhausted():
-    queue = StaticQueue(1, replica=0, num_replicas=1)
-    assert [queue.draw(), queue.draw(), queue.draw()] == [0, None, None]
+    assert list(static_queue(8, replica=1, num_replicas=3)) == [1, 4, 7]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
@@ -101,10 +87,6 @@ def test_shared_replicas_cover_all_items_once_each_in_ascending_order(drawn):
     shares = [rank["race"] for rank in drawn]
     assert sorted(shares[0] + shares[1]) == list(range(40))
     assert all(share == sorted(share) for share in shares)
-
-
-def test_an_exhausted_shared_queue_stays_exhausted(drawn):
-    assert [rank["after the end"] for rank in drawn] == [[None, None]] * 2
 
 
 def test_a_slow_replica_draws_fewer(drawn):

@@ -14,7 +14,7 @@ from rl.agents.endpoint import EndpointRequest
 from rl.agents.environment import Reply, Score, Step
 from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
-from rl.rollout.queue import StaticQueue, own_counter
+from rl.rollout.queue import own_counter, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.samples import pack, unpack
@@ -78,7 +78,7 @@ class Games:
             set(),
             SAMPLING,
             [seed_of(5, group.prompt.draw) for group in work],
-            queue=StaticQueue(len(work), replica=0, num_replicas=1),
+            queue=static_queue(len(work), replica=0, num_replicas=1),
             quota=SimpleNamespace(is_met=is_met, note_complete=note_complete),
         )
         dialogue = Trajectories(self.environments, SAMPLING, capacity=4, max_context=1000)
@@ -157,7 +157,7 @@ def test_another_dialogue_leaves_kept_sessions_alone():
     assert games.environments.kept
     own = Trajectories(games.environments, SAMPLING, capacity=4, max_context=1000, keeps_failed=True)
     prompts = prompts_of(["question"] * 3, games.tokenizer)
-    queue = StaticQueue(3, replica=0, num_replicas=1)
+    queue = static_queue(3, replica=0, num_replicas=1)
     schedule = QueueSchedule(prompts, SAMPLING, [1, 2, 3], queue=queue)
     VirtualEngine(games.pool, games.policy).run(SampleSource(schedule, own))
     own.close()

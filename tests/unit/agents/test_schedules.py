@@ -11,7 +11,7 @@ from rl.config.schema import load_config
 from rl.data.prompts import Prompt
 from rl.rollout.events import Done
 from rl.rollout.messages import Begin, Complete, NextBatch
-from rl.rollout.queue import StaticQueue, own_counter
+from rl.rollout.queue import own_counter, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule
 from rl.rollout.samples import Completion
@@ -33,7 +33,7 @@ def completion(*tokens, end="stop"):
 
 
 def queue():
-    return StaticQueue(3, replica=0, num_replicas=1)
+    return static_queue(3, replica=0, num_replicas=1)
 
 
 def test_groups_start_whole_within_the_capacity():
@@ -80,7 +80,7 @@ def test_every_schedule_generates_with_every_dialogue(kind, agents):
             load_config(None, options),
             Begin({}, 0, frozenset()),
             draw=lambda number: [prompts[0]] * number,
-            queue=StaticQueue(1 << 62, replica=0, num_replicas=1),
+            queue=static_queue(1 << 62, replica=0, num_replicas=1),
             messages=Messages(),
             send=lambda group, prompt, samples: sent.extend(samples),
         )

@@ -16,7 +16,7 @@ from rl.agents.environment import Failure, Run, Score, Step, ToolCalls
 from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
-from rl.rollout.queue import StaticQueue
+from rl.rollout.queue import static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import SampleSource
@@ -66,7 +66,7 @@ class World:
         )
         limits = dict(capacity=capacity, max_context=max_context)
         self.dialogue = Trajectories(environments, sampling, **limits, keeps_failed=keeps_failed)
-        queue = StaticQueue(num_prompts, replica=0, num_replicas=1)
+        queue = static_queue(num_prompts, replica=0, num_replicas=1)
         seeds = [seed_of(7, i) for i in range(num_prompts)]
         schedule = QueueSchedule(self.prompts, sampling, seeds, queue=queue)
         self.engine.run(SampleSource(schedule, self.dialogue))

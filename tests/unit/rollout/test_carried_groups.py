@@ -11,7 +11,7 @@ from rl.checkpoint.shards import ShardReader, check_file, in_file_order, read_in
 from rl.data.prompts import Prompt
 from rl.rollout.batches import batch_of
 from rl.rollout.events import Abort, Add, Done
-from rl.rollout.queue import PastLengths, StaticQueue, own_counter
+from rl.rollout.queue import PastLengths, own_counter, static_queue
 from rl.rollout.quota_schedule import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.samples import Completion, Sample, Segment, pack
 from rl.rollout.sampling import Sampling, seed_of
@@ -44,7 +44,7 @@ def groups():
 
 def source_of(groups, num_groups=1, due=()):
     quota = Quota(num_groups, len(due), own_counter())
-    queue = StaticQueue(len(groups), replica=0, num_replicas=1)
+    queue = static_queue(len(groups), replica=0, num_replicas=1)
     schedule = QuotaSchedule(groups, set(due), SAMPLING, [50, 60], queue=queue, quota=quota)
     return SampleSource(schedule, SingleTurn(SAMPLING, capacity=4)), schedule
 

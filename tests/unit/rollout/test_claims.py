@@ -23,13 +23,13 @@ def search(claims: Claims, items: range) -> int | None:
 
 def test_abandoned_items_are_taken_over_once():
     excluded, (first, second, third) = make()
-    assert [claims.draw() for claims in (first, second, second, first, third)] == [0, 1, 2, 3, 4]
+    assert [next(claims) for claims in (first, second, second, first, third)] == [0, 1, 2, 3, 4]
     first.note_done(1)
     second._store.add("next", 1)  # item 5: the replica dies before it has claimed it
     assert search(first, range(9)) is None
     assert excluded.exclude([4]) == [1]
     found = [search(claims, range(9)) for claims in (first, third, first, third)]
-    assert found == [2, 5, None, None] and first.draw() == 6
+    assert found == [2, 5, None, None] and next(first) == 6
     assert excluded.exclude([5, 6]) == [2]
     assert [search(first, range(4, 6)) for _ in range(3)] == [4, 5, None]
 
@@ -40,7 +40,7 @@ def test_a_draw_skips_an_item_that_was_taken_over():
     excluded.exclude([3])
     assert search(first, range(3)) == 0
     second._store.set("next", "0")  # the replica lives after all, and claims the item of its number
-    assert second.draw() == 1
+    assert next(second) == 1
 
 
 def test_replicas_are_excluded_only_if_enough_live():

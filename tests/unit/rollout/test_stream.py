@@ -7,7 +7,7 @@ from rl.config.schema import load_config
 from rl.data.prompts import Prompt
 from rl.rollout.events import Add, Done, Waiting, Weights
 from rl.rollout.messages import Begin, Complete, NextBatch
-from rl.rollout.queue import StaticQueue
+from rl.rollout.queue import static_queue
 from rl.rollout.samples import Completion
 from rl.rollout.sampling import train_sampling
 from rl.rollout.single_turn import SingleTurn
@@ -38,7 +38,7 @@ class Replica:
             config,
             Begin({}, 0, frozenset(finished)),
             draw=lambda number: [Prompt.of_tokens(np.arange(3, dtype=np.int32))] * number,
-            queue=StaticQueue(1 << 62, replica=0, num_replicas=2),
+            queue=static_queue(1 << 62, replica=0, num_replicas=2),
             messages=self.messages,
             send=lambda group, prompt, samples: self.sent.append(group),
         )
