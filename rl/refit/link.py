@@ -38,7 +38,7 @@ from rl.models.layout import Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
 from rl.refit.equality import differing
 from rl.refit.gather import RefitMismatch
-from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, plan_weights
+from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, held_by, plan_weights
 from rl.refit.transfer import BytesMoved, Sums, changed, compare, sent_checksums, transfer
 from rl.refit.values import Values, values_of
 from rl.rollout import held_parts
@@ -174,7 +174,7 @@ class Link:
             vpp=grid.vpp,
         )
         maps = [None] * len(parts) if self._trainer is None else [v.weight_map for v in self._values()]
-        held = [{}] * len(parts) if self._engine is None else _held(self._engine)
+        held = [{}] * len(parts) if self._engine is None else held_by(self._engine)
         self._planned = [
             plan_weights(
                 weights,
@@ -290,7 +290,7 @@ class Link:
             self._connect(excluded)
         parts: list[Part] = [
             (planned, {}, engine_parameters(held, planned))
-            for planned, held in zip(self._planned, _held(engine), strict=True)
+            for planned, held in zip(self._planned, held_by(engine), strict=True)
         ]
         done, wrong, sums = self._move(number, version, parts)
         for planned, _, destinations in parts:
@@ -320,7 +320,7 @@ class Link:
             return
         assert self._engine is not None
         engine, number = self._engine, len(sums)
-        for planned, own, sent in zip(self._planned[-number:], _held(engine)[-number:], sums, strict=True):
+        for planned, own, sent in zip(self._planned[-number:], held_by(engine)[-number:], sums, strict=True):
             if wrong := changed(sent, engine_parameters(own, planned)):
                 (weight, source), total = wrong[0], len(sent.regions)
                 raise RefitMismatch(
@@ -515,12 +515,6 @@ def _weights(config: Config, hf: dict) -> list[list[Weight]]:
         return [weights]
     pairs = adapters(weights, rank=adapter.rank, targets=adapter.targets)
     return [weights, [weight for pair in pairs for weight in pair.weights]]
-
-
-def _held(engine: RolloutEngine) -> list[Mapping[str, Tensor]]:
-    """Return the engine's tensors by vLLM's name, in the order of `_weights`."""
-    weights = engine.weights()
-    return [weights] if engine.adapters is None else [weights, engine.adapters.buffers(0)]
 
 
 def _in_thread(function: Callable[[], Any]) -> Future:

@@ -8,8 +8,8 @@ holds a part of a block (`rl.config.layout_checks`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,22 +19,8 @@ from rl.models import fp8_blocks
 from rl.models.boxes import index, relative, whole
 from rl.models.layout import Piece, Weight
 from rl.models.placement import TrainingPlacement
-from rl.refit.values import Values
+from rl.refit.values import Group, Values
 from rl.rollout.engine import RolloutEngine
-
-
-@dataclass(frozen=True)
-class Group:
-    """Weights that are written and compared together."""
-
-    number: int
-    """0: the weights that stay in the trainer's dtype."""
-    weights: list[Weight]
-    values: Values
-    held: Mapping[str, Tensor]
-    """Tensors that receive the values, or are compared with them, by vLLM's name."""
-    store: Callable[[], list[str]] = list
-    """Gives what has arrived to the engine; returns messages about what has not."""
 
 
 def groups(engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[Group]:

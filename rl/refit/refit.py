@@ -16,7 +16,7 @@ engine holds it.
 
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from rl.refit.equality import Equality, coverage, differing, plan_equality, unco
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
-from rl.refit.values import Values, values_of, wrong_adapter
+from rl.refit.values import Group, values_of, wrong_adapter
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
@@ -72,18 +72,14 @@ elements of all engines, and number of their elements."""
 
 
 class Part(NamedTuple):
-    """Weights that are written and compared together, on this rank."""
+    """A group of weights on this rank, with its plan."""
 
+    group: Group
     planned: WeightPlan
-    values: Values
     sources: Mapping[int, Tensor]
     """The trainer's tensors, by the plan's indices."""
-    held: Mapping[str, Tensor]
-    """The engine's tensors by vLLM's name."""
     destinations: Mapping[int, Tensor]
-    """Those of the plan, by its indices."""
-    store: Callable[[], list[str]] = list
-    """Gives what has arrived to the engine, if `held` only stages it; returns messages about what has not."""
+    """The engine's tensors, by the plan's indices."""
 
 
 def refit(
@@ -110,12 +106,12 @@ def refit(
         done += transfer(planned.plan, part.sources, part.destinations, engine.device.torch)
         clear_padding(engine, planned.in_place, part.destinations)
         for name in planned.empty:
-            part.held[name].detach().zero_()
-        incomplete += part.store()
+            part.group.held[name].detach().zero_()
+        incomplete += part.group.store()
         if planned.fallback:
-            itemsize = part.values.weight_map.dtype.itemsize
+            itemsize = part.group.values.weight_map.dtype.itemsize
             done.fallback += sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
-            engine.load_weights(_for_loader(planned.fallback, part.values.gathered(planned.fallback)))
+            engine.load_weights(_for_loader(planned.fallback, part.group.values.gathered(planned.fallback)))
             fallback = True
     if engine.quantised is not None:
         gather.raise_mismatches(incomplete)
@@ -143,7 +139,7 @@ def check_refit(
         numbers.update(differing(planned.equality, part.sources, part.destinations, device))
         again = sorted(set().union(*gather_objects(numbers)))[:MAX_SHOWN]
         weights = [planned.in_place[number] for number in again]
-        found = gather.differences(part.values, engine, part.held, weights)
+        found = gather.differences(part.group.values, engine, part.group.held, weights)
         looked_at = [(number, source) for number, source in wrong if number in again]
         if looked_at and not found:  # the message came from another replica than the gathered weights
             number, source = looked_at[0]
@@ -152,8 +148,8 @@ def check_refit(
                 f"{source}, but equals that of another training replica: the weights of the replicas differ"
             ]
         texts += found
-        comparable = _comparable(engine, part.held, planned.fallback)
-        texts += gather.differences(part.values, engine, part.held, comparable)
+        comparable = _comparable(engine, part.group.held, planned.fallback)
+        texts += gather.differences(part.group.values, engine, part.group.held, comparable)
     gather.raise_mismatches(texts)
 
 
@@ -224,27 +220,27 @@ def _parts(
 
     staged: hold quantised weights in tensors that the refit writes, not in those that are compared.
     """
+    every = values_of(trainer, in_parts=engine.adapters is not None)
     if engine.quantised is not None:
         from rl.refit.quantised import groups
 
-        (values,) = values_of(trainer)
-        for group in groups(engine, values, staged=staged):
-            planned = _planned(values.weight_map, engine, group.held, buffer_mib, group.number, group.weights)
-            sources = group.values.by_number(planned.in_place)
-            destinations = engine_parameters(group.held, planned)
-            yield Part(planned, group.values, sources, group.held, destinations, group.store)
-        return
-    for values in values_of(trainer, in_parts=engine.adapters is not None):
-        if values.is_adapter:
-            assert engine.adapters is not None
-            held: Mapping[str, Tensor] = engine.adapters.buffers(adapter)
-        elif with_base:
-            held = engine.weights()
-        else:
-            continue
-        planned = _planned(values.weight_map, engine, held, buffer_mib)
-        sources, destinations = values.by_number(planned.in_place), engine_parameters(held, planned)
-        yield Part(planned, values, sources, held, destinations)
+        found = groups(engine, *every, staged=staged)
+    else:
+        found = (
+            Group(0, values.weight_map.weights, values, held)
+            for values, held in zip(every, held_by(engine, adapter), strict=True)
+            if with_base or values.is_adapter
+        )
+    for group in found:
+        planned = _planned(group, engine, buffer_mib)
+        sources = group.values.by_number(planned.in_place)
+        yield Part(group, planned, sources, engine_parameters(group.held, planned))
+
+
+def held_by(engine: RolloutEngine, adapter: int = 0) -> list[Mapping[str, Tensor]]:
+    """Return the engine's tensors by vLLM's name: the weights, and those of an adapter beside them."""
+    weights = engine.weights()
+    return [weights] if engine.adapters is None else [weights, engine.adapters.buffers(adapter)]
 
 
 def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
@@ -258,33 +254,25 @@ def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
     return {f"perf/refit_bytes_{name}": value for name, value in zip(names, sums.tolist())}
 
 
-def _planned(
-    weight_map: WeightMap,
-    engine: RolloutEngine,
-    held: Mapping[str, Tensor],
-    buffer_mib: int,
-    group: int = 0,
-    weights: list[Weight] | None = None,
-) -> WeightPlan:
-    """Return the plan of some weights, by default all; group: their number among the groups of the engine."""
+def _planned(group: Group, engine: RolloutEngine, buffer_mib: int) -> WeightPlan:
+    """Return the plan of a group of weights. Collective over the world."""
+    weight_map = group.values.weight_map
     of_engine = _plans.setdefault(engine, weakref.WeakKeyDictionary())
-    by_buffer = of_engine.setdefault(weight_map, {})
-    key = buffer_mib, group
-    if key not in by_buffer:
-        training = weight_map.placement
-        by_buffer[key] = plan_weights(
-            weight_map.weights if weights is None else weights,
-            training,
+    known, key = of_engine.setdefault(weight_map, {}), (buffer_mib, group.number)
+    if key not in known:
+        known[key] = plan_weights(
+            group.weights,
+            weight_map.placement,
             engine.placement,
             dtype=weight_map.dtype,
             weight_map=weight_map,
             engine=engine,
-            held=held,
+            held=group.held,
             buffer_mib=buffer_mib,
         )
         if engine.device.is_cuda:  # the first NCCL call in a group must include all its ranks
             dist.all_reduce(torch.zeros(1, device=engine.device.torch))
-    return by_buffer[key]
+    return known[key]
 
 
 def plan_weights(

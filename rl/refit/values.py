@@ -50,6 +50,20 @@ class Values:
         return full_weights(self.weight_map.over(list(weights), self.weight_map.parameters), self.of)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Weights that are written and compared together."""
+
+    number: int
+    """Distinguishes the groups of one weight map; 0: the weights that stay in the trainer's dtype."""
+    weights: list[Weight]
+    values: Values
+    held: Mapping[str, Tensor]
+    """Tensors that receive the values, or are compared with them, by vLLM's name."""
+    store: Callable[[], list[str]] = list
+    """Gives what has arrived to the engine, if `held` only stages it; returns messages about what has not."""
+
+
 class _Computed(Mapping[int, Tensor]):
     """Tensors that are computed on access. Only the last one is cached, so that one at a time exists."""
 

@@ -94,8 +94,7 @@ class _Whole(torch.autograd.Function):
             slopes = divergence(log_p, log_q.sub_(totals[1, part, None]))[1]
             return slopes - log_p.exp() * slope_sums[part, None]
 
-        learns = ctx.needs_input_grad[1]
-        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk, learns), *[None] * 7
+        return *_through_head(ctx, gradient, upstream / temperature, chunk), *[None] * 7
 
 
 def top_k_divergence(
@@ -158,8 +157,7 @@ class _TopK(torch.autograd.Function):
             share = x.sub_(total[part] + log_p[part, -1:]).clamp_(max=0.0).exp_()
             return share.mul_(of_others[part]).scatter_(1, places[part], chosen[part])[:, :-1]
 
-        learns = ctx.needs_input_grad[1]
-        return *_through_head(gradient, hidden, weight, upstream / temperature, chunk, learns), *[None] * 7
+        return *_through_head(ctx, gradient, upstream / temperature, chunk), *[None] * 7
 
 
 def top_k(
@@ -294,17 +292,14 @@ def gathered(local: Tensor, group) -> Tensor:
 
 
 def _through_head(
-    gradient: Callable[[slice], Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    upstream: Tensor,
-    chunk: int,
-    learns: bool,
+    ctx, gradient: Callable[[slice], Tensor], upstream: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of hidden [T, H] and weight, from those of the scaled logits of each chunk.
 
-    learns: whether the weight has a gradient; adapters leave it frozen.
+    ctx: of a function whose first inputs are hidden and weight, which it has saved. With adapters the weight
+    is frozen, and has no gradient.
     """
+    (hidden, weight, *_), learns = ctx.saved_tensors, ctx.needs_input_grad[1]
     grad_hidden = torch.empty_like(hidden)
     shape = weight.shape if learns else (0,)
     grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
