@@ -21,7 +21,7 @@ from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
 from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
-from rl.training.optimizer import MASTER, optimizer_parts, release_masters
+from rl.training.optimizer import MASTER, optimizer_parts, release_masters, step_counters
 from rl.training.weights import WeightMap
 
 WEIGHT, REFERENCE, BASE = "weight", "reference", "base"
@@ -195,20 +195,19 @@ def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step:
     number.
     """
     engine.num_restored_steps = step
-    if step == 0:
-        return  # the optimizer had no state yet
+    if step == 0 or engine.optimizer is None:
+        return  # the optimizer had no state yet, or the model is frozen
     optimizers = _optimizers(engine)
     for optimizer in optimizers:
         optimizer._init_optimizer_states_with_dummy_values()
-        for counter in _counters(optimizer):
-            is_tensor = isinstance(counter["step"], Tensor)
-            counter["step"] = torch.full_like(counter["step"], step) if is_tensor else step
+    for counter in step_counters(engine.optimizer):
+        is_tensor = isinstance(counter["step"], Tensor)
+        counter["step"] = torch.full_like(counter["step"], step) if is_tensor else step
     for weight, parameter in engine.learned_map.local():
         start, tensors = _optimizer_tensors(optimizers, parameter)
         for part, tensor in tensors.items():
             _fill(reader, f"{name}/{part}", tensor, _views(engine, weight, parameter, tensor, start))
-    if engine.optimizer is not None:
-        release_masters(engine.optimizer)  # the step with dummy values took memory for them
+    release_masters(engine.optimizer)  # the step with dummy values took memory for them
 
 
 def _views(
@@ -258,17 +257,8 @@ def _optimizer_tensors(
 
 def _step(engine: TrainingEngine) -> int:
     """Return the number of optimizer steps taken; it is equal for all parameters."""
-    steps = {int(counter["step"]) for optimizer in _optimizers(engine) for counter in _counters(optimizer)}
+    counters = [] if engine.optimizer is None else step_counters(engine.optimizer)
+    steps = {int(counter["step"]) for counter in counters}
     assert len(steps) <= 1, steps
     # A stage without parameters of the model has no optimizer that counts.
     return steps.pop() if steps else engine.num_restored_steps + engine.num_updates
-
-
-def _counters(optimizer: DistributedOptimizer) -> Iterator[dict]:
-    """Yield the dictionaries that contain a step count; there are none before the first step.
-
-    Transformer Engine's Adam and ours have one per group, torch's has one per parameter.
-    """
-    for group in optimizer.param_groups:
-        states = [optimizer.optimizer.state.get(parameter, {}) for parameter in group["params"]]
-        yield from (holder for holder in (group, *states) if "step" in holder)

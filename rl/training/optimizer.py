@@ -213,9 +213,8 @@ class StateSample:
         gradients = [_every(main.grad.view(-1)) for _, main, _ in self._rows]
         if not gradients:
             return torch.zeros_like(num_moved), num_moved
-        expected, tolerance = _adamw(
-            before, torch.cat(gradients), self._decays, self._adam, lr, _step(optimizer)
-        )
+        step = next((int(counter["step"]) for counter in step_counters(optimizer)), 1)
+        expected, tolerance = _adamw(before, torch.cat(gradients), self._decays, self._adam, lr, step)
         self._wrong = ~((after - expected).abs() <= tolerance)
         return self._wrong.sum(), num_moved
 
@@ -263,14 +262,15 @@ def _every(flat: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // SAMPLED)]
 
 
-def _step(optimizer: MegatronOptimizer) -> int:
-    """Return the number of steps that the optimizer has counted."""
+def step_counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
+    """Yield the dictionaries that count the steps under "step"; there are none before the first step.
+
+    Transformer Engine's Adam and ours have one per group, torch's has one per parameter.
+    """
     for part in optimizer_parts(optimizer):
         for group in part.optimizer.param_groups:
-            for holder in (group, *(part.optimizer.state.get(weight, {}) for weight in group["params"])):
-                if "step" in holder:
-                    return int(holder["step"])
-    return 1
+            states = [part.optimizer.state.get(weight, {}) for weight in group["params"]]
+            yield from (holder for holder in (group, *states) if "step" in holder)
 
 
 def _adamw(
