@@ -45,12 +45,16 @@ class Cuda(Platform):
     """vLLM on a GPU. Its sleep mode releases the memory of engines that are refitted."""
 
     def options(self, engine):
+        from vllm.engine.arg_utils import EngineArgs
+
         is_frozen, is_eager = engine.frozen, engine.config.enforce_eager
-        replace_cache_files()
-        return dict(
-            enable_sleep_mode=not is_frozen,
+        options: dict = {}
+        if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
             # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
-            sleep_mode_offload_cudagraph=not is_frozen and not is_eager,
+            options["sleep_mode_offload_cudagraph"] = not is_frozen and not is_eager
+        replace_cache_files()
+        return options | dict(
+            enable_sleep_mode=not is_frozen,
             enforce_eager=is_eager,
             compilation_config={"cudagraph_capture_sizes": graph_sizes(engine.config.max_concurrent_samples)},
             # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit

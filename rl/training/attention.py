@@ -1,5 +1,6 @@
 """Causal attention over packed rows, in which several answers may share a prompt (`rl.training.rows`)."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -110,10 +111,10 @@ class CoreAttention(MegatronModule):
 
         if row.kv_index is not None:
             key, value = (select_rows(x, row.kv_index) for x in (key, value))
-        # Causal; the last query is aligned with the last key.
-        window = (-1 if self.window is None else self.window - 1, 0)
         if self.softmax_offset is not None:
+            window = (-1 if self.window is None else self.window - 1, 0)
             return _VarlenWithSinks.apply(query, key, value, self.softmax_offset, row, self.scale, window)
+        options = _grouped(query, key)
         return varlen_attn(
             query,
             key,
@@ -123,8 +124,9 @@ class CoreAttention(MegatronModule):
             row.max_seqlen_q,
             row.max_seqlen_kv,
             scale=self.scale,
-            window_size=window,
-            enable_gqa=query.shape[1] != key.shape[1],
+            # Causal; the last query is aligned with the last key.
+            window_size=(-1 if self.window is None else self.window - 1, 0),
+            **options,
         )
 
     def _float32(self, query, key, value, row):
@@ -273,8 +275,8 @@ class _VarlenWithSinks(torch.autograd.Function):
 
         places = row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv
         mask = dict(is_causal=window == (-1, 0), scale=scale, window_size=list(window))
-        is_grouped = query.shape[1] != key.shape[1]
-        out, lse, state = varlen._varlen_attn(query, key, value, *places, **mask, enable_gqa=is_grouped)
+        options = mask | _grouped(query, key)
+        out, lse, state = varlen._varlen_attn(query, key, value, *places, **options)
         lse = _take_share(out, lse.t(), sinks)  # the kernel's is [heads, T]
         ctx.save_for_backward(query, key, value, sinks, out, lse, state)
         ctx.places, ctx.mask = places, mask
@@ -288,6 +290,14 @@ class _VarlenWithSinks(torch.autograd.Function):
         inputs = grad.contiguous(), query, key, value, out, lse.t().contiguous()
         grads = varlen._varlen_attn_backward(*inputs, *ctx.places, rng_state=state, **ctx.mask)
         return *grads, _sinks_gradient(grad, out, lse, sinks), None, None, None
+
+
+def _grouped(query: Tensor, key: Tensor) -> dict[str, bool]:
+    """Return the argument that lets query heads share a key head; older versions of torch need none."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": query.shape[1] != key.shape[1]} if has_flag else {}
 
 
 def _take_share(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
