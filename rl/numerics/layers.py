@@ -39,7 +39,7 @@ def _count(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class SlicedWeight:
-    """A weight [N, K], or the rank's part [N, K/tp] of it, prepared for `multiply`.
+    """A weight [N, K], or the rank's part [N, K/tp] of it, prepared for `linear`.
 
     Nothing depends on which output channels a rank holds, or which layers are fused.
     """
@@ -64,20 +64,19 @@ class SlicedWeight:
         return cls(scale.T, [part.T for part in parts], bits)
 
 
-def multiply(x: Tensor, weight: SlicedWeight, group=None) -> Tensor:
-    """Return x @ weight.T, float64 [T, N]. x: [T, K], or the rank's part [T, K/tp]."""
-    rows = scale_above(x, -1, group)
-    parts = product(slices(x.double() / rows, weight.bits, len(weight.parts)), weight.parts)
-    return combine(sum_over(parts, group), weight.bits) * rows * weight.scale
-
-
 def linear(
     x: Tensor, weight: Tensor | SlicedWeight, bias: Tensor | None = None, group=None, dtype=None
 ) -> Tensor:
-    """Return x @ weight.T + bias [..., N] in x's dtype, or in `dtype`."""
+    """Return x @ weight.T + bias [..., N] in x's dtype, or in `dtype`.
+
+    x: [..., K], or the rank's part [..., K/tp].
+    """
     if isinstance(weight, Tensor):
         weight = SlicedWeight.of(weight, group)
-    out = multiply(x.flatten(0, -2), weight, group)
+    flat = x.flatten(0, -2)
+    rows = scale_above(flat, -1, group)
+    parts = product(slices(flat.double() / rows, weight.bits, len(weight.parts)), weight.parts)
+    out = combine(sum_over(parts, group), weight.bits) * rows * weight.scale
     if bias is not None:
         out = out + bias.double()
     return out.to(dtype or x.dtype).unflatten(0, x.shape[:-1])

@@ -8,6 +8,7 @@ end to end, each after its `Segment.row_key`.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -53,15 +54,14 @@ def with_values(segment: Segment, content: bytes, holder: int) -> Segment:
 
 def unpacked(samples: Sequence[Sample], content: bytes, holder: int) -> list[Sample]:
     """Return the samples with their values, which are end to end in `content`. See `with_values`."""
-    complete, first = [], 0
-    for sample in samples:
-        segments = []
-        for segment in sample.segments:
-            size = num_bytes(segment)
-            segments.append(with_values(segment, content[first : first + size], holder))
-            first += size
-        complete.append(replace(sample, segments=tuple(segments)))
-    return complete
+    first = 0
+
+    def complete(segment: Segment) -> Segment:
+        nonlocal first
+        start, first = first, first + num_bytes(segment)
+        return with_values(segment, content[start:first], holder)
+
+    return [sample.with_segments(complete) for sample in samples]
 
 
 def without_values(segment: Segment, holder: int) -> Segment:
@@ -72,9 +72,8 @@ def without_values(segment: Segment, holder: int) -> Segment:
 
 def only_on(samples: Sequence[Sample], holder: int) -> list[Sample]:
     """Return samples that all ranks have with the values of held columns on one rank only. Not collective."""
-    if dist.get_rank() == holder:
-        return [replace(s, segments=tuple(replace(p, holder=holder) for p in s.segments)) for s in samples]
-    return [replace(s, segments=tuple(without_values(p, holder) for p in s.segments)) for s in samples]
+    change = partial(replace if dist.get_rank() == holder else without_values, holder=holder)
+    return [sample.with_segments(change) for sample in samples]
 
 
 def collect(
@@ -112,7 +111,5 @@ def collect(
         starts[source] += num_bytes(segment)
         return with_values(segment, found[source][start : starts[source]], target)
 
-    return [
-        replace(sample, segments=tuple(collected(segment, target) for segment in sample.segments))
-        for sample, target in zip(samples, targets)
-    ], moved
+    pairs = zip(samples, targets)
+    return [sample.with_segments(partial(collected, target=target)) for sample, target in pairs], moved

@@ -5,7 +5,7 @@ Token ids are the truth: a sample is a list of segments of token ids. Text and m
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -184,6 +184,10 @@ class Sample:
     def truncated(self) -> bool:
         """Whether the response ended at the length limit."""
         return self.end == "length"
+
+    def with_segments(self, change: Callable[[Segment], Segment]) -> "Sample":
+        """Return the sample with every segment changed."""
+        return replace(self, segments=tuple(map(change, self.segments)))
 
     def continued(self, part: "Sample") -> "Sample":
         """Return this unfinished sample with the tokens of `part` after its own."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
-from rl.training.logprobs import add_product, own_rows
+from rl.training.logprobs import add_product, gathered, own_rows
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
 
@@ -279,16 +279,6 @@ def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: f
     x = x / temperature if temperature != 1.0 else x
     x[:, real_rows:] = FLOOR
     return x
-
-
-def gathered(local: Tensor, group) -> Tensor:
-    """Return the tensors of all ranks of the group, [tp, *shape]. Collective over `group`."""
-    parts = local.new_empty(group.size(), *local.shape)
-    if group.size() == 1:
-        parts[0] = local
-    elif local.numel():  # as on all ranks of the group
-        dist.all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=group)
-    return parts
 
 
 def _through_head(

@@ -197,15 +197,25 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
+def gathered(local: Tensor, group) -> Tensor:
+    """Return the tensors of all ranks of the group, [tp, *shape]. Collective over `group`.
+
+    Not collective if they are empty: a micro-batch may have no response token.
+    """
+    if group.size() == 1:
+        return local[None]
+    parts = local.new_empty(group.size(), *local.shape)
+    if local.numel():
+        dist.all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=group)
+    return parts
+
+
 def _combine(found: Tensor, owners: Tensor, group, wanted: tuple[bool, bool]):
     """Return (logprobs, log sum exp, entropy or None, sum of squares or None) [T] of the whole vocabulary.
 
     found: [n, T], this rank's statistics. owners: int64 [T], the rank that holds the target's row.
     """
-    parts = found[None]
-    if group.size() > 1 and found.numel():  # a micro-batch may have no response token
-        parts = found.new_empty(group.size(), *found.shape)
-        dist.all_gather_into_tensor(parts.view(-1, found.shape[1]), found, group=group)
+    parts = gathered(found, group)
     largest = parts[:, 0].amax(0)
     below = parts[:, 0] - largest
     scale = below.exp()

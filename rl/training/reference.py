@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from rl.runtime.checksum import INTEGERS
+from rl.runtime.checksum import bit_sum
 from rl.runtime.device import aligned, host_memory
 
 SAMPLED_ELEMENTS = 1024
@@ -64,9 +63,5 @@ class Reference:
 
 def _sampled(weights: list[Tensor]) -> int:
     """Return the sum of the bits of about 1,000 elements of each weight."""
-    total = 0
-    for weight in weights:
-        flat = weight.detach().view(-1)
-        some = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)]
-        total += int(some.view(INTEGERS[some.element_size()]).sum(dtype=torch.int64))
-    return total
+    parts = [weight.view(-1)[:: max(1, weight.numel() // SAMPLED_ELEMENTS)] for weight in weights]
+    return sum(int(bit_sum(part)) for part in parts)
