@@ -183,7 +183,7 @@ def test_the_doctor_names_the_node_that_does_not_see_the_data(cluster, config, t
     options = f"--mib 4 --slow-share 0.01 --min-free-gib 0 --config {config} data.train=train.jsonl"
     examine = f"exec {sys.executable} {ROOT}/tools/doctor.py {options}"
     srun = ("srun", "--nodes=4", "--ntasks-per-node=1", "bash", "-c")
-    assert "4 nodes, 0 with something bad" in cluster.run(*srun, examine, cwd=tmp_path)
+    assert "4 nodes, 0 with a failed check" in cluster.run(*srun, examine, cwd=tmp_path)
     blind = f"if [ $(hostname) = node3 ]; then cd /; fi; {examine}"
     done = subprocess.run(
         [*srun, blind], env=cluster.env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
