@@ -206,7 +206,7 @@ def gathered(local: Tensor, group) -> Tensor:
         return local[None]
     parts = local.new_empty(group.size(), *local.shape)
     if local.numel():
-        dist.all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=group)
+        dist.all_gather_into_tensor(parts.view(-1, *local.shape[1:]), local.contiguous(), group=group)
     return parts
 
 
