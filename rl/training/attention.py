@@ -293,7 +293,7 @@ class _VarlenWithSinks(torch.autograd.Function):
 
 
 def _grouped(query: Tensor, key: Tensor) -> dict[str, bool]:
-    """Return the argument that lets query heads share a key head; older versions of torch need none."""
+    """Return the argument that lets query heads share a key head; torch 2.11, with vLLM 0.25, needs none."""
     from torch.nn.attention.varlen import varlen_attn
 
     has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
