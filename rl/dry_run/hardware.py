@@ -41,7 +41,7 @@ class Hardware:
     hbm_share: float = 0.75
     """share of hbm_gb_s that decoding and the optimizer reach (STREAM reaches about 0.9)"""
     cache_share: float = 0.75
-    """share of hbm_gb_s that attention over the KV cache reaches in decoding"""
+    """share of hbm_gb_s that attention over the KV cache reaches in decoding (assumed to be hbm_share)"""
     link_share: float = 0.7
     """share of the link speeds that messages reach (nccl-tests, messages of 100 MB: 0.7 to 0.9)"""
     near_us: float = 15.0
