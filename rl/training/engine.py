@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -403,6 +404,8 @@ class TrainingEngine:
                 for name, value in zip(last.outputs, output):
                     setattr(micro, name, value)
                 value, report = consume(micro)
+                # On CUDA the schedule frees the outputs of a stage, the loss too, and refuses views.
+                value = make_viewless_tensor(value, requires_grad=value.requires_grad, keep_graph=True)
                 return value, torch.zeros((), dtype=torch.int, device=device), report
 
             return output, loss_function

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from rl.config.schema import Training
 from rl.models.layout import Weight
+from rl.runtime.collectives import gather_objects
 from rl.training.grid import Grid
 from rl.training.optimizer import main_weights, owned_part
 from rl.training.weights import WeightMap
@@ -69,6 +70,8 @@ def _accumulate_in_products(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (GroupedLinear, LayerNormLinear, Linear)):
             module.fuse_wgrad_accumulation = True
+            for name, parameter in module.named_parameters(recurse=False):
+                parameter.adds_in_product = name.startswith("weight")  # not biases and norms
 
 
 def _finalize_without_division(model, num_tokens=None, **kwargs):
@@ -102,15 +105,19 @@ class ReductionProbe:
     finds it. Each update watches the next weight that learns, so that all are watched in turn: biases, tied
     embeddings, routed experts, adapters.
 
-    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter, and matrices
-    are not watched, because on CUDA the kernel of a product adds to their gradient directly.
+    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. It does not
+    see what Transformer Engine's products add to the gradient directly (`_accumulate_in_products`), so these
+    weights are not watched then. Building a probe is collective over the world.
     """
 
     def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]):
         config = wrapped[0].config
         self._learned, self._config = learned, config
         self._overlaps = wrapped[0].ddp_config.overlap_grad_reduce
-        self._weights = [w for w in learned.weights if not self._overlaps or len(w.shapes[0]) < 2]
+        hidden = {w.hf[0] for w, parameter in learned.local() if getattr(parameter, "adds_in_product", False)}
+        if self._overlaps:  # a weight is watched on all ranks that hold a part of it
+            hidden = set().union(*gather_objects(sorted(hidden)))
+        self._weights = [w for w in learned.weights if not self._overlaps or w.hf[0] not in hidden]
         self._name, self._weight, self._share, self._reports = "", None, 0.0, False
         self._found: list[torch.Tensor] = []
         self._hook = None
@@ -156,7 +163,7 @@ class ReductionProbe:
         return parameter, float(in_parts or tp_rank == 0)
 
     def _add(self, gradient: torch.Tensor) -> None:
-        flat = gradient.detach().view(-1)
+        flat = gradient.detach().reshape(-1)  # that of a product's transposed factor is not contiguous
         self._found.append(torch.stack((_weighted(flat), flat.abs().sum(dtype=torch.float64))))
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:

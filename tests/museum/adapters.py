@@ -165,6 +165,19 @@ def base_trained_beside_the_adapter(bug: Bug) -> None:
     engine.with_gradients = of_all
 
 
+@exhibit("NVIDIA/Megatron-LM#5956", ranks=2, overrides=(*MERGED, "training.overlap_gradients=on"))
+@caught_by(
+    "probe of the reduced gradient",
+    r"WrongReduction: the gradients of \S+lora_[AB]\S* on all ranks add up .* not summed exactly once",
+)
+@replaces("rl.training.gradients.finalize_model_grads")
+def overlapped_gradients_of_the_adapter_divided(bug: Bug, finalize, models, *args, **options):
+    """Gradients were divided by a parallel size although the loss had its global denominator."""
+    finalize(models, *args, **options)
+    for model in models:
+        model.scale_gradients(0.5)
+
+
 @exhibit("adapter-hub/adapters#260", overrides=MERGED, at=0)
 @caught_by(
     "adapters learn",

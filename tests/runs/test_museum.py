@@ -14,6 +14,7 @@ ALWAYS = (
     "attention across packed samples",
     "micro batch dropped",
     "gradients not reduced",
+    "overlapped gradients of the adapter divided",
     "optimizer state reset on resume",
     "moments lost before the first update",
     "prompts skipped after a resume",
