@@ -31,6 +31,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import textwrap
 import types
 from collections.abc import Iterable, Mapping
@@ -61,7 +62,7 @@ class Override:
 
     @property
     def source(self) -> str:
-        return f"override '{self.key}={self.text}'"
+        return f"override '{cut(self.key + '=' + self.text)}'"
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
             if any(type(value) is type(choice) and value == choice for choice in get_args(kind))
             else MISFIT
         )
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if kind is float and isinstance(value, str):
         return number_or_misfit(value)
@@ -292,7 +293,11 @@ def found(value: Any) -> str:
 
 def show(value: Any, width: int = 70) -> str:
     """Return a value as YAML and JSON write it, cut to `width` characters."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    return cut(json.dumps(value, default=str, ensure_ascii=False), width)
+
+
+def cut(text: str, width: int = 70) -> str:
+    """Return at most `width` characters of a text, for a message."""
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

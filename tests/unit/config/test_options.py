@@ -372,6 +372,11 @@ def test_a_number_in_an_untyped_dict_is_a_number(yaml_file):
         ("train: {tp: [1]}", "train.tp", "found [1] (list), expected int."),
         ("train: {adam: {lr: true}}", "train.adam.lr", "found true (bool), expected float."),
         ("train: {adam: {lr: fast}}", "train.adam.lr", 'found "fast" (str), expected float.'),
+        (
+            f"train: {{adam: {{lr: 1{'0' * 400}}}}}",
+            "train.adam.lr",
+            f"found 1{'0' * 66}... (int), expected float.",
+        ),
         ("train: {adam: {lr: 'nan'}}", "train.adam.lr", 'found "nan" (str), expected float.'),
         ("name: 42", "name", "found 42 (int), expected str; put it in quotes."),
         ("roll: {eager: 1}", "roll.eager", "found 1 (int), expected bool (true or false)."),
