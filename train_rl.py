@@ -22,6 +22,7 @@ import platform
 import resource
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 """Options that make the program print and exit."""
@@ -106,8 +107,13 @@ def main() -> int:
             return refuse(error, ranks)
         except KeyboardInterrupt:
             if ranks.rank == 0:
-                where = f"from the newest checkpoint in {config.run.dir}"
-                print(f"interrupted; the same command continues {where}", file=sys.stderr)
+                from rl.checkpoint.directory import complete
+
+                found = complete(Path(config.run.dir, "checkpoints"))
+                where = (
+                    f"continues after step {found[-1].step}" if found else "begins again: no checkpoint yet"
+                )
+                print(f"interrupted; the same command {where}", file=sys.stderr)
             leave(130, together=False)
     return 0
 

@@ -29,6 +29,15 @@ rank_logs=${LOCKSTEP_LOGS:-$PWD}/$SLURM_JOB_NAME-$job_id.ranks # one file per ra
 mkdir -p "$rank_logs"
 chmod o-rwx "$rank_logs"
 
+# Links of a chain, which have one name and command, count their starts together. A link submitted after the last start counts anew.
+starts=$rank_logs
+if [ "${CHAIN:-0}" = 1 ]; then
+    starts=${LOCKSTEP_LOGS:-$PWD}/$SLURM_JOB_NAME-$(printf '%s\0' "$@" | cksum | cut -d ' ' -f 1).links
+    mkdir -p "$starts"
+    submitted=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %V | head -n 1)" +%s 2>/dev/null) || submitted=0
+    if [ -f "$starts/attempts" ] && [ "$submitted" -gt "$(stat -c %Y "$starts/attempts")" ]; then rm "$starts/attempts"; fi
+fi
+
 # shellcheck source=slurm/starts.sh
 source "$LOCKSTEP_ROOT/slurm/starts.sh"
 
@@ -62,13 +71,15 @@ export PYTHONUNBUFFERED=1
 # alone (rl/runtime/compile_caches.py), because what is cached is executed.
 cache=${LOCKSTEP_CACHE:-${SLURM_TMPDIR:-/tmp}/lockstep-cache-$(id -u)}
 export LOCKSTEP_CACHE=$cache TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
-export LOCKSTEP_STATUS=$rank_logs/status.json # a copy of the run's status.json, for the decisions below
+export LOCKSTEP_STATUS=$starts/status.json # a copy of the run's status.json, for the decisions below
 
 # The end of the job, and the lead of USR2 before it: the program warns if a step and a save take longer than the lead.
-if [ -z "${SLURM_JOB_END_TIME:-}" ]; then # set by Slurm 23.02 and newer
-    SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)" +%s 2>/dev/null) || SLURM_JOB_END_TIME=
-    export SLURM_JOB_END_TIME
+# Slurm 23.02 and newer sets SLURM_JOB_END_TIME. It is not set here: a job that is submitted from this one would inherit it.
+LOCKSTEP_JOB_END=${SLURM_JOB_END_TIME:-}
+if [ -z "$LOCKSTEP_JOB_END" ]; then
+    LOCKSTEP_JOB_END=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)" +%s 2>/dev/null) || LOCKSTEP_JOB_END=
 fi
+export LOCKSTEP_JOB_END
 lead=$(sed -n 's/^#SBATCH --signal=USR2@\([0-9]*\).*/\1/p' "$0" | head -n 1) # one line per component
 export LOCKSTEP_SIGNAL_LEAD=${LOCKSTEP_SIGNAL_LEAD:-$lead} # set it together with your own sbatch --signal
 
@@ -126,7 +137,7 @@ requeue() {
         say "not requeued (NO_REQUEUE=1); the same sbatch command continues after step $(checkpoint_step)"
         exit "$1"
     fi
-    if [ "$(checkpoint_step)" = "$started_at" ]; then allow_start $((attempts + 1)); fi
+    if ! is_newer; then allow_start $((attempts + 1)); fi
     say "requeue, to go on after step $(checkpoint_step)"
     scontrol requeue "$job_id" || say "scontrol requeue failed; submit the job again to continue" >&2
     exit "$1" # Slurm ends this script anyway
@@ -159,5 +170,5 @@ train() {
 }
 
 count_start
-say "$nodes nodes ($SLURM_JOB_NODELIST) x $tasks ranks${SLURM_HET_SIZE:+ in the first of $SLURM_HET_SIZE components}, attempt $attempts after step $started_at"
+say "$nodes nodes ($SLURM_JOB_NODELIST) x $tasks ranks${SLURM_HET_SIZE:+ in the first of $SLURM_HET_SIZE components}, attempt $attempts after step $(checkpoint_step)"
 allow_start "$attempts"

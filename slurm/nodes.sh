@@ -12,6 +12,7 @@
 # and defines afterwards:
 #   on_nodes COMMAND ...    runs a command once on every node with NODE_RANK, its number from 0, and waits for all
 #   again                   makes the scheduler run the job again
+#   repeats_with, ends_with exit codes with which the scheduler does and does not run the job again, if it decides by the code
 # RANKS is the number of ranks of each node, by default that of the first node's GPUs. CONTAINER (apptainer only), PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE,
 # NO_REQUEUE, RETRY_CRASHED and MAX_ATTEMPTS are those of job.sh, and site.sh is read as there.
 
@@ -22,6 +23,7 @@ rank_logs=${LOCKSTEP_LOGS:-$PWD}/$job_name.ranks # one file per rank; a job that
 mkdir -p "$rank_logs"
 chmod o-rwx "$rank_logs"
 
+starts=$rank_logs
 # shellcheck source=slurm/starts.sh
 source "$LOCKSTEP_ROOT/slurm/starts.sh"
 
@@ -56,19 +58,19 @@ esac
 requeue() {
     if [ "${NO_REQUEUE:-0}" = 1 ]; then
         say "not submitted again (NO_REQUEUE=1); the same command continues after step $(checkpoint_step)"
-        exit "$1"
+        exit "${ends_with:-$1}"
     fi
-    if [ "$(checkpoint_step)" = "$started_at" ]; then allow_start $((attempts + 1)); fi
+    if ! is_newer; then allow_start $((attempts + 1)); fi
     say "runs again, to go on after step $(checkpoint_step)"
     again || say "the job could not be submitted; submit it to continue" >&2
-    exit "$1"
+    exit "${repeats_with:-$1}"
 }
 
 train() {
     local config=$1 code=0
     shift
     count_start
-    say "${#hosts[@]} nodes (${hosts[*]}), attempt $attempts after step $started_at"
+    say "${#hosts[@]} nodes (${hosts[*]}), attempt $attempts after step $(checkpoint_step)"
     allow_start "$attempts"
     # Schedulers differ in the variables that a process on another node inherits, so the node reads them from a file.
     (umask 077 && export -p >"$rank_logs/environment")

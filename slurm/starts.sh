@@ -1,42 +1,52 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# Starts of a job since its newest checkpoint, and the errors of its ranks, for job.sh and nodes.sh, which set job_id, rank_logs and LOCKSTEP_STATUS.
+# Starts of a job since its newest checkpoint, and the errors of its ranks, for job.sh and nodes.sh, which set job_id,
+# rank_logs, starts (the directory of the count) and LOCKSTEP_STATUS.
 
 say() { echo "job $job_id: $*"; }
 
-# Print the step of the newest checkpoint, as the program last reported it.
+# Print the text that matches $2 in the value of key $1, as the program last reported it.
+reported() { if [ -f "$LOCKSTEP_STATUS" ]; then sed -n "s/.*\"$1\": \"\?\($2\).*/\1/p" "$LOCKSTEP_STATUS"; fi; }
+
+# Print the step of the newest checkpoint.
 checkpoint_step() {
-    local step=
-    if [ -f "$LOCKSTEP_STATUS" ]; then step=$(sed -n 's/.*"checkpoint_step": \([0-9]*\).*/\1/p' "$LOCKSTEP_STATUS"); fi
+    local step
+    step=$(reported checkpoint_step '[0-9]*')
     echo "${step:-0}"
 }
 
-# Print the state of the run, as the program last reported it: running, finished, stopped or failed.
-run_state() { if [ -f "$LOCKSTEP_STATUS" ]; then sed -n 's/.*"state": "\([a-z]*\)".*/\1/p' "$LOCKSTEP_STATUS"; fi; }
+# Print the state that this start of the run reported: running, finished, stopped or failed. Stopped by a person is finished.
+run_state() {
+    if [ "$(reported reason '[^"]*')" = "the file 'stop'" ]; then echo finished; else reported state '[a-z]*'; fi
+}
+
+# Return whether the newest checkpoint is newer than those of all earlier starts of the run.
+is_newer() { [ "$(reported run '[0-9a-f]*')" != "${last_run:-$(reported run '[0-9a-f]*')}" ] || [ "$(checkpoint_step)" -gt "$newest" ]; }
 
 # End the job if start number $1 without a newer checkpoint exceeds MAX_ATTEMPTS.
 allow_start() {
     if [ "$1" -gt "${MAX_ATTEMPTS:-3}" ]; then
-        say "gives up: ${MAX_ATTEMPTS:-3} starts brought no checkpoint after step $started_at" >&2
+        say "gives up: ${MAX_ATTEMPTS:-3} starts brought no checkpoint after step $newest" >&2
         exit 1
     fi
 }
 
-# Set attempts and started_at: the number of starts since the newest checkpoint, and its step. It is counted at the start, so that
-# a start ended by a lost node counts too.
+# Set attempts: the number of starts since the newest checkpoint; and newest and last_run: its step and the run. A start is counted
+# when it begins, so that one ended by a lost node counts too. An older checkpoint, after a damaged one, is no progress.
 count_start() {
-    local last=none
-    attempts=0 started_at=$(checkpoint_step)
-    if [ -f "$rank_logs/attempts" ]; then read -r attempts last <"$rank_logs/attempts"; fi
-    if [ "$started_at" != "$last" ]; then attempts=0; fi
-    attempts=$((attempts + 1))
-    echo "$attempts $started_at" >"$rank_logs/attempts"
+    attempts=0 newest=-1 last_run=
+    if [ -f "$starts/attempts" ]; then read -r attempts newest last_run <"$starts/attempts"; fi
+    if is_newer; then attempts=0 newest=$(checkpoint_step); fi
+    attempts=$((attempts + 1)) last_run=$(reported run '[0-9a-f]*')
+    echo "$attempts $newest $last_run" >"$starts/attempts"
+    # What an earlier start reported is not the end of this one.
+    if [ -f "$LOCKSTEP_STATUS" ]; then sed -i 's/"state": "[a-z]*"/"state": ""/; s/"reason": "/&before: /' "$LOCKSTEP_STATUS"; fi
 }
 
 # Print the last lines of the logs with an error of this attempt, those that ended first. Rank 0's are above.
 show_errors() {
     local file
-    find "$rank_logs" -name '[rn]*-[!0]*.log' -newer "$rank_logs/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
+    find "$rank_logs" -name '[rn]*-[!0]*.log' -newer "$starts/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
         xargs -r0 ls -tr | head -n 3 | while read -r file; do
         echo "==> $file"
         tail -n 8 "$file"

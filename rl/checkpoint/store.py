@@ -22,6 +22,7 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from rl.checkpoint import directory as on_disk
 from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
@@ -305,6 +306,11 @@ class CheckpointStore:
                 "name either, or use auto to continue from run.dir."
             )
         return saved
+
+    def resume_of(self, saved: Saved) -> str:
+        """Return checkpoint.resume of the start that wrote a checkpoint."""
+        text = _read_on_rank_0(lambda: (saved.path / on_disk.CONFIG).read_text())
+        return yaml.safe_load(text)["checkpoint"]["resume"]
 
     def _newest_in(self, directory: Path) -> Saved | None:
         problem, own = None, directory == self.directory

@@ -249,6 +249,14 @@ def check_checkpoint(config: Config) -> None:
             f"checkpoint.weights_only=true needs a path in checkpoint.resume, not {checkpoint.resume}: that "
             "of the run, or of its checkpoint, whose weights are to be taken."
         )
+    if checkpoint.weights_only and Path(config.run.dir).resolve() in (
+        source := Path(checkpoint.resume).resolve(),
+        *source.parents,
+    ):
+        raise ConfigError(
+            f"checkpoint.weights_only=true with checkpoint.resume={checkpoint.resume} begins a run in the "
+            f"directory of the one that it begins from; set another run.dir than {config.run.dir}."
+        )
 
 
 def warnings(config: Config) -> list[str]:

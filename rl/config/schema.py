@@ -325,8 +325,8 @@ class Checkpoint:
     """Copy to host memory (over all ranks 14 bytes per parameter in bfloat16, 12 in float32) and write during
     the next steps. The checkpoint becomes valid at the end of the step in which all ranks have written it."""
     resume: str = "auto"
-    """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: start at step
-    0; refused if `run.dir` holds checkpoints and this run writes some. A path: as auto, but a run whose
+    """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: begin at step
+    0; refused if `run.dir` holds checkpoints of a run that began otherwise. A path: as auto, but a run whose
     `run.dir` holds none yet begins with that checkpoint, or with the newest of that run directory."""
     weights_only: bool = False
     """With a path in `resume`: load only the weights and begin at step 0, with a new optimizer. They are then

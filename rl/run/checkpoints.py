@@ -1,5 +1,6 @@
 """The checkpoints of a run: from which one it continues, and what they hold besides the models."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,17 +21,22 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | Non
     """Return the newest checkpoint of this run, and the one of checkpoint.resume if it is to be read.
 
     Raises ConfigError, before any model is built, if checkpoint.resume=never and run.dir holds checkpoints of
-    an earlier run. Retention and the next resume would treat them as checkpoints of this run.
+    an earlier run. Retention and the next resume would treat them as checkpoints of this run. A run that
+    began with `never` continues: after a stop or a requeue the same command is started again.
     """
     newest, resume = store.newest(), config.checkpoint.resume
-    if newest is not None and resume == "never" and config.checkpoint.every:
+    before = "" if newest is None or resume == "auto" else store.resume_of(newest)
+    if resume == "never" and newest is not None and before != "never":
         raise ConfigError(
             f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
             "set checkpoint.resume=auto to continue it, or another run.dir."
         )
-    is_path = resume not in ("auto", "never")
-    reads_named = is_path and (newest is None or config.checkpoint.weights_only)
-    return newest, store.named(resume) if reads_named else None
+    if resume in ("auto", "never") or not (newest is None or config.checkpoint.weights_only):
+        return newest, None
+    # The run that `resume` names may have saved again since this one began.
+    named = store.named(before if Path(before).is_relative_to(resume) else resume)
+    store.config = replace(config, checkpoint=replace(config.checkpoint, resume=str(named.path)))
+    return newest, named
 
 
 class RunCheckpoints:
@@ -53,7 +59,7 @@ class RunCheckpoints:
             phases.step.progress.line(f"loaded the weights of {named.path}")
             source, named = str(named.path), None
         saved = named if newest is None else newest
-        if saved is None or config.checkpoint.resume == "never":
+        if saved is None:
             # User code, such as a reward function, may draw from the global generators.
             reseed_rng(seed_of(config.run.seed, "start"))
             if source == config.model.path:

@@ -28,7 +28,7 @@ from rl.run_directory.status import Status
 from rl.runtime import start_up
 from rl.runtime.device import Device
 from rl.runtime.session import job
-from rl.stopping.requests import STOPPED_EXIT, StepAborted, StopDecision, StopRequests
+from rl.stopping.requests import STOP_FILE, STOPPED_EXIT, StepAborted, StopDecision, StopRequests
 
 
 def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> int:
@@ -112,8 +112,7 @@ def take_steps(
 
 def is_complete(config: Config, newest: Saved | None) -> bool:
     """Return whether the newest checkpoint is that of the last step."""
-    resumes = config.checkpoint.resume != "never"
-    return newest is not None and resumes and newest.step >= config.run.max_steps
+    return newest is not None and newest.step >= config.run.max_steps
 
 
 def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
@@ -177,7 +176,9 @@ class Training:
             if asked.reason:
                 if number > 1:
                     self._save(number - 1, metrics)
-                later = "" if asked.is_final else "; the same command continues from there"
+                    self._checkpoints.close()  # the line below promises what a failed save would not keep
+                removed = f" after you remove {config.run.dir}/{STOP_FILE}" if asked.by_hand else ""
+                later = "" if asked.is_final else f"; the same command continues from there{removed}"
                 step.progress.line(f"stopped before step {number}: {asked.reason}{later}")
                 return asked
             metrics = step.metrics

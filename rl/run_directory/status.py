@@ -1,12 +1,13 @@
 """`<run.dir>/status.json`: the state of a run, for people, batch scripts and launch tools.
 
     {"state": "running", "step": 12, "checkpoint_step": 10, "max_steps": 100, "reason": "", "job": "4711_2",
-     "restarts": 0, "host": "node1", "pid": 4242, "start": "9f2c...", "time": 1763770000.0}
+     "restarts": 0, "host": "node1", "pid": 4242, "run": "81d0...", "start": "9f2c...", "time": 1763770000.0}
 
 state: running, stopped (can continue), finished, failed. Rank 0 writes the progress. The rank that ends the
 run writes its end and cause; the first cause remains. If all ranks are killed at once, the state remains
-running, and `time` is that of the last write. `start` identifies a start of the run. A copy is written to the
-file that LOCKSTEP_STATUS names, from which slurm/job.sh reads `checkpoint_step`.
+running, and `time` is that of the last write. `start` identifies a start of the run, `run` the first one in
+this directory. A copy is written to the file that LOCKSTEP_STATUS names, from which slurm/starts.sh reads
+whether a start of the run wrote a newer checkpoint.
 """
 
 import json
@@ -71,6 +72,7 @@ class Status:
             "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             "host": platform.node(),
             "pid": os.getpid(),
+            "run": read_object(self._path).get("run") or start,
             "start": start,
         }
 

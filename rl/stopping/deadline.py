@@ -11,8 +11,8 @@ STARTED = time.time()
 def job_end(environ: Mapping[str, str] | None = None) -> float | None:
     """Return the Unix time at which the scheduler will end this job, or None if it is unknown.
 
-    slurm/job.sh exports SLURM_JOB_END_TIME where Slurm (before 23.02) does not, slurm/nodes.sh
-    LOCKSTEP_JOB_END under other schedulers.
+    slurm/job.sh and slurm/nodes.sh export LOCKSTEP_JOB_END; under srun alone Slurm 23.02 and newer sets
+    SLURM_JOB_END_TIME.
     """
     found = os.environ if environ is None else environ
     end = found.get("LOCKSTEP_JOB_END") or found.get("SLURM_JOB_END_TIME", "")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.records import comparable
-from tests.spawn import RanksFailed, run_ranks
-from tests.toy import TRAIN, write_config
+from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.toy import SFT, TRAIN, write_config
 
 
 @pytest.fixture
@@ -89,3 +89,13 @@ def test_what_becomes_of_the_generation(config, tmp_path, way, stopped_at):
     assert process.wait(240) == 75, "".join(said)
     assert f"stopped before step {stopped_at + 1}: SIGUSR2" in "".join(said)
     assert status(tmp_path / "run")["checkpoint_step"] == stopped_at
+
+
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_next_start_begins_where_a_stop_said(toy, tmp_path, stride):
+    """Every kind of stop with every combination of `checkpoint.*`; a start is a call within one process."""
+    config = write_config(tmp_path, toy, *SFT, "training.prompts_per_minibatch=0")
+    arguments = (tmp_path, stride, "--config", config)
+    [out] = run_ranks(1, ROOT / "tests/runs/stopping_worker.py", *arguments, timeout=500)
+    *broken, number = out.splitlines()
+    assert not broken and int(number) == 288 // stride, "\n".join(broken)

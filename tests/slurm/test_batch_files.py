@@ -27,12 +27,13 @@ env >"$FAKE/env"
 if [ "$SRUN_EXIT" != 0 ]; then echo "srun: error: n2: task 3: Exited with exit code $SRUN_EXIT" >&2; fi
 (ulimit -c; ulimit -n; ulimit -H -n) >"$FAKE/limits"
 if [ -n "$AT_STEP" ]; then
-    echo "{\\"checkpoint_step\\": $AT_STEP, \\"state\\": \\"stopped\\"}" >"$LOCKSTEP_STATUS"
+    facts='{"checkpoint_step": %s, "state": "stopped", "reason": "%s", "run": "%s"}'
+    printf "$facts" "$AT_STEP" "$REASON" "$RUN" >"$LOCKSTEP_STATUS"
 fi
 exit "$SRUN_EXIT"
 """
 SCONTROL = '#!/bin/bash\necho "$@" >>"$FAKE/scontrol"\n'
-SQUEUE = '#!/bin/bash\necho "$FAKE_END"\n'
+SQUEUE = '#!/bin/bash\nif [ "${!#}" = %V ]; then echo "$SUBMITTED"; else echo "$FAKE_END"; fi\n'
 
 
 @pytest.fixture
@@ -175,10 +176,10 @@ def test_ranks_are_offline_and_compile_to_a_disk_of_the_node(site):
 
 def test_ranks_know_the_jobs_end_and_its_signals_lead(site):
     env = Job(site, "ppo_deepseek671b").env
-    assert env["SLURM_JOB_END_TIME"] == "1893456000" and env["LOCKSTEP_SIGNAL_LEAD"] == "1800"
+    assert env["LOCKSTEP_JOB_END"] == "1893456000" and env["LOCKSTEP_SIGNAL_LEAD"] == "1800"
     env = Job(site, "ppo_deepseek671b", SLURM_JOB_END_TIME="5", LOCKSTEP_SIGNAL_LEAD="60").env
-    assert env["SLURM_JOB_END_TIME"] == "5" and env["LOCKSTEP_SIGNAL_LEAD"] == "60"
-    assert Job(site, "train", "my.yaml", FAKE_END="N/A").env["SLURM_JOB_END_TIME"] == ""
+    assert env["LOCKSTEP_JOB_END"] == "5" and env["LOCKSTEP_SIGNAL_LEAD"] == "60"
+    assert Job(site, "train", "my.yaml", FAKE_END="N/A").env["LOCKSTEP_JOB_END"] == ""
 
 
 def test_site_sh_is_read_first(site):
@@ -271,6 +272,35 @@ def test_it_gives_up_after_starts_without_a_newer_checkpoint(site):
     job = start("4")
     assert (job.code, job.requeued) == (1, [])
     assert "gives up: 3 starts brought no checkpoint after step 4" in job.log
+
+
+def test_a_start_from_an_older_checkpoint_counts_as_an_attempt(site):
+    def start(at_step, run="aa"):
+        return Job(site, "train", "my.yaml", exit_code=75, at_step=at_step, RUN=run, MAX_ATTEMPTS="3")
+
+    assert all([start(step).requeued for step in ("10", "8", "10")])  # 10 is damaged, and written again
+    assert start("8").code == 1 and "3 starts brought no checkpoint after step 10" in start("8").log
+    # The second run of one job has steps of its own.
+    (site / "work" / "train-4711.ranks" / "attempts").unlink()
+    assert all([start(step, run).requeued for step, run in (("230", "aa"), ("1", "bb"), ("2", "bb"))])
+
+
+def test_links_of_a_chain_count_their_starts_together(site):
+    def link(number, config="my.yaml", submitted="2020-01-01T00:00:00"):
+        return Job(site, "chain", config, exit_code=1, SLURM_JOB_ID=str(number), SUBMITTED=submitted)
+
+    assert all([link(number).calls for number in (1, 2, 3)])
+    assert not link(4).calls and "gives up: 3 starts" in link(4).log
+    assert link(5, "other.yaml").calls and link(6, submitted="2100-01-01T00:00:00").calls
+
+
+def test_a_run_that_a_person_stopped_is_not_requeued(site):
+    outlives = dict(exit_code=137, OUTLIVE_RANKS="1", at_step="4")
+    job = Job(site, "roles", "my.yaml", **outlives, REASON="the file 'stop'")
+    assert (job.code, job.requeued) == (0, [])
+    # The state of an earlier start is not that of a start that reports nothing.
+    job = Job(site, "roles", "my.yaml", **outlives | {"at_step": ""})
+    assert (job.code, job.requeued) == (137, [])
 
 
 def test_starts_that_a_lost_node_ends_count(site):

@@ -120,6 +120,26 @@ def test_the_error_of_another_node_is_in_the_jobs_log(scheduler, tmp_path):
     assert "the run failed" in scheduler.log and not scheduler.again
 
 
+def test_the_end_of_an_earlier_start_is_not_that_of_this_one(scheduler, tmp_path):
+    """The first start stops by a signal. The second is invalid input, the third crashes."""
+    python = tmp_path / "python"
+    report = 'echo "{\\"state\\": \\"stopped\\", \\"checkpoint_step\\": 3}" >"$LOCKSTEP_STATUS"'
+    text = '#!/bin/bash\nif [ "$REPORTS" = 1 ]; then %s; fi; exit "$CODE"\n'
+    python.write_text(text % report)
+    python.chmod(0o755)
+
+    def end(code: str, **env: str) -> tuple[int, bool]:
+        (tmp_path / "again").unlink(missing_ok=True)
+        found = scheduler.start(PYTHON=str(python), CODE=code, MAX_ATTEMPTS="9", **env).wait(60)
+        return found, "runs again" in scheduler.log.rpartition(" nodes (")[2]
+
+    by_code = scheduler.kind == "lsf"
+    assert end("75", REPORTS="1") == (75, True)
+    assert end("2", RETRY_CRASHED="1") == (2, False), scheduler.log
+    assert end("1", RETRY_CRASHED="1") == (75 if by_code else 1, True)
+    assert end("75", REPORTS="1", NO_REQUEUE="1") == (1 if by_code else 75, False)
+
+
 @pytest.mark.slow
 def test_two_nodes_train_and_a_stopped_run_is_run_again(scheduler, tmp_path):
     """A signal stops the first job; the second one ends the run."""
