@@ -36,7 +36,8 @@ class Conversation:
     tools: Any
     marks: list[str]
     is_plain: bool
-    """Whether every part has the form of OpenAI's chat completions, with plain text alone."""
+    """Whether every part has the form of OpenAI's chat completions, with plain text alone, and the assistant
+    has one turn at most; templates that rewrite earlier turns are refused."""
     deviations: list[str]
 
 
@@ -44,7 +45,7 @@ def conversation(rng: random.Random, *, ends: str, num_deviations: int, calls: b
     """Return a conversation that ends with a message of the role `ends`."""
     marks = Marks(rng)
     turns = ["system"] if rng.random() < 0.4 else []
-    for _ in range(rng.randrange(1, 3)):
+    for _ in range(rng.randrange(0 if ends == "user" and not calls else 1, 3)):
         turns += ["user", "assistant"]
     if ends == "user":
         turns.append("user")
@@ -67,7 +68,7 @@ def conversation(rng: random.Random, *, ends: str, num_deviations: int, calls: b
     if tools is not None and rng.random() < 0.3:
         tools = json.dumps(tools)
         done.append("tools as JSON text")
-    return Conversation(whole, tools, marks.words, not done, done)
+    return Conversation(whole, tools, marks.words, not done and turns.count("assistant") <= 1, done)
 
 
 def _add_calls(messages: list[dict], marks: Marks) -> list[dict]:
@@ -91,6 +92,7 @@ def _add_calls(messages: list[dict], marks: Marks) -> list[dict]:
 
 
 def _any(rng: random.Random, messages: list[dict], role: str | None = None) -> dict:
+    messages = [message for message in messages if isinstance(message, dict)] or [{}]
     return rng.choice([m for m in messages if role in (None, m.get("role"))] or messages)
 
 
@@ -112,6 +114,8 @@ def _role(rng, messages, marks):
 def _sharegpt(rng, messages, marks):
     names = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
     for message in messages:
+        if not isinstance(message, dict):
+            continue
         message["from"] = names.get(message.pop("role", "user"), "human")
         message["value"] = message.pop("content", "")
 
@@ -122,7 +126,7 @@ def _reasoning(rng, messages, marks):
 
 def _weights(rng, messages, marks):
     key = rng.choice(("weight", "train", "loss", "trainable", "mask"))
-    for message in messages:
+    for message in filter(lambda message: isinstance(message, dict), messages):
         message[key] = rng.choice((0, 1, True, False, None, 0.5, "yes"))
 
 

@@ -52,6 +52,7 @@ def model_directory(family: str) -> Path:
     tokenizer.save_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     model.resize_token_embeddings(len(tokenizer))
+    model.config.max_position_embeddings = 16384
     model.save_pretrained(directory)
     ids = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(TOKENS[family][3])]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
