@@ -90,7 +90,7 @@ def render(
     logs: directory of the job's and the ranks' logs.
     command: the command that writes the file, for a comment.
     """
-    header = _header(resources, name=name, output=f"{logs}/%x-%j.out", command=command)
+    header = _header(resources, name=name, output=f"{_pattern(logs)}/%x-%j.out", command=command)
     return "\n".join([header, _source(logs), "", one_per_line("train", [config, *overrides])]) + "\n"
 
 
@@ -102,7 +102,9 @@ def render_sweep(
     points: directory with a file per task, which has one override per line.
     array: sbatch's --array, e.g. 0-5%2.
     """
-    header = _header(resources, name=name, output=f"{logs}/%x-%A_%a.out", command=command, array=array)
+    header = _header(
+        resources, name=name, output=f"{_pattern(logs)}/%x-%A_%a.out", command=command, array=array
+    )
     body = f"""
 # Overrides of this task, one per line. Its run is identified by run.name there, not by the task's number.
 points={shlex.quote(str(points))}
@@ -142,6 +144,15 @@ def _header(resources: Resources, *, name: str, output: str, command: str, array
             *(f"#SBATCH {option}" for option in [*options, *resources.sbatch]),
         ]
     )
+
+
+def _pattern(directory: Path) -> str:
+    """Return a directory as sbatch writes it in the pattern of a file name. Raises ConfigError."""
+    if "\\" in str(directory):
+        raise ConfigError(
+            f"{directory} has a backslash, with which Slurm replaces no %j in the names of logs; rename it."
+        )
+    return str(directory).replace("%", "%%")
 
 
 def _source(logs: Path) -> str:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.conditions import holds
-from rl.config.options import ConfigError, show
-from rl.config.point_names import name_of, override, short_names
+from rl.config.options import ConfigError, as_override, show
+from rl.config.point_names import name_of, short_names
 
 SEED = "run.seed"
 
@@ -41,7 +41,7 @@ class Point:
     @property
     def overrides(self) -> list[str]:
         """Return the values as arguments of train_rl.py."""
-        return [f"{key}={override(value)}" for key, value in self.values.items()]
+        return [as_override(key, value) for key, value in self.values.items()]
 
 
 def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Point]:

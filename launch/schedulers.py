@@ -38,7 +38,7 @@ class Slurm:
 
     @staticmethod
     def command(file, **_) -> str:
-        return f"sbatch {file}"
+        return f"sbatch {shlex.quote(str(file))}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ set -- {shlex.quote(config)} "${{overrides[@]}}" """
     def command(self, file: Path, *, name: str = "", tasks: Sequence[int] = (), at_a_time: int = 0) -> str:
         """Return the command lines that `submit` runs."""
         lines = map(shlex.join, self.commands(file, _plain(name), tasks, at_a_time))
-        return "; ".join(re.sub("'<'$", f"<{file}", line) for line in lines)
+        return "; ".join(re.sub("'<'$", lambda _: f"<{shlex.quote(str(file))}", line) for line in lines)
 
     def _file(self, resources: Resources, name: str, logs: Path, command: str, run: str) -> str:
         if resources.qos:
@@ -136,7 +136,11 @@ def _pbs(resources: Resources, name: str, logs: Path) -> list[str]:
     chunk += f":mem={resources.mem}" if resources.mem else ""
     place = "scatter:excl" if resources.gpus_per_node else "scatter"
     out = [f"-N {name}", f"-l select={chunk}", f"-l place={place}"]
-    out += [f"-l walltime={_clock(resources.time, with_seconds=True)}", "-j oe", f"-o {logs}/"]
+    out += [
+        f"-l walltime={_clock(resources.time, with_seconds=True)}",
+        "-j oe",
+        f"-o {shlex.quote(f'{logs}/')}",
+    ]
     return [*out, f"-r {'y' if resources.requeue else 'n'}", *_account(resources, "-A", "-q")]
 
 
@@ -146,7 +150,7 @@ def _lsf(resources: Resources, name: str, logs: Path) -> list[str]:
     if resources.gpus_per_node:
         out += [f"-gpu num={resources.gpus_per_node}:mode=shared:j_exclusive=yes", "-x"]
     out += [f"-R rusage[mem={resources.mem}]"] if resources.mem else []
-    out += [f"-W {_clock(resources.time, with_seconds=False)}", f"-o {logs}/{name}-%J.out"]
+    out += [f"-W {_clock(resources.time, with_seconds=False)}", f"-o {shlex.quote(f'{logs}/{name}-%J.out')}"]
     return [*out, *(["-r", "-Q 75"] if resources.requeue else ["-rn"]), *_account(resources, "-P", "-q")]
 
 
@@ -157,7 +161,10 @@ def _flux(resources: Resources, name: str, logs: Path) -> list[str]:
             f"mem={resources.mem}: Flux gives a job whole nodes with their memory; leave it out."
         )
     out = [f"--job-name={name}", f"--nodes={resources.nodes}", "--exclusive"]
-    out += [f"--time-limit={seconds_of(resources.time)}s", f"--output={logs}/{{{{name}}}}-{{{{id}}}}.out"]
+    out += [
+        f"--time-limit={seconds_of(resources.time)}s",
+        f"--output={shlex.quote(str(logs))}/{{{{name}}}}-{{{{id}}}}.out",
+    ]
     return [*out, *_account(resources, "--bank=", "--queue=")]
 
 

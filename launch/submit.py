@@ -5,6 +5,7 @@ memory and time and the GPU-hours, and submits it. Arguments after -- are config
 nothing is submitted, but the file is written.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     job = scheduler.submit(file, name=config.run.name)
     note_job(directory, job)
-    print(f"\nsubmitted job {job}; python -m launch status {config.run.dir}")
+    print(f"\nsubmitted job {job}; python -m launch status {shlex.quote(config.run.dir)}")
     return 0
 
 

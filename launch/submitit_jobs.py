@@ -16,6 +16,7 @@ Everything else works without submitit.
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -108,7 +109,7 @@ class Train:
             os.kill(os.getpid(), signal.SIGUSR2)
         if code not in (0, STOPPED_EXIT):
             raise RunFailed(
-                f"train_rl.py --config {config} {' '.join(overrides)} ended with exit code {code}"
+                f"train_rl.py {shlex.join(['--config', config, *overrides])} ended with exit code {code}"
             )
         status = Path(load_config(config, overrides).run.dir, "status.json")
         return json.loads(status.read_text())

@@ -7,6 +7,7 @@ checkpoints. docs/launch.md describes the file.
 """
 
 import json
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read
 from launch.schedulers import SCHEDULERS
 from launch.submit import print_estimate
 from rl.config.checks import check
-from rl.config.options import ConfigError, flatten, load
+from rl.config.options import ConfigError, as_override, flatten, load
+from rl.config.paths import expand_paths
 from rl.config.schema import Config, load_config
 from rl.config.sweep_checks import load_points
 from rl.run_directory.named_metrics import check_named_metrics
@@ -98,13 +100,13 @@ def main(argv: list[str]) -> int:
     job = scheduler.submit(file, **array)
     note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
     what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
-    print(f"\nsubmitted {what}; python -m launch status {directory}")
+    print(f"\nsubmitted {what}; python -m launch status {shlex.quote(str(directory))}")
     return 0
 
 
 def read_file(path: str) -> SweepFile:
     """Read and check a sweep file. Raises ConfigError if it is invalid."""
-    sweep = load(SweepFile, path)
+    sweep = expand_paths(load(SweepFile, path))
     for key in ("name", "config"):
         if not getattr(sweep, key):
             raise ConfigError(f"{key} is empty in {path}, but a sweep requires it.")
@@ -130,8 +132,8 @@ def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
     return [
         *_overrides(sweep),
         *point.overrides,
-        f"run.name={point.name}",
-        f"run.dir={directory / point.name}",
+        as_override("run.name", point.name),
+        as_override("run.dir", str(directory / point.name)),
     ]
 
 
@@ -168,7 +170,7 @@ def check_adapters(sweep: SweepFile, directory: Path, points: list[Point]) -> Co
 def joint_overrides(sweep: SweepFile, directory: Path, points: list[Point]) -> list[str]:
     """Return all overrides of the job that runs the points together."""
     values = json.dumps([point.values for point in points])
-    place = [f"run.name={sweep.name}", f"run.dir={directory}"]
+    place = [as_override("run.name", sweep.name), as_override("run.dir", str(directory))]
     return [*_overrides(sweep), *place, f"sweep.adapters={values}"]
 
 

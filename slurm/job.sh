@@ -25,7 +25,11 @@ if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
 else
     job_id=$SLURM_JOB_ID
 fi
-rank_logs=${LOCKSTEP_LOGS:-$PWD}/$SLURM_JOB_NAME-$job_id.ranks # one file per rank; a requeued job appends
+rank_logs=${LOCKSTEP_LOGS:-$PWD}/${SLURM_JOB_NAME//\//-}-$job_id.ranks # one file per rank; a requeued job appends
+if [[ $rank_logs == *\\* ]]; then
+    echo "$rank_logs has a backslash, with which Slurm replaces no %t in the names of logs; set LOCKSTEP_LOGS" >&2
+    exit 2
+fi
 mkdir -p "$rank_logs"
 chmod o-rwx "$rank_logs"
 
@@ -98,7 +102,7 @@ launch() {
         call+=(${call:+:} ${component:+"--het-group=$component"}
             --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks" --cpus-per-task="$cpus"
             --kill-on-bad-exit="$((1 - ${OUTLIVE_RANKS:-0}))" --mpi="${SRUN_MPI:-none}" --export=ALL
-            --output="$rank_logs/rank-%t.log" --open-mode=append)
+            --output="${rank_logs//%/%%}/rank-%t.log" --open-mode=append)
         if [ "$gpus" -gt 0 ]; then call+=(--gpus-per-node="$gpus" --gpu-bind=none); fi
         call+=("${in_container[@]}" "${inside[@]}" "$@")
     done

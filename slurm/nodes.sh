@@ -78,19 +78,19 @@ train() {
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
     cat >"$rank_logs/node.sh" <<NODE
 node=\$NODE_RANK
-source "$rank_logs/environment"
+source $(printf %q "$rank_logs/environment")
 export NODE_RANK=\$node
-cd "$PWD"
+cd $(printf %q "$PWD")
 gpus=\$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
 if [ -z "\${RANKS:-}" ] && [ "\$gpus" != $gpus ]; then
     echo "error: gpus=\$gpus on node \$node, but $gpus on the first node; set RANKS, the number of ranks of each node" >&2
     exit 2
 fi
-if [ "\$node" != 0 ]; then exec >>"$rank_logs/node-\$node.log" 2>&1; fi
-exec $(printf '%q ' "${inside[@]}" "${PYTHON:-python}") -m launch.node ${#hosts[@]} ${RANKS:-$((gpus > 0 ? gpus : 1))} "$rank_logs" \
-    "$LOCKSTEP_ROOT/train_rl.py" --config "\$@"
+if [ "\$node" != 0 ]; then exec >>$(printf %q "$rank_logs/node-")\$node.log 2>&1; fi
+exec $(printf '%q ' "${inside[@]}" "${PYTHON:-python}" -m launch.node ${#hosts[@]} "${RANKS:-$((gpus > 0 ? gpus : 1))}" "$rank_logs" \
+        "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@")
 NODE
-    on_nodes bash "$rank_logs/node.sh" "$config" "$@" || code=$?
+    on_nodes bash "$rank_logs/node.sh" || code=$? # without the arguments, which remote shells would read again
     # Schedulers may replace the code of a command on another node.
     if [ "$code" -ne 0 ] && [ "$(run_state)" = stopped ]; then requeue 75; fi
     if [ "$code" -eq 0 ]; then return 0; fi

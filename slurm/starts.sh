@@ -5,6 +5,19 @@
 
 say() { echo "job $job_id: $*"; }
 
+# Set overrides to the words of a text. Quotes and backslashes protect as in a shell; nothing else has a meaning.
+# shellcheck disable=SC2034 # read by the batch files
+split() {
+    local lines
+    overrides=()
+    if [ -z "${1// /}" ]; then return; fi
+    if ! lines=$(xargs printf '%s\n' <<<"$1"); then
+        say "the overrides have a quote without an end: $1" >&2
+        exit 2
+    fi
+    mapfile -t overrides <<<"$lines"
+}
+
 # Print the text that matches $2 in the value of key $1, as the program last reported it.
 reported() { if [ -f "$LOCKSTEP_STATUS" ]; then sed -n "s/.*\"$1\": \"\?\($2\).*/\1/p" "$LOCKSTEP_STATUS"; fi; }
 

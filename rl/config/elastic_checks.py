@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from rl.config.options import ConfigError, flatten, show
-from rl.config.point_names import override
+from rl.config.options import ConfigError, as_override, flatten, show
 from rl.config.schema import Config
 
 VARYING = ("training.", "rollout.", "roles.")
@@ -54,4 +53,4 @@ def check_elastic(config: Config) -> None:
 
 def as_overrides(layout: dict[str, Any]) -> list[str]:
     """Return a layout as overrides of a command line."""
-    return [f"{key}={override(value)}" for key, value in layout.items() if key != "nodes"]
+    return [as_override(key, value) for key, value in layout.items() if key != "nodes"]

@@ -15,8 +15,10 @@ dataclasses ("sections"). The rules that are not obvious:
 - float takes an int, and a string that is a number (`"1e-6"`). bool is no int, and 3.0 is no int.
 - YAML scalars follow YAML 1.2, so `1e-6` is a number, `yes`, `off` and `2024-01-31` are strings and `1:30` is
   not 90.
-- An override `a.b=value` is read as YAML. For a str its text is taken as it stands, so `run.name=42` names
-  the run "42", and for list[T] a scalar of type T stands for a list of one: `data.train=a.jsonl`.
+- The value of an override `a.b=value` for a str is its text as it stands, so `run.name=42` names the run "42"
+  and `run.name=a #1: [x]` means all of that; only quotes around all of it are YAML's. For list[T] a scalar of
+  type T stands for a list of one: `data.train=a.jsonl`. Other values are read as YAML, without comments,
+  anchors, aliases, tags and documents.
 - A mapping given for a section sets the keys it names; a value given for a dict replaces the whole dict, and
   `reward.kwargs.limit=3` sets one of its keys.
 """
@@ -58,11 +60,20 @@ class Override:
     text: str
     """The text after the first '='."""
     value: Any
-    """The text read as YAML."""
+    """The text read as YAML, or `NotYaml`."""
 
     @property
     def source(self) -> str:
         return f"override '{cut(self.key + '=' + self.text)}'"
+
+
+@dataclass(frozen=True)
+class NotYaml:
+    """The value of an override that cannot be read as YAML."""
+
+    error: ConfigError
+    fits: tuple[Any, ...]
+    """Types that take the text as it stands; for others `error` is raised."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,8 @@ class Layer:
         key = join(prefix, name)
         if not is_dataclass(annotation):
             setattr(section, name, convert(value, annotation, key=key, source=self.source, text=text))
+        elif isinstance(value, NotYaml):
+            raise value.error
         elif isinstance(value, dict):
             self.fill(getattr(section, name), value, key)
         elif value is None:
@@ -144,7 +157,8 @@ class Layer:
                 self.unknown(prefix, name, leaf=leaf)
             prefix = join(prefix, name)
             if get_origin(annotation) is dict:
-                value = self.dict_with(getattr(section, name), [*parents[depth + 1 :], leaf], value, prefix)
+                below = [*parents[depth + 1 :], leaf]
+                value = self.dict_with(getattr(section, name), below, value, prefix, text)
                 return setattr(section, name, convert(value, annotation, key=prefix, source=self.source))
             if not is_dataclass(annotation):
                 raise ConfigError(
@@ -154,7 +168,7 @@ class Layer:
             section = getattr(section, name)
         self.put(section, leaf, value, prefix, text)
 
-    def dict_with(self, old: dict, path: list[str], value: Any, prefix: str) -> dict:
+    def dict_with(self, old: dict, path: list[str], value: Any, prefix: str, text: str | None) -> dict:
         """Return a copy of `old` with `value` at the nested `path`."""
         new = copy.deepcopy(old)
         inner = new
@@ -164,7 +178,7 @@ class Layer:
                 raise ConfigError(
                     f"'{prefix}' is {found(inner)}, not a mapping, so {self.source} cannot set a key in it."
                 )
-        inner[path[-1]] = value
+        inner[path[-1]] = text if isinstance(value, NotYaml) and Any in value.fits else value
         return new
 
     def unknown(self, prefix: str, name: Any, leaf: Any) -> NoReturn:
@@ -197,6 +211,10 @@ def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | N
     )
     if value is None and optional:
         return None
+    if text is not None and takes_text(text, value, kind):
+        return unquoted(text, value) if kind in (str, Any) else [unquoted(text, value)]
+    if isinstance(value, NotYaml):
+        raise value.error
     if origin is list and isinstance(value, list):
         (element,) = get_args(kind)
         return [convert(v, element, key=f"{key}[{i}]", source=source) for i, v in enumerate(value)]
@@ -238,9 +256,23 @@ def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
         return float(value)
     if kind is float and isinstance(value, str):
         return number_or_misfit(value)
-    if kind is str and text is not None and (type(value) in (int, float, bool) or not text.strip()):
-        return text.strip()
     return value if type(value) is kind else MISFIT
+
+
+def takes_text(text: str, value: Any, kind: Any) -> bool:
+    """Return whether an override gives a key of this type its text. value: the text read as YAML."""
+    if isinstance(value, NotYaml) and (kind if kind is Any else str) not in value.fits:
+        return False
+    if kind is Any:
+        return isinstance(value, NotYaml)
+    is_list = get_origin(kind) is list and get_args(kind)[0] is str and not text.lstrip().startswith("[")
+    return (kind is str or is_list) and text.strip() not in ("~", "null", "Null", "NULL")
+
+
+def unquoted(text: str, value: Any) -> str:
+    """Return the text of an override, or its value in YAML if quotes are around all of it."""
+    ends = text.strip()[:1] + text.strip()[-1:]
+    return value if ends in ("''", '""') and isinstance(value, str) else text
 
 
 def number_or_misfit(text: str) -> Any:
@@ -393,12 +425,29 @@ TAG = "tag:yaml.org,2002:"
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2 scalars; a duplicate key is an error."""
+    """PyYAML's safe loader with YAML 1.2 scalars; a duplicate key and an anchor within itself are errors."""
 
     yaml_implicit_resolvers = {
         first: [(tag, regexp) for tag, regexp in resolvers if tag in (TAG + "null", TAG + "merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._open: list[str | None] = []
+        """Anchors of the nodes that are being read."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
+            mark: Any = event.start_mark
+            raise yaml.MarkedYAMLError(
+                problem=f"the anchor '{event.anchor}' contains itself", problem_mark=mark
+            )
+        self._open.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self._open.pop()
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -429,11 +478,15 @@ for _name, _first, _regexp in SCALARS:
 def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{source}{line}: {error.problem or error.context}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}.") from error
+        raise ConfigError(_yaml_error(error, source)) from error
+
+
+def _yaml_error(error: yaml.YAMLError, source: str) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"{source}: not YAML: {' '.join(str(error).split())}."
+    line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+    return f"{source}{line}: {error.problem or error.context}."
 
 
 def read_file(path: str | PathLike) -> dict:
@@ -456,7 +509,39 @@ def read_override(argument: str) -> Override:
     key, equals, text = argument.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"Override '{argument}' is not of the form key=value, e.g. run.seed=2.")
-    return Override(key.strip(), text, parse_yaml(text, f"override '{argument}'"))
+    return Override(key.strip(), text, read_value(text, f"override '{argument}'"))
+
+
+def read_value(text: str, source: str) -> Any:
+    """Return the value of an override: its text as YAML, of which a plain scalar is all of the text."""
+    special = collection = False
+    try:
+        for event in yaml.parse(text, Loader):
+            marks = (getattr(event, name, None) for name in ("anchor", "tag"))
+            special = special or any(marks) or getattr(event, "explicit", None) is True
+            collection = collection or isinstance(event, yaml.CollectionStartEvent)
+        value = MISFIT if special else parse_yaml(text, source)
+    except (yaml.YAMLError, ConfigError) as error:
+        reason = str(error) if isinstance(error, ConfigError) else _yaml_error(error, source)
+        plain = not special and text.strip()[:1] not in tuple("[{'\"|>")
+        return NotYaml(
+            ConfigError(f'{reason} Write a text in quotes: "...".'), (str, Any) if plain else (str,)
+        )
+    if special:
+        reason = f"{source}: YAML's anchors, aliases, tags and documents are not read here; write the value."
+        return NotYaml(ConfigError(reason), () if collection else (str,))
+    is_plain = isinstance(value, str) and text.strip()[:1] not in tuple("'\"|>")
+    return text.strip() if is_plain else value
+
+
+def as_override(key: str, value: Any) -> str:
+    """Return the override that gives a key this value, whatever its type."""
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return f"{key}={short if float(short) == value else repr(value)}"
+    if isinstance(value, str) and read_value(value, key) == value == unquoted(value, value):
+        return f"{key}={value}"
+    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rl.config.declarations import Algorithm, Formula, describe, formulas, liter
 from rl.config.elastic import Elastic
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import build, flatten, read
+from rl.config.paths import expand_paths
 from rl.config.ranges import (
     AT_LEAST_ONE,
     FINITE,
@@ -410,7 +411,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError for an unknown key, a wrong type or an unknown algorithm.
     """
-    return resolve(_load(path, overrides)[0])
+    return resolve(expand_paths(_load(path, overrides)[0]))
 
 
 def derived_keys(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
@@ -425,7 +426,7 @@ def derived_keys(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
 def _load(path: str | None, overrides: Sequence[str]) -> tuple["Config", "Config", list[Consequence]]:
     """Return the config with and without what follows from it, and what follows."""
     raw = read(path, overrides)
-    defaults = dict(describe(build(Config, raw).algorithm).defaults)
+    defaults = dict(describe(expand_paths(build(Config, raw)).algorithm).defaults)
     before = build(Config, raw, defaults)
     found = list(consequences(before))
     return build(Config, raw, defaults | {each.key: each.value for each in found}), before, found

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl.config.options import ConfigError, flatten, last, listed, nearest_keys, parent, show
-from rl.config.point_names import name_of, override, short_names
+from rl.config.options import ConfigError, as_override, flatten, last, listed, nearest_keys, parent, show
+from rl.config.point_names import name_of, short_names
 from rl.config.run_models import run_models
 from rl.config.schema import Config, algorithm_of, load_config
 from rl.config.sweep import Sweep
@@ -67,7 +67,7 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
             raise ConfigError(
                 f"two points of sweep.adapters have the same values, and both the name {name}; remove one."
             )
-        own = [f"{key}={override(value)}" for key, value in values.items()]
+        own = [as_override(key, value) for key, value in values.items()]
         place = [f"run.name={name}", f"run.dir={Path(config.run.dir, name)}"]
         try:
             point = load_config(path, [*overrides, *own, *place, "sweep.adapters=[]"])

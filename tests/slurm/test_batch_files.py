@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -36,12 +37,16 @@ SCONTROL = '#!/bin/bash\necho "$@" >>"$FAKE/scontrol"\n'
 SQUEUE = '#!/bin/bash\nif [ "${!#}" = %V ]; then echo "$SUBMITTED"; else echo "$FAKE_END"; fi\n'
 
 
+WEIRD = 'it\'s $HOME #1 "x" `a`, 100% [b]; c=d\u00e9 -e ~f'
+
+
 @pytest.fixture
-def site(tmp_path):
+def site(tmp_path, request):
     """Return a directory with the fake programs, and with a checkout that has batch files but no site.sh."""
+    tmp_path /= getattr(request, "param", "site")
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
         path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text)
         path.chmod(0o755)
     shutil.copytree(ROOT / "slurm", tmp_path / "root" / "slurm", ignore=shutil.ignore_patterns("site.sh"))
@@ -255,6 +260,23 @@ def test_a_crash_is_requeued_if_requested_but_no_wrong_input(site):
         assert (job.code, job.requeued) == (code, []) and f"failed with exit code {code}" in job.log
         job = Job(site, "train", "my.yaml", exit_code=code, MAX_ATTEMPTS="9", RETRY_CRASHED="1")
         assert job.requeued == retried
+
+
+@pytest.mark.parametrize("site", [WEIRD], indirect=True)
+def test_every_character_of_paths_and_values_reaches_the_ranks(site):
+    values = [f"reward.kwargs.x={chr(code)} {chr(code)}a" for code in range(32, 127)] + [f"run.name={WEIRD}"]
+    job = Job(site, "train", "my conf.yaml", *values)
+    assert job.code == 0 and job.command[-len(values) - 1 :] == ["my conf.yaml", *values], job.log
+    logs = str(site / "work" / "train-4711.ranks").replace("%", "%%")  # as srun writes a % in a name
+    assert f"--output={logs}/rank-%t.log" in job.options and job.env["LOCKSTEP_STATUS"].startswith(str(site))
+    job = Job(site, "elastic", "my conf.yaml", *values, LC_ALL="C")
+    assert shlex.split(job.env["LOCKSTEP_JOIN"])[-len(values) - 1 :] == ["my conf.yaml", *values]
+    (site / "work" / "points.txt").write_text(shlex.join([f"run.name={WEIRD}", *values]) + "\nrun.name='a\n")
+    array = dict(SLURM_ARRAY_JOB_ID="4700")
+    job = Job(site, "sweep", "points.txt", "my.yaml", SLURM_ARRAY_TASK_ID="0", **array)
+    assert job.command[-len(values) - 1 :] == [f"run.name={WEIRD}", *values]
+    job = Job(site, "sweep", "points.txt", "my.yaml", SLURM_ARRAY_TASK_ID="1", **array)
+    assert job.code == 2 and not job.calls and "a quote without an end: run.name='a" in job.log
 
 
 def test_a_run_that_outlives_a_rank_has_its_own_end(site):

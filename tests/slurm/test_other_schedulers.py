@@ -5,6 +5,7 @@ not tested.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from launch.schedulers import SCHEDULERS
 from tests.intruder import attacked
 from tests.records import records
 from tests.slurm.cluster import status, wait_for
+from tests.slurm.test_batch_files import WEIRD
 from tests.spawn import ROOT
 from tests.toy import SFT
 
@@ -26,7 +28,7 @@ COMMANDS = {
     # PBS Pro 2022.1 Reference Guide: pbs_tmrsh, qstat -f, qsub
     "pbs_tmrsh": 'shift; exec env -i PATH="$PATH" HOME="$HOME" FAKE="$FAKE" "$@"',
     "qstat": 'printf "Job Id: %s\\n    Job_Name = my-run\\n    Resource_List.walltime = 01:30:00\\n" "$2"',
-    "qsub": 'printf "%s\\n" "$@" >"$FAKE/again"',
+    "qsub": '(printf "%s\\n" "$@"; for name in ${4//,/ }; do echo "$name=${!name}"; done) >"$FAKE/again"',
     # LSF 10.1 Command Reference: blaunch, bjobs -o time_left
     "blaunch": 'shift; exec "$@"',
     "bjobs": 'echo "1:30 L"',
@@ -118,6 +120,26 @@ def test_the_error_of_another_node_is_in_the_jobs_log(scheduler, tmp_path):
     assert job.wait(60) == 3, scheduler.log
     assert f"==> {tmp_path}/my-run.ranks/node-1.log\nerror: no GPU\n" in scheduler.log
     assert "the run failed" in scheduler.log and not scheduler.again
+
+
+def test_every_character_reaches_the_ranks_of_all_nodes(tmp_path):
+    here = tmp_path / WEIRD
+    here.mkdir()
+    python = here / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\0" "$@" >"$FAKE/arguments-$NODE_RANK"; exit 75\n')
+    python.chmod(0o755)
+    values = [f"reward.kwargs.x={chr(code)} {chr(code)}a" for code in range(32, 127)] + [f"run.name={WEIRD}"]
+    for kind in ("pbs", "lsf", "flux"):
+        job = Scheduler(kind, here, here / "my conf.yaml")
+        words = values if kind == "flux" else [shlex.quote(value) for value in values]
+        assert job.start(*words, PYTHON=str(python), RETRY_CRASHED="1", MAX_ATTEMPTS="9").wait(60) == 75, (
+            job.log
+        )
+        for node in (0, 1):
+            found = (here / f"arguments-{node}").read_text().split("\0")[:-1]
+            assert found[-len(values) - 1 :] == [str(here / "my conf.yaml"), *values]
+        if kind == "pbs":
+            assert f"CONFIG={here / 'my conf.yaml'}" in job.again
 
 
 def test_the_end_of_an_earlier_start_is_not_that_of_this_one(scheduler, tmp_path):
