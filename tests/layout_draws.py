@@ -145,7 +145,10 @@ def draw(number: int, models: Path, directory: Path) -> Draw:
     if algorithm == "ppo" and critic:
         overrides.append(f"critic.path={models / critic}")
     if rng.random() < 0.2:
-        overrides += ["adapter.kind=lora", "adapter.rank=4"]
+        more = random.Random(f"adapter {SEED} {number}")
+        overrides += [f"adapter.kind={more.choice(['lora', 'rslora', 'dora'])}", "adapter.rank=4"]
+        if algorithm == "ppo" and not critic:
+            overrides.append("critic.share_base=true")
     if is_data:
         overrides.append("run.mode=train")
     else:

@@ -5,10 +5,12 @@
     python -m tests.matrix --only agents                       every drawn combination has this feature
     python -m tests.matrix --list                              count the pairs that are accepted and refused
     python -m tests.matrix agents roles                        this combination
+    python -m tests.matrix --on-cuda --ranks 4 --pairs 50      with CUDA's defaults and branches, four ranks
 
 Two ranks, 3 steps of a tiny model. A combination is drawn only if no table refuses it. It fails if the
 program fails, or if a metric is not finite or not documented. A part of the runs is resumed from the
 checkpoint of step 2; it fails if a deterministic one then has other metrics. Exit code 0 if none has failed.
+What a GPU refuses (`rl.engines.rollout_engines.check_device`) is printed as such with --on-cuda.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from rl.config.schema import load_config
 from rl.config.sweep_checks import load_points
 from tests.records import comparable, records
 from tests.spawn import ROOT, RanksFailed
-from tests.toy import train, write_config
+from tests.toy import ON_CUDA, TRAIN, train, write_config
 
 RANKS = 2
 DATA = ("model.path=m", "data.train=[d]")
@@ -40,13 +42,16 @@ SAVES = ("checkpoint.every=2", "checkpoint.keep_last=0")
 GAME = f"agents.environment={ROOT / 'tests' / 'runs' / 'agent_game.py'}:Echo"
 AGENTS = f"{GAME} agents.max_tokens_per_turn=6 agents.workers=1 rollout.max_response_tokens=40"
 CORRECT = "rollout_correction.truncate_tokens=2.0"
-ROLES = f"roles.train=0-0 roles.rollout=1-1 {CORRECT}"
+TWO_ROLES = "roles.train=0-0 roles.rollout=1-1"
+ROLES = f"{TWO_ROLES} {CORRECT}"
 IN_FLIGHT = f"{ROLES} roles.refit_after_steps=4"
 UNSCORED = "reward.function=rl.rewards.exact:score reward.workers=0"
 EXPERTS = "model.path=DIR/experts"
 LORA = "adapter.kind=lora adapter.rank=4"
 ALTERNATIVES = "one key, two values"
 MORE_RANKS = "more ranks than two"
+FOR_CPU = " is for CPU: on a GPU "
+"""Part of an error for what a GPU refuses."""
 BESIDE = f"{LORA} adapter.in_engine=adapter adapter.targets=[q_proj,k_proj,v_proj,o_proj]"
 FEATURES = {
     "agents": f"{AGENTS} agents.order=waves",
@@ -125,26 +130,28 @@ save_qwen2_classifier(directory / "classifier", seed=3)
 """
 
 
-def keys_of(names: Sequence[str]) -> list[str] | None:
+def keys_of(names: Sequence[str], ranks: int = RANKS) -> list[str] | None:
     """Return the keys of features together, None if a key would need two values."""
     keys: dict[str, str] = {}
+    half = ranks // 2
+    roles = f"roles.train=0-{half - 1} roles.rollout={half}-{ranks - 1}"
     for name in names:
-        for item in FEATURES[name].split():
+        for item in FEATURES[name].replace(TWO_ROLES, roles).split():
             key, _, value = item.partition("=")
             if keys.setdefault(key, value) != value:
                 return None
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-def refusal(names: Sequence[str]) -> str | None:
+def refusal(names: Sequence[str], ranks: int = RANKS) -> str | None:
     """Return why a combination cannot run: a sentence, ALTERNATIVES or MORE_RANKS; None if it can."""
-    keys = keys_of(names)
+    keys = keys_of(names, ranks)
     if keys is None:
         return ALTERNATIVES
     try:
         config = load_config(None, [*DATA, *keys])
         check(config, load_points(None, [*DATA, *keys]) if config.sweep.is_on else [])
-        train_ranks, rollout_ranks = map(len, role_ranks(config, RANKS))
+        train_ranks, rollout_ranks = map(len, role_ranks(config, ranks))
     except ConfigError as error:
         return str(error)
     grid = config.training
@@ -152,12 +159,14 @@ def refusal(names: Sequence[str]) -> str | None:
     return None if fits else MORE_RANKS
 
 
-def draw(number: int, size: int, rng: random.Random, only: Sequence[str] = ()) -> list[tuple[str, ...]]:
+def draw(
+    number: int, size: int, rng: random.Random, only: Sequence[str] = (), ranks: int = RANKS
+) -> list[tuple[str, ...]]:
     """Return combinations of that size that are accepted, at most `number`, each with the features `only`."""
     rest = [name for name in FEATURES if name not in only]
     every = list(itertools.combinations(rest, size - len(only)))
     rng.shuffle(every)
-    accepted = ((*only, *others) for others in every if refusal((*only, *others)) is None)
+    accepted = ((*only, *others) for others in every if refusal((*only, *others), ranks) is None)
     return list(itertools.islice(accepted, number))
 
 
@@ -169,18 +178,26 @@ def save_inputs(directory: Path) -> None:
     (directory / "parse.py").write_text("def parse(text):\n    return float(len(text) % 3)\n")
 
 
-def run(names: Sequence[str], inputs: Path, directory: Path, *, resumes: bool) -> str:
-    """Run a combination; return what is wrong with it, "" if nothing is."""
-    keys = [key.replace("DIR", str(inputs)) for key in keys_of(names) or []]
+def run(
+    names: Sequence[str],
+    inputs: Path,
+    directory: Path,
+    *,
+    resumes: bool,
+    ranks: int = RANKS,
+    program: Path = TRAIN,
+) -> str:
+    """Run a combination; return what is wrong with it, "" if nothing is. program: see `tests.toy.train`."""
+    keys = [key.replace("DIR", str(inputs)) for key in keys_of(names, ranks) or []]
     whole, resumed = directory / "run", directory / "resumed"
     config = write_config(directory, inputs, f"run.max_steps={STEPS}", *SAVES * resumes, *keys)
     try:
-        train(RANKS, config, run=whole, timeout=240)
+        train(ranks, config, run=whole, timeout=240, program=program)
         if resumes:
             shutil.copytree(whole, resumed)
             for last in resumed.rglob(f"step_{STEPS:06d}"):
                 shutil.rmtree(last)
-            train(RANKS, config, run=resumed, timeout=240)
+            train(ranks, config, run=resumed, timeout=240, program=program)
         points = sorted(path.parent.relative_to(whole) for path in whole.rglob("metrics.jsonl"))
         for run_dir in [start / point for start in (whole, resumed)[: 1 + resumes] for point in points]:
             found = records(run_dir)
@@ -225,6 +242,8 @@ def main() -> int:
     parser.add_argument("--triples", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=[], nargs="+", help="features of every combination")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--on-cuda", action="store_true", help="with CUDA's defaults and branches")
     parser.add_argument("--list", action="store_true", help="run nothing")
     args = parser.parse_args()
     if unknown := {*args.names, *args.only} - {*FEATURES}:
@@ -237,7 +256,11 @@ def main() -> int:
     rng = random.Random(args.seed)
     drawn = [tuple(args.names)] if args.names else []
     if not args.names:
-        drawn = draw(args.pairs, 2, rng, args.only) + draw(args.triples, 3, rng, args.only)
+        drawn = [
+            names
+            for number, size in ((args.pairs, 2), (args.triples, 3))
+            for names in draw(number, size, rng, args.only, args.ranks)
+        ]
     failed = []
     with tempfile.TemporaryDirectory(prefix="matrix-") as name:
         inputs = Path(name, "inputs")
@@ -246,9 +269,17 @@ def main() -> int:
             directory = Path(name, str(number))
             directory.mkdir()
             started = time.monotonic()
-            problem = run(names, inputs, directory, resumes=bool(args.names) or rng.random() < RESUMED)
-            failed += [names] * bool(problem)
-            verdict = f"FAILED: {problem}" if problem else "ok"
+            problem = run(
+                names,
+                inputs,
+                directory,
+                resumes=bool(args.names) or rng.random() < RESUMED,
+                ranks=args.ranks,
+                program=ON_CUDA if args.on_cuda else TRAIN,
+            )
+            is_refused = args.on_cuda and FOR_CPU in problem
+            failed += [names] * (bool(problem) and not is_refused)
+            verdict = ("refused: " if is_refused else "FAILED: ") + problem if problem else "ok"
             print(f"{' + '.join(names)}: {verdict} ({time.monotonic() - started:.0f} s)", flush=True)
     print(f"{len(drawn) - len(failed)} of {len(drawn)} combinations ran")
     for names in failed:

@@ -8,6 +8,10 @@ from tests.records import records
 from tests.spawn import ROOT, run_ranks
 
 TRAIN = ROOT / "train_rl.py"
+ON_CUDA = ROOT / "tests" / "rehearsal" / "as_on_cuda.py"
+"""The same program with the defaults and branches of CUDA."""
+ON_TE = ROOT / "tests" / "rehearsal" / "as_on_te.py"
+"""The same with Transformer Engine's layers too, for models in bfloat16."""
 ROWS = {"train": 512, "test": 64, "pairs": 64, "labels": 64}
 """Rows of each file; reading thousands takes a rank a second."""
 REWARD = '''
@@ -74,12 +78,19 @@ def write_config(directory: Path, toy: Path, *overrides: str) -> Path:
 
 
 def train(
-    world_size: int, config: Path, *overrides: str, run: Path | None = None, timeout: float = 400
+    world_size: int,
+    config: Path,
+    *overrides: str,
+    run: Path | None = None,
+    timeout: float = 400,
+    program: Path = TRAIN,
 ) -> list[dict]:
-    """Run train_rl.py on ranks of this host; return the records in its run directory.
+    """Run the program on ranks of this host; return the records in its run directory.
 
-    run: the run directory; the default is `run` beside the config.
+    run: the run directory; the default is `run` beside the config. program: TRAIN, ON_CUDA or ON_TE.
     """
     directory = config.parent / "run" if run is None else run
-    run_ranks(world_size, TRAIN, "--config", config, f"run.dir={directory}", *overrides, timeout=timeout)
+    arguments = ("--config", config, f"run.dir={directory}", *overrides)
+    # Megatron looks for Transformer Engine when it is imported, which the fork server has done.
+    run_ranks(world_size, program, *arguments, timeout=timeout, fresh=program == ON_TE)
     return records(directory)

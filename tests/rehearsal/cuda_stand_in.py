@@ -1,8 +1,7 @@
 """A stand-in for CUDA, with which the program takes its CUDA branches on a CPU.
 
 `install` compiles rl.* from its own source with CUDA's names replaced, as rl.training.cpu_support does for
-Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. `reached` has the statements
-of tests/rehearsal/statements.py that were reached. Replaced are:
+Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. Replaced are:
 
 - `torch.cuda.X`: X must exist in torch, and calls must match its signature. BEHAVIOURS has the replacement.
   An X without an entry raises an error that names this file.
@@ -35,9 +34,10 @@ LITERALS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
 RENAMED = {"_dump_nccl_trace_json": "_dump_fr_trace_json"}
 """Name that only CUDA builds have -> its counterpart in this build."""
 GIB = 1 << 30
-STATEMENTS = {(statement.file, statement.line) for statement in cuda_statements()}
+noted: set[tuple[str, int]] = set()
+"""File and line of statements that `install` makes the program note."""
 reached: set[tuple[str, int]] = set()
-"""File and line of those of STATEMENTS that this process has reached."""
+"""File and line of those of `noted` that this process has reached."""
 EVENT, STREAM = torch.cuda.Event, torch.cuda.Stream
 """torch's classes, before vLLM on CPU replaces them."""
 
@@ -193,8 +193,8 @@ class _Loader(SourceFileLoader):
 def _note_reached(tree: ast.Module, path: str) -> None:
     """Insert a note in `reached` before each statement that depends on CUDA."""
     file = str(Path(path).relative_to(ROOT))
-    lines = {line for name, line in STATEMENTS if name == file}
-    for node in ast.walk(tree):
+    lines = {line for name, line in noted if name == file}
+    for node in ast.walk(tree) if lines else ():
         for part in ("body", "orelse", "finalbody"):
             if isinstance(statements := getattr(node, part, None), list):
                 for place in reversed(range(len(statements))):
@@ -213,8 +213,13 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def install() -> None:
-    """Import rl.* again with CUDA's names replaced; replace the parts of vLLM and torch that need a GPU."""
+def install(*, notes: bool = False) -> None:
+    """Import rl.* again with CUDA's names replaced; replace the parts of vLLM and torch that need a GPU.
+
+    notes: note in `reached` which statements of tests/rehearsal/statements.py run.
+    """
+    if notes:
+        noted.update((statement.file, statement.line) for statement in cuda_statements())
     for module in CPU_SUPPORT:
         importlib.import_module(module)
     for name in [name for name in sys.modules if name.partition(".")[0] == "rl" and name not in CPU_SUPPORT]:
@@ -223,6 +228,8 @@ def install() -> None:
     import torch.nn.attention.varlen as varlen
 
     varlen.varlen_attn = _checked(varlen.varlen_attn, varlen_attn)
+    # CUDA packs no weights, so parts that only CUDA runs release no packed copies.
+    importlib.import_module("rl.rollout.cpu_support")._can_pack = lambda dtype: False
     _replace_kernels()
     _add_delta_rule()
     _refuse_sums_without_order()
@@ -316,8 +323,6 @@ def _replace_sleep_mode() -> None:
     """Make vLLM's CPU engine accept the CUDA engine's options and discard the same data in its sleep."""
     import vllm
 
-    from rl.rollout.cpu_support import release_packed_weights
-
     class Engine(vllm.LLM):
         def __init__(self, *args, **options):
             self.can_sleep = options.get("enable_sleep_mode", False)
@@ -328,6 +333,8 @@ def _replace_sleep_mode() -> None:
                 _return_sampling_masks(self.llm_engine)
             if "speculative_config" in options:
                 _hold_drafter_as_cuda(self.llm_engine)
+            if "enable_return_routed_experts" in options:
+                _call_before_free(self.llm_engine)
             self.asleep: set[str] = set()
 
         def sleep(self, level=1, **options):
@@ -343,8 +350,6 @@ def _replace_sleep_mode() -> None:
         def wake_up(self, tags=None):
             assert set(tags) <= self.asleep, f"{tags} do not sleep"
             self.asleep -= set(tags)
-            if "kv_cache" in tags:  # after a refit; CUDA has no packed weights
-                release_packed_weights(self.apply_model(lambda model: model)[0])
             return super().wake_up(tags=tags)
 
     vllm.LLM = Engine
@@ -414,6 +419,18 @@ def _return_sampling_masks(engine) -> None:
         return output
 
     sampler.forward, runner.sample_tokens = record, with_masks
+
+
+def _call_before_free(engine) -> None:
+    """Make vLLM's scheduler call `before_free` of rl.rollout.cpu_scheduler, which stores routes on a CPU."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    free = scheduler._free_request_blocks
+
+    def free_request_blocks(request):
+        scheduler.before_free(request)
+        free(request)
+
+    scheduler.before_free, scheduler._free_request_blocks = _nothing, free_request_blocks
 
 
 def _hold_drafter_as_cuda(engine) -> None:

@@ -25,7 +25,7 @@ def main(lines: str) -> None:
 
     atexit.register(write)
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # of the process that this one was forked from
-    cuda_stand_in.install()
+    cuda_stand_in.install(notes=True)
     import torch
 
     import rl.run.loop as loop
@@ -43,6 +43,8 @@ def main(lines: str) -> None:
         for size in (1, 2):
             snapshot.take([Shard("x", ((0, size),), torch.zeros(size))])
         refuse(replace(config, rollout=replace(config.rollout, carry_over_cache="keep")), device)
+        divided = replace(config.training, cp=2)
+        refuse(replace(config, model=replace(config.model, dtype="float32"), training=divided), device)
         warm = replace(config.rollout, temperature=0.5)
         refuse(replace(config, model=replace(config.model, numerics="bitwise"), rollout=warm), device)
         return code

@@ -4,15 +4,20 @@ import pytest
 
 from tests.checkpoints import save_tiny
 from tests.spawn import RanksFailed
-from tests.toy import UNSCORED, train, write_config
+from tests.toy import ON_CUDA, TRAIN, UNSCORED, train, write_config
 
 BITWISE = ("model.numerics=bitwise", "training.tp=2", "rollout.tp=2")
 
 
-def test_a_bitwise_run_skips_the_old_log_probs(toy, tmp_path):
+@pytest.mark.parametrize(
+    "program, temperature",
+    [(TRAIN, 0.7), pytest.param(ON_CUDA, 1.0, marks=pytest.mark.slow)],
+    ids=["CPU", "CUDA's defaults"],
+)
+def test_a_bitwise_run_skips_the_old_log_probs(program, temperature, toy, tmp_path):
     # The KL penalty in the reward reads old log-probs before the update.
-    overrides = (*BITWISE, "objective.reward_kl.coef=0.01", "rollout.temperature=0.7")
-    steps = train(2, write_config(tmp_path, toy, *overrides))
+    overrides = (*BITWISE, "objective.reward_kl.coef=0.01", f"rollout.temperature={temperature}")
+    steps = train(2, write_config(tmp_path, toy, *overrides), program=program)
     assert len(steps) == 2
     for step in steps:
         assert step["training/rollout_probs_diff_max"] == 0.0
@@ -21,19 +26,23 @@ def test_a_bitwise_run_skips_the_old_log_probs(toy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, layout",
+    "kind, layout, program",
     [
-        ("lora", "tp"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("dora", "tp"), ("lora", "moe")]),
+        ("lora", "tp", TRAIN),
+        *(
+            pytest.param(kind, layout, program, marks=pytest.mark.slow)
+            for program in (TRAIN, ON_CUDA)
+            for kind, layout in (("dora", "tp"), ("lora", "moe"))
+        ),
     ],
 )
-def test_adapters_in_the_weights_are_bitwise_exact(config, tmp_path, kind, layout):
+def test_adapters_in_the_weights_are_bitwise_exact(config, tmp_path, kind, layout, program):
     adapter = (f"adapter.kind={kind}", "adapter.rank=4", "adapter.init=pissa", "run.max_steps=2")
     if layout == "moe":
         adapter += (f"model.path={save_tiny('Qwen3MoeForCausalLM', tmp_path / 'moe', seed=1)}",)
-    steps = train(2, config, *BITWISE, *adapter)
+    steps = train(2, config, *BITWISE, *adapter, program=program)
     assert all(step["training/rollout_probs_diff_max"] == 0.0 for step in steps)
-    fast = train(2, config, "training.tp=2", *adapter, run=tmp_path / "fast")
+    fast = train(2, config, "training.tp=2", *adapter, run=tmp_path / "fast", program=program)
     # Only the first step has the same samples; its gradient is that of the ordinary kernels.
     assert steps[0]["actor/grad_norm"] == pytest.approx(fast[0]["actor/grad_norm"], rel=1e-3)
 
