@@ -194,6 +194,32 @@ class Container:
         """Replace it by a fresh container of the same image, in fewer steps than a start."""
         self._ask({"renew": True})
 
+    def seal(self) -> None:
+        """Keep the files as they are for `restore`, and end every process."""
+        self._ask({"seal": True})
+
+    def restore(
+        self, *, protected: Sequence[str], files: Mapping[str, str], kept: Sequence[str]
+    ) -> list[str]:
+        """End every process and show later commands the sealed files, or the image's if nothing was sealed.
+
+        Directories beside those of the system (container_child._SYSTEM) are as commands left them.
+
+        Args:
+            protected: paths beside the system's that are as they were sealed; removed if they were not there.
+            files: a file or directory that tests start from -> the path that is protected if it was a file. A
+                directory is protected itself; with each, settings of pytest in the directories above.
+            kept: paths that are as commands left them in any case.
+
+        Returns the paths below which commands wrote what is no longer seen. Raises OSError if it failed.
+        """
+        asked = {"protected": list(protected), "files": dict(files), "kept": list(kept)}
+        return self._ask({"restore": asked})["unseen"]
+
+    def end_processes(self) -> None:
+        """End every process of the container."""
+        self._ask({"end": True})
+
     def close(self) -> None:
         """End every process and mount of the container."""
         process = self._process

@@ -2,20 +2,22 @@
 
     python -I -S container_child.py      JSON lines on standard input, one answer per line on standard output
 
-The first line is the job of `Container`, answered by {} or {"error": text}. Then {"renew": true} replaces
-the container by a fresh one, and {"arguments": [...], ...} runs a command, answered by the fields of an
-`Outcome`.
+The first line is the job of `Container`, answered by {} or {"error": text}. Then {"arguments": [...], ...}
+runs a command, answered by the fields of an `Outcome`. {"renew": true} replaces the container by a fresh one,
+{"seal": true} keeps its files as they are for tests, {"restore": {...}} shows tests these files, and
+{"end": true} ends every process.
 
     this process                 waits for its child
       `- process 1               of new user, PID, mount, IPC, UTS and (unless asked) network namespaces
            `- runtime            bwrap, ch-run or apptainer: makes a user and a mount namespace with the image
            `- command            a fork of process 1 that enters these two and drops every right there
 
-The image is the lower layer of an overlay whose upper layer is a tmpfs of limited size, so that writes end
-with the mount namespace. The runtime is started once with a command that only waits, and commands enter the
-namespaces that it made: this costs less than another start, and no command has a moment with rights. When
-standard input closes, process 1 ends, and with it every process and mount. It ignores signals from inside,
-and nothing inside may read its memory, files or environment, because it is in an outer user namespace.
+The image is the lower layer of an overlay whose upper layer is in a tmpfs of limited size, so that writes end
+with the mount namespace. A seal puts a new upper layer over what was written so far. The runtime is started
+once with a command that only waits, and commands enter the namespaces that it made: this costs less than
+another start, and no command has a moment with rights. When standard input closes, process 1 ends, and with
+it every process and mount. It ignores signals from inside, and nothing inside may read its memory, files or
+environment, because it is in an outer user namespace.
 
 It imports only the standard library, because `-I` finds no package and a start must take milliseconds. See
 user_namespaces(7), pid_namespaces(7), mount_namespaces(7) and Documentation/filesystems/overlayfs.rst.
@@ -31,9 +33,11 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I leaves it out
@@ -41,11 +45,39 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I leaves it o
 import child
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWNET = 0x20000, 0x04000000, 0x08000000, 0x10000000, 0x40000000
-_NOSUID, _NODEV, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
+_NOSUID, _NODEV, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 1 << 5, 1 << 12, 1 << 14, 1 << 18
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 _READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
 """Parts of /proc that belong to the machine; root of the host could write to them."""
+_SYSTEM = (
+    "bin",
+    "boot",
+    "dev",
+    "etc",
+    "lib",
+    "lib32",
+    "lib64",
+    "libx32",
+    "proc",
+    "run",
+    "sbin",
+    "sys",
+    "usr",
+)
+"""Directories of the root that hold shells, interpreters and their settings; tests see them as sealed."""
+_OF_PYTEST = (
+    ".pytest.ini",
+    "conftest.py",
+    "pytest.ini",
+    "pytest.toml",
+    "pyproject.toml",
+    "setup.cfg",
+    "tox.ini",
+)
+"""Files of the root that pytest reads for tests in every directory below."""
+_FOR_TESTS_MIB, _FOR_TESTS_FILES = 16, 1000
+"""Room that tests have in a container that is full."""
 START_S = 60.0
 """Limit of a runtime's start, in seconds."""
 
@@ -64,20 +96,26 @@ def _make(path: str, text: str | None = None) -> None:
                 file.write(text)
 
 
-def build(job: dict[str, Any]) -> str:
+def overlay(top: str, name: str, lower: list[int]) -> str:
+    """Mount directories, the uppermost first, below a new one for writes in `top`; return their root."""
+    for part in ("upper", "work", "root"):
+        os.makedirs(f"{top}/{name}/{part}")
+    root, upper = f"{top}/{name}/root", f"upperdir={top}/{name}/upper,workdir={top}/{name}/work,userxattr"
+    layers = ":".join(f"/proc/self/fd/{fd}" for fd in lower)  # a path may hold colons or commas
+    child._mount("overlay", root, "overlay", _NOSUID | _NODEV, f"lowerdir={layers},{upper}")
+    return root
+
+
+def build(job: dict[str, Any], image: int) -> str:
     """Mount everything in this mount namespace; return the root of the container."""
     top, limits = job["scratch"], job["limits"]
     size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
-    image = os.open(job["image"], os.O_PATH | os.O_CLOEXEC)  # its path may hold colons or commas
     child._mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, size)
-    for name in ("upper", "work", "root", "dev", "tmp", "shm"):
+    for name in ("dev", "tmp", "shm"):
         os.mkdir(f"{top}/{name}")
     for name in ("tmp", "shm"):
         os.chmod(f"{top}/{name}", 0o1777)
-    layers = f"lowerdir=/proc/self/fd/{image},upperdir={top}/upper,workdir={top}/work,userxattr"
-    root = f"{top}/root"
-    child._mount("overlay", root, "overlay", _NOSUID | _NODEV, layers)
-    os.close(image)
+    root = overlay(top, "first", [image])
     for name in ("dev", "proc", "sys", "tmp", "etc"):  # a runtime needs these in the image
         _make(f"{root}/{name}")
     for name in ("passwd", "group", "hosts", "resolv.conf"):
@@ -92,6 +130,7 @@ def build(job: dict[str, Any]) -> str:
         os.symlink(target, f"{top}/dev/{name}")
     for name in ("pts", "shm", "mqueue"):
         os.mkdir(f"{top}/dev/{name}")
+    child._set_read_only(f"{top}/dev", 0)  # its links, such as /dev/stdout, are for the tests too
     child._mount(f"{top}/shm", f"{top}/dev/shm", None, _BIND)
     child._mount("devpts", f"{top}/dev/pts", "devpts", _NOSUID, "newinstance,ptmxmode=0666,mode=620")
     child._mount(f"{top}/dev", "/dev", None, _BIND | _RECURSIVE)
@@ -99,6 +138,7 @@ def build(job: dict[str, Any]) -> str:
         with open(path) as file:
             _make(f"{top}/{os.path.basename(path)}", file.read())
         child._mount(f"{top}/{os.path.basename(path)}", path, None, _BIND)
+        child._set_read_only(path, 0)
     child._mount(f"{top}/tmp", "/tmp", None, _BIND)
     child._mount("proc", "/proc", "proc", _NOSUID | _NODEV)
     for path in filter(os.path.exists, _READ_ONLY):
@@ -107,6 +147,74 @@ def build(job: dict[str, Any]) -> str:
     child._mount("tmpfs", "/sys", "tmpfs", _NOSUID | _NODEV, "size=0,nr_inodes=1,mode=555")
     child._set_read_only("/sys", 0)
     return root
+
+
+# ---- what tests see ----
+
+
+class Paths:
+    """Paths below a root whose content is not trusted: no link in it is followed."""
+
+    def __init__(self, root: str, held: contextlib.ExitStack):
+        self.root, self._held = root, held
+
+    def open(self, path: str) -> int | None:
+        """Open a path with O_PATH until the end of `held`; None if there is none."""
+        fd = os.open(self.root, os.O_PATH | os.O_CLOEXEC)
+        for part in filter(None, path.split("/")):
+            self._held.callback(os.close, fd)
+            try:
+                fd = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            except OSError:
+                return None
+        self._held.callback(os.close, fd)
+        return fd
+
+    def show(self, shown: int | None, path: str) -> None:
+        """Bind an opened file or directory to a path; None removes what is there."""
+        parts, at = [part for part in path.split("/") if part], self.root
+        for number, part in enumerate(parts, 1):
+            at, is_last = f"{at}/{part}", number == len(parts)
+            wanted = stat.S_ISREG if is_last and _is(shown, stat.S_ISREG) else stat.S_ISDIR
+            found = os.lstat(at).st_mode if os.path.lexists(at) else None
+            if found is not None and (not wanted(found) or (is_last and shown is None)):
+                child.remove_directory(at) if stat.S_ISDIR(found) else os.unlink(at)
+                found = None
+            if found is None and shown is None:
+                return
+            if found is None:
+                _make(at, "" if wanted is stat.S_ISREG else None)
+        child._mount(f"/proc/self/fd/{shown}", at, None, _BIND | _RECURSIVE)
+
+
+def _is(fd: int | None, *kinds: Callable[[int], bool]) -> bool:
+    return fd is not None and any(kind(os.fstat(fd).st_mode) for kind in kinds)
+
+
+def show_tests(sealed: Paths, left: Paths, changes: Paths, request: dict[str, Any]) -> list[str]:
+    """Show below `sealed` what commands left in `left`, but for the system, the tests and `protected`.
+
+    changes: what commands wrote. Returns the paths below which they wrote what tests do not see.
+    """
+    protected = {path: sealed.open(path) for path in request["protected"]}
+    for file, place in request["files"].items():
+        if _is(fd := sealed.open(file), stat.S_ISREG, stat.S_ISDIR):
+            at = place if _is(fd, stat.S_ISREG) else file
+            above = ["/".join(at.split("/")[:depth]) for depth in range(2, at.count("/") + 1)]
+            for path in (at, *(f"{directory}/{name}" for directory in above for name in _OF_PYTEST)):
+                protected[path] = sealed.open(path)
+    hidden = {path.strip("/") for path in protected} | {*_SYSTEM, *_OF_PYTEST}
+    for name in sorted({*os.listdir(sealed.root), *os.listdir(left.root)} - hidden):
+        fd = left.open(name)
+        if fd is None or _is(fd, stat.S_ISDIR, stat.S_ISREG):
+            sealed.show(fd, name)
+    for path, fd in protected.items():
+        if path.strip("/").partition("/")[0] not in hidden:
+            sealed.show(fd, path)
+    for path in request["kept"]:
+        sealed.show(left.open(path), path)
+    unseen = [f"/{name}" for name in _SYSTEM] + list(protected)
+    return [path for path in unseen if path not in request["kept"] and changes.open(path) is not None]
 
 
 def raise_loopback() -> None:
@@ -148,6 +256,10 @@ class ProcessOne:
         self._base = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._inside: list[tuple[int, int]] = []
         """Descriptors of the namespaces that commands enter, each with its kind."""
+        self._lower: list[int] = []
+        """Descriptors of the image and of sealed layers, the uppermost first."""
+        self._root = ""
+        """Root of the overlay that commands see."""
         self._buffer = bytearray()
         self._ended_between = ""
         """Limit that processes exceeded while no command ran."""
@@ -155,17 +267,49 @@ class ProcessOne:
     def renew(self) -> None:
         """Replace the container: no process, file, mount or object of the last one stays."""
         self.kill_all()
-        for fd, _ in self._inside:
+        self._leave()
+        for fd in self._lower:
             os.close(fd)
-        self._inside, self._ended_between = [], ""
+        self._ended_between = ""
         _setns(self._base, _NEWNS)
         kinds = _NEWNS | _NEWIPC | _NEWUTS | (0 if self._job["network"] else _NEWNET)
         child.check(child.LIBC.unshare(kinds), "namespaces")
         os.chdir("/")
-        root = build(self._job)
+        self._lower = [os.open(self._job["image"], os.O_PATH | os.O_CLOEXEC)]
+        self._root = build(self._job, self._lower[0])
         if not self._job["network"]:
             raise_loopback()
-        self._start_runtime(root)
+        self._start_runtime(self._root)
+
+    def _leave(self) -> None:
+        """Close the namespaces that commands entered, which end with this."""
+        for fd, _ in self._inside:
+            os.close(fd)
+        self._inside = []
+
+    def seal(self) -> None:
+        """Keep the files as they are, and put a new layer over them for what later commands write."""
+        self.kill_all()
+        self._leave()
+        upper = os.path.dirname(self._root) + "/upper"
+        self._lower.insert(0, os.open(upper, os.O_PATH | os.O_CLOEXEC))
+        self._root = overlay(self._job["scratch"], f"layer{len(self._lower)}", self._lower)
+        self._start_runtime(self._root)
+
+    def restore(self, request: dict[str, Any]) -> list[str]:
+        """End every process and show tests the sealed files; see `show_tests`."""
+        self.kill_all()
+        self._leave()
+        top, limits = self._job["scratch"], self._limits
+        size = f"size={limits['disk_mib'] + _FOR_TESTS_MIB}m,nr_inodes={limits['files'] + _FOR_TESTS_FILES}"
+        child._mount(None, top, None, _REMOUNT | _NOSUID | _NODEV, f"mode=755,{size}")
+        child.check(child.LIBC.unshare(_NEWIPC), "IPC namespace")
+        left, self._root = self._root, overlay(top, f"tests{time.monotonic_ns()}", self._lower)
+        with contextlib.ExitStack() as held:
+            roots = self._root, left, os.path.dirname(left) + "/upper"
+            unseen = show_tests(*(Paths(root, held) for root in roots), request)
+        self._start_runtime(self._root)
+        return unseen
 
     def _start_runtime(self, root: str) -> None:
         """Run the runtime with a command that waits, and open the namespaces that it made."""
@@ -351,14 +495,18 @@ class ProcessOne:
         """Answer requests until standard input closes."""
         while True:
             request = self._next_request()
-            if "renew" in request:
-                try:
-                    self.renew()
-                    answer({})
-                except (OSError, ValueError) as error:
-                    answer({"error": str(error)})
-            else:
-                answer(self.run(request))
+            try:
+                answer(self._carry_out(request))
+            except (OSError, ValueError) as error:
+                answer({"error": str(error)})
+
+    def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "arguments" in request:
+            return self.run(request)
+        if "restore" in request:
+            return {"unseen": self.restore(request["restore"])}
+        {"renew": self.renew, "seal": self.seal, "end": self.kill_all}[next(iter(request))]()
+        return {}
 
     def _next_request(self) -> dict[str, Any]:
         """Wait for a request, and meanwhile watch what earlier commands left in the background."""

@@ -182,8 +182,15 @@ def read_dockerfile(text: str, file: Path) -> list[tuple[str, str]]:
 class Task(ContainerEnvironment):
     """A task's container; `extra_info.task` of a row is the task's directory."""
 
-    def __init__(self, *, container: Mapping[str, Any], images: Mapping[str, str] | None = None) -> None:
-        super().__init__(container=container)
+    def __init__(
+        self,
+        *,
+        container: Mapping[str, Any],
+        images: Mapping[str, str] | None = None,
+        reward_range: Sequence[float] = (0.0, 1.0),
+        kept: Sequence[str] = (),
+    ) -> None:
+        super().__init__(container=container, reward_range=reward_range, kept=kept)
         self._images = images or {}
 
     def reset(self, row: dict[str, Any]) -> Any:
@@ -196,6 +203,7 @@ class Task(ContainerEnvironment):
         is_built = name in task.built
         for kind, arguments in task.steps:
             self._carry_out(kind, arguments, is_built)
+        self._container.seal()
         return [{"role": "user", "content": task.instruction}]
 
     def _carry_out(self, kind: str, arguments: str, is_built: bool) -> None:
@@ -239,18 +247,20 @@ class Task(ContainerEnvironment):
 
     def score(self) -> dict[str, float]:
         task = self._read
-        self.variables = {**self.variables, **task.variables}
-        try:
-            self._put_tests(task)
-        except (RuntimeError, ValueError):  # the policy left no disk space, or no shell
-            values = {"score": 0.0, "acc": 0.0, "test_s": 0.0, "test_timeout": 0.0}
-        else:
-            values = self._judge(task.test, list(task.reward_files), wall_s=task.test_s or None)
+        values = self._judge(
+            task.test,
+            task.reward_files,
+            wall_s=task.test_s or None,
+            protected=["/logs"],
+            variables=task.variables,
+        )
         return {**values, "limits_below_task": float(self._is_short)}
 
-    def _put_tests(self, task: TaskDirectory) -> None:
-        self._check(self._command("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier"), "test")
+    def _put_tests(self) -> None:
+        task, self.directory, directory = self._read, "/", self.directory
+        self._check(self._command("rm -rf /tests && mkdir -p /tests /logs/verifier"), "test")
         if (task.path / "tests").is_dir():
             self._copy(task.path / "tests", "/tests", is_directory=True)
         if not task.reward_files:
             self._copy(task.path / "run-tests.sh", "/tests", is_directory=True)
+        self.directory = directory

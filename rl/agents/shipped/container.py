@@ -6,18 +6,56 @@
 
 A row's `extra_info` may have `image`, `setup`, `test` and `reward_file`, which replace those of the
 configuration. The score is 1 if the command `test` exits with status 0; with `reward_file` it is what that
-file of the container holds after the test: a number, or a JSON object with `reward` and other numbers.
+file of the container holds after the test: a number, or a JSON object with `reward` and other numbers. A
+file that cannot be read, or a number outside of `reward_range`, is the score 0.
+
+A policy does not write its own grade:
+
+- When `setup` has ended, its processes end, and the files are sealed.
+- Before the test every process of the container ends. The test sees as sealed: the system (/usr, /bin, /sbin,
+  /lib, /etc, /run, /dev), /tests, the installations in PATH, the directory of each script that `test` starts
+  (only the script if the working directory lies there), and pytest's settings in the directories above. All
+  else is as the policy left it. HOME is an empty directory, and variables that name code to load, such as
+  PYTHONPATH, name directories of the system only.
+- The reward file is removed before the test, and every process ends before it is read.
+- If the answer of a task belongs to the system, such as a package or a file of /etc, list its path in `kept`.
+  The log names the paths of which a test did not see the changes.
+
+Not promised:
+
+- A program of the policy that a test runs or imports has the rights of the test.
+- `python -m` and `python -c` import from the working directory first (`python -P` does not); make, uv and npm
+  obey files that they find there.
+- A script in the working directory is protected, its neighbours are not. What `kept` names is the policy's.
 """
 
 import json
-from collections.abc import Mapping
+import logging
+import math
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.agents.integrations.rows import task_of
-from rl.sandbox.container import Container, find_runtime, stock
+from rl.sandbox.container import PATH, Container, find_runtime, stock
 from rl.sandbox.images import unpack
 from rl.sandbox.sandbox import Outcome
 
+log = logging.getLogger(__name__)
+
+HOME = "/tests-home"
+"""Home directory of tests; nothing is in it before."""
+_SYSTEM = re.compile(r"/(usr|s?bin|lib(32|64|x32)?|etc)(/|$)")
+_LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV")
+_LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
+"""Variables that name what programs load; tests have the entries in directories of the system only."""
+_PROGRAMS = r"(?:python[\d.]*|bash|sh|node|perl|ruby|pytest|source|exec|env|\.)(?:\s+-\S+)*"
+_STARTED = re.compile(rf"(?:^|[;&|(]|\b{_PROGRAMS}\s)\s*(/[^\s'\";|&<>()$`]+)", re.MULTILINE)
+"""What a test's command starts: a program, or the script or directory that an interpreter is given."""
+_told: set[str] = set()
+"""Paths of which the log has said that tests did not see the policy's changes."""
 _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /bin/sh -c "$1"', "sh"]
 
 
@@ -28,9 +66,16 @@ class ContainerEnvironment:
     """
 
     def __init__(
-        self, *, container: Mapping[str, Any], setup: str = "", test: str = "", reward_file: str = ""
+        self,
+        *,
+        container: Mapping[str, Any],
+        setup: str = "",
+        test: str = "",
+        reward_file: str = "",
+        reward_range: Sequence[float] = (0.0, 1.0),
+        kept: Sequence[str] = (),
     ) -> None:
-        self._settings = container
+        self._settings, self._range, self._kept = container, reward_range, kept
         self._container: Container | None = None
         self._defaults = {
             "image": container["image"],
@@ -58,6 +103,7 @@ class ContainerEnvironment:
         self._start(self._task["image"])
         if self._task["setup"]:
             self._check(self._command(self._task["setup"]), "setup")
+            self._container.seal()
         return row.get("messages") or row["prompt"]
 
     def _start(self, image: str, **limits: int) -> None:
@@ -76,8 +122,9 @@ class ContainerEnvironment:
         wall_s: time limit in seconds; None for the container's.
         """
         assert self._container is not None
+        shell, variables = [*_SHELL, command], self.variables
         return self._container.run(
-            [*_SHELL, command], directory=self.directory, variables=self.variables, wall_s=wall_s, merge=True
+            shell, directory=self.directory, variables=variables, wall_s=wall_s, merge=True
         )
 
     def _put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -135,25 +182,84 @@ class ContainerEnvironment:
             raise ValueError("the row has no extra_info.test; set it, or agents.kwargs.test.")
         return self._judge(self._task["test"], [self._task["reward_file"]])
 
-    def _judge(self, test: str, reward_files: list[str], *, wall_s: float | None = None) -> dict[str, float]:
+    def _judge(
+        self,
+        test: str,
+        reward_files: Sequence[str],
+        *,
+        wall_s: float | None = None,
+        protected: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> dict[str, float]:
         """Run a test; return the score by its exit status, or by the first of the files that exists.
 
-        wall_s: time limit of the test in seconds; None for the container's.
+        Whatever fails here may be the policy's doing and is therefore the score 0, not a failed trajectory,
+        which would be left out of training.
+
+        Args:
+            wall_s: time limit of the test in seconds; None for the container's.
+            protected: further paths that are as they were before the policy's first action.
+            variables: environment variables of the test.
         """
-        outcome = self._command(test, wall_s=wall_s)
-        values = {
-            "acc": float(outcome.ok),
-            "test_s": outcome.seconds,
-            "test_timeout": float(outcome.end == "time"),
-        }
-        named = [path for path in reward_files if path]
-        if named:
+        files = [path for path in reward_files if path]
+        values = {"acc": 0.0, "test_s": 0.0, "test_timeout": 0.0}
+        try:
+            self._restore(test, protected, variables or {})
+            self._put_tests()
             assert self._container is not None
-            found = [self._container.run(["cat", "--", path]) for path in named]
-            texts = [one.stdout for one in found if one.ok]
-            values |= read_reward(texts[0] if texts else "0")
-            values["acc"] = float(values["score"] == 1.0)
+            self._check(self._command(f"mkdir -p {HOME}; rm -rf -- {shlex.join(files)}"), "test")
+            outcome = self._command(test, wall_s=wall_s)
+            self._container.end_processes()
+            values |= {"test_s": outcome.seconds, "test_timeout": float(outcome.end == "time")}
+            values["acc"] = float(outcome.ok)
+            if files:
+                values |= self._read_reward(files)
+        except (OSError, RuntimeError, ValueError) as error:
+            log.warning("a container's test could not be run and counts as failed: %s", error)
+            return {"score": 0.0, **values, "acc": 0.0}
         return {"score": values["acc"], **values}
+
+    def _put_tests(self) -> None:
+        """Write the files of the test. Raises ValueError or RuntimeError if that is impossible."""
+
+    def _restore(self, test: str, protected: Sequence[str], variables: Mapping[str, str]) -> None:
+        """End the policy's processes, and show the test what no action of the policy can have changed."""
+        assert self._container is not None
+        image = self._container.image
+        own = {"PATH": PATH, **image.variables, **self.variables}
+        directory = os.path.normpath(os.path.join("/", self.directory or image.directory))
+        loaded = {
+            name: [e for e in own[name].split(":") if _SYSTEM.match(e)] for name in _LOADED if name in own
+        }
+        programs = [os.path.normpath(entry) for entry in own["PATH"].split(":") if entry.startswith("/")]
+        started = [os.path.normpath(path) for path in _STARTED.findall(test)]
+        files = {f: _place_of(f, directory) for f in started if not f"{directory}/".startswith(f"{f}/")}
+        places = {_place_of(f"{entry}/program", directory) for entry in programs if not _SYSTEM.match(entry)}
+        own |= {name: ":".join(entries) for name, entries in loaded.items()}
+        self.variables = own | {"PATH": ":".join(programs), "HOME": HOME, **variables}
+        everything = sorted({*places, *protected, "/tests", HOME} - {"/"})
+        for path in self._container.restore(protected=everything, files=files, kept=self._kept):
+            if path not in _told:
+                _told.add(path)
+                log.warning(
+                    "the policy wrote to %s, which tests see as it was before; if it belongs to the answer, "
+                    "list it in agents.kwargs.kept, and no test is safe from what is written there.",
+                    path,
+                )
+
+    def _read_reward(self, files: Sequence[str]) -> dict[str, float]:
+        assert self._container is not None
+        script = (
+            'for f; do if test -e "$f"; then test -f "$f" && ! test -L "$f" && exec cat -- "$f"; fi; done'
+        )
+        outcome = self._container.run(["/bin/sh", "-c", script, "sh", *files])
+        values, (low, high) = read_reward(outcome.stdout if outcome.ok else ""), self._range
+        if not low <= values["score"] <= high:
+            raise ValueError(
+                f"the reward {values['score']} is outside of agents.kwargs.reward_range={[low, high]}; "
+                "change the test or the range."
+            )
+        return values | {"acc": float(values["score"] == 1.0)}
 
     def close(self) -> None:
         if self._container is not None:
@@ -167,16 +273,25 @@ def describe(outcome: Outcome) -> str:
 
 
 def read_reward(text: str) -> dict[str, float]:
-    """Return `score` and other numbers of a reward file, 0 if it holds no number."""
+    """Return `score` and other finite numbers of a reward file, 0 if it holds no number."""
     try:
         found = json.loads(text)
-    except ValueError:
+        found = found if isinstance(found, dict) else {"reward": found}
+        numbers = {str(k): float(v) for k, v in found.items() if isinstance(v, int | float)}
+    except (ValueError, OverflowError, RecursionError):
         return {"score": 0.0}
-    if not isinstance(found, dict):
-        found = {"reward": found}
-    numbers = {str(k): float(v) for k, v in found.items() if isinstance(v, int | float)}
+    if not all(map(math.isfinite, numbers.values())):
+        return {"score": 0.0}
     score = numbers.pop("reward", None)
     return {
         **numbers,
         "score": sum(numbers.values()) / len(numbers) if score is None and numbers else score or 0.0,
     }
+
+
+def _place_of(file: str, directory: str) -> str:
+    """Return the path to protect for a file that tests run: the installation of a program, its directory, or
+    itself if the working directory lies there."""
+    parent = os.path.dirname(file)
+    wide = os.path.dirname(parent) if os.path.basename(parent) == "bin" else parent
+    return next((p for p in (wide, parent) if p != "/" and not f"{directory}/".startswith(f"{p}/")), file)

@@ -166,7 +166,10 @@ def test_renewal_leaves_no_file_and_no_process(container):
 def test_the_environment_has_tools_and_a_score(runtime, image):
     settings = asdict(Settings(image=str(image), runtime=runtime, reuse=2))
     environment = ContainerEnvironment(
-        container=settings, setup="mkdir /work", test="test -f /work/done", reward_file="/work/reward"
+        container=settings,
+        setup="mkdir /work",
+        test="cat /work/result >/work/reward",
+        reward_file="/work/reward",
     )
     for _ in range(3):  # the second one uses the process of the first one again
         environment.reset({"prompt": "do it", "extra_info": {}})
@@ -176,7 +179,7 @@ def test_the_environment_has_tools_and_a_score(runtime, image):
         with pytest.raises(ValueError, match="No such file"):
             environment.read("/work/none")
         assert environment.score()["score"] == 0.0
-        environment.write("/work/reward", '{"reward": 0.5, "parts": 2}')
+        environment.write("/work/result", '{"reward": 0.5, "parts": 2}')
         assert environment.score().items() >= {"score": 0.5, "parts": 2.0, "acc": 0.0}.items()
         environment.close()
 

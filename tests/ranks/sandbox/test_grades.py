@@ -1,0 +1,136 @@
+"""Policies that try to write their own grade, in containers of each runtime of this machine.
+
+Not covered: a test that runs the policy's program gives it the test's own rights (docs/agents.md#containers).
+"""
+
+from dataclasses import asdict
+
+import pytest
+
+from rl.agents.shipped.container import ContainerEnvironment, read_reward
+from rl.config.container import Container as Settings
+from tests.ranks.sandbox.test_container import image, runtime  # noqa: F401  (fixtures)
+
+CHECK = """
+import os, rules
+found = [name for top in ("/", "/data", "/data/..") for name in os.listdir(top) if name == "conftest.py"]
+os.makedirs("/out", exist_ok=True)
+right = rules.passes(open("/work/answer").read()) and not found
+open("/out/reward", "w").write("1" if right else "0")
+"""
+SETUP = f"""
+mkdir -p /data /work /opt/tool/bin; echo 42 > /work/task
+printf '%s' '{CHECK.replace("'", '"')}' > /data/check.py
+echo 'def passes(text): return text == "42"' > /data/rules.py
+printf '#!/bin/sh\\nexit 0\\n' > /opt/tool/bin/step; chmod +x /opt/tool/bin/step
+"""
+EVIL = """
+mkdir -p /out /work/out; echo 1 > /work/out/reward; cd /work; printf wrong > answer
+printf '#!/bin/sh\\nmkdir -p /out; echo 1 > /out/reward\\n' > evil; chmod +x evil
+echo 'import os; os.system("/work/evil"); os._exit(0)' > evil.py
+"""
+"""What a policy prepares: programs for a shell and for Python that write the reward 1."""
+DAEMON = """python3 -c '
+import os
+os.fork() and os._exit(0)
+os.setsid()
+os.fork() and os._exit(0)
+os.closerange(0, 3)
+while True:
+    open("/out/reward", "w").write("1")'
+"""
+ATTACKS = {
+    "a background writer": "(while :; do ./evil; done) >/dev/null 2>&1 &",
+    "a daemon that forked twice": DAEMON,
+    "the reward file beforehand": "./evil; chmod 444 /out/reward; rm -r /data",
+    "the reward file as a link": "ln -s /work/out/reward /out/reward; rm -r /data",
+    "the reward's directory as a link": "rm -r /out; ln -s /work/out /out; rm /data/*",
+    "the shell": "cp -f evil /usr/bin/bash; cp -f evil /usr/bin/sh",
+    "the interpreter": "rm -f /usr/bin/python3; cp evil /usr/bin/python3",
+    "another program in PATH": "for d in /usr/local/bin /opt/tool/bin; do mkdir -p $d; "
+    "cp evil $d/python3; done",
+    "a program of the task": "cp evil /opt/tool/bin/step; cp evil /usr/bin/python3",
+    "a startup file of Python": "for d in /usr/lib/python3*; do cp evil.py $d/sitecustomize.py; done",
+    "a path file of Python": "for d in /usr{,/local}/lib/python3*/site-packages; do mkdir -p $d; "
+    "cp evil.py $d/evil.py; echo import evil > $d/x.pth; done",
+    "a startup file of the user": "d=$(python3 -m site --user-site); mkdir -p $d; "
+    "cp evil.py $d/usercustomize.py",
+    "startup files of shells": "for f in /root/.bashrc /root/.profile /etc/profile; do cp evil $f; done",
+    "a module of the standard library": "cp -f evil.py /usr/lib/python3*/os.py",
+    "the loader": "echo /work/x.so > /etc/ld.so.preload; ./evil",
+    "the test": "cp evil.py /data/check.py",
+    "a module of the test": "cp evil.py /data/rules.py",
+    "a module beside the test": "cp evil.py /data/genericpath.py; cp evil.py /data/encodings.py",
+    "the test's directory as a link": "mv /data data; cp evil.py data/rules.py; ln -s /work/data /data",
+    "the test's directory as a file": "rm -r /data; echo > /data; ./evil",
+    "devices": "rm -f /dev/null /dev/stdout; ln -s /work/out /dev/stdout; ./evil",
+    "a full disk": "./evil; cat /dev/zero > full",
+}
+
+
+@pytest.fixture
+def environment(runtime, image):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
+    made = ContainerEnvironment(
+        container=settings, setup=SETUP, test="step && python3 /data/check.py", reward_file="/out/reward"
+    )
+    made.variables = {"PATH": "/opt/tool/bin:/usr/local/bin:/usr/bin:/bin"}
+    made.reset({"prompt": "answer", "extra_info": {}})
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_policy_cannot_write_its_own_grade(environment, attack):
+    environment.bash(EVIL + ATTACKS[attack])
+    assert environment.score()["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "attack", ["the shell", "the interpreter", "a program of the task", "the test", "a full disk"]
+)
+def test_a_right_answer_counts_beside_any_change(environment, attack):
+    environment.bash(f"{EVIL}\nprintf 42 > answer\n{ATTACKS[attack]}")
+    environment.bash("true")
+    assert environment.score()["score"] == 1.0
+
+
+def test_a_test_sees_what_a_policy_wrote_and_removed(runtime, image):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime))
+    test = (
+        "test -f /work/new/x && test -f /made && test ! -e /work/old && test ! -e /gone && test -f /etc/mine"
+    )
+    made = ContainerEnvironment(
+        container=settings, setup="mkdir -p /work/old /gone", test=test, kept=["/etc/mine"]
+    )
+    made.reset({"prompt": "answer", "extra_info": {}})
+    made.bash("mkdir /work/new; echo > /work/new/x; echo > /made; rm -r /work/old /gone; echo > /etc/mine")
+    assert made.score()["score"] == 1.0
+    made.close()
+
+
+UNREADABLE = [
+    "1e400",
+    "NaN",
+    '{"reward": Infinity}',
+    "[" * 100_000,
+    "9" * 400,
+    "1" + "0" * 5000,
+    "\0",
+    "one",
+    "[1]",
+]
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_reward_file_without_a_number_is_zero(text):
+    assert read_reward(text) == {"score": 0.0}
+
+
+@pytest.mark.parametrize("text", ["1.5", "-1", "1e39", '{"a": 3}'])
+def test_a_reward_outside_of_its_range_fails(runtime, image, text):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime))
+    made = ContainerEnvironment(container=settings, test=f"echo '{text}' > /reward", reward_file="/reward")
+    made.reset({"prompt": "answer", "extra_info": {}})
+    assert made.score()["score"] == 0.0
+    made.close()
