@@ -14,7 +14,7 @@ three sources:
 If none of them keeps the earlier tokens, `Chat.extend` returns None.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from rl.agents.environment import Messages, ToolCall
 from rl.agents.renderer import Renderer, find_renderer
 from rl.agents.tool_calls import as_message, family_of, parse_calls
-from rl.data.chat_template import CALL, QUESTION, REPLY, ChatTemplate
+from rl.data.chat_template import CALL, QUESTION, REPLY, ChatTemplate, kept_ids
+from rl.data.special_tokens import decode_responses, encode, hide
 
 # Stand for the parts of a sampled turn in a rendering. A turn's own text could contain special tokens as
 # text, and malformed arguments make templates fail.
@@ -36,7 +37,8 @@ class AssistantTurn:
     """The turn as a message: role, content, and reasoning_content and tool_calls if there are any."""
     tool_calls: tuple[ToolCall, ...]
     text: str
-    """The whole text of the turn, with thinking and without special tokens."""
+    """The whole text of the turn, with thinking; its special tokens are those of
+    `reward.keep_special_tokens`."""
 
 
 class TooLong(ValueError):
@@ -54,6 +56,8 @@ class Chat:
         end_token_ids: ids that end a turn, besides the tokenizer's eos (`end_token_ids`).
         on_rewrite: "refuse" makes `check` raise for a template that changes earlier tokens.
         template_kwargs: further arguments of the chat template, such as enable_thinking.
+        kept: ids of special tokens that stay in the text of a turn (`reward.keep_special_tokens`); None: as
+            auto.
         uses_renderer: whether the package `renderers` may be used; it has no tokens of images.
     """
 
@@ -64,12 +68,14 @@ class Chat:
         end_token_ids: Iterable[int] = (),
         on_rewrite: str = "refuse",
         template_kwargs: dict | None = None,
+        kept: Collection[int] | None = None,
         uses_renderer: bool = True,
     ):
         self.tokenizer, self.on_rewrite = tokenizer, on_rewrite
         self._template = ChatTemplate(tokenizer, template_kwargs)
         ends = {*end_token_ids, tokenizer.eos_token_id} - {None}
         self._ends = {int(id): tokenizer.convert_ids_to_tokens(int(id)) for id in ends}
+        self._kept = kept_ids(tokenizer, ["auto"], ends) if kept is None else kept
         self._family = family_of(self._template.text)
         self._takes_reasoning = "reasoning_content" in self._template.text
         self._longest_token = max(map(len, tokenizer.get_vocab()))
@@ -138,7 +144,7 @@ class Chat:
             if calls and self._template.call_form is None:
                 content = self._decode(ids)
         message = self._message(thinking or "", content, [as_message(call) for call in calls])
-        return AssistantTurn(message, calls, self._decode(ids, skip_special_tokens=True))
+        return AssistantTurn(message, calls, decode_responses([ids], self.tokenizer, self._kept)[0])
 
     def extend(
         self,
@@ -162,7 +168,7 @@ class Chat:
         """
         if self._is_plain(messages):
             text = "".join(message["content"] for message in new_messages)
-            return self._encode(text, add_special_tokens=False)
+            return self._encode(hide(text, self.tokenizer), add_special_tokens=False)
         try:
             return self._between(context, turn, messages, new_messages, tools)
         except CannotExtend:
@@ -215,7 +221,7 @@ class Chat:
                 text = self._template.render(stand_ins, tools)
             except ValueError:  # the renderer takes messages that the template rejects
                 return
-        yield _squeezed(text)
+        yield _squeezed(self._template.show(text))
         yield _squeezed(self._decode(self._encode(text)))  # some tokenizers normalise texts
         if self._renderer is not None and not self._is_plain(messages):
             yield _squeezed(self._decode(self._renderer.render(stand_ins, tools)))
@@ -303,7 +309,9 @@ class Chat:
         self, context: np.ndarray, turn: np.ndarray, messages: Messages, new: Messages, tools: Sequence[dict]
     ) -> np.ndarray:
         """Return what `extend` does. Raises CannotExtend."""
-        bridged = None if self._renderer is None else self._renderer.bridge(context, turn, new, tools)
+        bridged = None
+        if self._renderer is not None and hide(new, self.tokenizer) == new:
+            bridged = self._renderer.bridge(context, turn, new, tools)
         return self._difference(turn, messages, new, tools) if bridged is None else bridged
 
     def _message(self, thinking: str, content: str, calls: list[dict]) -> dict:
@@ -321,11 +329,10 @@ class Chat:
         return not self._template.text or messages[0]["role"] == "text"
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
-        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return np.asarray(ids, np.int32)
+        return encode([text], self.tokenizer, add_special_tokens=add_special_tokens)[0][0]
 
-    def _decode(self, ids: np.ndarray, *, skip_special_tokens: bool = False) -> str:
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+    def _decode(self, ids: np.ndarray) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def _without_end(self, turn: np.ndarray) -> np.ndarray:
         return turn[:-1] if len(turn) and int(turn[-1]) in self._ends else turn

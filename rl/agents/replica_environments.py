@@ -83,8 +83,10 @@ class Environments:
         self.pool.shutdown()
 
 
-def start_environments(config: Config, tokenizer) -> Environments | None:
+def start_environments(config: Config, tokenizer, kept: Collection[int]) -> Environments | None:
     """Start the environments; return None on ranks that do not lead a replica of the engine.
+
+    kept: ids of special tokens that stay in the text of a turn.
 
     Call it before the engines are built, because they pin this thread to a core. Raises ValueError if the
     environments cannot be loaded, or if the chat template does not suit them.
@@ -99,6 +101,7 @@ def start_environments(config: Config, tokenizer) -> Environments | None:
         end_token_ids=end_token_ids(config.model.path) | set(config.rollout.stop_token_ids),
         on_rewrite=agents.on_rewrite,
         template_kwargs=agents.template_kwargs,
+        kept=kept,
         uses_renderer=not config.data.image_key,
     )
     log.info("tokens between turns: %s", chat.description)

@@ -65,6 +65,9 @@ class Reward:
     limit."""
     variables: list[str] = field(default_factory=list)
     """Names of environment variables that the scoring processes inherit, as `agents.variables`."""
+    keep_special_tokens: list[str] = field(default_factory=lambda: ["auto"])
+    """Special tokens that stay in the text of a response for graders and environments: auto (those that the
+    chat template writes around reasoning, channels and calls), all, or names. Ends of turns never stay."""
     overlong_buffer_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Soft overlong punishment (DAPO): number of tokens before `rollout.max_response_tokens` over which the
     reward falls linearly. 0: none."""

@@ -128,6 +128,9 @@ class Data:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the policy's chat template, such as {enable_thinking: false}; `agents.template_kwargs` has
     those of trajectories."""
+    allow_special_tokens: bool = False
+    """Whether text in messages and answers of environments may become special tokens; otherwise only the chat
+    template writes them. A prompt that is a string always keeps its own."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Maximum tokens of a prompt after the chat template; with `messages_key` of a conversation."""
     overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"

@@ -1,14 +1,17 @@
 """The chat template of a tokenizer, and messages in the form that it takes."""
 
+import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from rl.data.special_tokens import hide, show, special_ids
 
 QUESTION = {"role": "user", "content": "question"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
@@ -26,6 +29,8 @@ TOOL = {
     },
 }
 """Parts of conversations with which templates are tried."""
+UNRENDERED = ("<|python_tag|>",)
+"""Marks of calls that templates name, but write only around calls of built-in tools."""
 MAX_LEVELS = 50
 """Deepest nesting of a call's arguments."""
 
@@ -59,12 +64,19 @@ def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any],
 class ChatTemplate:
     """Renders chats with the template of a tokenizer.
 
+    In a rendered text, special tokens that the messages contain are marked as text
+    (`rl.data.special_tokens`): `encode` reads it, and `show` returns it without these marks.
+
     Args:
         kwargs: further arguments of the template, such as enable_thinking.
+        keeps_marks: whether the assistant's content may have special tokens that the template itself writes
+            around reasoning and calls, as the policy's own turns do.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: dict | None = None):
-        self.tokenizer, self.kwargs = tokenizer, kwargs or {}
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, kwargs: dict | None = None, *, keeps_marks: bool = True
+    ):
+        self.tokenizer, self.kwargs, self._keeps_marks = tokenizer, kwargs or {}, keeps_marks
         self.text = "" if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=[TOOL])
         """The template's source; empty: the tokenizer has none."""
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
@@ -88,8 +100,8 @@ class ChatTemplate:
         """
         with self._refusals():
             return self.tokenizer.apply_chat_template(
-                [self._adapt(message) for message in messages],
-                tools=list(tools) or None,
+                self._hidden(messages),
+                tools=hide(list(tools), self.tokenizer) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **(self.kwargs if kwargs is None else kwargs),
@@ -104,8 +116,8 @@ class ChatTemplate:
         with self._refusals():
             # What apply_chat_template calls, which returns the parts in tokens instead of characters.
             texts, spans = render_jinja_template(
-                [[self._adapt(message) for message in messages]],
-                tools=list(tools) or None,
+                [self._hidden(messages)],
+                tools=hide(list(tools), tokenizer) or None,
                 chat_template=tokenizer.get_chat_template(tools=list(tools) or None),
                 return_assistant_tokens_mask=True,
                 **{**tokenizer.special_tokens_map, **self.kwargs},
@@ -120,6 +132,15 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path} rejects the messages: {error}"
             ) from error
+
+    def show(self, text: str) -> str:
+        """Return a rendered text as the model reads it."""
+        return show(text, self.tokenizer)
+
+    def _hidden(self, messages: Sequence[dict]) -> list[dict]:
+        adapted = [self._adapt(message) for message in messages]
+        hides = hide_messages if self._keeps_marks else hide
+        return hides(adapted, self.tokenizer)
 
     def _adapt(self, message: dict) -> dict:
         """Return the message in the form that the template takes."""
@@ -181,3 +202,89 @@ def _is_within(value: Any, levels: int) -> bool:
         return True
     children = value.values() if isinstance(value, dict) else value
     return levels > 0 and all(_is_within(child, levels - 1) for child in children)
+
+
+# ---- special tokens of the template ----
+
+
+def hide_messages(messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+    """Return messages whose texts are no special tokens (`rl.data.special_tokens`), for the policy's prompt.
+
+    In the content of the assistant the marks of reasoning and calls are kept, as the policy wrote them.
+    """
+    hidden = []
+    for message in messages:
+        changed, content = hide(message, tokenizer), message.get("content")
+        if message.get("role") == "assistant" and changed.get("content") != content:
+            changed["content"] = hide(content, tokenizer, turn_marks(tokenizer)[1])
+        hidden.append(changed)
+    return hidden
+
+
+def kept_ids(
+    tokenizer: PreTrainedTokenizerBase, names: Sequence[str], ends: Collection[int] = (), *, key: str = ""
+) -> frozenset[int]:
+    """Return the ids of the special tokens that stay in the text of a response.
+
+    names: "auto" for those that the chat template writes around reasoning, channels and calls, "all", or
+        special tokens.
+    ends: ids that end a turn; they never stay, as those of eos, bos and padding.
+
+    Raises ValueError, with the config's `key`, for a name that is no special token.
+    """
+    known = {tokenizer.convert_ids_to_tokens(id): id for id in special_ids(tokenizer)}
+    chosen: set[str] = set()
+    for name in names:
+        if name not in ("auto", "all") and name not in known:
+            raise ValueError(
+                f"{key} has {name!r}, which is no special token of {tokenizer.name_or_path}; use auto, all "
+                f"or some of {', '.join(sorted(known)[:20])}."
+            )
+        chosen |= turn_marks(tokenizer)[0] if name == "auto" else known.keys() if name == "all" else {name}
+    never = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, *ends}
+    return frozenset({known[token] for token in chosen} - never)
+
+
+def turn_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the special tokens that the chat template writes within the assistant's turn, and those of them
+    that are in no other turn.
+
+    Examples: <think> and </think>; of gpt-oss also <|start|>, which lies between two channels of a turn.
+    """
+    if tokenizer.chat_template is None:
+        return frozenset(), frozenset()
+    return _marks_of(tokenizer, len(tokenizer), tokenizer.get_chat_template(tools=[TOOL]))
+
+
+@functools.lru_cache(maxsize=8)
+def _marks_of(
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str
+) -> tuple[frozenset[str], frozenset[str]]:
+    special = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
+
+    def render(*turns: dict, **options: Any) -> str:
+        try:
+            messages = [QUESTION, *turns]
+            return tokenizer.apply_chat_template(messages, tokenize=False, **{"tools": [TOOL], **options})
+        except (jinja2.TemplateError, TypeError, AttributeError):
+            return ""
+
+    def tokens(text: str) -> set[str]:
+        return {token for token in special if token in text}
+
+    user, prompt = render(), render(add_generation_prompt=True)
+    opening = prompt.removeprefix(user) if prompt.startswith(user) else ""
+    roles = tokens(render(tools=None)) | {token for token in special if opening.startswith(token)}
+    found = tokens(opening) - roles
+    answer = {"role": "assistant", "content": "answer", "reasoning_content": "reason", "thinking": "reason"}
+    calls = [CALL, {**CALL, "function": {**CALL["function"], "arguments": '{"key": "a"}'}}]
+    turns = [answer, {"role": "assistant", "content": "answer"}]
+    turns += [{**answer, "content": empty, "tool_calls": [call]} for call in calls for empty in ("", None)]
+    for turn in turns:
+        text = render(turn)
+        own = tokens(text.removeprefix(prompt).removeprefix(user))
+        found |= own if text.startswith(prompt) else own - roles
+    found |= {mark for mark in UNRENDERED if mark in template} & special
+    found |= {mark.replace("/", "", 1) for mark in found} & special
+    found -= {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token}
+    return frozenset(found), frozenset(found - roles)

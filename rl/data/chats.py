@@ -35,6 +35,7 @@ from rl.data.prompts import (
     without_nulls,
 )
 from rl.data.reading import Row, describe, read_rows
+from rl.data.special_tokens import encode, show
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def load_chats(
             Prompt(
                 index=index,
                 token_ids=ids[:first],
-                text=chats[index][0][: chats[index][1][0][0]],
+                text=show(chats[index][0][: chats[index][1][0][0]], tokenizer),
                 data_source=data_source(row),
                 ground_truth=(row.values.get("reward_model") or {}).get("ground_truth"),
                 extra_info=extra_info(row),
@@ -116,7 +117,7 @@ def load_chats(
         len(samples),
         total,
         100 * counts[kept].sum() / total,
-        excerpt(*chats[samples[0].index]),
+        show(excerpt(*chats[samples[0].index]), tokenizer),
     )
     if train_on != "all":
         turns.warn_of_open_turns(chats)
@@ -245,6 +246,7 @@ class AssistantTurns:
     def _check_parts(self, turns: Messages, tools: list[dict], text: str, spans: Spans) -> None:
         """Raise ValueError if a part of the trained messages, or a tool, is not in the rendered text."""
         name = self.tokenizer.name_or_path
+        text = self._template.show(text)
         # Without spaces, which templates strip and add.
         trained = _squeeze("".join(text[start:end] for start, end in spans))
         for message in turns:
@@ -290,17 +292,8 @@ def tokenize_chats(
     found = []
     for start in range(0, len(chats), BATCH):
         part = chats[start : start + BATCH]
-        encoded = tokenizer(
-            [text for text, _ in part],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        for number, (_, spans) in enumerate(part):
-            ids = np.array(encoded["input_ids"][number], np.int32)
-            offsets = np.array(encoded["offset_mapping"][number], np.int64).reshape(-1, 2)
+        encoded = encode([text for text, _ in part], tokenizer, offsets=True)
+        for number, ((_, spans), ids, offsets) in enumerate(zip(part, *encoded)):
             mask = np.zeros(len(ids), np.float32)
             for first, last in spans:
                 mask[(offsets[:, 0] < last) & (offsets[:, 1] > first)] = 1.0

@@ -3,7 +3,9 @@
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rl.data.chat_template import hide_messages
 from rl.data.prompts import Prompt
+from rl.data.special_tokens import decode_hidden, encode, hide
 
 
 def in_context(
@@ -24,10 +26,14 @@ def in_context(
         occurrence in it. Raises ValueError if there is none.
     """
     question = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
-    text = template.format(prompt=question, ground_truth=prompt.ground_truth, feedback=feedback or "")
+    parts = {"ground_truth": prompt.ground_truth, "feedback": feedback or ""}
+    if prompt.messages is None or opening is not None:  # otherwise the chat template hides them
+        question = question if prompt.messages is None else hide(question, tokenizer)
+        parts = hide(parts, tokenizer)
+    text = template.format(prompt=question, **parts)
     is_bare = prompt.messages is None and opening is None
     if opening is not None:
-        whole = tokenizer.decode(opening, clean_up_tokenization_spaces=False)
+        whole = decode_hidden(opening, tokenizer)
         if question not in whole:
             raise ValueError(
                 f"teacher.template replaces the prompt in the conversation with an environment, but that of "
@@ -36,7 +42,8 @@ def in_context(
         text = whole.replace(question, text, 1)
     elif prompt.messages is not None:
         messages = [*prompt.messages[:-1], {**prompt.messages[-1], "content": text}]
+        messages = hide_messages(messages, tokenizer)
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     elif tokenizer.bos_token and text.startswith(tokenizer.bos_token):
         is_bare = False
-    return np.array(tokenizer(text, add_special_tokens=is_bare)["input_ids"], np.int32)[-limit:]
+    return encode([text], tokenizer, add_special_tokens=is_bare)[0][0][-limit:]

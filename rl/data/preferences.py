@@ -43,6 +43,7 @@ from rl.data.prompts import (
     within_limit,
 )
 from rl.data.reading import Row, describe, read_rows
+from rl.data.special_tokens import show
 
 
 @dataclass(frozen=True, eq=False)  # eq would compare arrays, which has no single truth value
@@ -249,7 +250,7 @@ def _load(
     return rows, [
         (
             index,
-            texts[index],
+            show(texts[index], tokenizer),
             prompt_ids[index][-max_prompt_tokens:],
             [found[index].cut(0, max_response_tokens) for found in responses],
         )

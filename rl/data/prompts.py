@@ -17,7 +17,9 @@ import jinja2
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from rl.data.chat_template import hide_messages, turn_marks
 from rl.data.reading import Row, describe, first_line, read_rows
+from rl.data.special_tokens import encode, hide, show
 
 if TYPE_CHECKING:  # runs without images do not import it
     from rl.data.images import Image, ImageReader
@@ -162,7 +164,7 @@ def load_prompts(
         Prompt(
             index=index,
             token_ids=token_ids[index][-max_prompt_tokens:],
-            text=texts[index],
+            text=show(texts[index], tokenizer),
             data_source=data_source(rows[index]),
             ground_truth=(rows[index].values.get("reward_model") or {}).get("ground_truth"),
             extra_info=extra_info(rows[index]),
@@ -246,7 +248,7 @@ def without_nulls(messages: Messages) -> Messages:
 
 
 def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, column: str) -> str:
-    """Render a chat with the tokenizer's template and the generation prompt.
+    """Render a chat with the tokenizer's template and the generation prompt, for `tokenize`.
 
     Raises ValueError if there is no template or it rejects the messages.
     """
@@ -256,7 +258,8 @@ def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, 
             "has no chat template; use an instruct model, or prepare the prompts as strings."
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        hidden = hide_messages(messages, tokenizer)
+        return tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         raise ValueError(
             f"{row.place}: the chat template of {tokenizer.name_or_path} rejects the messages of column "
@@ -300,7 +303,7 @@ def tokenize(
     token_ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(texts)
     for add_special_tokens in (False, True):
         indices = [i for i in range(len(texts)) if bare[i] == add_special_tokens]
-        encoded = _encode([texts[i] for i in indices], tokenizer, add_special_tokens=add_special_tokens)
+        encoded, _ = encode([texts[i] for i in indices], tokenizer, add_special_tokens=add_special_tokens)
         for i, ids in zip(indices, encoded, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty.")
@@ -321,7 +324,8 @@ def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: s
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return the token ids of the targets, np.int32 [R] each, ending with one end-of-sequence token.
 
-    A target whose text already ends with that token, blanks aside, gets no second one.
+    A target whose text already ends with that token, blanks aside, gets no second one. Of other special
+    tokens in it only those that the chat template writes around reasoning and calls are read as such.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -330,23 +334,8 @@ def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase)
     eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
     end = tokenizer.eos_token
     texts = [text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text for text in targets]
-    return [np.concatenate([ids, eos]) for ids in _encode(texts, tokenizer, add_special_tokens=False)]
-
-
-def _encode(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
-) -> list[np.ndarray]:
-    """Return the token ids of the texts, np.int32 each, without truncation or padding."""
-    if not texts:
-        return []
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+    texts = [hide(text, tokenizer, turn_marks(tokenizer)[0]) for text in texts]
+    return [np.concatenate([ids, eos]) for ids in encode(texts, tokenizer)[0]]
 
 
 def _target(row: Row, path: list[str]) -> str:

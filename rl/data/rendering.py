@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.prompts import Prompt
+from rl.data.special_tokens import hide
 
 NUM_COMPARED = 32
 """Minimum number of prompts of a set that are compared."""
@@ -25,8 +26,13 @@ def check_rendering(
     """Raise ValueError if a prompt has other tokens than its template or tokenizer gives.
 
     key: config key of the prompts. Whole conversations are compared when they are read (`rl.data.chats`).
+    Messages that contain special tokens as text are not compared: transformers reads them as such.
     """
-    prompts = [prompt for prompt in prompts if prompt.response_mask is None]
+    prompts = [
+        prompt
+        for prompt in prompts
+        if prompt.response_mask is None and hide(prompt.messages, tokenizer) == prompt.messages
+    ]
     for rendered in (True, False):
         chosen = [prompt for prompt in prompts if (prompt.messages is not None) == rendered]
         for prompt in _chosen(chosen, tokenizer):

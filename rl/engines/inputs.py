@@ -20,12 +20,13 @@ from rl.config.schema import (
     uses_teacher,
     validates,
 )
-from rl.data.chat_template import set_variables
+from rl.data.chat_template import kept_ids, set_variables
 from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.rendering import check_rendering
+from rl.data.special_tokens import allow_in_content
 from rl.models import SUPPORTED, architecture, read_hf_config, rope, value_model, value_weights
 from rl.models import mtp as prediction
 from rl.models.files import refuse_extra, tensor_files
@@ -57,6 +58,11 @@ class Inputs:
         self.models = {model.name: self._read(model, world_size) for model in on_grid}
         self.tokenizer = load_tokenizer(config.model.path)
         set_variables(self.tokenizer, config.data.template_kwargs, key="data.template_kwargs")
+        if config.data.allow_special_tokens:
+            allow_in_content(self.tokenizer)
+        ends = end_token_ids(config.model.path) | set(config.rollout.stop_token_ids)
+        keep = config.reward.keep_special_tokens
+        self.kept_ids = kept_ids(self.tokenizer, keep, ends, key="reward.keep_special_tokens")
         for model in on_grid:
             if model.reads_tokens:
                 self._same_tokens(model)

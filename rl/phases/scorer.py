@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from rl.checks.batches import CheckFailed, place
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
-from rl.data.chat_template import ChatTemplate
-from rl.data.prompts import Messages, Prompt
+from rl.data.chat_template import ChatTemplate, kept_ids
+from rl.data.prompts import Messages, Prompt, end_token_ids
+from rl.data.special_tokens import decode_responses, encode, hide
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
@@ -47,6 +48,7 @@ class Scorer:
         self.keeps_feedback = needs_feedback(config)
         self.micro_batch_tokens, self.seed = config.training.row_tokens, config.run.seed
         self.tokenizers, self.parse_grade = inputs.tokenizers, inputs.judge_parser
+        self.kept = inputs.kept_ids
         self.model = engines.training.get("reward_model")
         self.judge = engines.generating.get("judge")
 
@@ -71,7 +73,7 @@ class Scorer:
             return {name: column[place] for name, column in columns.items()}, answers
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = list(range(rank, len(batch), world))
-        texts = self.tokenizer.batch_decode([batch.last_turn(i) for i in mine], skip_special_tokens=True)
+        texts = decode_responses([batch.last_turn(i) for i in mine], self.tokenizer, self.kept)
         owners = [batch.prompts[int(batch.groups[i])] for i in mine]
         given = batch.score_details.get("score")
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
@@ -162,7 +164,8 @@ class Scorer:
         assert samples is not None
         answers = batch_of(exchange(samples, self.device), questions_asked, samples_per_prompt=1)
         values, failed = torch.zeros(len(ids)), torch.ones(len(ids))
-        for i, text in zip(asked, tokenizer.batch_decode(answers.response_ids, skip_special_tokens=True)):
+        kept = kept_ids(tokenizer, ["auto"], end_token_ids(judge.path))
+        for i, text in zip(asked, decode_responses(answers.response_ids, tokenizer, kept)):
             try:
                 values[i], failed[i] = float(parse(text)), 0.0
             except Exception:  # a user's parser may raise anything; only this sample's grade is lost
@@ -310,12 +313,12 @@ def _conversation(
     """Return token ids of prompt and response, or of a trajectory, by the reward model's tokenizer.
 
     chat: as in `_parts`. A conversation that the template rejects, or whose calls it would leave out, becomes
-    one message of the user.
+    one message of the user. Special tokens are those of the template, and of a prompt that is a string.
     """
     if chat and tokenizer.chat_template is None:
-        return np.array(tokenizer(transcript(chat))["input_ids"], np.int32)
+        return _encode(hide(transcript(chat), tokenizer), tokenizer, add_special_tokens=True)
+    template = ChatTemplate(tokenizer, keeps_marks=False)
     if chat:
-        template = ChatTemplate(tokenizer)
         chat = [{**m, "role": "user"} if m["role"] == "text" else m for m in chat]
         try:
             if template.call_form is None and any(message.get("tool_calls") for message in chat):
@@ -323,19 +326,20 @@ def _conversation(
             text = template.render(chat, generation_prompt=False)
         except ValueError:
             text = template.render([{"role": "user", "content": transcript(chat)}], generation_prompt=False)
-        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        return _encode(text, tokenizer)
     if prompt.messages is None or tokenizer.chat_template is None:
-        return np.array(tokenizer(prompt.text + response)["input_ids"], np.int32)
+        question = prompt.text if prompt.messages is None else hide(prompt.text, tokenizer)
+        return _encode(question + hide(response, tokenizer), tokenizer, add_special_tokens=True)
     messages = [*prompt.messages, {"role": "assistant", "content": response}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    return _encode(template.render(messages, generation_prompt=False), tokenizer)
 
 
 def _question(tokenizer: PreTrainedTokenizerBase, question: str) -> np.ndarray:
     """Return token ids of a question to the judge, as a user message."""
     if tokenizer.chat_template is None:
-        return np.array(tokenizer(question)["input_ids"], np.int32)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-    )
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        return _encode(hide(question, tokenizer), tokenizer, add_special_tokens=True)
+    return _encode(ChatTemplate(tokenizer).render([{"role": "user", "content": question}]), tokenizer)
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool = False) -> np.ndarray:
+    return encode([text], tokenizer, add_special_tokens=add_special_tokens)[0][0]

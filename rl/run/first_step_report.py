@@ -7,7 +7,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.batch import Batch
-from rl.run.verdicts import Facts, Verdict, special_ids
+from rl.data.special_tokens import special_ids
+from rl.run.verdicts import Facts, Verdict
 
 NUM_SAMPLES = 2
 """Samples that are printed, of different groups."""

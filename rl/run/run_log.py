@@ -125,4 +125,4 @@ def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) ->
         return None
     from rl.run.stored_batches import RolloutWriter
 
-    return RolloutWriter(config, inputs.tokenizer, fence=fence)
+    return RolloutWriter(config, inputs.tokenizer, inputs.kept_ids, fence=fence)

@@ -89,7 +89,7 @@ class SamplerSetUp:
             from rl.agents.replica_environments import start_environments
 
             with fail_together():
-                self._environments = start_environments(config, self._inputs.tokenizer)
+                self._environments = start_environments(config, self._inputs.tokenizer, self._inputs.kept_ids)
             start_up.mark("environments")
 
     def generate(self, device: Device, watchdog: Watchdog, stop: StopRequests) -> int:

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import COLUMNS, Batch
 from rl.data.prompts import Prompt
+from rl.data.special_tokens import decode_responses
 from rl.rollout.samples import SOURCES
 from rl.run_directory.rollout_files import RolloutLog, ground_truth, read, stored_steps
 
@@ -54,11 +55,19 @@ class RolloutWriter:
     Args:
         tokenizer: the policy's. The writing thread uses a copy, because encoding and decoding at the same
             time raises an error in the tokenizers library.
+        kept: ids of the special tokens that stay in the text of a response.
         fence: as in `RolloutLog`.
     """
 
-    def __init__(self, config: Config, tokenizer, *, fence: Callable[[], None] = lambda: None):
-        self._kind, self._tokenizer = config.logging.rollouts, tokenizer
+    def __init__(
+        self,
+        config: Config,
+        tokenizer,
+        kept: Collection[int] = (),
+        *,
+        fence: Callable[[], None] = lambda: None,
+    ):
+        self._kind, self._tokenizer, self._kept = config.logging.rollouts, tokenizer, kept
         options: dict = dict(kind=self._kind, token_texts=self._token_texts, fence=fence)
         self._more = OF_IMAGES if config.data.image_key else {}
         self._log = RolloutLog(config.run.dir, FILE_COLUMNS | self._more, **options)
@@ -92,8 +101,10 @@ class RolloutWriter:
         return [text[start:] for text in texts]
 
     def _decode(self, ids: Sequence[np.ndarray], special: bool) -> list[str]:
+        if not special:
+            return decode_responses(ids, self._tokenizer, self._kept)
         # Of an empty list some tokenizers return one text.
-        return self._tokenizer.batch_decode(list(ids), skip_special_tokens=not special) if ids else []
+        return self._tokenizer.batch_decode(list(ids), skip_special_tokens=False) if ids else []
 
 
 def stored_arrays(collected: Batch, learned: Batch) -> dict[str, np.ndarray]:

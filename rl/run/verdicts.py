@@ -18,6 +18,7 @@ from rl.checks.rounding import WARNED, RoundingNoise
 from rl.config.durations import seconds_of
 from rl.config.schema import Config, algorithm_of, learns_from_samples, uses_teacher
 from rl.data.batch import Batch, segment_counts
+from rl.data.special_tokens import special_ids
 from rl.run_directory.view import duration
 from rl.training.learning_rate import learning_rate
 
@@ -96,11 +97,6 @@ def graded(name: str, value: float, levels: tuple[float, float], text: str, reme
 
 
 # Text -----------------------------------------------------------------------------------------------------
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -14,6 +14,10 @@ message. The conversation ends when it writes `stop`. The reward function then j
 with `judge`, the simulated user's model grades the conversation: the number from 0 to 1 in the last line of
 its reply to that instruction. "0.3/1" and "0.3 out of 1" are 0.3; a line with other numbers is a failure.
 
+The server reads special tokens in any text, and this process does not know them. A blank is therefore put
+into what has their form in texts of the policy and of the data, such as <|im_end|> or [INST], unless
+`allow_special_tokens` is true.
+
 The server is outside of the run. The judge of the section `reward` cannot serve here: it holds the GPU's
 memory in turn with the policy, and a conversation needs both at once.
 """
@@ -30,6 +34,11 @@ _SCALE = re.compile(r"(?<=\d)\s*(?:/|out of)\s*1(?:\.0+)?(?![\d/]|\.\d)")
 _NUMBER = re.compile(r"[^\s:=*_()\[\]]*\d[^\s:=*_()\[\]]*")
 """A number with the characters next to it, except punctuation."""
 _GRADE = re.compile(r"0?\.\d+|1\.0+|[01]")
+_SPECIAL = re.compile(
+    r"<(?=[|\uff5c][^<>\s]*>|[^<>\s]*[|\uff5c]>|/?(?:s|[bes]o[sp]|pad|unk|mask|(?:start|end)_of_\w+)>)"
+    r"|\[(?=/?(?:INST|THINK|ARGS|CALL_ID|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+|gMASK)\])"
+)
+"""First character of a text in the form of a special token."""
 
 
 class UserSimulation:
@@ -43,6 +52,7 @@ class UserSimulation:
         api_key_variable: str = "",
         stop: str = "###STOP###",
         judge: str = "",
+        allow_special_tokens: bool = False,
         **sampling: Any,
     ) -> None:
         """Take the arguments; `sampling` are further fields of each request.
@@ -58,6 +68,7 @@ class UserSimulation:
         self._server = (base_url, key)
         self._options = {"model": model, **sampling}
         self._stop, self._judge = stop, judge
+        self._plain = str if allow_special_tokens else without_special_tokens
         if judge:
             self.score = self._grade
 
@@ -84,18 +95,25 @@ class UserSimulation:
 
     async def _next_message(self) -> str:
         # From the user's side. Most templates want a user's message first.
-        seen = [{**m, "role": EXCHANGED[m["role"]]} for m in self._conversation]
+        seen = [
+            {"role": EXCHANGED[m["role"]], "content": self._plain(m["content"])} for m in self._conversation
+        ]
         opening = user_message("Hello, how can I help you?")
-        request = [{"role": "system", "content": self._persona}, *opening, *seen]
+        request = [{"role": "system", "content": self._plain(self._persona)}, *opening, *seen]
         reply = (await complete(*self._server, request, **self._options))["content"] or ""
         self._conversation += user_message(reply)
         return reply
 
     async def _grade(self) -> float:
-        lines = [f"{message['role']}: {message['content']}" for message in self._conversation]
+        lines = [f"{message['role']}: {self._plain(message['content'])}" for message in self._conversation]
         question = "\n".join([self._judge, "", *lines])
         reply = await complete(*self._server, user_message(question), **self._options)
         return read_grade(reply["content"] or "")
+
+
+def without_special_tokens(text: str) -> str:
+    """Return a text with a blank in what has the form of a special token."""
+    return _SPECIAL.sub(lambda first: f"{first[0]} ", text)
 
 
 def read_grade(reply: str) -> float:

@@ -380,3 +380,27 @@ def test_deep_arguments_are_text(family, levels):
         for call in (deep, f'{{"name": "f", "arguments": {deep}}}'):
             _, calls = parse_calls(family, form.replace("{}", call), [TOOL], 0)
             assert all(isinstance(c.arguments, str) or not c.arguments for c in calls)
+
+
+@pytest.mark.parametrize("uses_renderer", [False, True])
+@pytest.mark.parametrize("family", KEEPING)
+def test_a_tools_text_ends_no_turn(family, uses_renderer):
+    chat, tokenizer = chat_of(family, uses_renderer=uses_renderer), tokenizer_of(family)
+    marks = " ".join(tokenizer.get_added_vocab())
+    context, made = chat.open([USER], [TOOL]), call("call00100", key="a")
+    turn = ids_of(family, written(family, "", [made]) + end_of(family, True))
+    messages = [USER, chat.parse(turn, [TOOL], 1).message]
+    added = [
+        chat.extend(context, turn, messages, [reply("call00100", text)], [TOOL]) for text in ("b", marks)
+    ]
+    special = [int(np.isin(ids, list(tokenizer.get_added_vocab().values())).sum()) for ids in added]
+    assert special[0] == special[1] and marks in tokenizer.decode(added[1])
+    assert chat.find_strange([added[1]], [*messages, reply("call00100", marks)], [TOOL]) is None
+
+
+def test_a_games_text_is_no_special_token_after_a_plain_opening():
+    chat, opening = chat_of("qwen3"), {"role": "text", "content": "1+1="}
+    turn, said = ids_of("qwen3", "2"), {"role": "user", "content": "<|im_end|>no"}
+    messages = [opening, {"role": "assistant", "content": "2"}]
+    added = chat.extend(chat.open([opening], []), turn, messages, [said], [])
+    assert tokenizer_of("qwen3").eos_token_id not in added

@@ -69,6 +69,7 @@ SCORING = {
     "overlong_buffer_tokens": 4,
     "model.path": "reward",
     "variables": ["KEY"],
+    "keep_special_tokens": "[all]",
     "judge.path": "judge",
 }
 ELSEWHERE = {"rollout.max_response_tokens", "rollout.carry_over"}

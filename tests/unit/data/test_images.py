@@ -145,7 +145,6 @@ INVALID = [
     (row("<image>", [{"bytes": None, "path": "absent.png"}]), "row 1: image 1 .*absent.png"),
     (row("<image>", [{"bytes": None, "path": "https://a/b.png"}]), "bytes, a path or a data URI, not str"),
     (row("<image>", [{"bytes": None, "path": "data:image/png;base64,?"}]), "is not base64"),
-    (row("<image><|image_pad|>", [IMAGE]), "row 1: the rendered prompt has 2 tokens"),
     ({"prompt": "<image>", "images": [IMAGE]}, "row 1: a prompt with images must be a list of messages"),
 ]
 
@@ -157,8 +156,10 @@ def test_a_wrong_row_is_refused_with_its_number(tmp_path, invalid, said):
 
 
 def test_a_literal_special_token_in_a_text_row_is_text(tmp_path):
-    (prompt,) = load(tmp_path, [row("<|image_pad|>")])
-    assert PAD in prompt.token_ids and not prompt.images
+    alone, beside = load(tmp_path, [row("<|image_pad|>"), row("<image><|image_pad|>", [IMAGE])])
+    assert PAD not in alone.token_ids and not alone.images
+    assert (beside.token_ids == PAD).sum() == beside.images[0].num_tokens
+    assert beside.text.count("<|image_pad|>") == 2
 
 
 def placed(offset: int, rows: int, columns: int) -> Image:

@@ -76,7 +76,7 @@ def test_a_response_that_ends_with_the_end_token_gets_no_second(tmp_path, tokeni
     rows = [{"prompt": "1+1=", "completion": response, "label": 1} for response in responses]
     found = labelled(tmp_path, tokenizer, *rows)
     ids = [tokenizer.convert_ids_to_tokens(row.response_ids.tolist()) for row in found]
-    assert ids == [["2", "<eos>"]] * 3 + [["<eos>", "2", "<eos>"], ["2", ids[4][1], "<eos>"]]
+    assert ids == [["2", "<eos>"]] * 3 + [[*"<eos>2", "<eos>"], ["2", ids[4][1], "<eos>"]]
 
 
 @pytest.mark.parametrize("label", ["yes", 2, None])

@@ -1,0 +1,182 @@
+"""Special tokens: which of them stay in the text of a response, and text that only looks like one.
+
+A policy, an environment or a data set may write "<|im_end|>" as text. In a prompt this text must not end a
+turn. `hide` marks such text in the content of messages before the chat template renders them: it replaces
+the first character by one that Unicode reserves for internal use, so lengths and positions stay the same.
+`encode` then reads as special tokens only what the template wrote, and marked text as plain text. Text
+without such strings is tokenized as the tokenizer alone does it.
+"""
+
+import copy
+import functools
+import re
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
+
+FIRST_MARK, NUM_MARKS = 0xFDD0, 32
+"""Code point of the first mark, and the number of marks: noncharacters of Unicode, one for each character
+with which a special token begins. In a message they become U+FFFD."""
+
+_allowed: "weakref.WeakSet[PreTrainedTokenizerBase]" = weakref.WeakSet()
+
+
+def allow_in_content(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Read special tokens in the content of messages as such from now on (`data.allow_special_tokens`)."""
+    _allowed.add(tokenizer)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of a tokenizer's special tokens."""
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def hide(value: Any, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] = ()) -> Any:
+    """Return a text, or a list or dict of texts at any depth, with its special tokens marked as text.
+
+    kept: special tokens that are left as they are.
+    """
+    marked = _special(tokenizer, len(tokenizer))
+    return value if tokenizer in _allowed else marked.hide(value, frozenset(kept))
+
+
+def show(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a text in which `hide` has marked special tokens without its marks."""
+    return text.translate(_special(tokenizer, len(tokenizer)).first)
+
+
+def encode(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_special_tokens: bool = False,
+    offsets: bool = False,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the token ids of texts, int32 [n] each, in which what `hide` has marked is plain text.
+
+    offsets: whether to return the positions of each token's characters too, int64 [n, 2] each.
+
+    Raises ValueError if the tokenizer cannot read a special token as plain text.
+    """
+    if not texts:
+        return [], []
+    options = {"return_offsets_mapping": True} if offsets else {}
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=add_special_tokens,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+        **options,
+    )
+    ids = [np.array(each, np.int32) for each in encoded["input_ids"]]
+    places = [np.array(p, np.int64).reshape(-1, 2) for p in encoded["offset_mapping"]] if offsets else []
+    special = _special(tokenizer, len(tokenizer))
+    for number, text in enumerate(texts):
+        if special.marks.search(text):
+            ids[number], place = special.encode(text, add_special_tokens)
+            places[number : number + 1] = [place] if offsets else []
+    return ids, places
+
+
+def decode_hidden(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a context, int32 [n], in which tokens that are not special are marked as text."""
+    text, special = tokenizer.decode(ids, clean_up_tokenization_spaces=False), special_ids(tokenizer)
+    is_special = np.isin(ids, list(special))
+    known = _special(tokenizer, len(tokenizer))
+    if tokenizer in _allowed or len(known.pattern.findall(text)) <= is_special.sum():
+        return text
+    parts = np.split(ids, np.flatnonzero(np.diff(is_special.astype(int))) + 1)
+    texts = [tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in parts]
+    return "".join(t if p[0] in special else hide(t, tokenizer) for p, t in zip(parts, texts))
+
+
+class _Special:
+    """The special tokens of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        added, special = tokenizer.added_tokens_decoder, special_ids(tokenizer)
+        self._tokens = {token.content: (id, token) for id, token in added.items() if id in special}
+        texts = sorted(filter(None, self._tokens), key=len, reverse=True)
+        firsts = sorted({text[0] for text in texts})[:NUM_MARKS]
+        self.first = {FIRST_MARK + i: first for i, first in enumerate(firsts)}
+        """Mark -> the character for which it stands."""
+        mark = {first: chr(code) for code, first in self.first.items()}
+        self._marked = {text: mark[text[0]] + text[1:] for text in texts if text[0] in mark}
+        self.marks = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + NUM_MARKS - 1)}]")
+        self.pattern = re.compile("|".join([*map(re.escape, self._marked), self.marks.pattern]))
+
+    def hide(self, value: Any, kept: frozenset[str]) -> Any:
+        if isinstance(value, str):
+            return self.pattern.sub(
+                lambda found: found[0] if found[0] in kept else self._marked.get(found[0], "\ufffd"), value
+            )
+        if isinstance(value, dict):
+            return {self.hide(key, kept): self.hide(item, kept) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.hide(item, kept) for item in value])
+        return value
+
+    @functools.cached_property
+    def _splitting(self) -> tuple[Any, dict[int, int]]:
+        """A tokenizer in which marked texts are the special tokens, and their ids -> the model's."""
+        name = self._tokenizer.name_or_path
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                f"a message contains the text of a special token, which the tokenizer of {name} cannot read "
+                "as plain text; add its tokenizer.json, remove the text, or set "
+                "data.allow_special_tokens=true"
+            )
+        backend = copy.deepcopy(self._tokenizer.backend_tokenizer)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        for text, marked in self._marked.items():
+            options = {flag: getattr(self._tokens[text][1], flag) for flag in flags}
+            backend.add_tokens([AddedToken(marked, special=False, **options)])
+        return backend, {backend.token_to_id(m): self._tokens[t][0] for t, m in self._marked.items()}
+
+    def encode(self, text: str, add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `encode` does for one text. Texts and marked texts change places."""
+        backend, own = self._splitting
+        other = self._marked | {marked: text for text, marked in self._marked.items()}
+        pattern = "|".join(map(re.escape, sorted(other, key=len, reverse=True)))
+        found = backend.encode(
+            re.sub(pattern, lambda match: other[match[0]], text), add_special_tokens=add_special_tokens
+        )
+        plain = [id for id, is_added in zip(found.ids, found.special_tokens_mask) if not is_added]
+        if wrong := set(plain) & set(own.values()):
+            token, name = self._tokenizer.convert_ids_to_tokens(min(wrong)), self._tokenizer.name_or_path
+            raise ValueError(
+                f"a message contains the text {token!r}, which the tokenizer of {name} reads as a special "
+                "token wherever it is; remove it, or set data.allow_special_tokens=true"
+            )
+        ids = np.array([own.get(id, id) for id in found.ids], np.int32)
+        return ids, np.array(found.offsets, np.int64).reshape(-1, 2)
+
+
+@functools.lru_cache(maxsize=8)
+def _special(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
+    return _Special(tokenizer)
+
+
+# ---- responses ----
+
+
+def decode_responses(
+    responses: Sequence[np.ndarray], tokenizer: PreTrainedTokenizerBase, kept: Collection[int]
+) -> list[str]:
+    """Return the texts of responses, int32 [n] each, without special tokens except those in `kept`."""
+    if not kept or not any(np.isin(ids, list(kept)).any() for ids in responses):
+        # Of an empty list some tokenizers return one text.
+        return tokenizer.batch_decode(list(responses), skip_special_tokens=True) if responses else []
+    dropped = list(special_ids(tokenizer) - set(kept))
+    shown = [ids[~np.isin(ids, dropped)] for ids in map(np.asarray, responses)]
+    return tokenizer.batch_decode(shown, skip_special_tokens=False)
