@@ -7,10 +7,11 @@ policy is compared with the policy's divergence z from the reference, and the lo
     L = E[ undesirable_weight (1 - sigmoid(beta (z - log pi(y)/pi_ref(y)))) ]    undesirable y
     z = max(0, mean of log pi(y')/pi_ref(y'))
 
-z estimates the KL divergence from mismatched pairs: each prompt with the response to the previous prompt of
-its mini-batch, under the current weights and without a gradient. It belongs to the whole mini-batch, over all
-micro-batches and ranks; TRL mismatches the responses of a micro-batch. This costs two more forward passes,
-one of them by the reference policy. With unequal numbers of labels choose the weights so that
+z estimates the KL divergence from mismatched pairs: each prompt with the nearest earlier response of its
+mini-batch to another prompt, under the current weights and without a gradient. It belongs to the whole
+mini-batch, over all micro-batches and ranks. TRL takes the previous row of the file within a micro-batch,
+which may have the same prompt. The estimate costs two more forward passes, one of them by the reference
+policy. With unequal numbers of labels choose the weights so that
 desirable_weight * (number of desirable responses) is 1 to 4/3 times undesirable_weight * (number of
 undesirable ones). data.prompts_per_step counts responses.
 """

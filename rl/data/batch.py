@@ -362,15 +362,20 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
 
 
 def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
-    """Return the prompts with responses to other prompts: within each part, each sample gets the response of
-    the one before it, and the first one that of the last.
+    """Return the prompts with responses to other prompts.
+
+    Within each part, a sample gets the response of the nearest sample before it that has another prompt; the
+    last sample of the part stands before the first one. In a part with one prompt alone it gets the response
+    of the sample before it.
 
     parts: indices of samples, each exactly once. Only token ids, truncation and masks are kept.
     """
     previous = [0] * len(batch)
     for part in parts:
-        for i, other in zip(part, [*part[-1:], *part[:-1]], strict=True):
-            previous[i] = other
+        for place, i in enumerate(part):
+            before = [part[place - distance] for distance in range(1, len(part) + 1)]
+            others = (j for j in before if not np.array_equal(batch.prompt_ids[j], batch.prompt_ids[i]))
+            previous[i] = next(others, before[0])
     others = batch.select(previous)
     return Batch(
         batch.prompt_ids, others.response_ids, batch.groups, truncated=others.truncated, mask=others.mask

@@ -118,7 +118,7 @@ class Phases:
         return self._with_lengths_logged(batch)
 
     def mismatched(self, batch: Batch) -> Batch:
-        """Return the prompts with the response of the previous sample of the same mini-batch."""
+        """Return the prompts with responses to other prompts of the same mini-batch, see `mismatch`."""
         return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
 
     def targets(self, prompts: list[Prompt]) -> Batch:

@@ -102,10 +102,10 @@ def test_lines_are_below_150_columns():
     assert wide == []
 
 
-def test_the_pages_together_stay_below_55_000_words():
+def test_the_pages_together_stay_below_57_000_words():
     """A page says its rule and links its evidence; CONTRIBUTING.md is not counted."""
     counts = sorted((len(page.read_text().split()), str(page.relative_to(ROOT))) for page in PAGES)
-    assert sum(words for words, name in counts if name != "CONTRIBUTING.md") < 55_000, counts
+    assert sum(words for words, name in counts if name != "CONTRIBUTING.md") < 57_000, counts
 
 
 def test_links_between_pages_lead_to_files():
@@ -116,6 +116,15 @@ def test_links_between_pages_lead_to_files():
     ]
     assert len(targets) > 20
     assert [each for each in targets if not (ROOT / each[1]).exists()] == []
+
+
+def test_the_readme_has_two_commands_the_job_and_the_tests():
+    section = (ROOT / "README.md").read_text().partition("## Two commands")[2].partition("\n## ")[0]
+    commands = re.findall(r"```bash\n(.*?)\n```", section, re.DOTALL)
+    assert commands == ["bash tools/quickstart.sh", "bash tools/test.sh"]
+    ci = ROOT / ".ci" / "run"  # the tests of each change; a release may lack it
+    if ci.is_file():
+        assert ci.read_text().splitlines()[-1] == f"exec {commands[1]}"
 
 
 def test_pre_commit_runs_what_the_test_command_lints():

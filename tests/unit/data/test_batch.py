@@ -1,6 +1,6 @@
 """Batches: select, keep_groups, concatenate, pair_up, mismatch and outcomes, and the metrics of a batch."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -203,6 +203,14 @@ def test_mismatch_gives_each_prompt_the_previous_response():
         assert others.response_ids[i] is batch.response_ids[other]
     assert torch.equal(others.mask, batch.mask[batch.tokens_of(expected)])
     assert torch.equal(others.groups, batch.groups) and others.old_logprobs is None and others.labels is None
+
+
+def test_kto_does_not_mismatch_responses_to_the_same_prompt():
+    # Rows that come from pairs: two responses to each prompt, one after the other.
+    batch = replace(full_batch(3), prompt_ids=[np.array([i // 2], np.int32) for i in range(10)])
+    others = mismatch(batch, [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    for i, other in enumerate([3, 3, 1, 1, 5, 4, 9, 9, 7, 7]):
+        assert others.response_ids[i] is batch.response_ids[other], i
 
 
 def test_pairs_stay_pairs():
