@@ -6,7 +6,6 @@ columns are not read. See `rl.data.reading` for the file formats. Every error in
 names the file and the row.
 """
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from rl.data.chat_template import hide_messages, turn_marks
 from rl.data.reading import Row, describe, first_line, read_rows
 from rl.data.special_tokens import encode, hide, show
+from rl.models.json_files import check_files, read_object
 
 if TYPE_CHECKING:  # runs without images do not import it
     from rl.data.images import Image, ImageReader
@@ -30,6 +30,9 @@ AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
 """verl's columns for environments; verl also reads them from `extra_info`."""
 Messages = list[dict[str, Any]]
 """A chat: {role, content} and other keys that the chat template uses (name, tool_calls, ...)."""
+
+VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Files that may hold a tokenizer's vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)  # eq would compare arrays, which has no single truth value
@@ -97,12 +100,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "(hf download NAME --local-dir DIR) and name its directory."
         )
     try:
+        if not any(entry.is_file() for pattern in VOCABULARIES for entry in path.glob(pattern)):
+            raise FileNotFoundError("there is no file with a vocabulary")  # transformers would invent one
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers may raise anything; the user must learn which directory it was
+        check_files(path)
         found = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise ValueError(
-            f"{path} holds no usable tokenizer (tokenizer.json, tokenizer_config.json), only {found}: "
-            f"{first_line(error)}"
+            f"{path} holds no usable tokenizer (tokenizer.json, tokenizer_config.json, config.json), only "
+            f"{found}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
 
 
@@ -277,7 +283,7 @@ def end_token_ids(model: str) -> set[int]:
     """
     path = Path(model, "generation_config.json")
     if path.exists():
-        value = json.loads(path.read_text()).get("eos_token_id")
+        value = read_object(path).get("eos_token_id")
     else:
         value = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
     return set(value if isinstance(value, list) else [] if value is None else [value])

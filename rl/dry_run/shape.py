@@ -1,7 +1,6 @@
 """The models of a run in a dry run: their weights, and the widths that determine memory and time."""
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from rl.models import (
     value_model,
     value_weights,
 )
+from rl.models.json_files import read_object
 from rl.models.layout import Weight
 from rl.models.unsupported import needed
 
@@ -261,7 +261,7 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
         file = Path(shape, "config.json") if Path(shape).is_dir() else Path(shape)
         if not file.is_file():
             raise ConfigError(f"--model-shape {shape} is neither a config.json nor a directory with one.")
-        return merged(json.loads(file.read_text()))
+        return merged(read_object(file))
     if Path(path, "config.json").is_file():
         return read_hf_config(path, key=key)
     named = Path(path).name.lower()
@@ -276,7 +276,7 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
     note = f"{path} is not on this machine; its shape is that of configs/models/{directory.name}"
     if note not in notes:
         notes.append(note)
-    return merged(json.loads((directory / "config.json").read_text()))
+    return merged(read_object(directory / "config.json"))
 
 
 def _absent(config: Config) -> list[str]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from transformers.models.auto import modeling_auto
 
 from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
@@ -27,9 +28,11 @@ from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import allow_in_content
+from rl.data.token_ids import check_model_ids, check_rows, check_stops, check_tokenizer
 from rl.models import SUPPORTED, architecture, read_hf_config, rope, value_model, value_weights
 from rl.models import mtp as prediction
-from rl.models.files import refuse_extra, tensor_files
+from rl.models.files import check_quantisation, refuse_extra, tensor_files
+from rl.models.json_files import check_files
 from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
 
@@ -57,6 +60,10 @@ class Inputs:
         on_grid = [model for model in models.values() if model.on_training_grid]
         self.models = {model.name: self._read(model, world_size) for model in on_grid}
         self.tokenizer = load_tokenizer(config.model.path)
+        own = self.models["policy"].hf
+        unread = vars(architecture(own)).get("UNREAD_TOKENS", ())
+        check_tokenizer(config.model.path, self.tokenizer, own["vocab_size"], unread=unread)
+        check_stops(config.rollout.stop_token_ids, own["vocab_size"])
         set_variables(self.tokenizer, config.data.template_kwargs, key="data.template_kwargs")
         if config.data.allow_special_tokens:
             allow_in_content(self.tokenizer)
@@ -99,6 +106,7 @@ class Inputs:
             prompts = [
                 row for row in rows if isinstance(row, Prompt)
             ]  # not pairs, which have rules of their own
+            check_rows(key, rows, self.tokenizer, own["vocab_size"])
             check_rendering(prompts, self.tokenizer, key=key, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rewards: RewardPlan | None = None
         if needs_reward(config):
@@ -121,11 +129,13 @@ class Inputs:
         path, own_path, key = model.path, model.own_path, model.key
         scaling = {} if own_path else self.config.model.rope_scaling
         hf = rope.scaled(read_hf_config(path, key=key if own_path else "model.path"), scaling)
+        check_files(path)
         body = value_model(hf) if model.head else hf
         try:
             check_layout(self.config, world_size, body, SUPPORTED, path=path if own_path else None)
         except ConfigError as error:
             raise ConfigError(f"{key}={path}: {error}" if own_path else str(error)) from error
+        check_class(path, hf)
         file = architecture(body)
         try:
             file.check(body)
@@ -134,6 +144,8 @@ class Inputs:
             weights = value_weights(body, needs_head=needs_head) if model.head else file.weights(body)
         except KeyError as missing:
             raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
+        except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
+            raise ValueError(f"{path}/config.json has values that do not fit together: {error}.") from error
         if model.name == "policy":
             pairs, adapter = adapters_of(self.config, weights), self.config.adapter
             if adapter.path:
@@ -147,7 +159,9 @@ class Inputs:
                 )
                 prediction.check(body, key=key, path=path)
                 weights = [*weights, *prediction.weights(body)]
-        refuse_extra(path, tensor_files(path, weights), weights, body)
+        check_quantisation(path, hf, files := tensor_files(path, weights))
+        refuse_extra(path, files, weights, body)
+        check_model_ids(path, hf["vocab_size"])
         return ModelFiles(path, hf)
 
     def _check_teacher(self) -> None:
@@ -243,6 +257,25 @@ class Inputs:
             max_response_tokens=self.config.rollout.max_response_tokens,
             overlong=data.overlong_prompts,
             end_token_ids=end_token_ids(self.config.model.path),
+        )
+
+
+def check_class(path: str, hf: dict) -> None:
+    """Raise ValueError if the two names of a model's class in config.json contradict each other.
+
+    vLLM reads the first; transformers, in which every default of a missing key depends on it, the second.
+    """
+    name, kind = hf["architectures"][0], hf.get("model_type")
+    tables = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+    known = [table[kind] for table in tables if kind in table]
+    if known and name not in known:
+        raise ValueError(
+            f"{path}/config.json has architectures={name}, but model_type={kind}, the type of "
+            f"{' and '.join(known)}; correct the one that is wrong."
         )
 
 

@@ -6,7 +6,6 @@ docs/extending.md has a worked example.
 """
 
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +30,7 @@ from rl.models import (
     smollm3,
 )
 from rl.models.form import Form
+from rl.models.json_files import read_object
 from rl.models.layout import REPLICATED, Weight
 
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
@@ -96,13 +96,13 @@ def form(hf: dict) -> Form:
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     """Return config.json of a Hugging Face checkpoint directory, `merged`.
 
-    key: config key that the ValueError names if there is no such file.
+    key: config key that the ValueError names if there is no such file. Raises ValueError as `read_object`.
     """
     path = Path(directory, "config.json")
-    if not path.is_file():
+    if not path.exists() and not path.is_symlink():
         problem = "has no config.json" if path.parent.is_dir() else "is not a directory"
         raise ValueError(f"{key}={directory} {problem}; it must be a Hugging Face checkpoint directory.")
-    return merged(json.loads(path.read_text()))
+    return merged(read_object(path))
 
 
 def merged(written: dict) -> dict:

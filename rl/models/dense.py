@@ -76,11 +76,17 @@ def refuse_biases(hf: dict, family: str, *keys: str) -> None:
 
 
 def refuse_sliding_window(hf: dict, family: str) -> None:
-    """Raise ValueError if `use_sliding_window` is set. In Qwen, `sliding_window` alone has no effect."""
-    if hf.get("use_sliding_window"):
+    """Raise ValueError if layers have a window. In Qwen, `sliding_window` alone has no effect."""
+    kinds = hf.get("layer_types") or []
+    if hf.get("use_sliding_window") or "sliding_attention" in kinds:
         raise ValueError(
-            f"{family} with use_sliding_window is not supported; set it to false if no sequence exceeds the "
-            "window."
+            f"{family} with use_sliding_window is not supported, nor with sliding_attention in layer_types; "
+            "set the first to false and all layers to full_attention if no sequence exceeds the window."
+        )
+    if kinds and len(kinds) != hf["num_hidden_layers"]:
+        raise ValueError(
+            f"{family} has {len(kinds)} layer_types in config.json, but num_hidden_layers="
+            f"{hf['num_hidden_layers']}; correct the one that is wrong."
         )
 
 

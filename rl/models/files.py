@@ -1,6 +1,6 @@
 """The safetensors files of a Hugging Face checkpoint: find tensors, check them, read parts of them."""
 
-import json
+import logging
 import math
 import stat
 from collections.abc import Container, Iterable, Iterator
@@ -14,8 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl.models.boxes import Box, index
+from rl.models.json_files import INDEX, read_object
 from rl.models.layout import FP8_BLOCK, Stored, Weight
-from rl.models.sizes import PREDICTING
+from rl.models.rope import frequencies
+from rl.models.sizes import PREDICTING, is_tied
+
+log = logging.getLogger(__name__)
 
 MAPPED_BYTES = 256 << 20
 """Bytes read from a file before it is opened again, which releases the pages read so far from memory."""
@@ -24,6 +28,10 @@ MXFP4_BLOCK = 32
 """Number of values that share a power of two in MXFP4."""
 BLOCKS, SCALES = "_blocks", "_scales"
 """End of the names of an MXFP4 tensor's codes and exponents."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights in the files, besides the quantised ones."""
+QUANTISATIONS = ("fp8", "mxfp4")
+"""Values of `quantization_config.quant_method` whose files are read."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; those of 8 to 15 are their negatives."""
 
@@ -58,7 +66,10 @@ class TensorReader:
         self._num_bytes = 0
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the box of the tensor, in the dtype of the file; MXFP4 is dequantised to float32."""
+        """Return the box of the tensor, in the dtype of the file; MXFP4 is dequantised to float32.
+
+        An empty box is the whole tensor.
+        """
         stored = self._stored.get(name)
         if stored is None:
             return self._read(name, box)
@@ -99,12 +110,16 @@ class TensorReader:
 def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     """Return the file of each tensor, by the tensor's name. Reads only headers.
 
-    Raises ValueError if there are no files, or if tensors are missing or differ in shape from config.json.
-    Optional weights may be missing.
+    Raises ValueError if there are no files, or if tensors are missing, differ in shape from config.json, have
+    a dtype that cannot be read, or are not where the index says. Optional weights may be missing.
     """
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in _paths(Path(directory)):
+    dtypes: dict[str, str] = {}
+    paths, places = _paths(Path(directory))
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file; put the model's file there.")
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():
@@ -112,7 +127,8 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
                         raise ValueError(
                             f"{path} and {files[name]} both hold {name}; remove one of the two files."
                         )
-                    files[name], shapes[name] = path, tuple(opened.get_slice(name).get_shape())
+                    part = opened.get_slice(name)
+                    files[name], shapes[name], dtypes[name] = path, tuple(part.get_shape()), part.get_dtype()
         except FileNotFoundError as error:  # it exists, but the library says so of a file without permission
             owner, mode = path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)
             raise ValueError(
@@ -120,6 +136,11 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
             ) from error
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged or no safetensors file: {error}.") from error
+    if lost := [name for name, path in places.items() if files.get(name) != path]:
+        raise ValueError(
+            f"{Path(directory, INDEX)} places {_few(lost)} in files that do not hold them; copy the index "
+            "and its files again."
+        )
     expected = {
         name: shape
         for weight in weights
@@ -141,6 +162,7 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
         raise ValueError(
             f"{directory} has {len(odd)} tensors whose shape differs from config.json: {_few(odd)}."
         )
+    _check_dtypes(files, {name: dtypes[name] for name in expected})
     return files | {weight.hf[0]: files[next(iter(stored_shapes(weight, files)))] for weight in parts}
 
 
@@ -191,54 +213,131 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(mode)
 
 
-def _paths(directory: Path) -> list[Path]:
+def _check_dtypes(files: dict[str, Path], dtypes: dict[str, str]) -> None:
+    """Raise ValueError for a dtype, by the tensor's name, of which no weight can be read."""
+    for name, dtype in dtypes.items():
+        if name.endswith((BLOCKS, SCALES)):
+            readable: tuple[str, ...] = ("U8",)
+        else:
+            readable = ("F8_E4M3",) if name + "_scale_inv" in dtypes else FLOATS
+        if dtype not in readable:
+            raise ValueError(
+                f"{files[name]} has {name} in {dtype}, not {' or '.join(readable)}; Lockstep reads floats, "
+                "MXFP4, and F8_E4M3 with one scale per block: use the model in one of these formats."
+            )
+
+
+def _paths(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the files that an index names, else model.safetensors, else every safetensors file.
 
-    Some published directories hold the weights twice (Mistral's consolidated.safetensors).
+    Some published directories hold the weights twice (Mistral's consolidated.safetensors). The second value
+    is the file of each tensor, by the tensor's name, according to the index.
     """
-    index_file, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index_file.exists():
-        paths = [
-            directory / name
-            for name in sorted(set(json.loads(index_file.read_text())["weight_map"].values()))
-        ]
+    index_file, single = directory / INDEX, directory / "model.safetensors"
+    places: dict[str, Path] = {}
+    if index_file.exists() or index_file.is_symlink():
+        named = read_object(index_file).get("weight_map")
+        if not isinstance(named, dict) or not named:
+            raise ValueError(f"{index_file} has no weight_map from tensors to files; copy it again.")
+        for name, file in named.items():
+            if not isinstance(file, str) or Path(file).name != file or not file:
+                raise ValueError(f"{index_file}: weight_map.{name}={file!r} must be a file beside the index.")
+            places[name] = directory / file
+        paths = sorted(set(places.values()))
+        if single.exists() and single not in paths:
+            raise ValueError(
+                f"{directory} has {single.name} beside {INDEX}, which names other files: transformers reads "
+                "the first, vLLM the others; remove what is old."
+            )
     else:
-        paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+        paths = (
+            [single] if single.exists() or single.is_symlink() else sorted(directory.glob("*.safetensors"))
+        )
     if not paths:
         raise ValueError(
             f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format, so "
             "convert the model."
         )
     if absent := [path.name for path in paths if not path.exists()]:
-        raise ValueError(f"{directory} lacks {_few(absent)}, which its model.safetensors.index.json names.")
-    return paths
+        raise ValueError(f"{directory} lacks {_few(absent)}, which {INDEX} names or a link points to.")
+    return paths, places
 
 
-def refuse_extra(directory: str, names: Iterable[str], weights: list[Weight], hf: dict) -> None:
-    """Raise ValueError if the checkpoint has tensors that its architecture lacks.
+def refuse_extra(directory: str, files: dict[str, Path], weights: list[Weight], hf: dict) -> None:
+    """Raise ValueError if the checkpoint has tensors that its architecture lacks, or that contradict others.
 
-    Training without these tensors would change the model.
+    Training without these tensors would change the model. files: see `tensor_files`.
 
-    These tensors are allowed: an unused head (tied to the embedding, or of a language model read as a
-    critic), computed buffers, scales of FP8 blocks, and the layers for multi-token prediction, after the last
-    layer (DeepSeek-V3) or named mtp (Qwen3-Next).
+    These tensors may be there: a head that the model does not use (tied and equal to the embedding, or of a
+    language model read as a critic), computed frequencies, scales of FP8 blocks, and the layers for
+    multi-token prediction, after the last layer (DeepSeek-V3) or named mtp (Qwen3-Next), which are logged.
     """
-    found = set(names)
-    known = {name for weight in weights for name in weight.hf} | {"lm_head.weight"}
+    found = set(files)
+    known = {name for weight in weights for name in weight.hf}
     known |= {name for weight in weights for name in stored_shapes(weight, found)}
     first, count = hf["num_hidden_layers"], max(hf.get(key) or 0 for key in PREDICTING)
     predicting = ("mtp.", *(f"model.layers.{layer}." for layer in range(first, first + count)))
-    extra = sorted(
-        name
-        for name in found
-        if name.removesuffix("_scale_inv") not in known
-        and not name.endswith(".inv_freq")
-        and not name.startswith(predicting)
-    )
+    others = sorted(found - known - {name + "_scale_inv" for name in known})
+    unread = [name for name in others if name.startswith(predicting)]
+    extra = [name for name in others if name not in (*unread, "lm_head.weight") and not _is_frequency(name)]
     if extra:
         raise ValueError(
             f"{directory} has {len(extra)} tensors that {hf['architectures'][0]} does not have: "
             f"{_few(extra)}."
+        )
+    if unread:
+        log.warning(
+            "%s: %d tensors for multi-token prediction are not read, and exports lack them: %s",
+            directory,
+            len(unread),
+            _few(unread),
+        )
+    reader = TensorReader(files, weights)
+    embedding = next((weight for weight in weights if weight.tied_to_head), None)
+    if "lm_head.weight" in others and is_tied(hf) and embedding is not None:
+        _compare_head(reader, embedding)
+    for name in filter(_is_frequency, others):
+        own, local = frequencies(hf), reader.read(name, ()).float()
+        if "visual" not in name and (own.shape != local.shape or not torch.allclose(own, local, rtol=0.01)):
+            raise ValueError(
+                f"{files[name]} has {name}, which are not the frequencies of the rotary embedding of "
+                "config.json (rope_theta, rope_scaling); correct config.json."
+            )
+
+
+def _is_frequency(name: str) -> bool:
+    return name.endswith(".inv_freq")
+
+
+def _compare_head(reader: TensorReader, embedding: Weight) -> None:
+    """Raise ValueError if the files hold a head that differs from the embedding that is tied to it."""
+    (name,), ((rows, columns),) = embedding.hf, embedding.shapes
+    size = max(1, MAPPED_BYTES // (8 * columns))
+    for start in range(0, rows, size):
+        box = (start, min(start + size, rows)), (0, columns)
+        head, tied = reader.read("lm_head.weight", box), reader.read(name, box)
+        if head.shape != tied.shape or not torch.equal(head.to(tied.dtype), tied):
+            raise ValueError(
+                f"{reader.files['lm_head.weight']} has an lm_head.weight that differs from {name}, but "
+                "config.json has tie_word_embeddings=true: set it to false, or remove the tensor."
+            )
+
+
+def check_quantisation(directory: str, hf: dict, files: dict[str, Path]) -> None:
+    """Raise ValueError if config.json has a quantization_config that the tensors contradict."""
+    config = hf.get("quantization_config") or {}
+    kind = config.get("quant_method")
+    if not config:
+        return
+    if kind not in QUANTISATIONS:
+        raise ValueError(
+            f"{directory}/config.json has quantization_config.quant_method={kind}; only "
+            f"{' and '.join(QUANTISATIONS)} are read: use the model in another format."
+        )
+    if not any(name.endswith(("_scale_inv", SCALES)) for name in files):
+        raise ValueError(
+            f"{directory}/config.json has a quantization_config (quant_method={kind}), but no tensor is "
+            "quantised; remove the key, or use the files that belong to it."
         )
 
 

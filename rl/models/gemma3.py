@@ -10,6 +10,8 @@ from rl.models.form import Form
 from rl.models.layout import REPLICATED, Weight
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
+UNREAD_TOKENS = ("<image_soft_token>",)
+"""Tokens of the published tokenizer for which models of text alone have no row in the embedding."""
 
 
 def megatron_config(hf: dict) -> dict:

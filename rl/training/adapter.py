@@ -25,6 +25,7 @@ from torch.nn import Parameter, ParameterDict
 from torch.nn.functional import grouped_mm, linear, pad
 
 from rl.config.adapter import Adapter
+from rl.faults.agreement import fail_together
 from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
@@ -116,7 +117,8 @@ class Adapters(Part):
             copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             self.initial_map = base.over(self.learned_map.weights, copies)
         if adapter.path:
-            load_hf(adapter.path, self.learned_map)
+            with fail_together():
+                load_hf(adapter.path, self.learned_map)
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
         """Compare the frozen weights with those of the first call, the adapters with the gradient buffers.

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from rl.config.schema import Training
 from rl.data.batch import Batch
+from rl.faults.agreement import fail_together
 from rl.models import architecture, value_model, value_weights
 from rl.models.layout import Weight
 from rl.runtime import tracing
@@ -98,8 +99,9 @@ class TrainingEngine:
         self.shares_prompts = training.shared_prefix and can_share(device.torch, dtype)
         self.weight_map = WeightMap(hf, self._weights(hf), grid, model, dtype=dtype, device=device.torch)
         mark_split_weights(self.weight_map)
-        if not any(part.load(self.weight_map) for part in self.parts):
-            load_hf(spec.path, self.weight_map)
+        with fail_together():  # each rank reads its own part of the files
+            if not any(part.load(self.weight_map) for part in self.parts):
+                load_hf(spec.path, self.weight_map)
         for part in self.parts:
             part.attach(self)
         self.learned_map = self.parts.learned_map(self.weight_map)

@@ -146,7 +146,8 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
     """Fill this rank's parameters from a checkpoint's safetensors files. Not collective.
 
     Padding rows of the vocabulary become 0. FP8 weights with a scale per block, as in DeepSeek-V3, and
-    MXFP4 are dequantised. Raises ValueError as `tensor_files` does.
+    MXFP4 are dequantised. Raises ValueError as `tensor_files` does, and for a value that is NaN, infinite, or
+    becomes infinite in the model's dtype.
     """
     files = tensor_files(directory, weight_map.weights)
     reader = TensorReader(files, weight_map.weights)
@@ -157,16 +158,16 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
                 continue  # optional: stays 0
             values = reader.read(piece.hf, piece.hf_box)
             if values.dtype is torch.float8_e4m3fn:
-                scale = piece.hf + "_scale_inv"
-                if scale not in files:
-                    raise ValueError(
-                        f"{directory} has {piece.hf} in FP8, but no {scale}; Lockstep reads only FP8 with "
-                        "one scale per block."
-                    )
-                values = dequantised(
-                    values, reader.read(scale, blocks_of(piece.hf_box)).float(), piece.hf_box
+                scales = reader.read(piece.hf + "_scale_inv", blocks_of(piece.hf_box)).float()
+                values = dequantised(values, scales, piece.hf_box)
+            values = values.to(parameter)
+            if not values.isfinite().all():
+                raise ValueError(
+                    f"{files[piece.hf]} has {piece.hf} with NaN or values that are infinite in "
+                    f"{str(values.dtype).removeprefix('torch.')}; use another copy of the model, or a "
+                    "model.dtype with a wider range."
                 )
-            parameter[index(piece.local_box)] = values.to(parameter)
+            parameter[index(piece.local_box)] = values
 
 
 def blocks_of(box: Box) -> Box:

@@ -59,5 +59,18 @@ def test_a_rank_reads_its_part_of_an_fp8_checkpoint(tmp_path, cut, tp, rank):
 
 def test_fp8_without_scales_is_refused(tmp_path):
     save_file({"a.weight": quantised(300, 200)[0]}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="a.weight in FP8, but no a.weight_scale_inv"):
+    with pytest.raises(ValueError, match="a.weight in F8_E4M3, .*one scale per block"):
         load(tmp_path, torch.zeros(300, 200), COLUMN, 1, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_weights_that_are_not_finite_are_refused(value, tmp_path):
+    """Training on them gave NaN at the first step. 1e39 is finite in the file, but infinite in float32."""
+    values = torch.zeros(300, 200, dtype=torch.float64)
+    values[299, 0] = value
+    save_file({"a.weight": values}, tmp_path / "model.safetensors")
+    load(tmp_path, torch.zeros(150, 200), COLUMN, 2, 0)  # another rank's rows
+    with pytest.raises(
+        ValueError, match="model.safetensors has a.weight with NaN or values that are infinite"
+    ):
+        load(tmp_path, torch.zeros(150, 200), COLUMN, 2, 1)
