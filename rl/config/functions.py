@@ -24,21 +24,32 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
     location, _, name = spec.rpartition(":")
     if not location or not name:
         raise ValueError(f"{key}={spec!r} must have the form package.module:name or path/to/file.py:name.")
-    is_file = location.endswith(".py")
     try:
-        module = import_file(Path(location)) if is_file else importlib.import_module(location)
+        module = _module(location)
     except Exception as error:  # an import runs the user's code, which may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{key}={spec!r}: {location} cannot be imported: {reason}") from error
     found = vars(module)
     if name not in found:
-        public = [n for n, value in found.items() if inspect.isfunction(value) and not n.startswith("_")]
+        own = [value.__name__ for value in found.values() if inspect.isfunction(value)]
+        public = [n for n in own if not n.startswith("_") and found.get(n).__module__ == module.__name__]
         raise ValueError(
             f"{key}={spec!r}: {location} has no {name!r}, only {', '.join(public) or 'no function'}."
         )
     if not callable(found[name]):
         raise ValueError(f"{key}={spec!r} must be callable, not a {type(found[name]).__name__}.")
     return found[name]
+
+
+def companion(spec: str, name: str) -> Callable[..., Any] | None:
+    """Return the function `name` beside the function that `spec` names, in its module or file, if there is
+    one."""
+    return vars(_module(spec.rpartition(":")[0])).get(name)
+
+
+def _module(location: str) -> ModuleType:
+    is_file = location.endswith(".py")
+    return import_file(Path(location)) if is_file else importlib.import_module(location)
 
 
 def import_file(path: Path) -> ModuleType:

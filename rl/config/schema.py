@@ -498,9 +498,13 @@ def generates_held_out(config: Config) -> bool:
 
 def needs_reward(config: Config) -> bool:
     """Return whether responses are scored, in training or in validation."""
+    return scores_training(config) or generates_held_out(config)
+
+
+def scores_training(config: Config) -> bool:
+    """Return whether responses to the training prompts are scored."""
     learns = "reward" in algorithm_of(config).needs or needs_feedback(config)
-    learns = learns and config.run.mode != "train_only"
-    return learns or generates_held_out(config)
+    return learns and config.run.mode != "train_only"
 
 
 def needs_reference(config: Config) -> bool:

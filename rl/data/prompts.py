@@ -62,6 +62,8 @@ class Prompt:
     """Index of its file in `files`."""
     draw: int = -1
     """Number of prompts that the run had drawn before it; -1 if the run does not number its draws."""
+    place: str = ""
+    """Its file and row, for error messages."""
     images: tuple["Image", ...] = ()
     """Its images in their order (`rl.data.images`); `token_ids` has the tokens of each."""
 
@@ -177,6 +179,7 @@ def load_prompts(
             response_ids=response_ids[index],
             messages=messages[index],
             source=rows[index].source,
+            place=rows[index].place,
             images=tuple(pictures[index]),
         )
         for index in np.flatnonzero(kept).tolist()

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl.checks.batches import CheckFailed, place
+from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
 from rl.data.chat_template import ChatTemplate, kept_ids
@@ -20,8 +21,9 @@ from rl.data.special_tokens import decode_responses, encode, hide
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
+from rl.phases.truths import arguments, check_truths
 from rl.rewards.pool.pool import ScoringPool, default_workers
-from rl.rewards.score import Score, digest, sealed
+from rl.rewards.score import Score, digest, sealed, to_finite
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
@@ -51,6 +53,10 @@ class Scorer:
         self.kept = inputs.kept_ids
         self.model = engines.training.get("reward_model")
         self.judge = engines.generating.get("judge")
+        self.first_cause: str = ""
+        """Why the first failed call of this batch on this rank failed."""
+        self.succeeded: set[bool] = set()
+        """Whether a batch of training (False), of validation (True) had a score."""
 
     @property
     def has_models(self) -> bool:
@@ -77,10 +83,11 @@ class Scorer:
         owners = [batch.prompts[int(batch.groups[i])] for i in mine]
         given = batch.score_details.get("score")
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
-        samples = [_sample(owners[k], texts[k]) for k in asked]
+        samples = [arguments(owners[k], texts[k]) for k in asked]
         self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
         with tracing.span("reward function", samples=len(samples)):
             scores = self.pool.score(samples)
+        self.first_cause = next(iter(self.pool.failures.values()), "")
         owned = [mine[k] for k in asked]
         columns, digests = gather_columns(
             [score.values for score in scores],
@@ -104,6 +111,8 @@ class Scorer:
             answers = gather_by_rank([found[k].prediction if k in found else None for k in range(len(mine))])
         if given is not None:
             columns = _joined(batch.score_details, columns)
+        called = torch.full((len(batch),), given is None or self.has_models)
+        called = called if given is None else called | given["score"].isnan()
         chats = [batch.conversations[i] if batch.conversations else [] for i in mine]
         own = list(zip(owners, texts, chats))
         if self.model is not None:
@@ -114,11 +123,29 @@ class Scorer:
             columns["judge"] = torch.where(failed > 0, torch.nan, given)
             columns["failed"] = torch.maximum(columns["failed"], failed)
             columns["score"] = columns["score"] + self.config.judge.coef * given
-        failed = columns["failed"] > 0
+        broken = ~columns["score"].isfinite()  # NaN of a reward model, or a sum beyond float32
+        failed = (columns["failed"] > 0) | broken
+        columns["failed"] = failed.float()
+        self._refuse_failures(failed[called], predictions)
         columns["score"] = columns["score"].masked_fill(failed, self.config.failure_score)
         if "acc" in columns:  # a failed sample counts as wrong
             columns["acc"] = columns["acc"].masked_fill(failed, 0.0)
         return columns, answers
+
+    def _refuse_failures(self, failed: Tensor, is_validation: bool) -> None:
+        """Raise ConfigError if every call of the first batch failed, which would train on constant scores.
+
+        failed: bool, of the samples that a function, a model or a judge scored. Collective over the world.
+        """
+        if not len(failed) or is_validation in self.succeeded:
+            return
+        if failed.all():
+            causes = gather_objects(self.first_cause)
+            cause = next(filter(None, causes), "the reward model or the sum gives no finite number")
+            raise ConfigError(
+                f"the reward failed for all {len(failed)} samples of the first batch; first cause: {cause}"
+            )
+        self.succeeded.add(is_validation)
 
     def _model_scores(self, model: TrainingEngine, own: list[Response]) -> Tensor:
         """Return the reward model's value at the last token of each conversation, float32 [N].
@@ -167,9 +194,18 @@ class Scorer:
         kept = kept_ids(tokenizer, ["auto"], end_token_ids(judge.path))
         for i, text in zip(asked, decode_responses(answers.response_ids, tokenizer, kept)):
             try:
-                values[i], failed[i] = float(parse(text)), 0.0
-            except Exception:  # a user's parser may raise anything; only this sample's grade is lost
-                continue
+                grade = to_finite(found := parse(text))
+                cause = f"reward.judge.parser returned {found!r:.80}, no finite number of float32"
+            except Exception as error:  # a user's parser may raise anything; only this sample's grade is lost
+                grade, cause = None, f"reward.judge.parser raised {type(error).__name__}: {error}"
+            if grade is None:
+                self.first_cause = self.first_cause or cause
+            else:
+                values[i], failed[i] = grade, 0.0
+        if not asked:
+            self.first_cause = (
+                f"every question is above reward.judge.max_prompt_tokens={judge.max_prompt_tokens}"
+            )
         return values, failed
 
 
@@ -212,7 +248,7 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
     """Start this rank's worker processes. Not collective.
 
     Call it before the engines are built, because they pin this thread to a core. Raises ValueError if a
-    worker cannot load the reward functions within its limits.
+    worker cannot load the reward functions within its limits, or cannot grade a ground truth.
     """
     assert inputs.rewards is not None
     own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
@@ -227,6 +263,7 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
     )
     try:
         pool.check()
+        check_truths(config, inputs, pool)
     except ValueError:
         pool.shutdown()
         raise
@@ -268,16 +305,6 @@ def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, 
         own = given.get(name, missing)
         columns[name] = torch.where(scored | ~own.isnan(), own, computed.get(name, missing))
     return columns | {"failed": columns["failed"].nan_to_num(0.0)}
-
-
-def _sample(prompt: Prompt, response: str) -> dict:
-    return dict(
-        prompt=prompt.text,
-        response=response,
-        ground_truth=prompt.ground_truth,
-        data_source=prompt.data_source,
-        extra_info=prompt.extra_info,
-    )
 
 
 def transcript(messages: Messages) -> str:

@@ -5,17 +5,17 @@ executed as Python, and division is exact.
 """
 
 import ast
-import json
 from collections import Counter
 from fractions import Fraction
 from typing import Any
 
+from rl.rewards.answers import ascii_minus, container, decoded, plain
 from rl.rewards.format import last_answer, last_line
 
 MAX_CHARS = 500
 """Maximum characters of an answer that is parsed; six three-digit numbers with brackets take about 60."""
 
-_SIGNS = "\u00d7 * \u22c5 * \u00f7 / \u2212 - \\times * \\cdot * \\div /".split()
+_SIGNS = "\u00d7 * \u22c5 * \u00f7 / \\times * \\cdot * \\div /".split()
 """Signs, each followed by its ASCII form."""
 
 
@@ -37,13 +37,13 @@ def score(
     number there is wrong.
 
     Args:
-        ground_truth: {"target": int, "numbers": [int, ...]}, or JSON of it.
+        ground_truth: {"target": int, "numbers": [int, ...]}, or the text of it.
         format_score: score of a wrong expression within the tag; 0.1 as in TinyZero.
         use_all: each number must be used exactly once, as in TinyZero; otherwise at most once.
 
     Raises ValueError for a malformed ground truth.
     """
-    target, numbers = read_task(ground_truth)
+    target, numbers = check_truth(ground_truth)
     tagged = last_answer(response)
     text = tagged if tagged is not None else "" if require_tag else last_line(response)
     expression, right = _split_equation(text, target)
@@ -52,17 +52,26 @@ def score(
     return {"score": 1.0 if acc else partial, "acc": acc, "pred": "".join(expression.split())}
 
 
-def read_task(ground_truth: Any) -> tuple[int, list[int]]:
-    """Return the target and the numbers. Raises ValueError if one is missing."""
+def check_truth(ground_truth: Any, **kwargs: Any) -> tuple[int, list[int]]:
+    """Return the target and the numbers. Raises ValueError if one is missing, or is not a whole number."""
     try:
-        task = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-        # int() because numbers read from Parquet are numpy integers.
-        return int(task["target"]), [int(number) for number in task["numbers"]]
-    except (KeyError, TypeError, ValueError) as error:
+        task = decoded(ground_truth)
+        numbers = plain(task["numbers"])
+        if isinstance(numbers, str):
+            numbers = container(numbers)
+        return _whole(task["target"]), [_whole(number) for number in numbers]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"reward_model.ground_truth={ground_truth!r:.200}: countdown needs the form "
             '{"target": 24, "numbers": [1, 5, 6, 8]}.'
         ) from error
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number, also from 24.0 or "24". Raises ValueError or TypeError for anything else."""
+    if isinstance(plain(value), bool) or int(value) != float(value):
+        raise ValueError(f"{value!r:.40} is not a whole number")
+    return int(value)
 
 
 def evaluate(expression: str, numbers: list[int], *, use_all: bool = True) -> Fraction | None:
@@ -105,5 +114,5 @@ def _split_equation(text: str, target: int) -> tuple[str, bool]:
         return "", False
     for sign, ascii_sign in zip(_SIGNS[::2], _SIGNS[1::2]):
         text = text.replace(sign, ascii_sign)
-    expression, equals, right = text.partition("=")
+    expression, equals, right = ascii_minus(text).partition("=")
     return expression.strip(), not equals or right.strip() == str(target)

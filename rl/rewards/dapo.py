@@ -15,6 +15,7 @@ unwrapped. With `bare_box` a response without `Answer:` is judged by its last bo
 import re
 from typing import Any
 
+from rl.rewards.answers import ascii_minus, refusal, single
 from rl.rewards.score import INVALID
 
 TAIL_CHARS = 300
@@ -77,19 +78,25 @@ def score(
     the ground truth. With `strict_box`, and with `bare_box` if there is no such line, it is the unchanged
     content of the last \\boxed{} in the last 100 characters.
 
-    Raises ValueError for a prompt without ground truth.
+    Raises ValueError for a prompt without ground truth, or one that cannot be read.
     """
-    if ground_truth is None:
-        raise ValueError("reward_model.ground_truth is missing: the DAPO reward needs the answer there.")
-    truth = str(ground_truth)
+    truth, response = check_truth(ground_truth), ascii_minus(response)
     answers = [] if strict_box else _ANSWER.findall(response[-TAIL_CHARS:])
     found = _boxed(response[-STRICT_TAIL_CHARS:]) if strict_box or (bare_box and not answers) else None
     if answers:
         pred, truth = normalize(answers[-1]), normalize(truth)
     else:
         pred = INVALID if found is None else found
-    right = pred == truth
+    right = bool(pred) and pred == truth
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
+
+
+def check_truth(ground_truth: Any, **kwargs: Any) -> str:
+    """Return the answer of a truth. Raises ValueError if there is none, or its normal form is empty."""
+    truth = ascii_minus(single(ground_truth))
+    if not normalize(truth):
+        raise refusal(ground_truth, "nothing is left of it in Minerva's normal form")
+    return truth
 
 
 def normalize(answer: str) -> str:
@@ -113,8 +120,10 @@ def normalize(answer: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{} with its nested braces; None if missing or not closed."""
-    start = text.rfind(_BOX)
+    """Return the content of the last \\boxed{} that has one; None if missing or not closed."""
+    end = len(text)
+    while (start := text.rfind(_BOX, 0, end)) >= 0 and text[start + len(_BOX) :].lstrip().startswith("}"):
+        end = start
     if start < 0:
         return None
     start += len(_BOX)

@@ -2,15 +2,35 @@
 
 from typing import Any
 
+from rl.rewards.answers import accepted, ascii_minus
 
-def score(prompt: str, response: str, ground_truth: Any, **extra: Any) -> dict[str, float]:
-    """Return `score` and `acc`: 1.0 if the stripped response equals the stripped ground truth, else 0.0.
 
-    Raises ValueError for a prompt without ground truth.
+def score(
+    prompt: str, response: str, ground_truth: Any, *, literal: bool = False, **extra: Any
+) -> dict[str, float]:
+    """Return `score` and `acc`: 1.0 if the stripped response equals an accepted answer, else 0.0.
+
+    Args:
+        ground_truth: the accepted answer, or several, see `rl.rewards.answers.accepted`.
+        literal: a text is the answer as it stands, also if it spells a list or a mapping of texts.
+
+    Raises ValueError for a prompt without ground truth, or one that cannot be read.
     """
-    if ground_truth is None:
-        raise ValueError(
-            "reward_model.ground_truth is missing: exact match needs the expected response there."
-        )
-    acc = float(response.strip() == str(ground_truth).strip())
+    answers = check_truth(ground_truth, literal=literal)
+    acc = float(_stripped(response) in map(_stripped, answers))
     return {"score": acc, "acc": acc}
+
+
+def check_truth(ground_truth: Any, *, literal: bool = False, **kwargs: Any) -> list[str]:
+    """Return the accepted answers. Raises ValueError if no response could be right."""
+    if literal and isinstance(ground_truth, str):
+        return [ground_truth]
+    try:
+        return accepted(ground_truth)
+    except ValueError as error:
+        remedy = " With reward.kwargs.literal=true exact match compares the text as it stands."
+        raise ValueError(f"{error}{remedy * isinstance(ground_truth, str)}") from error
+
+
+def _stripped(text: str) -> str:
+    return ascii_minus(text).strip()

@@ -62,12 +62,21 @@ def has_think_and_answer(text: str, *, think_in_prompt: bool = False) -> bool:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the stripped content of the last complete <answer> </answer>; None if there is none."""
-    start = text.rfind(OPEN_ANSWER, 0, max(0, text.rfind(CLOSE_ANSWER)))
-    if start < 0:
-        return None
-    start += len(OPEN_ANSWER)
-    return text[start : text.index(CLOSE_ANSWER, start)].strip()
+    """Return the stripped content of the last complete <answer> </answer>; None if there is none.
+
+    The last one with content counts: a text may end with a mention of the empty tags.
+    """
+    last, end = None, len(text)
+    while (close := text.rfind(CLOSE_ANSWER, 0, end)) >= 0:
+        end = text.rfind(OPEN_ANSWER, 0, close)
+        if end < 0:
+            break
+        start = end + len(OPEN_ANSWER)
+        content = text[start : text.index(CLOSE_ANSWER, start)].strip()
+        if content:
+            return content
+        last = content
+    return last
 
 
 def last_line(text: str) -> str:

@@ -3,14 +3,17 @@
 strict    the number directly after the last `####` that has one, as in the data set's own solutions
 flexible  the last number anywhere in the response
 
-Numbers may have a sign, a dollar sign, commas and decimals; a trailing period is not part of them. They are
-compared as decimals: 18, 18.00 and $18 are equal, and no binary rounding occurs.
+Numbers may have a sign (also U+2212), a dollar sign, commas between thousands and decimals; a trailing
+period is not part of them. They are compared as decimals: 18, 18.00 and $18 are equal, and no binary rounding
+occurs. A number that goes on in another form (1,5 or 1/2 or 6.6e-34) is not read in part: it counts as none.
 """
 
 import re
 from collections import deque
 from decimal import Decimal
 from typing import Any
+
+from rl.rewards.answers import ascii_minus, single
 
 # Linear time: no quantifier can match what follows it, so the matcher never backtracks. The sign may stand
 # before or after the dollar sign. A hyphen after a digit, a letter or a bracket is not a sign: 10-5, x-5.
@@ -19,8 +22,12 @@ _NUMBER = (
     r"(?:\\?\$ ?(?P<inner_sign>[-+])?)?"
     r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
-_FLEXIBLE = re.compile(_NUMBER)
-_STRICT = re.compile(r"####[ \t]*" + _NUMBER)
+# Text directly after a number that changes its value.
+_REST = r"(?P<rest>(?:(?:[/^:*]|[eE][-+]?|\.{0})[0-9][0-9.,]*)*)"
+_FLEXIBLE = re.compile(_NUMBER + _REST.format(""))
+_STRICT = re.compile(r"####[ \t]*" + _NUMBER + _REST.format("|-"))
+_THOUSANDS = re.compile(r"[0-9]+|[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")
+"""Digits before the point; groups of two are India's."""
 
 
 def score(
@@ -34,22 +41,36 @@ def score(
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"reward.kwargs.method={method!r}: choose strict or flexible.")
-    truth = _FLEXIBLE.fullmatch(str(ground_truth).strip())
-    if truth is None:
-        raise ValueError(f"reward_model.ground_truth={ground_truth!r} must be a number for the GSM8K reward.")
+    truth = check_truth(ground_truth)
     answer = last_number(response, strict=method == "strict")
-    acc = float(answer is not None and answer == _to_decimal(truth))
+    acc = float(answer == truth)
     return {"score": acc, "acc": acc, "pred": "" if answer is None else _to_text(answer)}
+
+
+def check_truth(ground_truth: Any, **kwargs: Any) -> Decimal:
+    """Return the number of a ground truth. Raises ValueError if it is not one."""
+    match = _FLEXIBLE.fullmatch(ascii_minus(single(ground_truth)).strip())
+    truth = _to_decimal(match) if match else None
+    if truth is None:
+        raise ValueError(
+            f"reward_model.ground_truth={ground_truth!r:.200} must be a number for the GSM8K reward, such as "
+            "1,234.5; use another reward function for other answers."
+        )
+    return truth
 
 
 def last_number(response: str, *, strict: bool) -> Decimal | None:
     """Return the last number of a response (`strict`: the last directly after `####`), or None. Linear."""
-    last = deque((_STRICT if strict else _FLEXIBLE).finditer(response), maxlen=1)
+    last = deque((_STRICT if strict else _FLEXIBLE).finditer(ascii_minus(response)), maxlen=1)
     return _to_decimal(last[0]) if last else None
 
 
-def _to_decimal(match: re.Match[str]) -> Decimal:
-    number = Decimal(match["digits"].replace(",", ""))
+def _to_decimal(match: re.Match[str]) -> Decimal | None:
+    digits = match["digits"].rstrip(",")
+    whole = digits.partition(".")[0]
+    if match["rest"] or (whole and not _THOUSANDS.fullmatch(whole)):
+        return None
+    number = Decimal(digits.replace(",", ""))
     # Unary minus would round to 28 digits.
     return number.copy_negate() if "-" in (match["sign"], match["inner_sign"]) else number
 

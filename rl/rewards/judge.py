@@ -2,17 +2,21 @@
 
 import re
 
-_GRADE = re.compile(r"grade\s{0,3}[:=]\s{0,3}\*{0,2}\s{0,3}([0-9]{1,4}(?:\.[0-9]{1,6})?)", re.IGNORECASE)
+from rl.rewards.answers import ascii_minus
+
+_GRADE = re.compile(r"grade\s{0,3}[:=]\s{0,3}\*{0,2}\s{0,3}(\S{0,40})", re.IGNORECASE)
+_NUMBER = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(?:/10)?[.,;:!)\]}>*_'\"]*")
 
 
 def grade(text: str) -> float:
     """Return the last `Grade: <number>` of the answer, from 0 to 10, scaled to 0 to 1.
 
-    Raises ValueError if there is none, or if it is above 10.
+    Raises ValueError if there is none, or if the last one is not such a number (nan, 1e39, -3, 7/20, 11).
     """
-    found = _GRADE.findall(text)
+    found = _GRADE.findall(ascii_minus(text))
     if not found:
         raise ValueError("the judge's answer has no 'Grade: <number>'")
-    if float(found[-1]) > 10:
-        raise ValueError(f"the judge's grade is {found[-1]}, above 10")
-    return float(found[-1]) / 10
+    number = _NUMBER.fullmatch(found[-1])
+    if number is None or float(number[1]) > 10:
+        raise ValueError(f"the judge's grade is {found[-1]!r}, which is no number from 0 to 10")
+    return float(number[1]) / 10

@@ -1,14 +1,14 @@
 """A `RewardPlan` with its reward functions imported, and their weighted sums."""
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl.config.functions import companion
 from rl.config.reward_sources import Component, RewardPlan
 from rl.rewards.loading import load_reward_function
-from rl.rewards.score import RejectedResult, Score, digest, sealed, to_score
+from rl.rewards.score import RejectedResult, Score, digest, sealed, to_finite, to_score
 
 
 class Mixture:
@@ -35,13 +35,41 @@ class Mixture:
         name>/<key>`, and `acc` and the prediction are those of the first function that returns one. Raises
         any exception of a function, and RejectedResult. The seal of the score is that of the sample before a
         function could change it.
+
+        A sample whose response is None has none yet: each function's `try_truth` tries its ground truth.
         """
         key = digest(sample)
-        scorers = self._sources.get(sample.get("data_source"), self._default)
+        scorers = self._of(sample.get("data_source"))
+        if sample["response"] is None:
+            for scorer in scorers:
+                if scorer.try_truth is not None:
+                    scorer.try_truth(sample["ground_truth"], **scorer.kwargs)
+            return sealed(Score({"score": 0.0}), key)
         results = [scorer.function(**{**scorer.kwargs, **sample}) for scorer in scorers]
         if any(inspect.isawaitable(result) for result in results):
             return _settle(scorers, results, key)
         return _combine(scorers, [to_score(result) for result in results], key)
+
+    def check_truth(self, ground_truth: Any, data_source: str) -> None:
+        """Raise ValueError if a function that has `check_truth` finds that it cannot grade the truth."""
+        for scorer in self._of(data_source):
+            if scorer.check_truth is not None:
+                try:
+                    scorer.check_truth(ground_truth, **scorer.kwargs)
+                except ValueError:
+                    raise
+                except Exception as error:  # of a shape that nobody foresaw
+                    raise ValueError(
+                        f"reward_model.ground_truth={ground_truth!r:.200} cannot be read by the function "
+                        f"{scorer.name} ({type(error).__name__}: {error}); write it in a form that it reads."
+                    ) from error
+
+    def tries_truths(self, data_source: str) -> bool:
+        """Return whether a function of this source has `try_truth`."""
+        return any(scorer.try_truth is not None for scorer in self._of(data_source))
+
+    def _of(self, data_source: Any) -> "list[_Scorer]":
+        return self._sources.get(data_source, self._default)
 
 
 class _Scorer(NamedTuple):
@@ -51,11 +79,22 @@ class _Scorer(NamedTuple):
     weight: float
     kwargs: Mapping[str, Any]
     function: Callable[..., Any]
+    check_truth: Callable[..., Any] | None
+    """Raises ValueError, in microseconds, for a ground truth for which no response could be graded."""
+    try_truth: Callable[..., Any] | None
+    """Raises ValueError for one that it has tried and that grades wrongly; may take seconds."""
 
 
 def _load(components: Sequence[Component]) -> list[_Scorer]:
     return [
-        _Scorer(name, c.weight, c.kwargs, load_reward_function(c.function, kwargs=c.kwargs, key=c.key))
+        _Scorer(
+            name,
+            c.weight,
+            c.kwargs,
+            load_reward_function(c.function, kwargs=c.kwargs, key=c.key),
+            companion(c.function, "check_truth"),
+            companion(c.function, "try_truth"),
+        )
         for c, name in zip(components, short_names(components))
     ]
 
@@ -92,7 +131,7 @@ async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) 
 def _combine(scorers: Sequence[_Scorer], scores: Sequence[Score], key: int) -> Score:
     """Return the weighted sum of the scores, sealed with `key`, the digest of their sample."""
     total = sum(scorer.weight * score.values["score"] for scorer, score in zip(scorers, scores))
-    if not math.isfinite(total):
+    if to_finite(total) is None:
         raise RejectedResult(f"the weighted sum of the scores is {total}")
     if len(scores) == 1:
         score = Score({**scores[0].values, "score": total}, scores[0].prediction, scores[0].feedback)

@@ -8,9 +8,9 @@ response gives its answer in <answer> </answer>.
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Literal
 
+from rl.rewards.answers import accepted, ascii_minus, refusal
 from rl.rewards.format import last_answer, last_line
 
 MAX_ANSWER_CHARS = 2000
@@ -35,43 +35,37 @@ def score(
     blank; with `require_tag` such a response scores 0.
 
     Args:
-        ground_truth: the accepted answer, a list of several, or a mapping with them under `target` (as in the
-            files of Search-R1) or `answers`.
+        ground_truth: the accepted answer, or several, see `rl.rewards.answers.accepted`.
 
     Raises ValueError for an unknown metric, or if there is no accepted answer.
     """
     if metric not in ("em", "f1"):
         raise ValueError(f"reward.kwargs.metric={metric!r}: choose em or f1.")
-    accepted = [normalize(answer) for answer in accepted_answers(ground_truth)]
+    truths = check_truth(ground_truth)
     answer = last_answer(response)
     if answer is None:
         answer = "" if require_tag else last_line(response)
     found = normalize(answer[:MAX_ANSWER_CHARS])
-    acc = float(bool(found) and found in accepted)
-    f1 = max(token_f1(found, answer) for answer in accepted)
+    acc = float(bool(found) and found in truths)
+    f1 = max(token_f1(found, truth) for truth in truths)
     return {"score": acc if metric == "em" else f1, "acc": acc, "f1": f1, "pred": found}
 
 
-def accepted_answers(ground_truth: Any) -> list[str]:
-    """Return the accepted answers. Raises ValueError if there is none."""
-    answers = ground_truth
-    if isinstance(answers, Mapping):
-        answers = answers.get("target", answers.get("answers"))
-    if isinstance(answers, (str, int, float)):
-        answers = [answers]
-    # No truth value here: lists read from Parquet are numpy arrays.
-    accepted = [str(answer) for answer in answers] if answers is not None else []
-    if not accepted:
-        raise ValueError(
-            f"reward_model.ground_truth={ground_truth!r:.200}: question answering needs an answer, "
-            "a list of answers, or a mapping with target or answers."
-        )
-    return accepted
+def check_truth(ground_truth: Any, **kwargs: Any) -> list[str]:
+    """Return the accepted answers in normal form. Raises ValueError if no response could be right."""
+    truths = [text for answer in accepted(ground_truth) if (text := normalize(answer))]
+    if not truths:
+        raise refusal(ground_truth, "nothing but punctuation stands there, which is not compared")
+    return truths
 
 
 def normalize(text: str) -> str:
-    """Return the text in lower case without punctuation, articles and repeated white space."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    """Return the text in lower case without punctuation, articles and repeated white space.
+
+    A text of articles alone, such as the choice "A", keeps them.
+    """
+    words = ascii_minus(text).lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", words).split() or words.split())
 
 
 def token_f1(found: str, accepted: str) -> float:

@@ -4,7 +4,6 @@ Every worker of the pool imports this module, so it imports only the standard li
 in 0.1 s.
 """
 
-import math
 import numbers
 import sys
 import zlib
@@ -18,6 +17,9 @@ FEEDBACK_CHARS = 4000
 """Characters of a feedback that are kept."""
 PREDICTION_CHARS = 1000
 """Characters of a prediction that are kept; it is a short extracted answer for majority voting."""
+
+LARGEST = 3.4028234663852886e38
+"""Largest number of float32, in which scores are stored; a larger one would become infinite there."""
 
 INVALID = "[INVALID]"
 """Prediction by which verl's functions report that a response has no answer."""
@@ -68,7 +70,9 @@ def to_score(result: Any) -> Score:
     score = to_finite(result["score"])
     if score is None:
         found = result["score"]
-        raise RejectedResult(f"the score must be a finite number, it is {type(found).__name__} {found!r:.80}")
+        raise RejectedResult(
+            f"the score must be a finite number of float32, it is {type(found).__name__} {found!r:.80}"
+        )
     values = {"score": score}
     for name, value in result.items():
         number = to_finite(value)
@@ -83,14 +87,14 @@ def _text(result: Mapping, name: str, limit: int) -> str | None:
 
 
 def to_finite(value: Any) -> float | None:
-    """Convert a finite real number or bool to a float; return None for anything else."""
+    """Convert a real number that float32 can hold, or a bool, to a float; return None for anything else."""
     if not isinstance(value, numbers.Real) and not _is_numpy_bool(value):
         return None
     try:
         number = float(value)
     except OverflowError:  # an int beyond the range of float
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def _is_numpy_bool(value: Any) -> bool:

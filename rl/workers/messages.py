@@ -17,6 +17,14 @@ def explain(error: BaseException) -> str:
     return encodable(text)
 
 
+def last_sentence(text: str) -> str:
+    """Return a failure as one line: the exception of a traceback of `explain` without its frames."""
+    lines = text.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return " ".join(" ".join(after or lines[-1:]).split())[:MAX_ERROR_CHARS]
+
+
 def too_slow(timeout_s: float) -> str:
     return f"the call took longer than the limit of {timeout_s:g} s"
 

@@ -24,13 +24,15 @@ from typing import Any
 from rl.config.reward_sources import RewardPlan
 from rl.rewards.pool.worker_process import ScoringWorker
 from rl.rewards.score import Score
-from rl.workers.messages import too_slow
+from rl.workers.messages import last_sentence, too_slow
 from rl.workers.pool import START_ATTEMPTS, Pool
 
 log = logging.getLogger(__name__)
 
 CHUNK_SAMPLES = 64
 """Maximum number of samples in a chunk, and so of concurrent async calls in one worker."""
+SAY_AFTER_S = 10.0
+"""Seconds without an answer after which a call is logged; the interval of the lines of progress."""
 SWEEP_EVERY_S = 1.0
 """Seconds between searches for orphaned processes of a busy worker; each search reads all of /proc."""
 
@@ -57,6 +59,9 @@ class ScoringPool(Pool[ScoringWorker]):
         super().__init__(plan, {"timeout_s": timeout_s}, **limits)
         self._failure_score, self._timeout_s = float(failure_score), timeout_s
         self._jobs = _Jobs(0)
+        self._warned_at = 0.0
+        self.failures: dict[int, str] = {}
+        """Reason of each failed call of the last `score`, by sample, as one sentence."""
         self.on_answer: Callable[[int, float], None] | None = None
         """Called after each answer with the worker's number, and time.monotonic() of the answer before."""
 
@@ -81,7 +86,8 @@ class ScoringPool(Pool[ScoringWorker]):
                     if worker.is_free and jobs.has_work:
                         chunk = jobs.take(self.max_workers, worker.ready)
                         worker.assign(chunk, samples, self._timeout_s)
-                self.await_events(math.inf if self.all else 0.0)
+                self.await_events(SAY_AFTER_S if self.all else 0.0)
+                self._say_slow()
         except BaseException:
             self.shutdown()  # pending results would be taken for answers of the next call
             raise
@@ -126,6 +132,18 @@ class ScoringPool(Pool[ScoringWorker]):
         elif not worker.chunk and time.monotonic() - worker.swept_at > SWEEP_EVERY_S:
             worker.request_sweep()
 
+    def _say_slow(self) -> None:
+        """Log a call without an answer for SAY_AFTER_S, at most one in that time."""
+        now, left = time.monotonic(), self._jobs.unfinished
+        since = min((worker.since for worker in self.all if worker.chunk), default=now)
+        if left and now - max(since, self._warned_at) >= SAY_AFTER_S:
+            self._warned_at = now
+            log.warning(
+                "a call of the reward function has no answer after %.0f s (reward.timeout_s=%g ends it); "
+                "%d of %d samples are scored",
+                *(now - since, self._timeout_s, len(self._jobs.outcomes) - left, len(self._jobs.outcomes)),
+            )
+
     def lateness(self, worker: ScoringWorker) -> str:
         return too_slow(self._timeout_s) + ", and its process was killed"
 
@@ -148,9 +166,10 @@ class ScoringPool(Pool[ScoringWorker]):
             jobs.give_back(left[: len(left) // 2])
 
     def _to_scores(self, jobs: "_Jobs") -> list[Score]:
-        failures = [outcome for outcome in jobs.outcomes if isinstance(outcome, str)]
+        failures = {i: outcome for i, outcome in enumerate(jobs.outcomes) if isinstance(outcome, str)}
+        self.failures = {i: last_sentence(reason) for i, reason in failures.items()}
         if failures:
-            first = failures[0]
+            first = next(iter(failures.values()))
             log.warning(
                 "the reward function failed on %d of %d samples, which get the score %g; the first failure%s",
                 len(failures),

@@ -15,6 +15,7 @@ from rl.config.reward_sources import make_plan
 from rl.rewards.pool import pool as pool_module
 from rl.rewards.pool import worker_process
 from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.run_directory.progress import LINE_INTERVAL_S
 from tests.ranks.rewards.hostile_rewards import VARIABLES
 from tests.spawn import ROOT
 from tests.tables import rows
@@ -189,7 +190,7 @@ REASONS = rows("""
     sleeps => took longer than the limit of 1 s, and its process was killed ;;
     exits at once => ended its process: exit status 3 ;; crashes => ended its process: SIGSEGV ;;
     allocates => MemoryError ;; writes garbage => sent an invalid message: b'garbage' ;;
-    returns nan => the score must be a finite number, it is float nan
+    returns nan => the score must be a finite number of float32, it is float nan
     """)
 
 
@@ -332,6 +333,24 @@ def test_an_interrupted_call_leaves_a_pool_that_works():
             assert numbers_of(pool.score(samples_of(range(10)))) == [float(i) for i in range(10)]
     finally:
         signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_call_without_an_answer_is_logged_while_it_hangs(monkeypatch, caplog):
+    assert pool_module.SAY_AFTER_S <= LINE_INTERVAL_S
+    monkeypatch.setattr(pool_module, "SAY_AFTER_S", 0.2)
+    with make_pool(REWARDS, "fails_as_named", timeout_s=1.5) as pool, caplog.at_level(logging.WARNING):
+        pool.score(samples_of(["1", "spins"]))
+    said, failure = caplog.records[0].getMessage(), caplog.records[-1].getMessage()
+    assert "no answer after" in said and "reward.timeout_s=1.5 ends it" in said
+    assert "failed on 1 of 2 samples" in failure
+
+
+def test_the_reason_of_each_failure_is_one_sentence():
+    with make_pool(REWARDS, "fails_as_named") as pool:
+        pool.score(samples_of(["1", "raises"]))
+        assert pool.failures == {1: "RuntimeError: broken"}
+        pool.score(samples_of(["1"]))
+        assert pool.failures == {}
 
 
 def test_workers_die_with_the_process_that_started_them(tmp_path):

@@ -1,6 +1,7 @@
-"""Texts that a reward model and a judge read of a trajectory."""
+"""Texts that a reward model and a judge read of a trajectory, and scores that fail."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from rl.checks.batches import CheckFailed
+from rl.config.options import ConfigError
+from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.chat_template import CALL, QUESTION, REPLY
 from rl.data.prompts import Prompt
 from rl.data.special_tokens import special_ids
-from rl.phases.scorer import _conversation, _digest, _parts, _question, check_places
+from rl.phases import scorer as scorer_module
+from rl.phases.scorer import Scorer, _conversation, _digest, _parts, _question, check_places
 from tests.chat_templates import tokenizer_of
 
 PROMPT = Prompt(0, np.zeros(1, np.int32), "the data set's prompt", "test", "42", {})
@@ -65,3 +69,54 @@ def test_a_score_in_the_place_of_another_sample_is_found(monkeypatch):
     check_places(batch, digests)
     with pytest.raises(CheckFailed, match="sample 2 has the score of another sample, from rank 0"):
         check_places(batch, digests[[0, 1, 3, 2]])
+
+
+class Judge:
+    """An engine that answers nothing, and the tokenizer and pool of a scorer around it."""
+
+    def __init__(self, monkeypatch, grades, *, results=None):
+        self.grades = iter(grades)
+        tokenizer = tokenizer_of("qwen2.5")
+        monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        for name in ("gather_by_rank", "gather_objects"):
+            monkeypatch.setattr(
+                scorer_module, name, (lambda mine: mine) if "rank" in name else lambda own: [own]
+            )
+        self.scorer = object.__new__(Scorer)
+        config = load_config(None, ["reward.judge.path=x", "model.path=x", "data.train=[x]", "run.dir=x"])
+        self.scorer.config, self.scorer.seed, self.scorer.device = config.reward, 0, None
+        self.scorer.tokenizers, self.scorer.parse_grade = {"judge": tokenizer}, lambda text: next(self.grades)
+        self.scorer.first_cause, self.scorer.succeeded = "", set()
+        answers = SimpleNamespace(response_ids=[np.array([1], np.int32)] * len(grades))
+        monkeypatch.setattr(scorer_module, "end_token_ids", lambda path: set())
+        monkeypatch.setattr(scorer_module, "exchange", lambda *_: None)
+        monkeypatch.setattr(scorer_module, "batch_of", lambda *_, **__: answers)
+        calls = dict.fromkeys(["wake_weights", "wake_cache", "sleep"], lambda: None)
+        self.engine = SimpleNamespace(**calls, generate=lambda *_: [])
+
+    def scores(self, number):
+        return self.scorer._judge_scores(self.engine, [(PROMPT, "b", [])] * number)
+
+
+def test_a_grade_that_is_no_finite_number_fails(monkeypatch):
+    grades = [float("nan"), float("inf"), 1e39, -1e39, 1j, "0.5", None, 10**400, True, np.float32(0.5), 0.25]
+    judge = Judge(monkeypatch, grades)
+    values, failed = judge.scores(len(grades))
+    assert failed.tolist() == [1.0] * 8 + [0.0] * 3
+    assert values.tolist() == [0.0] * 8 + [1.0, 0.5, 0.25]
+    assert judge.scorer.first_cause == "reward.judge.parser returned nan, no finite number of float32"
+
+
+def test_a_first_batch_of_failures_ends_the_run(monkeypatch):
+    scorer = Judge(monkeypatch, []).scorer
+    scorer.first_cause = "KeyError: 'answer'"
+    none, one, every = (torch.tensor(failed) for failed in ([], [True, False], [True, True]))
+    scorer._refuse_failures(none.bool(), False)  # environments scored all
+    for is_validation in (False, True):
+        with pytest.raises(ConfigError, match="failed for all 2 samples .*; first cause: KeyError: 'answer'"):
+            scorer._refuse_failures(every, is_validation)
+    scorer._refuse_failures(one, False)
+    scorer._refuse_failures(every, False)  # later failures are counted, and do not end the run
+    with pytest.raises(ConfigError):
+        scorer._refuse_failures(every, True)

@@ -6,17 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl.rewards import math as math_reward
-from rl.rewards.math import (
-    MAX_ANSWER_CHARS,
-    MAX_EXPRESSION_CHARS,
-    compare_symbolically,
-    is_costly,
-    is_equivalent,
-    last_boxed,
-    normalize,
-    score,
-)
+from rl.rewards import expressions
+from rl.rewards.expressions import MAX_EXPRESSION_CHARS, compare_symbolically, is_costly
+from rl.rewards.math import MAX_ANSWER_CHARS, is_equivalent, last_boxed, normalize, score
 from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
@@ -33,9 +25,18 @@ BOXES = rows(r"""
     \boxed{7} => 7 ;; so \boxed{6}, no, $\boxed{7}$. => 7 ;; \boxed{\frac{1}{2}} => \frac{1}{2} ;;
     \boxed{{{7}}} => {{7}} ;; \boxed{\{1, 2\}} => \{1, 2\} ;; \boxed{[0, 1\}} => [0, 1\} ;;
     \boxed{\boxed{7}} => 7 ;; \boxed {7} => 7 ;; \fbox{7} => 7 ;; \boxed{6} \fbox{7} => 7 ;;
-    \fbox{6} \boxed{7} => 7 ;; $\boxed 7$ => 7 ;; \boxed{} =>
+    \fbox{6} \boxed{7} => 7 ;; $\boxed 7$ => 7 ;;
+    \boxed{7} goes in \boxed{} => 7 ;; \boxed{7} in \fbox{ } => 7 ;; $\boxed{7}$, the \boxed sign => 7 ;;
+    \boxed x => x ;; \boxed{7}\boxed => 7
     """)
-NO_BOX = ["", "\\boxed{" + "7" * 2000 + "}", *r"\boxed{7 \boxed{7}\boxed{8 \boxed \boxed7 boxed{7}".split()]
+NO_BOX = [
+    "",
+    "\\boxed{}",
+    "\\boxed{ }",
+    "the \\boxed command",
+    "\\boxed{" + "7" * 2000 + "}",
+    *r"\boxed{7 \boxed{7}\boxed{8 \boxed \boxed7 boxed{7}".split(),
+]
 
 
 def test_the_last_box():
@@ -69,7 +70,8 @@ def test_the_last_box_is_compared_and_given_as_prediction():
     assert reward("so \\boxed{7}", 7)["score"] == 1.0
     assert reward("so \\boxed{8}", "7") == {"score": 0.0, "acc": 0.0, "pred": "8"}
     assert reward("so 7", "7") == {"score": 0.0, "acc": 0.0, "pred": ""}
-    assert reward("\\boxed{}", "")["score"] == 0.0
+    with pytest.raises(ValueError, match="no answer stands there"):
+        reward("\\boxed{}", "")
     assert reward("\\boxed{7}", "The whole solution, \\boxed{6}, that is \\boxed{7}.")["score"] == 1.0
     with pytest.raises(ValueError, match="reward_model.ground_truth is missing"):
         reward("\\boxed{7}", None)
@@ -159,7 +161,7 @@ def test_what_could_take_sympy_long_is_not_given_to_it(expression, monkeypatch):
     def parse(*args, **kwargs):
         raise AssertionError("it was")
 
-    monkeypatch.setattr(math_reward, "_math_verify", lambda: (parse, parse))
+    monkeypatch.setattr(expressions, "_math_verify", lambda: (parse, parse))
     assert is_costly(expression)
     assert not compare_symbolically(expression, "7") and not compare_symbolically("7", expression)
     assert is_equivalent(expression, expression)  # as strings
@@ -189,8 +191,8 @@ def test_a_long_comparison_is_aborted_and_timers_restored(monkeypatch, caplog):
                 continue
 
     alarms = []
-    monkeypatch.setattr(math_reward, "_math_verify", lambda: (parse, parse))
-    monkeypatch.setattr(math_reward, "COMPARE_CPU_S", 0.1)
+    monkeypatch.setattr(expressions, "_math_verify", lambda: (parse, parse))
+    monkeypatch.setattr(expressions, "COMPARE_CPU_S", 0.1)
     before = signal.signal(signal.SIGALRM, lambda *_: alarms.append(1))
     signal.setitimer(signal.ITIMER_REAL, 500)
     try:
@@ -214,14 +216,14 @@ def test_outside_the_main_thread_it_compares_too():
 
 def test_without_math_verify_only_strings_are_compared(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    math_reward._math_verify.cache_clear()
+    expressions._math_verify.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert reward("\\boxed{\\frac12}", "1/2")["score"] == 1.0
             assert reward("\\boxed{0.25}", "1/4")["score"] == 0.0
             assert reward("\\boxed{0.25}", "1/4")["score"] == 0.0
     finally:
-        math_reward._math_verify.cache_clear()
+        expressions._math_verify.cache_clear()
     (record,) = caplog.records
     assert "compared as strings only" in record.getMessage()
     assert "pip install --no-deps math-verify" in record.getMessage()

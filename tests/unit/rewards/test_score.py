@@ -1,5 +1,6 @@
 import math
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         *((spec, form) for spec in ("", "score", ":score", "rl.rewards.exact:", "rl.rewards.exact.score")),
         ("no.such.module:score", "no.such.module cannot be imported: ModuleNotFoundError"),
         (f"{tmp_path}/nowhere.py:score", "cannot be imported: FileNotFoundError: no file .*nowhere.py"),
-        ("rl.rewards.exact:scored", "rl.rewards.exact has no 'scored', only score"),
+        ("rl.rewards.exact:scored", "rl.rewards.exact has no 'scored', only score, check_truth"),
         ("rl.rewards.loading:SAMPLE_KEYS", "SAMPLE_KEYS' must be callable, not a tuple"),
         (f"{tmp_path}/narrow.py:score", "unexpected keyword argument 'data_source'.* does not read as "),
     ):
@@ -91,7 +92,7 @@ def test_the_string_under_pred_is_the_prediction():
     assert to_score({"score": 1, "pred": "a\ud800"}).prediction == "a?"  # can be written to a file
 
 
-NO_SCORE = [None, "1.0", math.nan, math.inf, [1.0], 10**400, 1j, ValueError()]
+NO_SCORE = [None, "1.0", math.nan, math.inf, [1.0], 10**400, 1e39, -1e39, 1j, Decimal("NaN"), ValueError()]
 NO_SCORE += [{}, {"acc": 1.0}, {"score": None}, {"score": math.nan}]
 
 
@@ -102,11 +103,12 @@ def test_a_result_without_a_finite_score_is_rejected(result):
 
 
 def test_exact_match_ignores_only_outer_white_space():
-    right = [("95", "95"), (" 95\n", "95 "), ("95", 95), ("", "")]
+    right = [("95", "95"), (" 95\n", "95 "), ("95", 95)]
     wrong = [("095", "95"), ("95.", "95"), ("", "95")]
     for expected, table in ((1.0, right), (0.0, wrong)):
         for response, ground_truth in table:
             result = exact.score(**SAMPLE | {"response": response, "ground_truth": ground_truth})
             assert result["score"] == result["acc"] == expected, (response, ground_truth)
+    assert exact.score(**SAMPLE | {"response": "", "ground_truth": ""}, literal=True)["score"] == 1.0
     with pytest.raises(ValueError, match="ground_truth is missing"):
         exact.score(**SAMPLE | {"response": "None", "ground_truth": None})

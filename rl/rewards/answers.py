@@ -1,0 +1,125 @@
+"""One reading of ground truths and answers for every reward function.
+
+A truth reaches a reward function as the file holds it: text, a number, a list of accepted answers, SQuAD's
+mapping {"text": [...], "answer_start": [...]}, or the JSON text of one of these. `accepted` returns its
+answers as texts, or refuses it: a truth of unknown shape would reward wrong responses, or none for ever.
+"""
+
+import ast
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+KEYS = ("target", "answers", "answer", "text", "value", "aliases")
+"""Keys of a mapping under which answers stand: Search-R1, SQuAD, TriviaQA."""
+SHOWN_CHARS = 200
+"""Characters of a truth in an error."""
+
+# The start of a list or mapping of texts. Other brackets may be an answer: [1, 2] or {1, 2}.
+_CONTAINER = re.compile(r"\s*(?:\[\s*)*[\[{]\s*['\"]")
+
+
+def accepted(ground_truth: Any) -> list[str]:
+    """Return the accepted answers of a truth, at least one, none of them blank.
+
+    Whole floats are integers (72.0 is "72": a column of integers with nulls is read as floats). Nulls in
+    lists are left out. Text is one answer, unless it is the text of a list or mapping of texts. Raises
+    ValueError for anything else.
+    """
+    try:
+        answers = _read(ground_truth)
+    except ValueError as error:
+        raise refusal(ground_truth, str(error)) from error
+    if not answers:
+        raise refusal(ground_truth, "no answer stands there")
+    return answers
+
+
+def single(ground_truth: Any) -> str:
+    """Return the one answer of a truth. Raises ValueError if it accepts none, or different ones."""
+    answers = list(dict.fromkeys(accepted(ground_truth)))
+    if len(answers) > 1:
+        raise refusal(ground_truth, f"it holds {len(answers)} answers, this reward function reads one")
+    return answers[0]
+
+
+def refusal(ground_truth: Any, reason: str) -> ValueError:
+    """Return the error for a truth that cannot be graded."""
+    shown = " is missing" if ground_truth is None else f"={ground_truth!r:.{SHOWN_CHARS}}"
+    return ValueError(
+        f"reward_model.ground_truth{shown}: {reason}; write the answer as text, or several as a list of "
+        "texts if the reward function accepts several."
+    )
+
+
+def decoded(value: Any) -> Any:
+    """Return a value in Python's plain types: no numpy array, no text of a container of texts.
+
+    Raises ValueError for the text of a container that is neither JSON nor Python's.
+    """
+    value = plain(value)
+    if not isinstance(value, str) or not _CONTAINER.match(value):
+        return value
+    found = container(value)
+    if found is None:
+        raise ValueError("it looks like a list or mapping, but is neither JSON nor Python's text of one")
+    return found
+
+
+def container(text: str) -> list | dict | None:
+    """Return the list or mapping that a text spells in JSON or as Python prints it, else None."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            found = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            return None
+        # numpy prints ['a' 'b'] without commas, which Python reads as ['ab'].
+        if not isinstance(found, tuple) and repr(found) != text.strip():
+            return None
+        found = list(found) if isinstance(found, tuple) else found
+    return found if isinstance(found, (list, dict)) else None
+
+
+def plain(value: Any) -> Any:
+    """Return numpy's arrays and numbers, which are read from Parquet files, as lists and Python's numbers."""
+    numpy = sys.modules.get("numpy")  # a value of its types has imported it
+    return (
+        value.tolist() if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) else value
+    )
+
+
+def ascii_minus(text: str) -> str:
+    """Return the text with U+2212, the minus sign of typeset mathematics, as `-`."""
+    return text.replace("\u2212", "-")
+
+
+def _read(value: Any) -> list[str]:
+    value = decoded(value)
+    if isinstance(value, Mapping):
+        found = [value[key] for key in KEYS if value.get(key) is not None]
+        if not found:
+            raise ValueError(
+                f"its keys {', '.join(map(repr, value)) or '(none)'} are none of {', '.join(KEYS)}"
+            )
+        return [answer for each in found for answer in _read(each)]
+    if isinstance(value, (list, tuple)):
+        return [answer for each in value for answer in _read(each)]
+    if isinstance(value, bytes):
+        raise ValueError("bytes are not text")
+    if value is None or value != value:  # NaN, pandas' null in a column of numbers
+        return []
+    if not isinstance(value, (str, bool, int)) and _is_whole(value):
+        value = int(value)
+    return [text] if (text := str(value)).strip() else []
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        return math.isfinite(value) and value == int(value)
+    except (TypeError, ValueError, OverflowError):
+        return False

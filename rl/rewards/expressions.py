@@ -1,0 +1,317 @@
+"""Comparison of two answers in LaTeX as expressions, with the parser and the rules of `math-verify`.
+
+A policy may write any expression. Those that could take sympy long are not passed to it (`is_costly`), and a
+comparison is aborted after COMPARE_CPU_S. Numbers are compared exactly, except that a decimal may stand for a
+number that no decimal equals, such as 1/3, if both agree to six places (math-verify's rule) and are not below
+0.001.
+"""
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from rl.rewards.latex import has_decimals, has_words, read, split_name, strip, without_unit
+
+log = logging.getLogger(__name__)
+
+MAX_EXPRESSION_CHARS = 300
+"""Maximum characters of an expression that is compared symbolically."""
+MAX_DIGITS = 20_000
+"""Decimal digits that an expression's value may have; signals cannot interrupt arithmetic in C."""
+COMPARE_CPU_S = 2.0
+"""Seconds of processor time that one symbolic comparison may take; it usually takes 10 to 50 ms."""
+
+# sympy would evaluate these term by term.
+_UNBOUNDED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|cdots|ldots|dots)(?![a-zA-Z])")
+_BINOMIAL = re.compile(r"\\[dt]?binom|\\choose")
+_NUMBER = re.compile(r"[0-9]+")
+_SCIENTIFIC = re.compile(r"[0-9.][eE][+-]?[0-9]{4,}")
+_INEQUALITY = re.compile(
+    r"[<>\u2260\u2264\u2265]|!=|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq|not)(?![a-zA-Z])"
+)
+_SET = re.compile(r"[(\[{]|\\in(?![a-zA-Z])")
+_TOKEN = re.compile(r"-?(?:[0-9.]+|\\[a-zA-Z]+|.)(?:\^.*)?", re.DOTALL)
+_TINY = re.compile(r"\^\s*\{?\s*-\s*[0-9]{2}")
+
+
+def compare_symbolically(answer: str, truth: str) -> bool:
+    """Return whether two answers are equal as expressions.
+
+    Returns False if math-verify is not installed, if a part of either answer is unknown, if one is costly, or
+    after COMPARE_CPU_S (main thread only).
+    """
+    percents = ["%" in text for text in (answer, truth)]
+    answer, truth = strip(answer), strip(truth)
+    # Words are compared as strings only.
+    if has_words(answer) or has_words(truth) or _is_bound(answer, truth) or _is_bound(truth, answer):
+        return False
+    (name, value), (other_name, other) = split_name(answer), split_name(truth)
+    if name == other_name or not (name and other_name):  # x=5 is not y=5
+        answer, truth = value, other
+    if is_costly(answer) or is_costly(truth):
+        return False
+    found, gold = (read(without_unit(text)) for text in (answer, truth))
+    if not found or not gold or _differ_in_case(found, gold) or (functions := _math_verify()) is None:
+        return False
+    parse, verify = functions
+    equal = _Comparison(parse, verify, approximates=has_decimals(answer) != has_decimals(truth)).equal
+    try:
+        with _cpu_limit(COMPARE_CPU_S):
+            if equal(found, gold):
+                return True
+            # 50% is 50, as in MATH, and 0.5.
+            found, gold = (f"({text})/100" if p else text for text, p in zip((found, gold), percents))
+            return percents[0] != percents[1] and equal(found, gold)
+    except _TookTooLong:
+        log.warning("a symbolic comparison took too long and counts as unequal: %r and %r", answer, truth)
+        return False
+    # Parsers and sympy raise all kinds of exceptions on text that is not mathematics.
+    except Exception:
+        log.debug("symbolic comparison of %r and %r failed", answer, truth, exc_info=True)
+        return False
+
+
+class _Comparison:
+    """Compares what `read` returns; its methods may raise anything.
+
+    approximates: one of the two answers has decimals, and they may approximate the other.
+    """
+
+    def __init__(self, parse: Callable[..., Any], verify: Callable[..., Any], *, approximates: bool):
+        self._parse, self._verify, self._approximates = parse, verify, approximates
+
+    def equal(self, found: str, gold: str) -> bool:
+        """Compare lists, sets, points and intervals element by element, and others as one expression."""
+        (opened, ours), (other, theirs) = _elements(found), _elements(gold)
+        if opened == other == "\\{\\}" or (ours and theirs):
+            is_ordered = opened[:1] in ("(", "[") or other[:1] in ("(", "[")
+            # 1, 2 may stand for (1, 2) and for {1, 2}; other brackets differ.
+            if len(ours) != len(theirs) or (opened != other and opened not in ("", "()", "\\{\\}")):
+                return False
+            if opened != other and {opened, other} not in ({"", "()"}, {"", "\\{\\}"}):
+                return False
+            return self._ordered(ours, theirs) if is_ordered else self._unordered(ours, theirs)
+        if (ours or theirs) and not re.search(
+            r"[<>=]|\\(?:le|ge|ne|in|infty|pm|mp|cup|cap|setminus)", found + gold
+        ):
+            return len(ours + theirs) == 1 and self.equal(*(ours or [found]), *(theirs or [gold]))
+        return self._same(found, gold)
+
+    def _ordered(self, ours: list[str], theirs: list[str]) -> bool:
+        return all(map(self.equal, ours, theirs))
+
+    def _unordered(self, ours: list[str], theirs: list[str]) -> bool:
+        left = list(theirs)
+        for text in ours:
+            match = next((other for other in left if self.equal(text, other)), None)
+            if match is None:
+                return False
+            left.remove(match)
+        return True
+
+    def _same(self, found: str, gold: str) -> bool:
+        from sympy import Expr
+
+        if ("=" in found) != ("=" in gold):  # 2x = 6 is not 6
+            (name, found), (other, gold) = split_name(found), split_name(gold)
+            if not (name or other):
+                return False
+        ours, theirs = self._parse(found), self._parse(gold)
+        if all(isinstance(value, Expr) and value.is_number for value in (ours, theirs)):
+            return _same_number(ours, theirs, self._approximates)
+        # math-verify rounds absolutely; no number is this small without being written so.
+        if _TINY.search(found) or _TINY.search(gold):
+            return ours == theirs
+        return self._verify(theirs, ours, numeric_precision=100, timeout_seconds=None)
+
+
+def _same_number(found: Any, gold: Any, approximates: bool) -> bool:
+    """Return whether two numbers of sympy are equal, or one approximates the other."""
+    found, gold = found.doit(), gold.doit()
+    if found == gold:
+        return True
+    if found.is_Rational and gold.is_Rational:
+        if not approximates:
+            return False
+    else:
+        size = max(abs(found.evalf(30)), abs(gold.evalf(30)))
+        if not size.is_finite:
+            return False
+        if abs((found - gold).evalf(60)) <= size * 10**-40:
+            return True
+    if not approximates or min(abs(found.evalf(30)), abs(gold.evalf(30))) < 0.001:
+        return False
+    terminating = [value.is_Rational and 10**300 % value.q == 0 for value in (found, gold)]
+    return not all(terminating) and found.round(6) == gold.round(6)
+
+
+def _elements(text: str) -> tuple[str, list[str]]:
+    """Return the brackets around a text and its elements between commas; no elements if it is not a list.
+
+    In brackets of sets there are one or more elements, in other or no brackets two or more.
+    """
+    text = text.strip()
+    if len(parts := _split(text)) > 1:
+        return "", parts
+    for opening, closing in itertools.product(("\\{", "(", "["), ("\\}", ")", "]")):
+        if text.startswith(opening) and text.endswith(closing):
+            parts = _split(text[len(opening) : -len(closing)])
+            if len(parts) > (opening != "\\{"):
+                return opening + closing, parts
+    return "", []
+
+
+def _split(text: str) -> list[str]:
+    """Return the parts between commas outside of brackets; none if a bracket closes that did not open."""
+    parts, depth = [""], 0
+    for token in re.findall(r"\\[{}]|[\s\S]", text):
+        depth += (token in ("(", "[", "{", "\\{")) - (token in (")", "]", "}", "\\}"))
+        if depth < 0:
+            return []
+        parts[-1] += token
+        if token == "," and depth == 0:
+            parts[-1] = parts[-1][:-1]
+            parts.append("")
+    return parts
+
+
+def is_costly(expression: str) -> bool:
+    """Return whether sympy might need minutes for an expression.
+
+    This holds for a long expression, a number of more than MAX_DIGITS digits (10^{10^{10}}), a large
+    factorial or binomial coefficient, a sum, product, integral or limit.
+    """
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        return True
+    if _UNBOUNDED.search(expression) or _SCIENTIFIC.search(expression):
+        return True
+    numbers = [int(number) for number in _NUMBER.findall(expression)]
+    if "!" in expression:
+        plain = re.findall(r"(?<![0-9!)}^])([0-9]+)!(?!!)", expression)
+        if expression.count("!") != len(plain) or any(int(number) > 1000 for number in plain):
+            return True
+    if _BINOMIAL.search(expression) and any(number > 1000 for number in numbers):
+        return True
+    return _max_digits(expression) > MAX_DIGITS
+
+
+def _max_digits(expression: str) -> float:
+    """Return an upper bound on the decimal digits of an expression of numbers, + * and ^; inf from 10^300 on.
+
+    The bound multiplies all numbers outside exponents (each plus 2, which covers sums) and raises the product
+    to all exponents in turn.
+    """
+    outside, exponents = _split_exponents(expression.replace("**", "^"))
+    digits = sum(math.log10(int(number) + 2) for number in _NUMBER.findall(outside))
+    for exponent in exponents:
+        inner = _max_digits(exponent)
+        if inner > 300:
+            return math.inf
+        digits *= max(1.0, 10.0**inner)
+    return digits
+
+
+def _split_exponents(expression: str) -> tuple[str, list[str]]:
+    """Return an expression without its outermost exponents, and these exponents."""
+    pieces, exponents, position = [], [], 0
+    while (caret := expression.find("^", position)) >= 0:
+        pieces.append(expression[position:caret])
+        start = caret + 1
+        end = _end_of_group(expression, start)
+        exponents.append(expression[start:end])
+        position = end
+    return "".join([*pieces, " ", expression[position:]]), exponents
+
+
+def _end_of_group(expression: str, start: int) -> int:
+    """Return the end of the exponent at `start`; 2^10^10 and 2^{10}^{10} are read as 2^(10^10)."""
+    opening = expression[start : start + 1]
+    if opening not in ("{", "("):
+        token = _TOKEN.match(expression, start)
+        return token.end() if token else len(expression)
+    closing, depth = {"{": "}", "(": ")"}[opening], 0
+    for position in range(start, len(expression)):
+        depth += (expression[position] == opening) - (expression[position] == closing)
+        if depth == 0:
+            return len(expression) if expression[position + 1 :].lstrip().startswith("^") else position + 1
+    return len(expression)
+
+
+def _is_bound(answer: str, other: str) -> bool:
+    """Return whether an answer is an inequality without a left side, or has one although the other answer is
+    neither an inequality nor a set."""
+    if _INEQUALITY.match(answer):
+        return True
+    return bool(_INEQUALITY.search(answer)) and not (_INEQUALITY.search(other) or _SET.search(other))
+
+
+def _differ_in_case(found: str, gold: str) -> bool:
+    """Return whether two expressions have a letter in different cases, which the parser ignores: r and R.
+
+    The choices A to E may be small letters.
+    """
+    if all(re.fullmatch(r"\(?[A-Ea-e]\)?", text) for text in (found, gold)):
+        return False
+    one, other = (set(re.sub(r"\\[a-zA-Z]+", "", text)) for text in (found, gold))
+    return any(letter.isalpha() and letter.swapcase() in other - one for letter in one - other)
+
+
+@functools.cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the functions that parse and that compare; None if math-verify is not installed."""
+    try:
+        from latex2sympy2_extended import latex2sympy
+        from math_verify import verify
+        from math_verify.grader import should_treat_as_complex
+    except ImportError as error:
+        log.warning(
+            "answers are compared as strings only (0.25 and 1/4 differ): %s. To compare expressions: "
+            "pip install --no-deps math-verify latex2sympy2_extended antlr4-python3-runtime",
+            error,
+        )
+        return None
+    # It would warn in every process that its timeouts are disabled.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def parse(text: str) -> Any:
+        is_real = not should_treat_as_complex(text)
+        return latex2sympy(text, is_real=is_real, convert_degrees=False, normalization_config=None)
+
+    return parse, verify
+
+
+class _TookTooLong(BaseException):
+    """Raised by the timer. Not a subclass of Exception, because sympy and math-verify catch those."""
+
+
+@contextlib.contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise _TookTooLong in the body after `seconds` of this process's processor time.
+
+    Has no effect outside the main thread, or while the timer runs already. Uses SIGVTALRM, because the caller
+    may use SIGALRM to limit the whole call.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _TookTooLong
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    # Repeated every 0.1 s in case a bare except or a __del__ swallows the first one.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,0 +1,247 @@
+r"""Reading of an answer in LaTeX: all of it, or nothing; its unit and its name.
+
+Parsers of LaTeX skip what they do not know: 101_2 becomes 101, 1+2\mathrm{i} becomes 3, f'(x) becomes f(x).
+Therefore `read` accepts only a text whose every token keeps its meaning, and writes its numbers as exact
+fractions. A comma between digits separates thousands if it stands outside of brackets and three digits follow
+(1,500), else elements (1,5 are two). {,} is the comma within a number: 1{,}500 is 1500, and 1{,}5 is 1.5.
+"""
+
+import re
+from fractions import Fraction
+
+from rl.rewards.answers import ascii_minus
+
+# \text{...} at the end, but not "or less", "and 4", "p.m.", nor one with a number that is no exponent; or
+# several with nothing but signs between them, as in \text{ m}/\text{s}^2.
+_ONE_UNIT = (
+    r"\\text\{(?=( )?)(?! *(?:or|and|[apAP]\.?[mM])\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
+)
+_UNIT = re.compile(rf"{_ONE_UNIT}(?:(?:[\s/.]|\\cdot|\\[,;! ])*{_ONE_UNIT})*(?:\s|\\[,;! ])*$")
+_UNIT_FRACTION = re.compile(r"\\[dt]?frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_NO_WORDS = {"", "or", "and", "st", "nd", "rd", "th"}
+_ORDINAL = re.compile(r"(?<=[0-9])(?:\^?\{?\\text\{(?:st|nd|rd|th)\}\}?)")
+_DEGREES = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degrees?(?![a-zA-Z])|\u00b0")
+_EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\in(?![a-zA-Z])")
+_NAME = re.compile(
+    r"(?:\\text\{[^{}]*\}|[A-Za-z]{1,2}'?(?:_(?:\w|\{\w+\}))?|\\[a-z]+)(?:\((?:[^()=<>{}]|\\text\{[^{}]*\})*\))?"
+)
+_UNIT_WORDS = {
+    word: usual
+    for usual, words in {
+        "mm": "millimeter millimetre",
+        "cm": "centimeter centimetre",
+        "m": "meter metre",
+        "km": "kilometer kilometre",
+        "in": "inch inches",
+        "ft": "foot feet",
+        "mi": "mile",
+        "mi/h": "mph",
+        "g": "gram",
+        "kg": "kilogram",
+        "s": "second sec",
+        "min": "minute",
+        "h": "hour hr",
+        "$": "dollar",
+        "%": "percent",
+        "degree": "deg",
+        "/": "per",
+        "2": "square squared sq",
+        "3": "cubic cubed cu",
+        "": "unit st nd rd th and or of the",
+    }.items()
+    for word in words.split()
+}
+"""Words of units by their usual spelling; a word without one stands for itself."""
+_FACTORS = set("pair dozen score hundred thousand million billion trillion".split())
+_UNIT_FONT = re.compile(r"\\(?:mathrm|mbox) ?\{(?:[~ ]|\\[,;: ])*([a-zA-Z]{2,})\}")
+_BARE_UNIT = re.compile(r"(?<=[0-9}]) *([a-zA-Z]{2,})(?=$|\^)")
+_SIGNS = (
+    "\u00d7 \\times \u00f7 \\div \u00b7 \\cdot \u22c5 \\cdot \u03c0 \\pi \u221e \\infty \u222a \\cup "
+    "\u2264 \\le \u2265 \\ge \u2260 \\ne \u00b0 ^\\circ \\lvert | \\rvert | \\dfrac \\frac \\tfrac \\frac "
+    "\\cfrac \\frac \\dbinom \\binom \\tbinom \\binom \\leq \\le \\leqslant \\le \\geq \\ge \\geqslant \\ge "
+    "\\neq \\ne \\lt < \\gt > \\ast \\cdot"
+).split()
+"""Signs and commands, each followed by the command that is parsed."""
+_SPELLINGS = [
+    (re.compile(re.escape(old) + r"(?![a-zA-Z])" * old.startswith("\\")), new + " " * new[-1:].isalpha())
+    for old, new in zip(_SIGNS[::2], _SIGNS[1::2])
+]
+_MARKS = re.compile(r"\\(?:displaystyle|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
+_SPACE = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
+_JOINED = re.compile(r"\\text\{ *,? *(?:or|and) *\}")
+_FONT = re.compile(r"\\(?:mathrm|mathbf|mathit|text|textbf|textit|operatorname) ?\{ *([^{}]*?) *\}")
+_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split()
+_ONE = r"([0-9a-zA-Z])"
+_ARGUMENTS = (
+    (re.compile(rf"\\(frac|binom) *{_ONE} *{_ONE}"), r"\\\1{\2}{\3}"),
+    (re.compile(rf"\\(frac|binom) *{_ONE} *(?=\{{)"), r"\\\1{\2}"),
+    (re.compile(rf"(\\frac *\{{[^{{}}]*\}}) *{_ONE}"), r"\1{\2}"),
+    (re.compile(rf"\\sqrt *{_ONE}"), r"\\sqrt{\1}"),
+)
+_THOUSANDS = re.compile(
+    r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+(?!,?[0-9])|(?: +[0-9]{3})+(?! *[0-9]))"
+)
+_MIXED = re.compile(r"([0-9]+) +([0-9]+)/([0-9]+)(?![0-9.])")
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar) ?\{([0-9]+)\}")
+_SCIENTIFIC = re.compile(
+    r"(?<![0-9.a-zA-Z])([0-9]+\.[0-9]+|[0-9]+(?=[eE]\+?[0-9]|E-))[eE]([+-]?[0-9]{1,3})(?![0-9.a-zA-Z])"
+)
+_DECIMAL = re.compile(r"(?<![0-9.])(?:[0-9]*\.[0-9]+|[0-9]+\.(?![0-9]))(?!\.)")
+_COMMANDS = (
+    _FUNCTIONS
+    + (
+        "frac sqrt binom cdot times div pm mp le ge ne in cup cap setminus infty emptyset varnothing pi "
+        "lfloor rfloor lceil rceil alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi "
+        "rho sigma tau phi chi psi omega Gamma Delta Theta Lambda Phi Psi Omega"
+    ).split()
+)
+_KNOWN = re.compile(
+    rf"\\(?:{'|'.join(_COMMANDS)})(?![a-zA-Z])|\\mathbb\{{[RZQNC]\}}|\\(?:begin|end)\{{[pb]?matrix\}}"
+)
+_PLAIN = re.compile(r"(?:\s|[0-9a-zA-Z]|\\[\\{}]|[-+*/^=<>()\[\]{}|,;:!&@])*")
+_SUBSCRIPT = re.compile(r"(\\[a-z]+ ?|(?<![a-zA-Z])[a-zA-Z])_\{[0-9a-zA-Z]+\}")
+_UNCLEAR = re.compile(
+    r"[0-9]\s+[0-9]"  # 12 34
+    r"|!\s*!"  # x!!
+    r"|\^\s*\{?\s*(?:[THC](?![a-zA-Z])|[-+*/]?\s*(?:[\]})|,=]|$)|[*+/])"  # A^T, x^+, x^{*}
+    r"|[a-zA-Z]{3}|[0-9][eE][-+]?[0-9]"  # words, and 1e-5, which may be e - 5
+    r"|[0-9)\]}]\s*[\[]|\]\s*[0-9a-zA-Z(]"  # 2[3], [x]y
+    r"|/\s*[0-9]+\s*[a-zA-Z\\(]"  # 1/2x
+    r"|(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])"  # 12:30
+)
+
+
+def read(answer: str) -> str | None:
+    """Return an answer without words and units as LaTeX with exact numbers; None if any of it is unclear."""
+    text = answer
+    for spelling, usual in _SPELLINGS:
+        text = spelling.sub(lambda _: usual, text)  # noqa: B023
+    text = _SPACE.sub(" ", _MARKS.sub("", _JOINED.sub(",", text)))
+    text = _FONT.sub(lambda found: _letters(found[1]), text).replace("**", "^")
+    for shorthand, full in _ARGUMENTS:
+        text = shorthand.sub(full, text)
+    text = _with_exact_numbers(text)
+    text = re.sub(r"(?<=[_^])([0-9a-zA-Z])(?![0-9])", r"{\1}", text)
+    rest = _KNOWN.sub(" @ ", _SUBSCRIPT.sub(r"\1 ", text))
+    is_word = re.fullmatch(r"\s*[a-zA-Z]{2,}\s*", text)
+    if is_word or "@" in text or not _PLAIN.fullmatch(rest) or _UNCLEAR.search(rest):
+        return None
+    # Numbers side by side would be added, as in 3\frac{1}{2}.
+    return re.sub(r"(?<=[0-9)])\s*(?=\()", r"\\cdot ", text).strip()
+
+
+def has_decimals(answer: str) -> bool:
+    """Return whether an answer has a number with a decimal point."""
+    return "." in answer or re.search(r"[0-9]\{,\}[0-9]", answer) is not None
+
+
+def _letters(content: str) -> str:
+    """Return the content of a font command: a letter, a function's command, or a text that `read` refuses."""
+    if content in _FUNCTIONS:
+        return f"\\{content} "
+    return content if len(content) == 1 or not content.isalpha() else f"\\text{{{content}}}"
+
+
+def _with_exact_numbers(text: str) -> str:
+    text = re.sub(r"(?<=[0-9])\{,\}(?=[0-9]{3}(?![0-9]))", "", text)
+    text = re.sub(r"(?<=[0-9])\{,\}(?=[0-9])", ".", text)
+    if not re.search(r"[()\[\]]|\\\{", text):
+        text = _THOUSANDS.sub(lambda found: re.sub("[, ]", "", found[0]), text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _REPEATING.sub(lambda found: _exact(_repeating(*found.groups())), text)
+    text = _SCIENTIFIC.sub(lambda found: f"{found[1]}\\cdot 10^{{{int(found[2])}}}", text)
+    return _DECIMAL.sub(lambda found: _exact(Fraction(found[0])), text)
+
+
+def _repeating(whole: str, fixed: str, repeated: str) -> Fraction:
+    ones = 10 ** len(fixed) * (10 ** len(repeated) - 1)
+    return Fraction(int(whole + fixed + repeated or "0") - int(whole + fixed or "0"), ones)
+
+
+def _exact(number: Fraction) -> str:
+    # In brackets, because a number before a fraction would make it a mixed number.
+    return (
+        f"(\\frac{{{number.numerator}}}{{{number.denominator}}})" if number.denominator > 1 else str(number)
+    )
+
+
+# ---- units, names and words ----
+
+
+def strip(answer: str) -> str:
+    """Remove signs without a meaning: dollar signs, line breaks, negative space. Write units as m/s."""
+    text = (
+        ascii_minus(answer)
+        .replace("\\$", "")
+        .replace("\\!", "")
+        .replace("\n", " ")
+        .strip()
+        .strip("$")
+        .strip()
+    )
+    text = _UNIT_FONT.sub(lambda found: found[0] if found[1] in _FUNCTIONS else f"\\text{{{found[1]}}}", text)
+    text = _BARE_UNIT.sub(lambda found: f"\\text{{ {found[1]}}}" if _unit_word(found[1]) else found[0], text)
+    return _UNIT_FRACTION.sub(r"\1/\2", text)
+
+
+def unit(text: str) -> re.Match[str] | None:
+    """Return the unit with which an answer ends, if no other \\text{...} comes before."""
+    start = text.find("\\text{")
+    return _UNIT.match(text, start) if start >= 0 else None
+
+
+def _unit_word(word: str) -> str:
+    """Return the usual spelling of a word that is a unit, else an empty text."""
+    word = word.lower()
+    usual = _UNIT_WORDS.get(word) or _UNIT_WORDS.get(word.removesuffix("s"), "")
+    return usual or word * (len(word) > 1 and word in _UNIT_WORDS.values())
+
+
+def multiplies(unit: str) -> bool:
+    """Return whether a unit changes the number before it, as in 5 million."""
+    return not _FACTORS.isdisjoint(unit.split())
+
+
+def unit_of(answer: str) -> str:
+    """Return the unit of an answer in one spelling, also `%`, `degree` or `$`; empty if it has none."""
+    if "%" in answer:
+        return "%"
+    if _DEGREES.search(answer):
+        return "degree"
+    found = unit(text := strip(answer))
+    if found is None or not text[: found.start()].rstrip(" ,"):
+        return "$" if "\\$" in answer else ""
+    words = re.findall(r"[a-z]+|-?[0-9]|/", re.sub(r"\\[a-zA-Z]+", "", found[0]).lower())
+    known = [_UNIT_WORDS.get(word, _UNIT_WORDS.get(word.removesuffix("s"), word)) for word in words]
+    # An order of words that does not matter: square meters is m2.
+    return " ".join(sorted(word.removesuffix("s") if len(word) > 2 else word for word in known if word))
+
+
+def without_unit(answer: str) -> str:
+    """Return an answer without its unit, percent and degree signs, ordinals, and a period at the end."""
+    found = unit(answer)
+    text = answer[: found.start()] if found and answer[: found.start()].rstrip(" ,") else answer
+    text = _ORDINAL.sub("", without_degrees(text).replace("\\%", "").replace("%", ""))
+    return text.strip().removesuffix(".")
+
+
+def without_degrees(text: str) -> str:
+    """Remove degree signs, a unit unless a function reads them: \\sin 30 is not \\sin 30^\\circ."""
+    return text if re.search(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)", text) else _DEGREES.sub("", text)
+
+
+def split_name(answer: str) -> tuple[str, str]:
+    """Return the name before the only `=` or `\\in` of an answer (x, f(x), P(\\text{red})) and the rest.
+
+    The name is empty, and the rest the whole, if there is none, or if it is more than a name, such as 2x.
+    """
+    parts = _EQUALS.split(answer)
+    name = parts[0].strip(" $") if len(parts) == 2 else ""
+    return (name, parts[1]) if _NAME.fullmatch(name) else ("", answer)
+
+
+def has_words(answer: str) -> bool:
+    """Return whether the value of an answer has words in \\text{...} besides a unit, ordinals, or and and."""
+    value = answer.rpartition("=")[2] if answer.count("=") == 1 else answer
+    return not unit(value) and not _NO_WORDS.issuperset(text.strip(" ,;") for text in _TEXT.findall(value))

@@ -1,0 +1,116 @@
+"""Pairs of different answers that share a form, none of them equal, and pairs of equal ones.
+
+A digit that the comparison does not read, and a decoration that it drops, would make two of them equal.
+"""
+
+import importlib.util
+from itertools import combinations
+
+import pytest
+
+from rl.rewards.math import is_equivalent
+from tests.tables import cells, rows
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="needs math-verify to compare expressions"
+)
+
+FORMS = cells(r"""
+    @ ;; -@ ;; @.5 ;; 0.@ ;; 0.000000@ ;; 1@,000 ;; 1,@00 ;; 1\,@00 ;; 1 @00 ;; 1{,}@ ;; 1{,}@00 ;; 1,@ ;;
+    @,1 ;; 12 3@ ;; @^2 ;; 2^@ ;; 10^{-1@} ;; 10^{-@} ;; @.5 \times 10^{-20} ;; 1.5 \times 10^{-2@} ;;
+    6.@e-34 ;; 1.5e-1@ ;; @e8 ;; 1e-@ ;; \frac{@}{11} ;; \frac{1}{@} ;; \frac1@ ;; @/11 ;; 1/@ ;;
+    2\frac{@}{11} ;; @\frac{1}{2} ;; 2 @/11 ;; \sqrt{@} ;; \sqrt@ ;; \sqrt[@]{7} ;; \sqrt[3]{@} ;; @\pi ;;
+    @x ;; x^@ ;; x_@ ;; x_{1@} ;; x+@ ;; (x+1)^@ ;; @! ;; 1@_7 ;; 101_@ ;; \log_@ 7 ;; \log_{@} x ;;
+    \binom{9}{@} + 1@ ;; |x-@| ;; \lfloor @.5 \rfloor ;; e^{@} ;; \mathrm{e}^@ ;; 1-@/\mathrm{e} ;;
+    1+@\mathrm{i} ;; @ + 2i ;; \sin @ ;; \sin^{@} x ;; f(@) ;; f^{(@)}(x) ;; 0.\overline{@} ;;
+    0.1\overline{@} ;; 0.\dot{@} ;; @(4) ;; (@)(4) ;; @:7 ;; 12:1@ ;; 1.@.3 ;; (@, 9) ;; [0, @) ;;
+    (0, 1@0) ;; (9, @) ;; \{@, 9\} ;; @, 9 ;; \pm @ ;; 1 \pm @ ;; x = @ ;; x < @ ;; x \ne @ ;; 0 < x < @ ;;
+    (-\infty, @] ;; (0, @) \cup (8, 9) ;; \begin{pmatrix} 1 & @ \\ 3 & 4 \end{pmatrix} ;; @\% ;; @^\circ ;;
+    \$@ ;; @ \text{ cm} ;; 1 \text{ m}^@ ;; @ \text{ or } 9 ;; 5 \text{ feet } @ \text{ inches} ;;
+    x \equiv @ \pmod{9} ;; x \equiv 1 \pmod{@} ;; 7 \bmod @ ;; \int_0^@ x dx ;; \sum_{k=1}^@ k ;;
+    \approx @ ;; \langle @, 9 \rangle ;; \vec{v}_@ ;; \hat{x}^@ ;; A_@^T ;; y = @x + 1 ;; 2x + @y = 7 ;;
+    x^2 + y^2 = @ ;; \frac{x^@}{y} ;; a_{n+@} ;; n(n+@) ;; \text{row } @ ;;
+    @\text{ million} ;; \overline{A@} ;; \angle @ ;; @'' ;; \frac{d^@y}{dx^@}
+    """)
+"""Forms of answers: two digits in the place of @ give different answers."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_digit_makes_another_answer(form):
+    for one, other in combinations("256", 2):
+        assert not is_equivalent(form.replace("@", one), form.replace("@", other)), (one, other)
+    # The answer itself is right, in whatever form.
+    assert is_equivalent(form.replace("@", "2"), form.replace("@", "2"))
+
+
+DECORATED = cells(r"""
+    x ;; x' ;; x'' ;; x^\prime ;; \bar{x} ;; \overline{x} ;; \vec{x} ;; \hat{x} ;; \dot{x} ;; \ddot{x} ;;
+    \tilde{x} ;; x^* ;; x^{T} ;; x^\dagger ;; x^+ ;; x_1 ;; x_n ;; x_{n+1} ;; |x| ;; \|x\| ;; -x ;;
+    x^{-1} ;; x! ;; x!! ;; \lfloor x \rfloor ;; \lceil x \rceil ;; \Re x ;; \Im x ;; \angle x ;; \nabla x ;;
+    \Delta x ;; \partial x ;; \neg x ;; \sqrt{x} ;; X
+    """)
+VALUES = cells(r"""
+    30 ;; \overline{30} ;; 30_7 ;; 30' ;; 30'' ;; -30 ;; \pm 30 ;; \approx 30 ;; 30 \text{ million} ;;
+    30! ;; 30^2 ;; 0.30 ;; 30, 30 ;; (30, 30) ;; [30, 30] ;; 3 0 ;; 3, 0 ;; (3, 0) ;; [3, 0] ;; [3, 0) ;;
+    (3, 0] ;; \{3, 0\} + 1 ;; 3:01 ;; 3.0.0 ;; x < 30 ;; x > 30 ;; x \le 30 ;; \sin 30 ;; \sin 30^\circ ;;
+    30 \text{ or more} ;; \text{at most } 30
+    """)
+UNITS = cells(r"""
+    30\% ;; 30^\circ ;; \$30 ;; 30\text{ cents} ;; 30\text{ cm} ;; 30\text{ m} ;; 30\text{ cm}^2 ;;
+    30\text{ cm}^3 ;; 30\text{ apples} ;; 30\text{ m/s} ;; 30\text{ km/h} ;; 30\text{ hours} ;;
+    30\text{ minutes} ;; 30\text{ dozen}
+    """)
+
+
+@pytest.mark.parametrize("group", [DECORATED, VALUES, UNITS], ids=["symbols", "numbers", "units"])
+def test_a_decoration_makes_another_answer(group):
+    equal = [(a, b) for a, b in combinations(group, 2) if is_equivalent(a, b) or is_equivalent(b, a)]
+    # The brackets of a point may be left out.
+    assert set(equal) <= {("30, 30", "(30, 30)"), ("3, 0", "(3, 0)")}
+
+
+DIFFERENT = rows(r"""
+    1-1/\mathrm{e} => 1+1/\mathrm{e} ;; 6.63e-34 => 1.6e-19 ;; 6.63e-34 => 0 ;; 1+2\mathrm{i} => 3 ;;
+    10^{40}+1 => 10^{40} ;; 0.3333333 => 0.3333334 ;; 0.333 => \frac13 ;; 1000000.0000001 => 1000000 ;;
+    6.63e-34 x => 1.6e-19 x ;; 2x=6 => 6 ;; 3(4) => 7 ;; (2)(3) => 5 ;; 12 34 => 46 ;; 12:30 => \frac25 ;;
+    1\,000 => 2\,000 ;; 1,5 => 1.5 ;; 1,5 => 15 ;; 1{,}5 => 15 ;; 1{,}5 => 1,5 ;; 1{,}500 => 1.5 ;;
+    (1,500) => 1500 ;; x=5 => y=5 ;; \text{no} => \text{on} ;; r => R ;; \pi R^2 => \pi r^2 ;;
+    1/2x => x/2 ;; x \to 0 => 0 ;; a \circ b => ab ;; A \cup B => A \cap B ;; \max(1,2) => 1,2 ;;
+    \begin{vmatrix}1&2\\3&4\end{vmatrix} => \begin{pmatrix}1&2\\3&4\end{pmatrix} ;; 5\text{ million} => 5 ;;
+    2,2 => 2
+    """)
+EQUAL = rows(r"""
+    0.25 => \frac14 ;; 1{,}000 => 1000 ;; 1\,000 => 1,000 ;; 1 000 => 1000 ;; 1{,}5 => 1.5 ;;
+    1+2\mathrm{i} => 1+2i ;; 1-1/\mathrm{e} => 1-\frac1e ;; 6.63e-34 => 6.63 \times 10^{-34} ;;
+    3e8 => 3 \cdot 10^8 ;; 0.\overline{3} => \frac13 ;; 0.1\bar{6} => \frac16 ;; 0.333333 => \frac13 ;;
+    1.414214 => \sqrt2 ;; 50\% => 0.5 ;; 50\% => 50 ;; 90^\circ => 90 ;; 5\text{ cm} => 5 ;;
+    5\text{ cm} => 5\mathrm{~centimeters} ;; 5 cm => 5\text{ cm} ;; \$5 => 5\text{ dollars} ;;
+    3\text{ square meters} => 3\text{ m}^2 ;; y = 2x+1 => 1+2x ;; x \in [1,2] => [1,2] ;;
+    (1,500) => (1, 500) ;; 2, 1 => \{1, 2\} ;; (0.5, 1) => (\frac12, 1) ;; 3\frac12 => 3.5 ;;
+    2 3/4 => 2.75 ;; 3(4) => 12 ;; \log_2 8 => 3 ;; 10^{-7} => 0.0000001 ;; x_1 => x_{1} ;;
+    101_2 => 101_{2} ;; \pm 3 => 3, -3 ;; x=2, y=3 => (2, 3) ;; \{3\} => 3 ;;
+    \begin{pmatrix}0.5\\2\end{pmatrix} => \begin{pmatrix}\frac12\\2\end{pmatrix} ;;
+    \sin^2 x + \cos^2 x => 1 ;; b => B
+    """)
+
+
+@pytest.mark.parametrize("answer, truth", DIFFERENT)
+def test_different_answers_are_not_equal(answer, truth):
+    assert not is_equivalent(answer, truth) and not is_equivalent(truth, answer)
+
+
+@pytest.mark.parametrize("answer, truth", EQUAL)
+def test_equal_answers_stay_equal(answer, truth):
+    assert is_equivalent(answer, truth) and is_equivalent(truth, answer)
+
+
+def test_typeset_signs_are_read():
+    signs = [
+        ("2 \u00d7 3", "6"),
+        ("6 \u00f7 2", "3"),
+        ("2\u03c0", "2\\pi"),
+        ("\u22127", "-7"),
+        ("90\u00b0", "90"),
+    ]
+    for answer, truth in signs:
+        assert is_equivalent(answer, truth), answer
