@@ -219,9 +219,12 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
 
     in_order: whether a GPU runs all work in the order of its launches.
     """
+    from rl.runtime.private_directory import socket_directory
+    from rl.runtime.proxies import without_proxies
     from rl.runtime.rendezvous import address_of_host
 
     ranks.export()
+    os.environ.update(without_proxies(ranks, address_of_host(ranks)))
     # Rank 0 holds connections to all ranks, and strangers may open some to the ports of libraries.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered since
@@ -237,6 +240,7 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
         # Every request has a seed, for which vLLM never uses FlashInfer's sampler but would compile it.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": socket_directory(),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM on CPU warns of its NUMA binding on every rank
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that the flight recorder keeps for the watchdog's dump

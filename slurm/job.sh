@@ -49,14 +49,23 @@ source "$LOCKSTEP_ROOT/slurm/starts.sh"
 
 # Set the size of the job, or of component $1 of a heterogeneous job: nodes, GPUs and ranks of a node, CPUs of a rank.
 measure() {
-    local cores=$SLURM_CPUS_ON_NODE names=(JOB_NUM_NODES GPUS_PER_NODE NTASKS_PER_NODE CPUS_PER_TASK JOB_CPUS_PER_NODE)
+    local cores=$SLURM_CPUS_ON_NODE names=(JOB_NUM_NODES GPUS_PER_NODE NTASKS_PER_NODE CPUS_PER_TASK JOB_CPUS_PER_NODE NTASKS)
+    local total=${SLURM_NTASKS:-1}
     nodes=$SLURM_JOB_NUM_NODES gpus=${SLURM_GPUS_ON_NODE:-0} tasks=${SLURM_NTASKS_PER_NODE:-} cpus=${SLURM_CPUS_PER_TASK:-}
     if [ -n "$1" ]; then
         names=("${names[@]/#/SLURM_}") names=("${names[@]/%/_HET_GROUP_$1}")
         nodes=${!names[0]} gpus=${!names[1]:-0} tasks=${!names[2]:-} cpus=${!names[3]:-} cores=${!names[4]%%[(,]*}
         gpus=${gpus##*:} # of h100:8
+        total=${!names[5]:-1}
     fi
-    : "${tasks:=$((gpus > 0 ? gpus : 1))}" # --ntasks-per-node if given, else one per GPU
+    if [ -z "$tasks" ] && [ "$total" -gt "$nodes" ]; then # --ntasks alone; without it Slurm sets 1, or one per node
+        if [ $((total % nodes)) != 0 ]; then
+            say "--ntasks=$total on $nodes nodes is not the same number on each; give --ntasks-per-node" >&2
+            exit 2
+        fi
+        tasks=$((total / nodes))
+    fi
+    : "${tasks:=$((gpus > 0 ? gpus : 1))}" # the number that is given, else one per GPU
     : "${cpus:=$((cores / tasks))}"
     if [ "$cpus" -lt 1 ]; then cpus=1; fi
 }

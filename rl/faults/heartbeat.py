@@ -7,6 +7,7 @@ other.
 import json
 import os
 import time
+from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -126,8 +127,10 @@ class HeartbeatReader:
         self._found: list[tuple[Heartbeat, float] | None] = [None] * world_size
         """The last content of each file, and when it was first found."""
 
-    def read(self) -> list[Heartbeat | None]:
-        return [self._read(rank) for rank in range(len(self._found))]
+    def read(self, ranks: Container[int] | None = None) -> list[Heartbeat | None]:
+        """Return the heartbeats by rank, None for ranks without one and outside of `ranks` (None: all)."""
+        every = range(len(self._found))
+        return [self._read(rank) if rank in (every if ranks is None else ranks) else None for rank in every]
 
     def _read(self, rank: int) -> Heartbeat | None:
         beat, now = read_heartbeat(self._run_dir, rank), time.monotonic()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -137,7 +137,7 @@ class Watchdog:
             first_verdict = time.monotonic() + self.config.lost_s
             while not self._stop.wait(POLL_S):
                 now = time.monotonic()
-                searches = self.rank == 0 and now >= next_search
+                searches = now >= next_search
                 if (now >= next_heartbeat or searches) and self.status.is_taken_over():
                     self._end_for(self._board.post(Fault("error", self.rank, self._loss)))
                 if now >= next_heartbeat:
@@ -183,8 +183,11 @@ class Watchdog:
             self._end_for_memory()
 
     def _find_lost_ranks(self, *, decides: bool) -> None:
-        """Read all heartbeats, and end the run if a rank is lost. The first reading starts their ages."""
-        heartbeats = self._heartbeats()
+        """Read all heartbeats, and end the run if a rank is lost. The first reading starts their ages.
+
+        Rank 0 looks for lost ranks, and all others watch rank 0.
+        """
+        heartbeats = self._heartbeats(None if self.rank == 0 else (0,))
         if not decides or not (lost := lost_ranks(heartbeats, self.config.lost_s)):
             return
         message = _lost_message(lost, heartbeats)
@@ -258,7 +261,7 @@ class Watchdog:
         if self._failing.is_set() or self._stop.wait(CAUSE_S):
             return
         heartbeats = self._heartbeats()
-        lost = [rank for rank, beat in enumerate(heartbeats) if beat is not None and beat.process.is_gone()]
+        lost = lost_ranks(heartbeats, self.config.lost_s)  # a node that stands still answers nobody either
         message = (
             "the job's store, a process beside rank 0, was killed from outside (out of memory, node failure, "
             f"a signal), or the network failed: {_first_line(error)}"
@@ -397,8 +400,9 @@ class Watchdog:
 
     # Helpers --------------------------------------------------------------------------------------------
 
-    def _heartbeats(self) -> list[Heartbeat | None]:
-        found = enumerate(self._reader.read())
+    def _heartbeats(self, ranks: Container[int] | None = None) -> list[Heartbeat | None]:
+        """Return the heartbeats by rank. ranks: those to read; None: all."""
+        found = enumerate(self._reader.read(ranks))
         return [None if rank in self._excluded_ranks else beat for rank, beat in found]
 
     def _report(self, message: str) -> None:

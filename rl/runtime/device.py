@@ -1,5 +1,6 @@
 """The choice between CUDA with NCCL and CPU with gloo."""
 
+import os
 import weakref
 from dataclasses import dataclass
 
@@ -67,6 +68,20 @@ def host_memory(size: int) -> torch.Tensor:
 def aligned(size: int) -> int:
     """Return `size`, in bytes, rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def idle_gpus(num_ranks: int) -> str:
+    """Return a warning if this host has more GPUs for this job than ranks; else ''."""
+    visible = torch.cuda.device_count()
+    allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    count = min(visible, int(allotted)) if allotted.isdecimal() else visible
+    if count <= num_ranks:
+        return ""
+    return (
+        f"{count - num_ranks} of {count} GPUs of this host are idle, because it has ranks={num_ranks}; start "
+        f"a rank for each (torchrun --nproc-per-node {count}, srun --ntasks-per-node={count}), or set "
+        "CUDA_VISIBLE_DEVICES to those that are meant."
+    )
 
 
 def choose_device(local_rank: int) -> Device:

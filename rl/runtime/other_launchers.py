@@ -34,6 +34,22 @@ class Launcher(NamedTuple):
 _OWN = [f"LOCKSTEP_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "STEP")]
 _PALS = "PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE PALS_APID".split()
 _JSM = [f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+UNKNOWN = (
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH2
+    ("MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),  # MVAPICH 3
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("PALS_RANKID", "PMI_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),  # Hydra of MPICH and Intel MPI without MPI_LOCALNRANKS, aprun
+    ("PMIX_RANK", "PMIX_SIZE"),  # prterun, prun; PMIx itself sets no size
+    ("ALPS_APP_PE", "ALPS_APP_SIZE"),
+    ("MPIRUN_RANK", "MPIRUN_NPROCS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
+"""Variables with a rank and a size by which a process may be one of several without being told of the others.
+"""
 LAUNCHERS = {
     launcher.name: launcher
     for launcher in (
@@ -59,6 +75,23 @@ def started_by(env: Mapping[str, str]) -> Launcher | None:
         if launcher.rank in env and env.get(launcher.world_size, "1") != "1":
             return launcher
     return None
+
+
+def refuse_unknown(env: Mapping[str, str]) -> None:
+    """Raise ValueError if a launcher that no rule here covers started this process as one of several.
+
+    Each process would be a world of one, in the same run directory.
+    """
+    for rank, size in UNKNOWN:
+        is_alone = env.get(size) == "1" or (rank.startswith(("SLURM", "LOCAL")) and env.get(rank) == "0")
+        if rank in env and not is_alone:
+            of = f" of {size}={env[size]}" if size in env else ""
+            raise ValueError(
+                f"{rank}={env[rank]}{of} says that a launcher started this process as one of several, but "
+                "not where the others are; start the program with srun, torchrun, or mpirun and the `mpi` "
+                "extra, set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as "
+                f"torchrun does, or unset {rank} to run one process."
+            )
 
 
 def _count(env: Mapping[str, str], name: str) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rl.runtime.job_key import KEY_VARIABLE, JobKey, key_from
-from rl.runtime.other_launchers import sizes_and_address, started_by
+from rl.runtime.other_launchers import refuse_unknown, sizes_and_address, started_by
 
 HOST_BYTES = 256
 """Size of the buffer for a host's name, in bytes."""
@@ -104,10 +104,17 @@ def _discover(env: Mapping[str, str]) -> Ranks:
             f"SLURM_NTASKS={env['SLURM_NTASKS']}, but this is a batch script, not a step: start the program "
             "with `srun python train_rl.py ...`, or unset SLURM_NTASKS to run one process."
         )
+    refuse_unknown(env)
     return Ranks(0, 1, 0, 1, "single", "127.0.0.1")
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Ranks:
+    if (restarts := env.get("TORCHELASTIC_MAX_RESTARTS", "0")) != "0":
+        raise ValueError(
+            f"torchrun --max-restarts={restarts} would start the ranks again after a stop, too, and after "
+            "invalid input; leave it out. A scheduler continues a run (slurm/job.sh with RETRY_CRASHED=1), "
+            "or the agents of run.elastic."
+        )
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ValueError(

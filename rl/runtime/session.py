@@ -3,8 +3,10 @@
 import datetime
 import logging
 import os
+import platform
 import random
 import socket
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from rl.runtime.collectives import broadcast_object
 from rl.runtime.compile_caches import use_private_caches
-from rl.runtime.device import Device, choose_device
+from rl.runtime.device import Device, choose_device, idle_gpus
 from rl.runtime.job_store import JobStore, StoreProcess, connect_to, own_store
 from rl.runtime.own_group import own_group
 from rl.runtime.ranks import Ranks
@@ -64,6 +66,8 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
             "device, every rank would take part in creating thousands of groups; unset it."
         )
     device = choose_device(ranks.local_rank)
+    if ranks.local_rank == 0 and (idle := idle_gpus(ranks.local_world_size)):
+        print(f"warning: {platform.node()}: {idle}", file=sys.stderr, flush=True)
     if not device.is_cuda:
         # vLLM's sampler would compile a function with Inductor, which takes 10 s and needs a C++ compiler.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

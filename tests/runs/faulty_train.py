@@ -62,6 +62,10 @@ def kill_this_rank(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop_this_rank(*args):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def kill_the_store(*args):
     for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         if b"store_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -131,6 +135,7 @@ KINDS = {
         refuse_here,
         run_out_of_memory,
         kill_this_rank,
+        stop_this_rank,
         kill_the_store,
         grow,
         flip_a_bit,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spawn import free_port
+from tests.spawn import free_port, run_ranks
 from tests.toy import SFT, TRAIN, write_config
 
 PYTHON = Path(sys.executable)
@@ -27,6 +27,13 @@ LAUNCHERS = {
     ),
     "mpirun": (2, [MPIRUN, "-n", "2", PYTHON]),
 }
+
+
+def test_sockets_fit_where_the_path_of_temporary_files_does_not(toy, tmp_path):
+    long = tmp_path / ("x" * 60) / ("y" * 60)  # a Unix socket's path has at most 107 bytes
+    long.mkdir(parents=True)
+    config = write_config(tmp_path, toy, "rollout.tp=2", "run.max_steps=1")
+    run_ranks(2, TRAIN, "--config", config, env={"TMPDIR": str(long)}, timeout=200, fresh=True)
 
 
 @pytest.mark.parametrize(

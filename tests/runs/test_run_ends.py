@@ -164,6 +164,16 @@ def test_the_rank_that_holds_the_store_is_reported_as_lost_too(sft, tmp_path):
     assert ending(tmp_path / "run") == ("failed", said.removeprefix("error: "))
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_stands_still_is_reported_as_lost(rank, sft, tmp_path):
+    failure = failed_run("stop_this_rank", "update", rank, sft, "watchdog.lost_s=6", call=2)
+    assert failure.returncodes[1 - rank] == 1 and failure.returncodes[rank] is None
+    assert re.search(
+        rf"^error: lost rank {rank} \(.+\), last heartbeat \d+ s ago in", errors(failure)[1 - rank]
+    )
+    assert ending(tmp_path / "run") == ("failed", errors(failure)[1 - rank].removeprefix("error: "))
+
+
 @pytest.mark.slow
 def test_the_end_of_the_store_alone_is_reported_as_that(sft, tmp_path):
     failure = failed_run("kill_the_store", "update", 0, sft)

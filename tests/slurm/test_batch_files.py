@@ -279,6 +279,19 @@ def test_every_character_of_paths_and_values_reaches_the_ranks(site):
     assert job.code == 2 and not job.calls and "a quote without an end: run.name='a" in job.log
 
 
+def test_the_ranks_of_ntasks_alone_all_start(site):
+    cpu = dict(SLURM_GPUS_ON_NODE=None, SLURM_CPUS_ON_NODE="64", MAX_ATTEMPTS="9")
+    job = Job(site, "train", "my.yaml", SLURM_NTASKS="16", **cpu)
+    assert {"--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=8"} <= set(job.options)
+    job = Job(site, "train", "my.yaml", SLURM_NTASKS="3", **cpu)
+    assert (
+        job.code == 2 and not job.calls and "--ntasks=3 on 2 nodes is not the same number on each" in job.log
+    )
+    for default in ("1", "2", None):  # one task in all, or one per node, is what Slurm sets by itself
+        job = Job(site, "train", "my.yaml", SLURM_NTASKS=default, MAX_ATTEMPTS="9")
+        assert "--ntasks=16" in job.options
+
+
 def test_a_run_that_outlives_a_rank_has_its_own_end(site):
     job = Job(site, "roles", "my.yaml", exit_code=137, at_step="4", OUTLIVE_RANKS="1")
     assert (job.code, job.requeued) == (75, ["requeue", "4711"])

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from rl.runtime.device import idle_gpus
+from rl.runtime.proxies import without_proxies
 from rl.runtime.ranks import Ranks, discover, expand_hostlist, expand_tasks_per_node
 from rl.runtime.session import SPLIT_GROUPS, session
 from tests.spawn import ROOT
@@ -25,6 +27,65 @@ TORCHRUN = dict(
     GROUP_RANK="1",
     TORCHELASTIC_RUN_ID="none",
 )
+
+
+UNKNOWN = [
+    dict(MV2_COMM_WORLD_RANK="0", MV2_COMM_WORLD_SIZE="4", MV2_COMM_WORLD_LOCAL_RANK="0"),
+    dict(MVP_COMM_WORLD_RANK="1", MVP_COMM_WORLD_SIZE="4"),
+    dict(PMI_RANK="0", PMI_SIZE="4", PMI_FD="5"),
+    dict(PMI_RANK="0"),
+    dict(PMIX_RANK="0", PMIX_NAMESPACE="prterun-n1-7@1"),
+    dict(PALS_RANKID="0", PALS_NODEID="0"),
+    dict(OMPI_COMM_WORLD_RANK="3", PMIX_RANK="3"),
+    dict(ALPS_APP_PE="2"),
+    dict(SLURM_PROCID="2", SLURM_JOB_ID="5"),
+    dict(LOCAL_RANK="1"),
+]
+
+
+@pytest.mark.parametrize("variables", UNKNOWN, ids=lambda variables: next(iter(variables)))
+def test_no_world_of_one_under_a_launcher_that_is_not_known(variables):
+    name = next(iter(variables))
+    with pytest.raises(
+        ValueError, match=rf"^{name}={variables[name]}.* says that a launcher .* unset {name}"
+    ):
+        discover(variables)
+
+
+def test_one_task_of_any_launcher_runs_alone():
+    alone = [dict(PMI_RANK="0", PMI_SIZE="1"), dict(MV2_COMM_WORLD_RANK="0", MV2_COMM_WORLD_SIZE="1")]
+    for variables in (*alone, dict(SLURM_PROCID="0", SLURM_NTASKS="1"), dict(LOCAL_RANK="0")):
+        assert discover(variables).launcher == "single"
+
+
+def test_torchrun_that_restarts_ranks_is_refused():
+    assert discover(TORCHRUN | dict(TORCHELASTIC_MAX_RESTARTS="0")).rank == 5
+    with pytest.raises(ValueError, match="--max-restarts=3 would start the ranks again .* leave it out"):
+        discover(TORCHRUN | dict(TORCHELASTIC_MAX_RESTARTS="3"))
+
+
+def test_proxies_do_not_see_the_jobs_own_traffic():
+    ranks = Ranks(0, 4, 0, 2, "slurm", "node1")
+    nodes = dict(SLURM_STEP_NODELIST="node[1-2]")
+    assert without_proxies(ranks, "10.0.0.1", nodes) == {}
+    for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
+        found = without_proxies(
+            ranks, "10.0.0.1", nodes | {name: "http://proxy:3128", "no_proxy": "a.org, b"}
+        )
+        hosts = found["NO_PROXY"].split(",")
+        assert (
+            hosts[:5] == ["a.org", "b", "localhost", "127.0.0.1", "::1"]
+            and found["no_proxy"] == found["NO_PROXY"]
+        )
+        assert {"node1", "node2", "10.0.0.1", socket.gethostname()} <= set(hosts)
+
+
+def test_idle_gpus_are_named(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    assert idle_gpus(8) == "" and "7 of 8 GPUs of this host are idle" in idle_gpus(1)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    assert idle_gpus(2) == "" and "1 of 2 GPUs" in idle_gpus(1)
 
 
 def slurm_batch(**more):
