@@ -1,8 +1,11 @@
 """Code reward: run the program in the response on its tests, in `rl.sandbox`, with one process per test.
 
 The expected outputs of tests with inputs stay in this process, so the program cannot read them. Asserts run
-in the program's own process: a program that replaces __eq__ or inspects its caller's variables can pass them
-without a solution. Exiting early (sys.exit, os._exit) does not count as passing.
+apart from the program (`rl.sandbox.apart`), so that a program that replaces __eq__, reads its caller's
+variables or exits early does not pass them. Not promised: asserts that cannot be run apart (they import
+packages, are asynchronous, or give the program functions or objects of their own) run in the program's
+process; with `allow_unprotected` nothing separates two processes; a program recognises a test by its
+arguments, and its own objects decide `f(1) == f(2)` and methods such as `equals`.
 """
 
 import functools
@@ -17,6 +20,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl.config.container import read_container
+from rl.sandbox.apart import TOGETHER, run_apart
 from rl.sandbox.sandbox import Limits, Outcome, run_program
 
 PRELUDE = """from typing import *
@@ -253,6 +257,10 @@ def run_case(
     job = {"prelude": PRELUDE, "solution": program}
     if case.test is not None:
         token = secrets.token_hex(16)
+        apart = {"token": token, "prelude": PRELUDE, "is_container": container is not None}
+        outcome = run_apart(run, program, case.test, **apart)
+        if not (outcome.ok and outcome.stdout == TOGETHER):
+            return outcome, outcome.ok and outcome.stdout == token
         outcome = run(_HARNESS, stdin=json.dumps({**job, "test": case.test, "token": token}))
         return outcome, outcome.ok and outcome.stdout == token
     job |= {"fn_name": case.fn_name, "arguments": case.arguments}

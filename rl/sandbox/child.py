@@ -314,8 +314,10 @@ def become_program(
         os._exit(1)
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
-    os.closerange(3, failed)
-    os.closerange(failed + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    first = 3
+    for fd in sorted([failed, *job["pipes"], resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):
+        os.closerange(first, fd)
+        first = fd + 1
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python's settings would survive execve
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o077)
@@ -333,7 +335,9 @@ def become_program(
         calls = job["denied_calls"], job["missing_calls"]
         apply_seccomp(seccomp_filter(platform.machine(), os.getpid(), *calls))
     environment = {**job["environment"], "HOME": box, "TMPDIR": box}
-    os.execve(job["arguments"][0], [*job["arguments"], f"{box}/program.py"], environment)
+    os.execve(
+        job["arguments"][0], [*job["arguments"], f"{box}/program.py", *map(str, job["pipes"])], environment
+    )
 
 
 # ---- the watcher ----
@@ -495,7 +499,7 @@ def start(job: dict[str, Any]) -> tuple[int, str, int, int]:
             os.write(failed, f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(1)
-    for fd in (stdin, program_out, program_err, failed):
+    for fd in (stdin, program_out, program_err, failed, *job["pipes"]):
         os.close(fd)
     message = os.read(failure, 4096)  # b"": execve closed the other end
     if message:

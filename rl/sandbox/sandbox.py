@@ -14,6 +14,7 @@ that was killed. It protects against accidents and against what a policy finds w
 not against an attacker of the cluster.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rl.sandbox.child import remove_directory
 
@@ -191,6 +193,7 @@ def run_program(
     interpreter: str | None = None,
     layers: tuple[str, ...] | None = None,
     allow_unprotected: bool = False,
+    pipes: tuple[int, ...] = (),
 ) -> Outcome:
     """Run the Python program `source` with `stdin` as its input. Adds about 60 ms to the program's own time.
 
@@ -202,39 +205,24 @@ def run_program(
             it needs; None for this process's interpreter without its virtual environment.
         layers: layers of LAYERS to confine it with; None for `protections().layers`.
         allow_unprotected: run it even if nothing keeps it from the network or from files.
+        pipes: further descriptors for the program, which are its arguments; they are closed here.
 
     Raises:
         ValueError: `layers` is None, and network or files cannot be protected on this machine.
         OSError: the program could not be started or confined.
     """
-    if layers is None:
-        found = protections()
-        if not (found.network and found.files) and not allow_unprotected:
-            raise ValueError(_describe_refusal(found))
-        layers = found.layers
-    limits = limits or Limits()
-    job = _job(source, stdin, limits, interpreter or os.path.realpath(sys.executable), layers)
-    own = os.path.realpath(sys.executable)
-    job["directory"] = directory = os.path.realpath(tempfile.mkdtemp(prefix="lockstep-code-"))
-    # The watcher notices that this process has ended when the other end of this pipe is closed.
-    parent_pipe, held_end = os.pipe()
-    try:
-        watcher = subprocess.Popen(
-            [own, "-I", "-S", str(_CHILD), str(parent_pipe)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_environment(_describe(own)),
-            cwd="/",
-            pass_fds=(parent_pipe,),
-            start_new_session=True,
-        )
-    except OSError:
-        os.close(held_end)
-        os.rmdir(directory)
-        raise
-    finally:
-        os.close(parent_pipe)
+    with contextlib.ExitStack() as held:
+        for fd in pipes:
+            held.callback(os.close, fd)
+        if layers is None:
+            found = protections()
+            if not (found.network and found.files) and not allow_unprotected:
+                raise ValueError(_describe_refusal(found))
+            layers = found.layers
+        limits = limits or Limits()
+        job = _job(source, stdin, limits, interpreter or os.path.realpath(sys.executable), layers)
+        watcher, held_end = _start_watcher(job, pipes)
+    directory = job["directory"]
     try:
         line = json.dumps(job).encode() + b"\n"
         answer, errors = watcher.communicate(line, timeout=limits.wall_s + _GRACE_S)
@@ -255,6 +243,33 @@ def run_program(
     if "setup_error" in result:
         raise OSError(f"the program could not be confined and was not run: {result['setup_error']}")
     return Outcome(**result)
+
+
+def _start_watcher(job: dict[str, Any], pipes: tuple[int, ...]) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the watcher of a job, to which its directory is added; return it, and the end of its pipe."""
+    own = os.path.realpath(sys.executable)
+    job |= {"pipes": pipes}
+    job["directory"] = directory = os.path.realpath(tempfile.mkdtemp(prefix="lockstep-code-"))
+    # The watcher notices that this process has ended when the other end of this pipe is closed.
+    parent_pipe, held_end = os.pipe()
+    try:
+        watcher = subprocess.Popen(
+            [own, "-I", "-S", str(_CHILD), str(parent_pipe)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(_describe(own)),
+            cwd="/",
+            pass_fds=(parent_pipe, *pipes),
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(held_end)
+        os.rmdir(directory)
+        raise
+    finally:
+        os.close(parent_pipe)
+    return watcher, held_end
 
 
 def _remove_what_is_left(directory: str) -> None:
@@ -317,7 +332,7 @@ def _describe_refusal(found: Protections) -> str:
 
 def _job(
     source: str, stdin: str, limits: Limits, interpreter: str, layers: tuple[str, ...]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the job that child.py reads from its standard input."""
     unknown = set(layers) - set(LAYERS)
     if unknown:

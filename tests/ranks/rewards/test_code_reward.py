@@ -206,6 +206,93 @@ def test_leaving_before_the_asserts_does_not_pass_them(confined):
             assert reward(program, "assert add(1, 2) == 3")["score"] == 0.0, program
 
 
+CHEATS = {
+    "equal to everything": "class A:\n    def __eq__(self, other): return True\ndef add(a, b): return A()",
+    "a number like all": "class A(int):\n    def __eq__(self, other): return True\n"
+    "    __ne__ = lambda *_: False\ndef add(a, b): return A(7)",
+    "the token from a frame": "import os, sys\ndef add(a, b):\n"
+    "    frame = sys._getframe()\n    while frame:\n"
+    "        token = frame.f_globals.get('job', {}).get('token')\n        if token:\n"
+    "            for fd in range(3, 20):\n                try: os.write(fd, token.encode())\n"
+    "                except OSError: pass\n            os._exit(0)\n"
+    "        frame = frame.f_back\n    return 0",
+    "its own end": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return 0",
+    "a replaced compile": "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: None).__code__\n"
+    "def add(a, b): return 0",
+    "a replaced exec": "import builtins\nbuiltins.exec = lambda *a: None\ndef add(a, b): return 0",
+    "names of the tests": "def sorted(x): return 1\ndef abs(x): return 0\ndef add(a, b): return 0",
+    "an odd number": "class A:\n    __sub__ = __rsub__ = lambda *_: 0.0\n"
+    "    __lt__ = __gt__ = lambda *_: True\n"
+    "    __contains__ = lambda *_: True\ndef add(a, b): return A()",
+    "the word for tests in one process": "import os\nfor fd in range(1, 20):\n"
+    "    try: os.write(fd, b'together')\n    except OSError: pass\ndef add(a, b): return 0",
+}
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 3",
+        "assert abs(add(1, 2) - 3) < 0.1",
+        "assert 3 in [add(1, 2)]",
+        "assert sorted([add(1, 2)]) == [3]",
+    ],
+)
+@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
+def test_a_program_does_not_decide_the_asserts(confined, program, test):
+    assert reward(program, test)["score"] == 0.0
+
+
+APART = {
+    "in place": ("def f(x): x.sort()", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
+    "containers": (
+        "def f(x): return {(1, 'a'): {x}, 2: [None, 2.5, b'x']}",
+        "assert f(3) == {(1, 'a'): {3}, 2: [None, 2.5, b'x']}",
+    ),
+    "counters": (
+        "def f(x): return Counter(x), deque(x)",
+        "assert f('aab') == (Counter(a=2, b=1), deque('aab'))",
+    ),
+    "errors": (
+        "class Bad(ValueError): pass\ndef f(x): raise Bad('no')",
+        "try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'\n"
+        "try:\n    f(1)\n    assert False\nexcept Bad: pass",
+    ),
+    "objects": (
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+        "    def __len__(self): return len(self.items)",
+        "s = Stack()\ns.push(4)\nassert len(s) == 1 and s.items == [4] and isinstance(s, Stack)",
+    ),
+    "generators": (
+        "def f(n):\n    yield from range(n)",
+        "assert list(f(3)) == [0, 1, 2] and next(f(1)) == 0",
+    ),
+    "a name of the prelude": ("def gcd(a, b): return 7", "assert gcd(14, 21) == 7\nassert gcd(1, 1) == 7"),
+    "a module": (
+        "def f(x): return x + 1",
+        "import solution\nfrom solution import f\nassert f(1) == solution.f(1) == 2",
+    ),
+    "a candidate": (
+        "def f(x): return x + 1",
+        "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)",
+    ),
+    "a function of the tests": ("def f(g): return g(1)", "assert f(lambda x: x + 1) == 2"),
+    "an object of the tests": ("def f(x): return x.y", "class A: y = 3\nassert f(A()) == 3"),
+    "a function of Python": (
+        "def f(g, x): return g(x)",
+        "assert f(len, 'abc') == 3 and f(math.sqrt, 4) == 2",
+    ),
+    "a class derived": ("class A:\n    def f(self): return 1", "class B(A): pass\nassert B().f() == 1"),
+    "a coroutine": ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1"),
+    "large numbers": ("def f(n): return 10 ** n", "assert f(6000) == 10 ** 6000"),
+}
+
+
+@pytest.mark.parametrize("program, test", APART.values(), ids=APART)
+def test_asserts_pass_for_a_right_program(confined, program, test):
+    assert reward(program, test)["score"] == 1.0
+
+
 @pytest.fixture
 def seen(monkeypatch):
     """Replace the sandbox and return the list of programs and options that reach it."""

@@ -108,7 +108,6 @@ def test_twenty_at_a_time_see_nothing_of_each_other_and_leave_nothing(runtime, i
     secret.parent.mkdir()
     secret.write_text("the run's")
     mounts = Path("/proc/self/mountinfo").read_text()
-    shared = sorted(os.listdir("/dev/shm"))
     source = (
         "import os, sys, time\n"
         "open('/tmp/' + sys.argv[1], 'w').write('mine'); open('/dev/shm/' + sys.argv[1], 'w')\n"
@@ -133,7 +132,9 @@ def test_twenty_at_a_time_see_nothing_of_each_other_and_leave_nothing(runtime, i
         container.close()
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
     assert Path("/proc/self/mountinfo").read_text() == mounts
-    assert sorted(os.listdir("/dev/shm")) == shared and list(tmp_path.iterdir()) == [secret.parent]
+    assert not {f"t{n}" for n in range(20)} & set(os.listdir("/dev/shm")) and list(tmp_path.iterdir()) == [
+        secret.parent
+    ]
     assert not (image / "tmp").exists()
 
 
@@ -192,6 +193,14 @@ def test_the_code_reward_runs_in_an_image(runtime, image):
     assert right["acc"] == 1.0 and wrong["acc"] == 0.0
     call = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
     assert score("", "def f(x): return x + 1", call, container=container)["acc"] == 1.0
+    test, wrong = "assert f(1) == 2 and f([3]) == [4]", "def f(x): return x if type(x) is int else [4]"
+    right = "def f(x): return x + 1 if type(x) is int else [x[0] + 1]"
+    reads = (
+        "import json, os\nread = json.load(open(f'/proc/{os.getppid()}/fd/0'))\n"
+        "os.write(os.open(f'/proc/{os.getppid()}/fd/1', os.O_WRONLY), read['token'].encode())\n"
+    )
+    for program, expected in (right, 1.0), (wrong, 0.0), (reads + right, 0.0):
+        assert score("", program, test, container=container)["acc"] == expected, program
 
 
 @pytest.mark.parametrize("bad", [{}, {"image": "x", "memory": 1}, {"image": "x", "tasks": 0}, {"image": 3}])
