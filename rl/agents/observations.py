@@ -1,11 +1,164 @@
-"""Images in the answers of environments, in the process of the environment: {"text": ..., "image": [...]}.
+"""Answers of environments and tools as the content of messages, in the process of the environment.
 
-It is verl's format. An image is one of Pillow, an array uint8 [H, W, 3], the bytes of a file or a data URI.
+An answer is a text, an object that JSON can hold, content parts (OpenAI, Anthropic, MCP), a result of MCP, or
+verl's {"text": ..., "image": [...]}. An image is one of Pillow, an array uint8 [H, W, 3], the bytes of a file
+or a data URI. What has no text and is no image raises TypeError: it would vanish, or become a text about
+Python's objects.
 """
 
 import base64
+import dataclasses
 import io
+import json
+from collections.abc import Collection, Mapping
+from types import FunctionType
 from typing import Any
+
+from pydantic import BaseModel
+
+PARTS = {
+    "text": ("text",),
+    "input_text": ("text",),
+    "output_text": ("text",),
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image": ("image", "data", "source"),
+    "resource": ("resource",),
+    "resource_link": ("uri",),
+    "audio": ("data",),
+    "input_audio": ("input_audio",),
+}
+"""Type of a content part -> keys, one of which it has."""
+BESIDE = {"type", "annotations", "_meta", "meta", "cache_control", "detail", "mimeType", "mime_type"}
+"""Keys of a part that are not for the policy. A dict with further ones is an object, and becomes JSON."""
+RESULT = {"content", "isError", "is_error", "structuredContent", "structured_content"}
+"""Keys of a result of MCP, which has "content" and another one of them."""
+
+
+def parts_of(answer: Any) -> list[dict[str, Any]]:
+    """Return an answer as parts {type: text, text} and {type: image, image}, the image as a data URI.
+
+    Raises ValueError, whose message is for the policy, for a result of MCP that is an error, and TypeError
+    for an answer with something that is neither text nor an image.
+    """
+    answer = _as_object(answer)
+    if type(answer).__module__.startswith("PIL."):
+        return [image_part(answer)]
+    if is_observation(answer):
+        text = text_of(answer.get("text"))
+        images = [image_part(image) for image in answer["image"] or []]
+        return images + ([_text(text)] if text else [])
+    if isinstance(answer, Mapping) and "content" in answer and len(RESULT & answer.keys()) > 1:
+        return _of_result(answer)
+    found = list(map(_as_object, answer if isinstance(answer, (list, tuple)) else [answer]))
+    if found and all(map(_is_part, found)):
+        return [part for one in found for part in _of_part(one)]
+    return [_text(text_of(answer))]
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text: a text itself, "" for None, JSON of others. Raises TypeError if it has none."""
+    value = _plain(value) if isinstance(value, (bytes, bytearray)) else value
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _as_object(value: Any) -> Any:
+    """Return a model of pydantic or a dataclass as a dict."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON cannot hold as one that it can. Raises TypeError."""
+    if (known := _as_object(value)) is not value:
+        return known
+    if isinstance(value, (bytes, bytearray)):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise TypeError(
+                "an answer has bytes that are no text in UTF-8; return a text, or an image in "
+                '{"text": ..., "image": [...]}'
+            ) from error
+    is_image = type(value).__module__.startswith("PIL.")
+    if hasattr(value, "__array_interface__") and not is_image:
+        return value.tolist()  # the text of numpy's arrays leaves out most of a long one
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Collection):
+        return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+    has_text = type(value).__str__ is not object.__str__ or isinstance(type(value).__repr__, FunctionType)
+    if has_text and not is_image:
+        return str(value)
+    raise TypeError(
+        f"an answer has an object of type {type(value).__qualname__}, which has no text; return a text, an "
+        'object of JSON, content parts, or {"text": ..., "image": [...]}'
+    )
+
+
+def _is_part(value: Any, *, is_block: bool = False) -> bool:
+    """Return whether a value is a content part. is_block: it is certainly one or wrong."""
+    if not isinstance(value, Mapping) or not isinstance(kind := value.get("type"), str):
+        return False
+    keys = PARTS.get(kind, ())
+    has_others = not is_block and kind != "resource_link" and bool(value.keys() - {*keys, *BESIDE})
+    return any(value.get(key) is not None for key in keys) and not has_others
+
+
+def _of_part(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a content part of OpenAI, Anthropic, MCP or transformers as parts. Raises TypeError."""
+    kind = part["type"]
+    held = next(part[key] for key in PARTS[kind] if part.get(key) is not None)
+    if kind == "resource_link":
+        return [_text(text_of({key: value for key, value in part.items() if value is not None}))]
+    inner = held if isinstance(held, Mapping) else part
+    if isinstance(text := held if "text" in PARTS[kind] else inner.get("text"), str):
+        return [_text(text)]
+    media = inner.get("mimeType") or inner.get("mime_type") or inner.get("media_type") or ""
+    data, image = inner.get("data") or inner.get("blob"), inner.get("url") if inner is held else held
+    if isinstance(data, str) and media.startswith("image/"):
+        image = f"data:{media};base64,{data}"
+    if image is None or not _is_image(image):
+        where = f" ({media})" if media else ""
+        raise TypeError(
+            f"an answer has a content part of type {kind}{where}, which is neither text nor an image in it; "
+            "let the tool return text, or the image itself"
+        )
+    return [image_part(image)]
+
+
+def _of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a result of MCP; raise what `parts_of` raises."""
+    blocks = list(map(_as_object, result["content"] or []))
+    if odd := [block for block in blocks if not _is_part(block, is_block=True)]:
+        raise TypeError(f"a result of MCP has a block that is no content part: {odd[0]!r:.200}")
+    parts = [part for block in blocks for part in _of_part(block)]
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    structured = result.get("structuredContent", result.get("structured_content"))
+    if structured is not None and not any(_has_value(text, structured) for text in texts):
+        parts.append(_text(text_of(structured)))
+        texts.append(parts[-1]["text"])
+    if result.get("isError", result.get("is_error")):
+        raise ValueError("\n".join(texts) or "the tool reports an error without a text")
+    return parts
+
+
+def _has_value(text: str, structured: Any) -> bool:
+    """Return whether a text is the JSON of a structured result, or of a value that a server wrapped in it."""
+    wrapped = structured.get("result") if isinstance(structured, Mapping) and len(structured) == 1 else None
+    try:
+        return json.loads(text) in (structured, wrapped)
+    except ValueError:
+        return text == wrapped
 
 
 def is_observation(answer: Any) -> bool:
@@ -36,7 +189,10 @@ def content(answer: dict[str, Any], text: str) -> str | list[dict[str, str]]:
 
 
 def with_uris(message: dict) -> dict:
-    """Return a message with the images of its content as data URIs. Raises ValueError for another object."""
+    """Return a message with content parts as `parts_of` gives them, and anchors of images unchanged.
+
+    Raises ValueError for an image that is another object.
+    """
     if not isinstance(parts := message.get("content"), list):
         return message
     given = [part.get("image") for part in parts]
@@ -44,7 +200,12 @@ def with_uris(message: dict) -> dict:
         raise ValueError(
             f"an image of a message must be one of Pillow, an array, bytes or a data URI, not {odd[0]!r:.80}"
         )
-    found = [part if image is None else image_part(image) for part, image in zip(parts, given)]
+    found = []
+    for part, image in zip(parts, given):
+        if image is not None:
+            found.append(image_part(image))
+        else:
+            found += _of_part(part) if _is_part(part) else [part]
     return {**message, "content": found}
 
 

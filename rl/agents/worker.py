@@ -43,7 +43,7 @@ from rl.agents.environment import (
     answer_digest,
     load_environment,
 )
-from rl.agents.observations import content, is_observation, with_uris
+from rl.agents.observations import content, is_observation, parts_of, with_uris
 from rl.config.agent_plan import AgentPlan
 from rl.rewards.score import to_finite, to_score
 from rl.workers.host import Host
@@ -274,14 +274,13 @@ class Session:
 
     def _content(self, result: Any) -> str | list[dict]:
         """Return the content of a message: the text of a result, or parts if it has images."""
-        if not is_observation(result):
-            return self._text(result)
-        return content(result, self._text(result.get("text")))
+        parts = parts_of(result)
+        if all(part["type"] == "text" for part in parts):
+            return self._text("\n".join(part["text"] for part in parts))
+        return [p if p["type"] == "image" else {**p, "text": self._text(p["text"])} for p in parts]
 
-    def _text(self, result: Any) -> str:
-        """Return the text of a tool's result, shortened to the limit."""
-        if not isinstance(result, str):
-            result = "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
+    def _text(self, result: str) -> str:
+        """Return a text, shortened to the limit."""
         if left_out := max(len(result) - self._host.max_output_chars, 0):
             result = f"{result[: self._host.max_output_chars]}\n[{left_out} more characters were left out]"
         return encodable(result)

@@ -61,12 +61,9 @@ class Mcp:
                 break
         return [tool_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        result = await self._client.call_tool(name, arguments)
-        text = "\n".join(block.text for block in result.content if block.type == "text")
-        if result.is_error:
-            raise ValueError(text)
-        return text
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return the server's result, whose blocks `rl.agents.observations` reads."""
+        return await self._client.call_tool(name, arguments)
 
     async def close(self) -> None:
         self._closing.set()

@@ -19,6 +19,7 @@ from typing import Any
 from rl.agents.integrations.chat import tool_schema, user_message
 from rl.agents.integrations.imports import require
 from rl.agents.integrations.rows import seed_of
+from rl.agents.observations import text_of
 
 websockets = require("websockets.asyncio.client", extra="openenv")
 
@@ -61,13 +62,13 @@ class _Session:
 
     def _text(self, observation: dict[str, Any]) -> str:
         if not self._field:
-            return json.dumps({key: value for key, value in observation.items() if key != "metadata"})
+            return text_of({key: value for key, value in observation.items() if key != "metadata"})
         if self._field not in observation:
             raise RuntimeError(
                 f"agents.kwargs.observation={self._field} is not a field of the observation; use one of "
                 f"{', '.join(observation)}."
             )
-        return str(observation[self._field])
+        return text_of(observation[self._field])
 
     def score(self) -> float:
         """Return the sum of the rewards."""
@@ -116,12 +117,14 @@ class OpenEnvTools(_Session):
             tool_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in found["tools"]
         ]
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
         observation = await self._request("step", call)
         if error := observation.get("error"):
-            raise ValueError(error["message"])
+            raise ValueError(text_of(error.get("message", error) if isinstance(error, dict) else error))
         result = observation["result"]
-        if isinstance(result, dict) and "data" in result:  # fastmcp's CallToolResult
-            result = result["data"]
-        return result if isinstance(result, str) else json.dumps(result)
+        # fastmcp's CallToolResult has the value beside the content, which may be images or an error.
+        if isinstance(result, dict) and result.get("data") is not None and not result.get("is_error"):
+            if all(block.get("type") == "text" for block in result.get("content") or []):
+                return result["data"]
+        return result

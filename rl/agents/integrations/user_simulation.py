@@ -100,7 +100,12 @@ class UserSimulation:
         ]
         opening = user_message("Hello, how can I help you?")
         request = [{"role": "system", "content": self._plain(self._persona)}, *opening, *seen]
-        reply = (await complete(*self._server, request, **self._options))["content"] or ""
+        reply = (await complete(*self._server, request, **self._options)).get("content")
+        if not isinstance(reply, str) or not reply.strip():
+            raise RuntimeError(
+                f"the simulated user's server sent no text but {reply!r:.80}; raise its limit of tokens "
+                "(agents.kwargs.max_tokens), or let its model answer without thinking."
+            )
         self._conversation += user_message(reply)
         return reply
 
