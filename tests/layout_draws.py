@@ -142,6 +142,8 @@ def draw(number: int, models: Path, directory: Path) -> Draw:
         f"training.epochs={rng.choice([1, 1, 2])}",
         *options(algorithm, number // len(ALGORITHMS), rng, models, has_experts=model == "mixture"),
     ]
+    if "training.router_replay=old_policy" in overrides and layout["recompute"] == "selective":
+        layout["recompute"] = "full"  # a pass would replay the experts of another micro-batch
     if algorithm == "ppo" and critic:
         overrides.append(f"critic.path={models / critic}")
     if rng.random() < 0.2:

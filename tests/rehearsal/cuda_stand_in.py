@@ -228,8 +228,6 @@ def install(*, notes: bool = False) -> None:
     import torch.nn.attention.varlen as varlen
 
     varlen.varlen_attn = _checked(varlen.varlen_attn, varlen_attn)
-    # CUDA packs no weights, so parts that only CUDA runs release no packed copies.
-    importlib.import_module("rl.rollout.cpu_support")._can_pack = lambda dtype: False
     _replace_kernels()
     _add_delta_rule()
     _refuse_sums_without_order()
@@ -322,6 +320,12 @@ CUDA_ENGINE = (
 def _replace_sleep_mode() -> None:
     """Make vLLM's CPU engine accept the CUDA engine's options and discard the same data in its sleep."""
     import vllm
+
+    from rl.rollout.cpu_support import release_packed_weights
+    from rl.rollout.platforms import Cuda
+
+    # CUDA packs no weights, so its platform releases no packed copies after a refit.
+    Cuda.weights_written = lambda self, model: release_packed_weights(model)
 
     class Engine(vllm.LLM):
         def __init__(self, *args, **options):

@@ -42,7 +42,9 @@ def test_adapters_in_the_weights_are_bitwise_exact(config, tmp_path, kind, layou
         adapter += (f"model.path={save_tiny('Qwen3MoeForCausalLM', tmp_path / 'moe', seed=1)}",)
     steps = train(2, config, *BITWISE, *adapter, program=program)
     assert all(step["training/rollout_probs_diff_max"] == 0.0 for step in steps)
-    fast = train(2, config, "training.tp=2", *adapter, run=tmp_path / "fast", program=program)
+    if program is not TRAIN:
+        return  # rounding changes the samples of vLLM's own sampler
+    fast = train(2, config, "training.tp=2", *adapter, run=tmp_path / "fast")
     # Only the first step has the same samples; its gradient is that of the ordinary kernels.
     assert steps[0]["actor/grad_norm"] == pytest.approx(fast[0]["actor/grad_norm"], rel=1e-3)
 
