@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rl.checkpoint.shards import DamagedError, Written
+from rl.checkpoint.shards import DamagedError, Written, reading
 from rl.config.options import ConfigError
 
 FORMAT = 1
@@ -75,14 +75,10 @@ def read_manifest(path: Path) -> dict:
     Raises DamagedError if it is missing or damaged, ConfigError for a newer format.
     """
     file = path / MANIFEST
-    try:
+    with reading(file):
         manifest = json.loads(file.read_bytes())
         if not isinstance(manifest, dict) or manifest.pop("crc32", None) != _crc32_of(manifest):
             raise DamagedError(f"{file} is damaged: its checksum differs")
-    except FileNotFoundError as error:
-        raise DamagedError(f"{file} is missing") from error
-    except ValueError as error:
-        raise DamagedError(f"{file} is damaged: it is not JSON") from error
     if manifest["format"] > FORMAT:
         raise ConfigError(
             f"{path} has format {manifest['format']}, but this version of Lockstep reads up to {FORMAT}: "
@@ -137,13 +133,16 @@ def clear_leftovers(directory: Path) -> None:
     """Remove the unfinished directories of killed runs."""
     for pattern in ("step_*.partial", "step_*.removed"):
         for path in directory.glob(pattern):
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint, so that a new one can be written under its name."""
     damaged = path.with_name(path.name + ".damaged")
-    shutil.rmtree(damaged, ignore_errors=True)
+    if damaged.is_dir():
+        shutil.rmtree(damaged, ignore_errors=True)
+    else:
+        damaged.unlink(missing_ok=True)
     path.rename(damaged)
 
 

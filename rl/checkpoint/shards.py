@@ -11,7 +11,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,21 @@ class DamagedError(Exception):
     """A file of a checkpoint differs from what was written; the message names it."""
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise DamagedError for any error of reading the file in the body, but a missing permission."""
+    try:
+        yield
+    except (DamagedError, PermissionError):
+        raise
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing") from error
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # the bytes decide which, such as RecursionError for a million brackets
+        raise DamagedError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+
+
 def in_file_order(shards: Iterable[Shard]) -> list[Shard]:
     """Return the shards sorted by falling element size.
 
@@ -102,20 +118,20 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
 def check_file(path: Path, expected: Written, *, contents: bool) -> None:
     """Raise DamagedError if the file's size differs from what was written. Not collective.
 
-    contents: also compare the checksum.
+    contents: also compare the checksum. Of a file with tensors the header is read in any case.
     """
-    try:
+    with reading(path):
         size = path.stat().st_size
         if size != expected.bytes:
             raise DamagedError(f"{path} has {size} bytes, but {expected.bytes} were written")
+        if path.suffix == ".safetensors":
+            read_index(path.parent, [path.name])
         if not contents:
             return
         crc = 0
         with open(path, "rb", buffering=0) as file:
             while chunk := file.read(BUFFER_BYTES):
                 crc = zlib.crc32(chunk, crc)
-    except FileNotFoundError as error:
-        raise DamagedError(f"{path} is missing") from error
     if crc != expected.crc32:
         raise DamagedError(
             f"{path} is damaged: its checksum is {crc:08x}, but {expected.crc32:08x} was written"

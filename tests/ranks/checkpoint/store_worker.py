@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import rl.checkpoint.store as store_module  # noqa: E402
-from rl.checkpoint.directory import CONFIG, LATEST, MANIFEST, complete, rank_file  # noqa: E402
+from rl.checkpoint.directory import CONFIG, LATEST, MANIFEST, STATE, complete, rank_file  # noqa: E402
 from rl.checkpoint.shards import write_shards  # noqa: E402
 from rl.checkpoint.store import CheckpointStore  # noqa: E402
 from rl.config.options import ConfigError  # noqa: E402
@@ -172,6 +172,13 @@ def faults(device: Device, model: str, directory: str, other_model: str, small_d
     after("missing file", lambda path: (path / newest / CONFIG).unlink())
     after("missing manifest", lambda path: (path / newest / MANIFEST).unlink())
     after("flipped manifest", lambda path: flip(path / newest / MANIFEST))
+    after("brackets in the manifest", lambda path: (path / newest / MANIFEST).write_text("[" * 10**6))
+    after("a directory as manifest", lambda path: in_place(path / newest / MANIFEST, Path.mkdir))
+    after("EIO of the manifest", lambda path: in_place(path / newest / MANIFEST, fail_to_read))
+    after("a directory as state", lambda path: in_place(path / newest / STATE, Path.mkdir), verify=False)
+    after("a directory as tensors", lambda path: in_place(path / newest / last, Path.mkdir))
+    after("brackets in a header", lambda path: brackets(path / newest / last), verify=False)
+    after("a file as checkpoint", lambda path: in_place(path / newest, Path.touch))
     after("two damaged", lambda path: (cut(path / newest / last), flip(path / "step_000002" / last)))
     after("all damaged", lambda path: [flip(saved.path / last) for saved in complete(path)])
     after("of the future", lambda path: raise_format(path / newest))
@@ -264,6 +271,24 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-len(content) // 3] ^= 4
     path.write_bytes(content)
+
+
+def in_place(path: Path, make: Callable[[Path], object]) -> None:
+    """Put what `make` makes in the place of a file or directory."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make(path)
+
+
+def fail_to_read(path: Path) -> None:
+    """Make a file of which the system cannot read the first byte: EIO."""
+    path.symlink_to("/proc/self/mem")
+
+
+def brackets(path: Path) -> None:
+    """Replace a file's header by brackets that no parser nests, and keep the file's size."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    path.write_bytes(content[:8] + b"[" * size + content[8 + size :])
 
 
 def raise_format(path: Path) -> None:

@@ -44,6 +44,13 @@ LOADED = {
     "missing file": 2,
     "missing manifest": 2,
     "flipped manifest": 2,
+    "brackets in the manifest": 2,
+    "a directory as manifest": 2,
+    "EIO of the manifest": 2,
+    "a directory as state": 2,
+    "a directory as tensors": 2,
+    "brackets in a header": 2,
+    "a file as checkpoint": 2,
     "two damaged": 1,
 }
 """Fault -> the step that is loaded."""

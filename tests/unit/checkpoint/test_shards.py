@@ -89,3 +89,13 @@ def test_flipped_bits_and_missing_bytes_are_found(tmp_path):
     path.unlink()
     with pytest.raises(DamagedError, match="a is missing"):
         check_file(path, Written(1, 1), contents=False)
+
+
+def test_a_file_that_cannot_be_read_is_damaged(tmp_path):
+    """EIO and a directory ended the run, and with it the use of older checkpoints."""
+    (tmp_path / "eio").symlink_to("/proc/self/mem")
+    (tmp_path / "directory").mkdir()
+    own = (tmp_path / "directory").stat().st_size
+    for name, size, text in (("eio", 0, "Input/output error"), ("directory", own, "Is a directory")):
+        with pytest.raises(DamagedError, match=f"{name} cannot be read: {text}"):
+            check_file(tmp_path / name, Written(size, 0), contents=True)
