@@ -69,7 +69,7 @@ def test_messages_of_reset_may_have_images():
     seen = SeenImages(FORMAT, PROMPT)
     text, image = {"type": "text", "text": "see"}, {"type": "image", "image": picture(28, 56)}
     message = with_uris({"role": "user", "content": [text, image, {"type": "image", "image": None}]})
-    assert message["content"][0] is text and message["content"][1]["image"].startswith("data:image/png")
+    assert message["content"][0] == text and message["content"][1]["image"].startswith("data:image/png")
     seen.take([{**message, "content": message["content"][:2]}])
     ids = seen.begin(np.array([4, 9, 5], np.int32))
     assert ids.tolist() == [4, 9, 9, 5] and seen.placed[0][:, :3].tolist() == [[1, 28, 56]]
