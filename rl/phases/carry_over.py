@@ -30,7 +30,7 @@ from rl.rollout import held_parts
 from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, samples_of, work_of
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
-from rl.run_directory.consumed import append_consumed
+from rl.run_directory.consumed import ConsumedLog
 from rl.stopping.requests import StepAborted, StopRequests
 
 
@@ -62,6 +62,7 @@ class CarryOver(Generation):
         self._moved = BytesMoved()
         self._consumed: list[Group] = []
         self._dropped: list[Group] = []
+        self._consumed_log = ConsumedLog(config.run.dir)
 
     def num_to_draw(self, num_wanted: int) -> int:
         self._num_wanted = num_wanted
@@ -153,8 +154,7 @@ class CarryOver(Generation):
         if dist.get_rank() == 0:
             self._step.fence()
             parts = {"consumed": self._consumed, "dropped": self._dropped, "waiting": self.frontier.groups}
-            append_consumed(
-                self._config.run.dir,
+            self._consumed_log.append(
                 self._step.number,
                 num_drawn=self.frontier.num_drawn,
                 **{name: [(g.prompt.draw, g.prompt.index) for g in own] for name, own in parts.items()},

@@ -27,7 +27,7 @@ from rl.rollout.messages import Begin, Complete, Generate, Message, Messages, Ne
 from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import train_sampling
 from rl.rollout.stream_schedule import Batches
-from rl.run_directory.consumed import append_consumed
+from rl.run_directory.consumed import ConsumedLog
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
 from rl.stopping.requests import StepAborted, StopRequests
@@ -81,6 +81,7 @@ class GenerationByRoles(Sampler):
         before)."""
         self._taken: list[tuple[int, int]] = []
         """(group, index of its prompt) of the groups of this step."""
+        self._consumed_log = ConsumedLog(config.run.dir)
         self._answers: dict[str, dict[int, Delivery]] = {}
         """Answers to a `Generate` by the rank of the replica's leader, by the message's name."""
         self._claims = None
@@ -126,9 +127,8 @@ class GenerationByRoles(Sampler):
                 self._claims.forget(range(self._kept, before - self._first))
                 self._kept = before - self._first
             self._step.fence()
-            run_dir, number = self._config.run.dir, self._step.number
             parts = dict(consumed=self._taken, dropped=[], waiting=[])
-            append_consumed(run_dir, number, num_drawn=first, **parts)
+            self._consumed_log.append(self._step.number, num_drawn=first, **parts)
         self._taken = []
         self._groups = {group: found for group, found in self._groups.items() if group >= first}
 

@@ -9,6 +9,7 @@ the job, and each version of the weights has logs of its own (`VersionRecorder`)
 """
 
 import gzip
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from rl.runtime.plain_data import decode, encode
 
 if TYPE_CHECKING:
     from rl.rollout.engine import RolloutEngine
+
+log = logging.getLogger(__name__)
 
 DIRECTORY = "events"
 
@@ -203,10 +206,16 @@ def store(
         records.append((step, entries))
     samples = [Sample(0, 0, (Segment.of(c),), c.end) for c in completions.values()]
     content = [sampling, records, bases, list(completions), pack(samples, held=False), is_async]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(gzip.compress(encode(content, Sampling, *EVENT_TYPES), 6))
-    partial.replace(path)
+    partial, data = path.with_suffix(".partial"), gzip.compress(encode(content, Sampling, *EVENT_TYPES), 6)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:  # such as a full disk, which must not end the run; errors of all ranks are shown
+        log.error(
+            "warning: %s, %d bytes, is not written and is missing (%s)", path, len(data), error.strerror
+        )
+        partial.unlink(missing_ok=True)
 
 
 def load(path: Path) -> StoredLog:

@@ -5,9 +5,11 @@ the data. `tools/consumed.py` counts them.
 """
 
 import json
-import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from rl.run_directory.delayed_writes import DelayedWrites, append_line
 
 FILE_NAME = "consumed.jsonl"
 
@@ -15,30 +17,28 @@ Drawn = Sequence[tuple[int, int]]
 """(draw, index) of prompts."""
 
 
-def append_consumed(
-    run_dir: str | Path, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn
-) -> None:
-    """Append the record of a step and wait until it is on the disk.
+class ConsumedLog:
+    """Writes the file of a run. For rank 0 only; not collective."""
 
-    Call it before the checkpoint of the step is written, so that no checkpoint has a step without a record.
+    def __init__(self, run_dir: str | Path):
+        self._path = Path(run_dir, FILE_NAME)
+        self._writes = DelayedWrites(self._path)
 
-    num_drawn: prompts that the run has drawn so far. consumed, dropped: prompts of this step. waiting: drawn
-    prompts that are left to later steps.
-    """
-    record = {
-        "training/global_step": step,
-        "drawn": num_drawn,
-        "consumed": consumed,
-        "dropped": dropped,
-        "waiting": waiting,
-    }
-    path = Path(run_dir, FILE_NAME)
-    is_new = not path.exists()
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if is_new:
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+    def append(self, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn) -> None:
+        """Append the record of a step and wait until it is on the disk, or keep it until the disk takes it.
+
+        Call it before the checkpoint of the step is written, so that no checkpoint has a step without a
+        record.
+
+        num_drawn: prompts that the run has drawn so far. consumed, dropped: prompts of this step. waiting:
+        drawn prompts that are left to later steps.
+        """
+        record = {
+            "training/global_step": step,
+            "drawn": num_drawn,
+            "consumed": consumed,
+            "dropped": dropped,
+            "waiting": waiting,
+        }
+        line = json.dumps(record)
+        self._writes.add(f"step {step}", partial(append_line, self._path, line, sync=True), len(line) + 1)

@@ -12,8 +12,11 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rl.run_directory.delayed_writes import DelayedWrites, append_line
 
 if TYPE_CHECKING:
     from rl.run_directory.trackers import TrackerThread
@@ -74,14 +77,14 @@ class MetricLog:
         keep_lines_up_to(path, resume_step)
         self.last_step = max((record[STEP] for record in read_records(path)), default=-1)
         """Step of the last record."""
-        self._file = open(path, "a", encoding="utf-8")
+        self._path, self._writes = path, DelayedWrites(path)
         self._not_finite: set[str] = set()
         self._followers = followers
         for follower in followers:
             follower.start(path, resume_step)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the record of a step and flush it.
+        """Append the record of a step, or keep it until the disk takes it.
 
         The record is strict JSON in one line: the step, `time` (Unix time in seconds), then the metrics by
         name. NaN and infinity become null, with one warning per metric.
@@ -99,8 +102,8 @@ class MetricLog:
                 self._warn_not_finite(name, value, step)
                 value = None
             record[name] = value
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(record, allow_nan=False)
+        self._writes.add(f"step {step}", partial(append_line, self._path, line), len(line) + 1)
         for follower in self._followers:
             follower.note(step)
 
@@ -116,8 +119,8 @@ class MetricLog:
             )
 
     def close(self) -> None:
-        """Close the file, and wait at most CLOSE_S for all followers together."""
-        self._file.close()
+        """Write what waits, and wait at most CLOSE_S for all followers together."""
+        self._writes.close()
         for follower in self._followers:
             follower.finish()
         end = time.monotonic() + CLOSE_S
@@ -172,12 +175,12 @@ def keep_lines_up_to(path: Path, step: int | None) -> None:
         elif record[STEP] <= step:
             kept.append(line + "\n")
     # In one rename, so that a job killed here leaves either the old file or the new one.
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
+    new = path.with_name(path.name + ".partial")
+    with open(new, "w", encoding="utf-8") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    os.replace(new, path)
 
 
 def accuracies(metrics: dict[str, float], variable: str = "acc") -> dict[str, float]:

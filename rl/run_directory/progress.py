@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -13,6 +13,11 @@ LINE_INTERVAL_S = 10.0
 """Shortest time between two lines of one phase in a log file, in seconds."""
 DRAW_INTERVAL_S = 0.1
 """Shortest time between two drawings of the view, in seconds."""
+
+
+def _print(text: str, stream: TextIO) -> None:
+    with suppress(OSError):  # the disk of the log itself is full, and the run goes on without this line
+        print(text, file=stream, flush=True)
 
 
 class Counter(Protocol):
@@ -34,11 +39,8 @@ class _Lines:
         if now - self._last_line >= LINE_INTERVAL_S:
             self._last_line = now
             done = f"{self._done}" if self._total is None else f"{self._done}/{self._total}"
-            print(
-                f"{self._description} {done} {self._unit}, {now - self._start:.0f} s",
-                file=self._stream,
-                flush=True,
-            )
+            text = f"{self._description} {done} {self._unit}, {now - self._start:.0f} s"
+            _print(text, self._stream)
 
 
 class _Silent:
@@ -140,4 +142,4 @@ class Progress:
         if self._screen is not None:
             self._screen.line(text)
         elif self._enabled:
-            print(text, file=self._stream, flush=True)
+            _print(text, self._stream)

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.run_directory.delayed_writes import DelayedWrites
+
 if TYPE_CHECKING:  # pyarrow is imported by the runs that store or read rollouts
     import pyarrow as pa
 
@@ -72,7 +74,8 @@ def remove_after(run_dir: str | Path, step: int) -> None:
 class RolloutLog:
     """Writes rollouts in a thread, so that no step waits for them. For rank 0 only; not collective.
 
-    An error of the thread is raised by the next call.
+    What a full disk rejects is tried again before the next step's, and given up after WAITING_STEPS. Another
+    error of the thread is raised by the next call.
 
     Args:
         columns, kind: see `schema`.
@@ -94,22 +97,26 @@ class RolloutLog:
         self._fence = fence
         self._directory.mkdir(parents=True, exist_ok=True)
         self._error: Exception | None = None
+        self._writes = DelayedWrites(self._directory, limit=WAITING_STEPS)
         self._jobs: queue.Queue = queue.Queue(WAITING_STEPS)
-        self._jobs.put(self._write_tokens)
+        self._jobs.put(partial(self._writes.add, TOKENS_FILE, self._write_tokens))
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
 
     def write(self, step: int, columns: Callable[[], Mapping[str, list[Any]]]) -> None:
         """Write the rollouts of a step soon. The thread calls `columns` for the values of each column."""
         self._raise_error()
-        self._jobs.put(lambda: self._write(step, columns()))
+        write = partial(self._writes.add, f"step {step}", lambda: self._write(step, columns()))
+        self._jobs.put(write)
 
     def flush(self) -> None:
-        """Return once all that was given to `write` is on disk."""
+        """Return once all that was given to `write` is on disk, or was rejected by it."""
+        self._jobs.put(self._writes.retry)
         self._jobs.join()
         self._raise_error()
 
     def close(self) -> None:
+        self._jobs.put(self._writes.close)
         self._jobs.put(None)
         self._thread.join()
         self._raise_error()
@@ -135,16 +142,20 @@ class RolloutLog:
 
         table = pa.table(dict(columns), schema=self._schema())
         path = self._directory / f"step_{step:06d}.parquet"
-        partial = path.with_name(path.name + ".partial")
+        new = path.with_name(path.name + ".partial")
         self._fence()
-        pq.write_table(table, partial, compression="zstd")
-        self._fence()
-        partial.replace(path)  # readers and a resumed run see a whole file or none
+        try:
+            pq.write_table(table, new, compression="zstd")
+            self._fence()
+            new.replace(path)  # readers and a resumed run see a whole file or none
+        except OSError:
+            new.unlink(missing_ok=True)  # it takes space that others need
+            raise
 
     def _write_tokens(self) -> None:
         path = self._directory.parent / TOKENS_FILE
-        partial = path.with_name(path.name + ".partial")
+        new = path.with_name(path.name + ".partial")
         text = json.dumps(self._token_texts(), ensure_ascii=False)
         self._fence()
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)

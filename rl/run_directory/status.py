@@ -60,7 +60,7 @@ class Status:
         self._path = Path(run_dir, FILE_NAME)
         self._paths = [self._path, *([Path(also)] if also else [])]
         self._writing = threading.Lock()
-        self._ended = False
+        self._ended = self._fails = False
         array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
         self._facts = {
             "state": "running",
@@ -91,7 +91,13 @@ class Status:
             if self.is_taken_over():
                 return
             self._facts |= changes
-            self._write(self._facts)
+            try:
+                self._write(self._facts)
+                self._fails = False
+            except OSError as error:  # the next write has these changes, too
+                if not self._fails:
+                    self._warn(f"cannot be written: {error}; the run goes on, and tries it again")
+                self._fails = True
 
     def fail(self, reason: str) -> None:
         """Write that the run failed and why, unless its end is written already. For any rank and thread.

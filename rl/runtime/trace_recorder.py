@@ -5,6 +5,7 @@ of a step into one trace. Ranks communicate only to compare their clocks, before
 """
 
 import json
+import logging
 import os
 import platform
 import threading
@@ -22,6 +23,8 @@ from rl.config.trace import Trace
 from rl.runtime import tracing
 from rl.runtime.device import Device
 from rl.runtime.session import job
+
+log = logging.getLogger(__name__)
 
 DIRECTORY = "trace"
 ROUND_TRIPS = 8
@@ -240,9 +243,14 @@ class Recorder:
             "began_ns": self._began,
             "events": events,
         }
-        partial = Path(f"{self._path}.partial")
-        partial.write_text(json.dumps(record))
-        os.replace(partial, f"{self._path}.json")
+        partial, text = Path(f"{self._path}.partial"), json.dumps(record)
+        try:
+            partial.write_text(text)
+            os.replace(partial, f"{self._path}.json")
+        except OSError as error:  # such as a full disk, which must not end the run
+            problem = f"{len(text)} bytes, is not written and is missing ({error.strerror})"
+            log.error("warning: %s.json, %s", self._path, problem)
+            partial.unlink(missing_ok=True)
 
     def enter(self, span: "_Span") -> None:
         self._open[id(span)] = span

@@ -1,13 +1,13 @@
 """The count of consumed prompts of runs whose steps are not all in the file."""
 
-from rl.run_directory.consumed import append_consumed
+from rl.run_directory.consumed import ConsumedLog
 from tools.consumed import count
 
 
 def counted(directory, *steps):
     for step, num_drawn, draws, waiting in steps:
         own = {name: [(d, d) for d in ds] for name, ds in (("consumed", draws), ("waiting", waiting))}
-        append_consumed(directory, step, num_drawn=num_drawn, dropped=[], **own)
+        ConsumedLog(directory).append(step, num_drawn=num_drawn, dropped=[], **own)
     return count(directory)
 
 

@@ -1,0 +1,103 @@
+"""Writes beside the checkpoints that a full disk delays: no run ends because a log cannot be written.
+
+What cannot be written waits, and is tried again before the next write of the same file. At the end, what is
+missing is named. Nothing here is collective.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class DelayedWrites:
+    """The writes of one file or directory, in their order.
+
+    limit: maximum number of writes that wait; the oldest is given up first.
+    """
+
+    def __init__(self, path: Path, *, limit: int = 100_000):
+        self._path, self._limit = path, limit
+        self._waiting: list[tuple[str, Callable[[], None]]] = []
+        self._missing: list[str] = []
+        """Names of the writes that were given up."""
+        self._fails = False
+
+    def add(self, name: str, write: Callable[[], None], num_bytes: int = 0) -> None:
+        """Write what waits and then this, or let it wait after an OSError, of which the first is logged.
+
+        name: of the content, such as step 3. num_bytes: its size, for the message; 0 if it is unknown.
+        """
+        self._waiting.append((name, write))
+        self.retry(num_bytes)
+
+    def retry(self, num_bytes: int = 0) -> None:
+        """Write what waits, up to the first OSError."""
+        while self._waiting:
+            try:
+                self._waiting[0][1]()
+            except OSError as error:
+                if not self._fails:
+                    size = f", {num_bytes} bytes" if num_bytes else ""
+                    log.warning(
+                        "%s: %s%s cannot be written (%s), with %s; the run goes on, and tries it again",
+                        self._path,
+                        self._waiting[0][0],
+                        size,
+                        error.strerror or error,
+                        _free(self._path),
+                    )
+                self._fails = True
+                if len(self._waiting) > self._limit:
+                    self._missing.append(self._waiting.pop(0)[0])
+                return
+            self._waiting.pop(0)
+        if self._fails:
+            log.warning("%s is written again%s", self._path, self._lacks(" and lacks"))
+            self._fails = False
+
+    def close(self) -> None:
+        """Write what waits, and name what is missing."""
+        self.retry()
+        self._missing += [name for name, _ in self._waiting]
+        if self._missing:
+            log.warning("%s%s, which could not be written", self._path, self._lacks(" lacks"))
+
+    def _lacks(self, words: str) -> str:
+        more = f" and {len(self._missing) - 8} more" if len(self._missing) > 8 else ""
+        return f"{words} {', '.join(self._missing[:8])}{more}" if self._missing else ""
+
+
+def append_line(path: Path, line: str, *, sync: bool = False) -> None:
+    """Append a whole line to a file, or nothing, and raise OSError.
+
+    sync: wait until the line is on the disk, and the file's name if it is new.
+    """
+    is_new = not path.exists()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size, rest = os.fstat(descriptor).st_size, (line + "\n").encode()
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            if sync:
+                os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, size)  # readers would find half a line before the next one
+            raise
+    finally:
+        os.close(descriptor)
+    if sync and is_new:
+        directory = os.open(path.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path.parent).free} bytes free there"
+    except OSError as error:
+        return f"an unreadable disk ({error.strerror})"
