@@ -112,7 +112,7 @@ class Scorer:
         if given is not None:
             columns = _joined(batch.score_details, columns)
         called = torch.full((len(batch),), given is None or self.has_models)
-        called = called if given is None else called | given["score"].isnan()
+        called = called if given is None else called | given.isnan()
         chats = [batch.conversations[i] if batch.conversations else [] for i in mine]
         own = list(zip(owners, texts, chats))
         if self.model is not None:

@@ -33,10 +33,9 @@ def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[Dis
     Collective over the world.
     """
     config = chunks[0].config
-    on_cuda = any(parameter.is_cuda for parameter in chunks[0].parameters())
-    overlap = grid.replicas > 1 and (
-        training.overlap_gradients == "on" or training.overlap_gradients == "auto" and on_cuda
-    )
+    chosen = "on" if torch.cuda.is_available() else "off"
+    wanted = chosen if training.overlap_gradients == "auto" else training.overlap_gradients
+    overlap = grid.replicas > 1 and wanted == "on"
     config.finalize_model_grads_func = _finalize_without_division
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
