@@ -103,8 +103,8 @@ class Data:
     val: list[str] = field(default_factory=list)
     """Files with held-out prompts, as for `train`. Empty: no validation."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a list of {role, content} messages (chat template applied) or a string (used
-    without a template)."""
+    """Column with the prompt: a list of {role, content} messages (chat template applied, with the tools of
+    column `tools`) or a string (used without a template)."""
     image_key: str = ""
     """Column with a prompt's images, for a model with a vision tower: a list of {bytes, path}, paths or data
     URIs, one for each anchor <image> in the messages (docs/vision.md). Empty: text only."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rl.data.columns import Column, per_sample, per_token
 from rl.data.held import HeldColumn, concatenate_columns
-from rl.data.prompts import Messages, Prompt
+from rl.data.messages import Messages
+from rl.data.prompts import Prompt
 
 
 @dataclass(eq=False)

@@ -31,6 +31,8 @@ TOOL = {
 """Parts of conversations with which templates are tried."""
 UNRENDERED = ("<|python_tag|>",)
 """Marks of calls that templates name, but write only around calls of built-in tools."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Keys of a message for reasoning; data is read into the first one, and templates get the one they render."""
 MAX_LEVELS = 50
 """Deepest nesting of a call's arguments."""
 
@@ -77,6 +79,7 @@ class ChatTemplate:
         self, tokenizer: PreTrainedTokenizerBase, kwargs: dict | None = None, *, keeps_marks: bool = True
     ):
         self.tokenizer, self.kwargs, self._keeps_marks = tokenizer, kwargs or {}, keeps_marks
+        self._roles: dict[str, bool] = {}
         self.text = "" if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=[TOOL])
         """The template's source; empty: the tokenizer has none."""
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
@@ -138,12 +141,57 @@ class ChatTemplate:
         return show(text, self.tokenizer)
 
     def _hidden(self, messages: Sequence[dict]) -> list[dict]:
-        adapted = [self._adapt(message) for message in messages]
+        adapted = [self.adapt(message) for message in messages]
         hides = hide_messages if self._keeps_marks else hide
         return hides(adapted, self.tokenizer)
 
-    def _adapt(self, message: dict) -> dict:
+    @functools.cached_property
+    def reasoning_key(self) -> str | None:
+        """Key with which the template renders reasoning in a turn without or with calls; None: with none."""
+        mark, calls = "~reasoning~", {"tool_calls": [CALL]}
+        for key in REASONING_KEYS if self.text else ():
+            turn = {"role": "assistant", "content": "answer", key: mark}
+            turns = [
+                turn,
+                self._with_calls({**turn, **calls}),
+                self._with_calls({**turn, **calls, "content": ""}),
+            ]
+            if any(mark in self._try([QUESTION, turn]) for turn in turns):
+                return key
+        return None
+
+    def knows_role(self, role: str) -> bool:
+        """Return whether the template renders messages of a role otherwise than those of an unknown one."""
+        if role not in self._roles:
+            mark, strange = "~content~", "strange~role"
+
+            def render(role: str, is_first: bool) -> str:
+                message = {"role": role, "content": mark}
+                return self._try([message, QUESTION] if is_first else [QUESTION, message, QUESTION])
+
+            self._roles[role] = any(
+                mark in (text := render(role, is_first))
+                and text != render(strange, is_first).replace(strange, role)
+                for is_first in (True, False)
+            )
+        return self._roles[role]
+
+    def _try(self, messages: Sequence[dict]) -> str:
+        """Return the messages as the template renders them without any change; "" if it rejects them."""
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **self.kwargs)
+        except (jinja2.TemplateError, TypeError, AttributeError):
+            return ""
+
+    def adapt(self, message: dict) -> dict:
         """Return the message in the form that the template takes."""
+        message = {key: value for key, value in message.items() if key != "weight"}
+        if message.get(REASONING_KEYS[0]) and self.reasoning_key is not None:
+            message[self.reasoning_key] = message.pop(REASONING_KEYS[0])
+        return self._with_calls(message)
+
+    def _with_calls(self, message: dict) -> dict:
+        """Return the message with calls as the template takes them."""
         message = dict(message)
         calls = message.pop("tool_calls", None)
         if not calls or self.call_form is None:
@@ -176,6 +224,16 @@ class ChatTemplate:
             if CALL["function"]["name"] in text:
                 return form
         return None
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """Return the template of a tokenizer, which is tried once."""
+    return _template_of(tokenizer, json.dumps(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _template_of(tokenizer: PreTrainedTokenizerBase, source: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer)
 
 
 def read_arguments(text: str) -> dict | str:

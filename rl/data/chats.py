@@ -17,23 +17,15 @@ import json
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.chat_template import ChatTemplate, Spans, read_json
-from rl.data.prompts import (
-    AGENT_COLUMNS,
-    Messages,
-    Prompt,
-    data_source,
-    extra_info,
-    is_chat,
-    refuse_two_bos,
-    within_limit,
-    without_nulls,
-)
+from rl.data.chat_template import REASONING_KEYS, Spans
+from rl.data.completeness import squeeze
+from rl.data.messages import MessageReader, Messages, tools_of
+from rl.data.prompts import AGENT_COLUMNS, Prompt, data_source, extra_info, refuse_two_bos, within_limit
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import encode, show
 
@@ -63,7 +55,8 @@ def load_chats(
     last one, and `response_mask` is 1 where there is a loss. Tokens after it have no effect and are left out.
 
     messages_key: column with {role, content} messages, of which the assistant's may have tool_calls and
-        reasoning_content. The column `tools` (optional) has the schemas of the chat's tools.
+        reasoning_content (`rl.data.messages`). The column `tools` (optional) has the schemas of the chat's
+        tools. A turn with a weight of 0 has no loss.
     train_on: assistant: every turn of the assistant. last: only its last one. all: every token but the first.
     end_token_ids: ids at which generation stops, besides the tokenizer's eos.
     overlong: "error", "drop" or "truncate_right", for chats of more than `max_tokens` tokens. A chat of which
@@ -79,8 +72,13 @@ def load_chats(
         optional=["data_source", "reward_model", "extra_info", "tools", *AGENT_COLUMNS],
         max_rows=max_chats,
     )
-    turns = AssistantTurns(tokenizer, end_token_ids)
-    chats = [turns.find(_messages(row, messages_key), tools_of(row), row, train_on=train_on) for row in rows]
+    reader = MessageReader(tokenizer, reads_weights=True)
+    turns = AssistantTurns(reader, end_token_ids)
+    chats = [
+        turns.find(_messages(row, messages_key, reader), tools_of(row), row, train_on=train_on)
+        for row in rows
+    ]
+    reader.finish(", ".join(map(str, files)))
     tokenized = tokenize_chats(chats, tokenizer, rows)
     lengths = np.array([len(ids) for ids, _ in tokenized])
     limits = dict(limit=max_tokens, noun="chats", kept_part="first", truncation="truncate_right")
@@ -124,20 +122,26 @@ def load_chats(
     return samples
 
 
+class Untrainable(ValueError):
+    """Raised if a turn is not rendered as the policy would generate it; the message says how."""
+
+
 class AssistantTurns:
-    """Finds the parts of chats that have a loss, for one tokenizer.
+    """Finds the parts of chats that have a loss.
 
     Args:
+        reader: has read the chats.
         end_token_ids: ids at which generation stops, besides the tokenizer's eos.
         remedy: what may be done about a template that rewrites earlier turns.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        reader: MessageReader,
         end_token_ids: Collection[int],
         remedy: str = "set data.train_on=last, which trains only the last turn",
     ):
+        tokenizer = reader.tokenizer
         if tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template, which conversations need; "
@@ -148,10 +152,8 @@ class AssistantTurns:
                 f"the tokenizer of {tokenizer.name_or_path} does not tell which characters a token stands "
                 "for, so turns of a conversation cannot be found; add its tokenizer.json."
             )
-        self.tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
-        self._remedies = (
-            f"{remedy}, or use a chat_template.jinja that marks the trained parts with {{% generation %}}"
-        )
+        self.tokenizer, self._reader, self._template = tokenizer, reader, reader.template
+        self._remedy = remedy
         ends = {*end_token_ids, tokenizer.eos_token_id} - {None}
         self._ends = tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
         added = tokenizer.added_tokens_decoder.values()
@@ -171,31 +173,90 @@ class AssistantTurns:
         Raises ValueError, with the place of the row, if there is none, or if the template loses or rewrites
         something.
         """
-        places = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
-        places = places[-1:] if train_on == "last" else places
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
+        places = [i for i in turns if messages[i].get("weight") != 0]
         try:
             if train_on == "all":
+                if len(places) < len(turns):
+                    raise ValueError("a turn has weight 0, but data.train_on=all trains all; use assistant")
                 text = self._template.render(messages, tools, generation_prompt=False)
-                return text, [(0, len(text))]
-            if not places:
+                spans = [(0, len(text))]
+            elif not turns:
                 raise ValueError("no message is the assistant's, so nothing would be trained; remove the row")
-            text, spans = self._marked(messages, tools, places) or self._compared(messages, tools, places)
-            self._check_parts([messages[i] for i in places], tools, text, spans)
+            elif not places:
+                raise ValueError("all turns have weight 0, so nothing would be trained; remove the row")
+            else:
+                places = places[-1:] if train_on == "last" else places
+                text, spans = self._explained(messages, tools, places)
+            self._reader.compare(messages, tools, text, row, generation_prompt=False)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}.") from error
         return text, spans
 
-    def _marked(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat | None:
-        """Return the parts that the template marks in the messages at `places` and between them.
+    def _explained(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat:
+        """Return what `_trained` does. A ValueError names the remedies that work for this chat."""
+        try:
+            return self._trained(messages, tools, places)
+        except Untrainable as error:
+            thought = [
+                {REASONING_KEYS[0]: "reason", **m} if m["role"] == "assistant" else m for m in messages
+            ]
+            trials = {
+                self._remedy: (messages, places[-1:]) if "train_on" in self._remedy else None,
+                "write the reasoning into reasoning_content instead of the content": (
+                    [_moved(message) for message in messages],
+                    places,
+                ),
+                "write the reasoning into the content, between <think> and </think>": (
+                    [_inlined(message) for message in messages],
+                    places,
+                ),
+                "give these turns their reasoning in reasoning_content": (thought, places),
+            }
+            remedies = [
+                remedy
+                for remedy, trial in trials.items()
+                if trial is None or (trial != (messages, places) and self._works(tools, *trial))
+            ]
+            marks = "use a chat_template.jinja that marks the trained parts with {% generation %}"
+            raise ValueError(
+                f"{error}; {', or '.join([*remedies, marks])} and keeps all parts of a turn"
+            ) from error
 
-        None: it marks no part of any chat.
+    def _works(self, tools: list[dict], messages: Messages, places: list[int]) -> bool:
+        try:
+            self._trained(messages, tools, places)
+        except ValueError:
+            return False
+        return True
+
+    def _trained(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat:
+        """Return the rendered chat and the parts of the turns at `places`. Raises Untrainable."""
+        text, spans = self._marked(messages, tools, places) or self._compared(messages, tools, places)
+        self._check_parts([messages[i] for i in places], text, spans)
+        return text, spans
+
+    def _marked(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat | None:
+        """Return the parts that the template marks in the messages at `places`.
+
+        A token that ends the generation right after a part belongs to it. None: the template marks no part of
+        any chat.
         """
         if not self._template.marks_turns:
             return None
         text, spans = self._template.render_marked(messages, tools)
-        # Those of earlier turns are counted, because an earlier turn may be rendered differently there.
-        num_before = len(self._template.render_marked(messages[: places[0]], tools)[1]) if places[0] else 0
-        return text, [span for span in spans[num_before:] if span[0] < span[1]]
+
+        def count(end: int) -> int:
+            # Spans are counted, because an earlier turn may be rendered differently there.
+            return len(self._template.render_marked(messages[:end], tools)[1]) if end else 0
+
+        turns = [i for i in range(places[0], len(messages)) if messages[i]["role"] == "assistant"]
+        if places == turns:
+            chosen = spans[count(places[0]) :]
+        else:
+            chosen = [span for i in places for span in spans[count(i) : count(i + 1)]]
+        ends = [b if text[a:b].endswith(self._ends) else b + len(self._token_at(text, b)) for a, b in chosen]
+        return text, [(a, end) for (a, b), end in zip(chosen, ends) if a < b]
 
     def _compared(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat:
         """Return the parts between renderings of the chat's beginnings."""
@@ -209,21 +270,21 @@ class AssistantTurns:
             before = render(messages[:place], tools)
             through = text if is_last else render(messages[: place + 1], tools, generation_prompt=False)
             if not through.startswith(before):
-                raise ValueError(
+                raise Untrainable(
                     f"the chat template of {name} renders message {place + 1} of {len(messages)} (assistant) "
                     f"not as a continuation of its generation prompt, which ends in {before[-30:]!r}, so the "
-                    f"policy could not generate it; {self._remedies}"
+                    "policy could not generate it"
                 )
             if not text.startswith(through):
-                raise ValueError(
+                raise Untrainable(
                     f"the chat template of {name} renders message {place + 1} of {len(messages)} (assistant) "
                     "differently when further messages follow, as templates do that drop the reasoning of "
-                    f"earlier turns; {self._remedies}"
+                    "earlier turns"
                 )
             end = len(before) + len(through[len(before) :].rstrip())
             if not through.endswith(self._ends, len(before), end):
-                following = self._reply(messages, tools) if is_last else text
-                if following.startswith(through) and (token := self._token_at(following, len(through))):
+                token = self._reply(messages, tools) if is_last else self._token_at(text, len(through))
+                if token:
                     end = len(through) + len(token)
                     text += token if is_last else ""
                 elif not through.endswith(self._special, len(before), end):
@@ -232,39 +293,40 @@ class AssistantTurns:
         return text, spans
 
     def _reply(self, messages: Messages, tools: list[dict]) -> str:
-        """Return the chat with a reply to its last turn; "" if the template rejects it."""
-        role = "tool" if messages[-1].get("tool_calls") else "user"
+        """Return the token that ends the generation with which a reply to the last turn begins; "" if none.
+
+        The chat has no reasoning there, which templates drop when a reply follows.
+        """
+        plain = [_moved(message) for message in messages]
+        plain = [{key: m[key] for key in m if key != REASONING_KEYS[0]} for m in plain]
+        reply = {"role": "tool" if messages[-1].get("tool_calls") else "user", "content": ""}
         try:
-            reply = {"role": role, "content": ""}
-            return self._template.render([*messages, reply], tools, generation_prompt=False)
+            before, text = (
+                self._template.render(chat, tools, generation_prompt=False)
+                for chat in (plain, [*plain, reply])
+            )
         except ValueError:
             return ""
+        return self._token_at(text, len(before)) if text.startswith(before) else ""
 
     def _token_at(self, text: str, position: int) -> str:
         return next((token for token in self._ends if text.startswith(token, position)), "")
 
-    def _check_parts(self, turns: Messages, tools: list[dict], text: str, spans: Spans) -> None:
-        """Raise ValueError if a part of the trained messages, or a tool, is not in the rendered text."""
+    def _check_parts(self, turns: Messages, text: str, spans: Spans) -> None:
+        """Raise Untrainable if a part of the trained messages is not in their rendered text."""
         name = self.tokenizer.name_or_path
         text = self._template.show(text)
         # Without spaces, which templates strip and add.
-        trained = _squeeze("".join(text[start:end] for start, end in spans))
+        trained = squeeze("".join(text[start:end] for start, end in spans))
         for message in turns:
             calls = [call.get("function", call) for call in message.get("tool_calls") or []]
             parts = {"content": message.get("content"), "reasoning_content": message.get("reasoning_content")}
             parts |= {f"tool call {number}": call["name"] for number, call in enumerate(calls, start=1)}
             for key, part in parts.items():
-                if isinstance(part, str) and _squeeze(part) not in trained:
-                    raise ValueError(
-                        f"the chat template of {name} leaves out the {key} of a turn, {describe(part)}; "
-                        f"{self._remedies} and keeps all parts of a turn"
+                if isinstance(part, str) and squeeze(part) not in trained:
+                    raise Untrainable(
+                        f"the chat template of {name} leaves out the {key} of a turn, {describe(part)}"
                     )
-        for tool in tools:
-            if tool.get("function", tool)["name"] not in text:
-                raise ValueError(
-                    f"the chat template of {name} leaves out the tool "
-                    f"{tool.get('function', tool)['name']!r} of column 'tools'; use a template with tools"
-                )
 
     def warn_of_open_turns(self, chats: Sequence[Chat]) -> None:
         """Log a warning if turns end without a token that ends the generation."""
@@ -309,19 +371,6 @@ def tokenize_chats(
     return found
 
 
-def tools_of(row: Row) -> list[dict]:
-    """Return the schemas in column `tools`: a list of objects or JSON texts, or the JSON text of a list."""
-    value = row.values.get("tools")
-    value = read_json(value, value) if isinstance(value, str) and value.strip() else value or []
-    tools = [read_json(tool, tool) if isinstance(tool, str) else tool for tool in _without_nulls(value, row)]
-    if not all(isinstance(tool, dict) and tool.get("function", tool).get("name") for tool in tools):
-        raise ValueError(
-            f"{row.place}: column 'tools' must be a list of tool schemas, or JSON of one, not "
-            f"{describe(row.values['tools'])}."
-        )
-    return tools
-
-
 def excerpt(text: str, spans: Spans, *, width: int = 60) -> str:
     """Return the text around its first two spans on one line, with the spans in [[ ]]."""
 
@@ -336,37 +385,30 @@ def excerpt(text: str, spans: Spans, *, width: int = 60) -> str:
     return "".join(parts) + ("" if position == len(text) else " ...")
 
 
-def _messages(row: Row, column: str) -> Messages:
+def _messages(row: Row, column: str, reader: MessageReader) -> Messages:
     value = row.values[column]
-    if not is_chat(value):
+    messages = reader.read(value, row, column)
+    if messages is None:
         raise ValueError(
             f"{row.place}: column {column!r} must be a list of {{role, content}} messages, not "
             f"{describe(value)}."
         )
-    return chat_of(value, row)
+    return messages
 
 
-def chat_of(messages: Messages, row: Row) -> Messages:
-    """Return the messages without keys that are None; in their calls, too, if the file adds such keys."""
-    return [
-        {k: _without_nulls(v, row) if k == "tool_calls" else v for k, v in message.items()}
-        for message in without_nulls(messages)
-    ]
+def _moved(message: dict) -> dict:
+    """Return a message of the assistant whose reasoning, if its content begins with it, has its own key."""
+    thinking, tag, answer = str(message.get("content") or "").partition("</think>")
+    if message["role"] != "assistant" or not tag:
+        return message
+    thinking = thinking.strip().removeprefix("<think>").strip()
+    return {**message, REASONING_KEYS[0]: thinking, "content": answer.lstrip()}
 
 
-def _without_nulls(value: Any, row: Row) -> Any:
-    """Return the value without keys that are None at any depth, unless the file is JSONL.
-
-    The other formats give all objects of a column the same keys.
-    """
-    if row.path.suffix == ".jsonl":
-        return value
-    if isinstance(value, list):
-        return [_without_nulls(item, row) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item, row) for key, item in value.items() if item is not None}
-    return value
-
-
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
+def _inlined(message: dict) -> dict:
+    """Return a message whose content begins with its reasoning."""
+    if REASONING_KEYS[0] not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != REASONING_KEYS[0]}
+    content = f"<think>\n{message[REASONING_KEYS[0]]}\n</think>\n\n{message.get('content') or ''}"
+    return {**rest, "content": content}

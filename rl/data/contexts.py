@@ -3,7 +3,7 @@
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.chat_template import hide_messages
+from rl.data.chat_template import template_of
 from rl.data.prompts import Prompt
 from rl.data.special_tokens import decode_hidden, encode, hide
 
@@ -42,8 +42,7 @@ def in_context(
         text = whole.replace(question, text, 1)
     elif prompt.messages is not None:
         messages = [*prompt.messages[:-1], {**prompt.messages[-1], "content": text}]
-        messages = hide_messages(messages, tokenizer)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = template_of(tokenizer).render(messages, prompt.tools)
     elif tokenizer.bos_token and text.startswith(tokenizer.bos_token):
         is_bare = False
     return encode([text], tokenizer, add_special_tokens=is_bare)[0][0][-limit:]

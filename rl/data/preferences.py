@@ -31,11 +31,11 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.chats import AssistantTurns, chat_of, tokenize_chats, tools_of
+from rl.data.chats import AssistantTurns, tokenize_chats
+from rl.data.messages import MessageReader, Messages, tools_of
 from rl.data.prompts import (
-    Messages,
     data_source,
-    is_chat,
+    refuse_answer,
     render,
     to_messages,
     tokenize,
@@ -212,12 +212,12 @@ def _load(
     rows = read_rows(files, required=required, optional=["data_source", "tools"], max_rows=max_rows)
 
     column = prompt_key or next(iter(nouns))
-    split = [_split(row, tuple(nouns), prompt_key) for row in rows]
+    reader = MessageReader(tokenizer, reads_weights=True)
+    split = [_split(row, tuple(nouns), prompt_key, reader) for row in rows]
     templated = [not isinstance(prompt, str) for prompt, _ in split]
-    texts = [
-        render(prompt, tokenizer, row, column=column) if is_rendered else prompt
-        for row, (prompt, _), is_rendered in zip(rows, split, templated, strict=True)
-    ]
+    tools = [tools_of(row) for row in rows]
+    prompts = [None if isinstance(prompt, str) else prompt for prompt, _ in split]
+    texts = render(prompts, [str(prompt) for prompt, _ in split], tools, rows, reader, column=column)
     prompt_ids = tokenize(texts, templated, tokenizer, rows, column=column)
     responses = []
     for number in range(len(nouns)):
@@ -226,11 +226,12 @@ def _load(
         responses.append([_Response(ids, np.ones(len(ids), np.float32)) for ids in targets])
     chats = [i for i, (_, answers) in enumerate(split) if not isinstance(answers[0], str)]
     if chats:
-        turns = AssistantTurns(tokenizer, end_token_ids, "give the responses as texts")
-        for i, text, prompt, parts in _conversations(chats, rows, split, turns):
+        turns = AssistantTurns(reader, end_token_ids, "give the responses as texts")
+        for i, text, prompt, parts in _conversations(chats, rows, split, tools, turns):
             texts[i], prompt_ids[i] = text, prompt
             for column_responses, part in zip(responses, parts, strict=True):
                 column_responses[i] = part
+        reader.finish(", ".join(map(str, files)))
     kept = within_limit(np.array([*map(len, prompt_ids)]), limit=max_prompt_tokens, overlong=overlong)
     for noun, found in zip(nouns.values(), responses, strict=True):
         kept &= within_limit(
@@ -259,7 +260,7 @@ def _load(
 
 
 def _conversations(
-    indices: list[int], rows: list[Row], split: "list[Split]", turns: AssistantTurns
+    indices: list[int], rows: list[Row], split: "list[Split]", tools: list[list[dict]], turns: AssistantTurns
 ) -> Iterator[tuple[int, str, np.ndarray, list[_Response]]]:
     """Yield the index, the rendered prompt, its ids and the responses of rows whose responses are messages.
 
@@ -269,9 +270,7 @@ def _conversations(
     texts, columns = [], []
     for number in range(len(split[indices[0]][1])):
         found = [
-            turns.find(
-                [*split[i][0], *split[i][1][number]], tools_of(rows[i]), rows[i], first=len(split[i][0])
-            )
+            turns.find([*split[i][0], *split[i][1][number]], tools[i], rows[i], first=len(split[i][0]))
             for i in indices
         ]
         turns.warn_of_open_turns(found)
@@ -291,12 +290,12 @@ Split = tuple[Messages | str, list[Messages] | list[str]]
 """The prompt and the responses of a row. Responses are texts, or messages after a prompt of messages."""
 
 
-def _split(row: Row, columns: tuple[str, ...], prompt_column: str) -> Split:
-    values = [_response(row, column) for column in columns]
+def _split(row: Row, columns: tuple[str, ...], prompt_column: str, reader: MessageReader) -> Split:
+    values = [_response(row, column, reader) for column in columns]
     prompt: Messages | str | None = None
     if prompt_column:
-        messages = to_messages(row.values[prompt_column], row, column=prompt_column)
-        prompt = row.values[prompt_column] if messages is None else chat_of(messages, row)
+        messages = to_messages(row.values[prompt_column], row, reader, column=prompt_column)
+        prompt = row.values[prompt_column] if messages is None else messages
     sizes = [_num_repeated(value, values, prompt) for value in values]
     befores = [value[:size] if size else [] for value, size in zip(values, sizes, strict=True)]
     if befores[0] != befores[-1]:
@@ -311,19 +310,20 @@ def _split(row: Row, columns: tuple[str, ...], prompt_column: str) -> Split:
     return prompt, [_text(value, size, row, column=column) for value, size, column in parts]
 
 
-def _response(row: Row, column: str) -> Messages | str:
+def _response(row: Row, column: str, reader: MessageReader) -> Messages | str:
     """Return the response in a column, and the messages before it."""
     value = row.values[column]
     if isinstance(value, str):
         return value
-    if not is_chat(value):
+    messages = reader.read(value, row, column)
+    if messages is None:
         raise ValueError(
             f"{row.place}: column {column!r} must be a string or messages that end with the response, "
             f"not {describe(value)}."
         )
-    if value[-1]["role"] != "assistant":
-        raise _not_a_text(row, column, value[-1])
-    return chat_of(value, row)
+    if messages[-1]["role"] != "assistant":
+        raise _not_a_text(row, column, messages[-1])
+    return messages
 
 
 def _num_repeated(value: Messages | str, values: list[Messages | str], prompt: Messages | str | None) -> int:
@@ -347,6 +347,11 @@ def _text(value: Messages | str, size: int, row: Row, *, column: str) -> str:
     message = value[size]
     if len(value) > size + 1 or not isinstance(message.get("content"), str) or message.get("tool_calls"):
         raise _not_a_text(row, column, value[-1])
+    if others := message.keys() - {"role", "content"}:
+        raise ValueError(
+            f"{row.place}: column {column!r} has {', '.join(sorted(others))} in a response that is read as a "
+            "text, because the prompt is one or the other response is; write both as messages."
+        )
     return message["content"]
 
 
@@ -367,7 +372,7 @@ def _prompt(row: Row, before: Messages, prompt: Messages | str | None, *, column
                 "data.prompt_key."
             )
         return prompt
-    to_messages(before, row, column=f"{column or 'chosen'} (as the responses repeat it)")
+    refuse_answer(before, row, column=f"{column or 'chosen'} (as the responses repeat it)")
     if isinstance(prompt, str):
         asked = [str(message.get("content")).strip() for message in before if message["role"] == "user"]
         agree = prompt.strip() in asked

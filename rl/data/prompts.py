@@ -1,8 +1,9 @@
 """Prompts: reads files with verl's columns, applies the chat template and tokenizes.
 
 Columns: `prompt` (list of {role, content}, or a string), and optionally `data_source`, `reward_model` {style,
-ground_truth}, `extra_info`, and for agents `agent_name`, `tools_kwargs` and `interaction_kwargs`; other
-columns are not read. See `rl.data.reading` for the file formats. Every error in the data is a ValueError that
+ground_truth}, `extra_info`, `tools` (schemas, which the chat template renders), and for agents `agent_name`,
+`tools_kwargs` and `interaction_kwargs`; other columns are not read. See `rl.data.messages` for
+messages and `rl.data.reading` for the file formats. Every error in the data is a ValueError that
 names the file and the row.
 """
 
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from rl.data.chat_template import hide_messages, turn_marks
-from rl.data.reading import Row, describe, first_line, read_rows
+from rl.data.chat_template import turn_marks
+from rl.data.messages import MessageReader, Messages, tools_of
+from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import encode, hide, show
 from rl.models.json_files import check_files, read_object
 
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 
 AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
 """verl's columns for environments; verl also reads them from `extra_info`."""
-Messages = list[dict[str, Any]]
-"""A chat: {role, content} and other keys that the chat template uses (name, tool_calls, ...)."""
 
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files that may hold a tokenizer's vocabulary."""
@@ -57,7 +56,9 @@ class Prompt:
     response_mask: np.ndarray | None = None
     """np.float32 [R], only for conversations: 1 for response tokens with a loss."""
     messages: Messages | None = None
-    """The chat before the template, without keys that are None; None for a string or a whole conversation."""
+    """The chat before the template, as `rl.data.messages` reads it; None for a string or a conversation."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Schemas of the tools that the template renders with the messages."""
     source: int = 0
     """Index of its file in `files`."""
     draw: int = -1
@@ -143,20 +144,26 @@ def load_prompts(
     rows = read_rows(
         files,
         required={prompt_key: "name the column with the prompt in data.prompt_key"},
-        optional=["data_source", "reward_model", "extra_info", *AGENT_COLUMNS, *(target_path or [])[:1]]
+        optional=[
+            "data_source",
+            "reward_model",
+            "extra_info",
+            "tools",
+            *AGENT_COLUMNS,
+            *(target_path or [])[:1],
+        ]
         + ([images.column] if images else []),
         max_rows=max_prompts,
     )
-    messages = [to_messages(row.values[prompt_key], row, column=prompt_key) for row in rows]
+    reader = MessageReader(tokenizer, reads_images=images is not None)
+    messages = [to_messages(row.values[prompt_key], row, reader, column=prompt_key) for row in rows]
     pictures: list[Sequence[Image]] = [images.of(row) if images else () for row in rows]
     if images:
         messages = [images.anchored(*each) for each in zip(messages, pictures, rows)]
         if not any(pictures):
             log.warning("no row of %s has images in column %r", ", ".join(map(str, files)), images.column)
-    texts = [
-        row.values[prompt_key] if chat is None else render(chat, tokenizer, row, column=prompt_key)
-        for row, chat in zip(rows, messages, strict=True)
-    ]
+    tools = [tools_of(row) for row in rows]
+    texts = render(messages, [row.values[prompt_key] for row in rows], tools, rows, reader, column=prompt_key)
     templated = [chat is not None for chat in messages]
     token_ids = tokenize(texts, templated, tokenizer, rows, column=prompt_key)
     if images:
@@ -178,6 +185,7 @@ def load_prompts(
             extra_info=extra_info(rows[index]),
             response_ids=response_ids[index],
             messages=messages[index],
+            tools=tuple(tools[index]),
             source=rows[index].source,
             place=rows[index].place,
             images=tuple(pictures[index]),
@@ -217,63 +225,55 @@ def _content(prompt: Prompt) -> bytes:
 # ---- messages and text ----
 
 
-def to_messages(prompt: Any, row: Row, *, column: str) -> Messages | None:
-    """Return the chat in a column without keys that are None; return None for a string.
+def to_messages(prompt: Any, row: Row, reader: MessageReader, *, column: str) -> Messages | None:
+    """Return the chat in a column as `rl.data.messages` reads it; return None for a string.
 
     Raises ValueError for any other value, and for a chat whose last message is the assistant's.
     """
     if isinstance(prompt, str):
         return None
-    if not is_chat(prompt):
+    messages = reader.read(prompt, row, column)
+    if messages is None:
         raise ValueError(
             f"{row.place}: column {column!r} must be a string or a list of {{role, content}} messages, "
             f"not {describe(prompt)}."
         )
-    if prompt[-1]["role"] == "assistant":
+    refuse_answer(messages, row, column=column)
+    return messages
+
+
+def refuse_answer(messages: Messages, row: Row, *, column: str) -> None:
+    """Raise ValueError for a prompt whose last message is the assistant's."""
+    if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"{row.place}: column {column!r} must not end with a message of the assistant; remove that "
             "message, or move it to a column that sft reads by data.response_key."
         )
-    return without_nulls(prompt)
 
 
-def is_chat(value: Any) -> bool:
-    """Return whether a value is a non-empty list of messages; messages with tool calls need no content."""
+def render(
+    messages: Sequence[Messages | None],
+    texts: Sequence[str],
+    tools: Sequence[list[dict]],
+    rows: Sequence[Row],
+    reader: MessageReader,
+    *,
+    column: str,
+) -> list[str]:
+    """Return the prompts as texts: chats rendered with the generation prompt; `texts` without a chat.
 
-    def is_message(message: Any) -> bool:
-        if not isinstance(message, dict) or message.get("role") is None:
-            return False
-        return message.get("content") is not None or bool(message.get("tool_calls"))
-
-    return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
-
-
-def without_nulls(messages: Messages) -> Messages:
-    """Return the messages without keys that are None.
-
-    Parquet adds such keys, and templates test which keys exist.
+    Raises ValueError if there is no template, or if it rejects messages or leaves out a part or a tool.
     """
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-
-def render(messages: Messages, tokenizer: PreTrainedTokenizerBase, row: Row, *, column: str) -> str:
-    """Render a chat with the tokenizer's template and the generation prompt, for `tokenize`.
-
-    Raises ValueError if there is no template or it rejects the messages.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{row.place}: column {column!r} holds messages, but the tokenizer of {tokenizer.name_or_path} "
-            "has no chat template; use an instruct model, or prepare the prompts as strings."
-        )
-    try:
-        hidden = hide_messages(messages, tokenizer)
-        return tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
-        raise ValueError(
-            f"{row.place}: the chat template of {tokenizer.name_or_path} rejects the messages of column "
-            f"{column!r}: {first_line(error)}"
-        ) from error
+    found = []
+    for chat, text, schemas, row in zip(messages, texts, tools, rows, strict=True):
+        if chat is None and schemas:
+            raise ValueError(
+                f"{row.place}: column 'tools' needs messages in column {column!r}, because the chat template "
+                "renders tools; write the prompt as messages, or rename the column tools."
+            )
+        found.append(text if chat is None else reader.render(chat, schemas, row, column=column))
+    reader.finish(", ".join(sorted({str(row.path) for row in rows})))
+    return found
 
 
 # ---- tokens ----

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rl.data.chat_template import template_of
 from rl.data.prompts import Prompt
 from rl.data.special_tokens import hide
 
@@ -28,11 +29,12 @@ def check_rendering(
     key: config key of the prompts. Whole conversations are compared when they are read (`rl.data.chats`).
     Messages that contain special tokens as text are not compared: transformers reads them as such.
     """
-    prompts = [
-        prompt
-        for prompt in prompts
-        if prompt.response_mask is None and hide(prompt.messages, tokenizer) == prompt.messages
-    ]
+
+    def is_plain(prompt: Prompt) -> bool:
+        parts = [prompt.messages, prompt.tools]
+        return hide(parts, tokenizer) == parts
+
+    prompts = [prompt for prompt in prompts if prompt.response_mask is None and is_plain(prompt)]
     for rendered in (True, False):
         chosen = [prompt for prompt in prompts if (prompt.messages is not None) == rendered]
         for prompt in _chosen(chosen, tokenizer):
@@ -84,8 +86,9 @@ def _chosen(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> li
 
 def _generation_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the template appends to the messages for a response; "" if it appends nothing."""
+    assert prompt.messages is not None
     bare, whole = (
-        tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=appends)
+        template_of(tokenizer).render(prompt.messages, prompt.tools, generation_prompt=appends)
         for appends in (False, True)
     )
     return whole[len(bare) :] if whole.startswith(bare) else ""
@@ -94,9 +97,9 @@ def _generation_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> st
 def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the tokens by transformers alone, int32 [P], before truncation."""
     if prompt.messages is not None:
-        found = tokenizer.apply_chat_template(
-            prompt.messages, tokenize=True, add_generation_prompt=True, return_dict=True
-        )
+        adapted = [template_of(tokenizer).adapt(message) for message in prompt.messages]
+        options = dict(tools=list(prompt.tools) or None, add_generation_prompt=True)
+        found = tokenizer.apply_chat_template(adapted, tokenize=True, return_dict=True, **options)
     else:
         has_bos = bool(tokenizer.bos_token) and prompt.text.startswith(str(tokenizer.bos_token))
         found = tokenizer(prompt.text, add_special_tokens=not has_bos, verbose=False)

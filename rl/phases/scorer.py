@@ -16,7 +16,8 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
 from rl.data.chat_template import ChatTemplate, kept_ids
-from rl.data.prompts import Messages, Prompt, end_token_ids
+from rl.data.messages import Messages
+from rl.data.prompts import Prompt, end_token_ids
 from rl.data.special_tokens import decode_responses, encode, hide
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
@@ -358,7 +359,7 @@ def _conversation(
         question = prompt.text if prompt.messages is None else hide(prompt.text, tokenizer)
         return _encode(question + hide(response, tokenizer), tokenizer, add_special_tokens=True)
     messages = [*prompt.messages, {"role": "assistant", "content": response}]
-    return _encode(template.render(messages, generation_prompt=False), tokenizer)
+    return _encode(template.render(messages, prompt.tools, generation_prompt=False), tokenizer)
 
 
 def _question(tokenizer: PreTrainedTokenizerBase, question: str) -> np.ndarray:

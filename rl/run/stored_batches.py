@@ -36,6 +36,7 @@ FILE_COLUMNS = {
     "extra_info": "string",
     "score_details": "string",
     "prompt_messages": "string",
+    "prompt_tools": "string",
     "feedback": "string",
     "length": "int32",
     "prompt_ids": "int32s",
@@ -167,6 +168,7 @@ def columns_of(
     none = [None] * len(samples)
     chats = [prompt.messages for prompt in prompts]
     columns["prompt_messages"] = [None if chat is None else _json(chat) for chat in chats]
+    columns["prompt_tools"] = [_json(prompt.tools) if prompt.tools else None for prompt in prompts]
     if batch.feedback is not None:
         columns["feedback"] = [batch.feedback[i] for i in samples]
     columns["messages"] = none if batch.turns is None else [_messages(batch, i, decode) for i in samples]
@@ -291,4 +293,5 @@ def _prompt(rows: dict[str, list], i: int, token_ids: np.ndarray) -> Prompt:
         ground_truth=ground_truth(rows["ground_truth"][i], rows["ground_truth_is_json"][i]),
         extra_info=json.loads(rows["extra_info"][i]),
         messages=None if (chat := rows["prompt_messages"][i]) is None else json.loads(chat),
+        tools=tuple(json.loads(rows["prompt_tools"][i] or "[]")),
     )

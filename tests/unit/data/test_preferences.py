@@ -100,6 +100,7 @@ def test_several_turns_with_and_without_repetition(load):
 
 
 def test_null_keys_are_ignored_in_repetitions(tmp_path, tokenizer):
+    tokenizer.chat_template += "{{ messages[-1].name }}"
     row = {"prompt": [USER], "chosen": [USER, {**GOOD, "name": "x"}], "rejected": [USER, BAD]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "pairs.parquet")
     (pair,) = load_preferences([tmp_path / "pairs.parquet"], tokenizer, **DEFAULTS)

@@ -115,11 +115,11 @@ def test_columns_for_environments_are_in_the_extra_info(load):
 
 def test_messages_and_the_template_have_no_null_keys(tmp_path, tokenizer):
     name = "{% if m['name'] is defined %}({{ m['name'] }}){% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}" + name + ";{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + m['content'] }}" + name + ";{% endfor %}"
     named, plain = {**USER, "name": "Ann"}, {"role": "tool", "content": "b"}
     rows = [{"prompt": [named, plain | {"name": None}]}]
     (prompt,) = load_files([write_parquet(tmp_path / "a.parquet", rows)], tokenizer)
-    assert prompt.text == "user(Ann);tool;" and prompt.messages == [named, plain]
+    assert prompt.text == "usera(Ann);toolb;" and prompt.messages == [named, plain]
 
 
 def test_a_conversation_ends_with_any_role_but_assistant(load):
@@ -134,7 +134,9 @@ def test_a_conversation_ends_with_any_role_but_assistant(load):
 
 
 def test_a_message_that_calls_tools_needs_no_content(load, tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }};{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }};{% endfor %}"
+    )
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}
     assert load([USER, call, {"role": "tool", "content": "b"}])[0].text == "a;search;b;"
 
@@ -231,7 +233,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
 
 
 def test_a_prompt_that_is_neither_text_nor_messages_is_refused(load):
-    for prompt in (None, 5, [], ["a"], [{"role": "user"}], USER):
+    for prompt in (None, 5, [], ["a"], USER):
         with pytest.raises(ValueError, match="a.jsonl, row 2: column 'prompt' must be a string or a list"):
             load(ADDITION, {"prompt": prompt})
     with pytest.raises(ValueError, match="row 1: the prompt in column 'prompt' is empty"):

@@ -1,0 +1,185 @@
+"""Comparison of messages with the text that the chat template made of them.
+
+Templates leave out what they do not know without an error: a role, a list of parts, tools, content beside
+calls. Two comparisons find that:
+
+1. Each kind of chat (roles, and which parts its messages have) is rendered once with a unique word in place
+   of each part. Each word must be in the text. A short content cannot be mistaken for another one there.
+2. Content and reasoning of each chat must be in its text, blanks aside, because some templates drop or change
+   a content for what it says.
+
+Templates of reasoning models drop the reasoning of turns before the last message of the user by design. That
+is allowed, if the template renders reasoning at all.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rl.data.chat_template import ChatTemplate
+from rl.data.reading import describe
+
+SWITCH = re.compile(r"/(no_?)?think")
+"""Words by which a user turns reasoning on or off, and which some templates take out of the content."""
+REMEDIES = {
+    "content": "give the message a role that the template renders",
+    "content beside calls": "move it to a message of its own, or use a template that renders both",
+    "reasoning": "remove it, or use a template that renders it",
+    "call": "use a template with calls of tools",
+    "tool": "use a template with tools, or describe the tools in a message and remove them here",
+}
+
+
+class Part(NamedTuple):
+    """A part of a chat that its text must contain."""
+
+    kind: str
+    """A key of REMEDIES."""
+    owner: str
+    """Its name in an error."""
+    text: str
+
+
+class Completeness:
+    """Compares chats with the texts that one template made of them."""
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        self._known: set[tuple] = set()
+        """Kinds of chats of which the template renders all parts."""
+
+    def check(
+        self, messages: Sequence[dict], tools: Sequence[dict], text: str, *, generation_prompt: bool
+    ) -> None:
+        """Raise ValueError if the text lacks a part of the messages or a tool.
+
+        generation_prompt: whether the text ends with it.
+        """
+        kind = (*map(_kind, messages), len(tools), generation_prompt)
+        if kind not in self._known:
+            stand_ins, schemas = stand_ins_of(messages, tools)
+            try:
+                shown = self._template.render(stand_ins, schemas, generation_prompt=generation_prompt)
+            except ValueError:  # it reads the contents; they are compared themselves
+                stand_ins, schemas, shown = list(messages), list(tools), text
+            shown = squeeze(self._template.show(shown))
+            real = [*self._parts(messages, tools, with_calls=True)]
+            for part, stand_in in zip(real, self._parts(stand_ins, schemas, with_calls=True), strict=True):
+                if not _is_in(stand_in.text, shown):
+                    raise self._lost(part)
+            self._known.add(kind)
+        shown = squeeze(self._template.show(text))
+        for part in self._parts(messages, (), with_calls=False):
+            if not _is_in(part.text, shown):
+                raise self._lost(part)
+
+    def _parts(self, messages: Sequence[dict], tools: Sequence[dict], *, with_calls: bool) -> Iterator[Part]:
+        """Yield the parts that the text must contain."""
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        for i, message in enumerate(messages):
+            name = f"message {i + 1} of {len(messages)} (role {message['role']})"
+            calls = message.get("tool_calls") or []
+            kind = "content beside calls" if calls else "content"
+            reasons = self._template.reasoning_key is not None
+            may_drop = message["role"] == "assistant" and i <= last and "</think>" in self._template.text
+            for content in _texts(message):
+                content = content.rpartition("</think>")[2] if may_drop else content
+                if content.strip():
+                    yield Part(kind, f"the content of {name}", content)
+            if (reasoning := message.get("reasoning_content", "")).strip() and not (reasons and i <= last):
+                yield Part("reasoning", f"the reasoning_content of {name}", reasoning)
+            for number, call in enumerate(calls if with_calls else [], start=1):
+                function = call["function"]
+                yield Part("call", f"the tool call {number} of {name}", function["name"])
+                for key, value in function["arguments"].items():
+                    value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                    yield Part("call", f"the argument {key!r} of tool call {number} of {name}", value)
+        for tool in tools:
+            tool_name = tool.get("function", tool)["name"]
+            yield Part("tool", f"the tool {tool_name!r}", tool_name)
+
+    def _lost(self, part: Part) -> ValueError:
+        shown = "" if part.kind in ("tool", "call") else f", {describe(part.text)}"
+        return ValueError(
+            f"the chat template of {self._template.tokenizer.name_or_path} leaves out {part.owner}{shown}; "
+            f"{REMEDIES[part.kind]}"
+        )
+
+
+def squeeze(text: str) -> str:
+    """Return a text without blanks, which templates strip and add."""
+    return "".join(text.split())
+
+
+def _texts(message: dict) -> list[str]:
+    """Return the texts of a message's content. Images are no text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part.get("type") == "text"]
+
+
+def _is_in(part: str, shown: str) -> bool:
+    """Return whether a squeezed text contains a part, as it is or as a JSON string."""
+    if squeeze(part) in shown:
+        return True
+    if squeeze(json.dumps(part, ensure_ascii=False))[1:-1] in shown:
+        return True
+    return SWITCH.search(part) is not None and squeeze(SWITCH.sub("", part)) in SWITCH.sub("", shown)
+
+
+def _kind(message: dict) -> tuple:
+    """Return what decides how templates render a message, its texts aside."""
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    return (
+        *sorted(message),
+        message["role"],
+        type(content),
+        tuple(bool(text.strip()) for text in _texts(message)),
+        "</think>" in str(content),
+        tuple(bool(call["function"]["arguments"]) for call in calls),
+    )
+
+
+def stand_ins_of(messages: Sequence[dict], tools: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+    """Return messages and tools with a unique word in place of each text, name and argument."""
+    count = 0
+
+    def word(text: Any = "text") -> str:
+        nonlocal count
+        count += 1
+        return f"part{count}of" if str(text).strip() else ""
+
+    def content(value: Any) -> Any:
+        if isinstance(value, str):
+            _, tag, _ = value.partition("</think>")
+            return f"<think>\n{word()}\n</think>\n\n{word(value.rpartition(tag)[2])}" if tag else word(value)
+        return [
+            {**part, "text": word(part["text"])} if part.get("type") == "text" else part for part in value
+        ]
+
+    found = []
+    for message in messages:
+        stand_in = dict(message)
+        if message.get("content"):
+            stand_in["content"] = content(message["content"])
+        if message.get("reasoning_content"):
+            stand_in["reasoning_content"] = word(message["reasoning_content"])
+        if message.get("tool_calls"):
+            stand_in["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        "name": word(),
+                        "arguments": {key: word() for key in call["function"]["arguments"]},
+                    },
+                }
+                for call in message["tool_calls"]
+            ]
+        found.append(stand_in)
+    schemas: list[dict] = []
+    for tool in tools:
+        named = {**tool.get("function", tool), "name": word()}
+        schemas.append({**tool, "function": named} if "function" in tool else named)
+    return found, schemas

@@ -1,0 +1,329 @@
+"""Messages of data files in one form, whichever library wrote them, and their rendering.
+
+The form is OpenAI's: role is system, user, assistant or tool; content is a text, or parts with images;
+tool_calls are {type: function, function: {name, arguments}} with an object of arguments; reasoning is in
+reasoning_content. Other names that are known (`from: human`) are changed, and one line of the log says which.
+What cannot be changed without a guess is refused. Each rendered chat is compared with its messages
+(`rl.data.completeness`), and a key of a message that changes no rendering is refused by its name.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.data.chat_template import REASONING_KEYS, read_json, template_of
+from rl.data.completeness import Completeness
+from rl.data.reading import Row, describe
+
+log = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+"""A chat: {role, content} and other keys that the chat template uses (name, tool_calls, ...)."""
+ROLES = ("system", "user", "assistant", "tool")
+ALIASES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "ai", "model"), "assistant"),
+    "developer": "system",
+    **dict.fromkeys(
+        ("function", "observation", "ipython", "environment")
+        + ("tool_response", "tool_result", "tool_results", "function_response"),
+        "tool",
+    ),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+}
+"""Role in data sets -> role of templates. The content of the last two is the JSON of a call."""
+KEYS = {"from": "role", "value": "content", "text": "content", "parts": "content"}
+KEYS |= dict.fromkeys(REASONING_KEYS, REASONING_KEYS[0])
+"""Key in data sets -> key of templates."""
+WEIGHTS = ("weight", "train", "training", "loss")
+"""Keys that say whether a turn of the assistant has a loss, in the order in which they are looked for."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
+"""Keys that the comparison with the rendered text covers."""
+OF_TOOLS = {"name", "tool_call_id"}
+"""Keys of a tool's message that repeat what the call says."""
+TRIALS = 32
+"""Number of chats in which a key is left out to see whether the template reads it."""
+
+
+class MessageReader:
+    """Reads and renders the messages of one data set.
+
+    Args:
+        reads_weights: whether a message's weight of 0 takes its loss away.
+        reads_images: whether messages may have parts that are images.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, reads_weights: bool = False, reads_images: bool = False
+    ):
+        self.tokenizer, self.template = tokenizer, template_of(tokenizer)
+        self._reads_weights, self._reads_images = reads_weights, reads_images
+        self._completeness = Completeness(self.template)
+        self._changed: Counter[str] = Counter()
+        self._trials: Counter[tuple[str, str]] = Counter()
+        self._unread: dict[tuple[str, str], str] = {}
+        """Role and key that no rendering has shown -> the place of the first one."""
+
+    def read(self, value: Any, row: Row, column: str) -> Messages | None:
+        """Return the messages of a column in the form of templates, without empty keys; None if it has none.
+
+        Raises ValueError, with the place of the row, for messages that cannot be read.
+        """
+        if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
+            return None
+        try:
+            return self.normal(value, lambda item: without_nulls(item, row))
+        except ValueError as error:
+            raise ValueError(f"{row.place}: column {column!r}: {error}.") from error
+
+    def normal(self, messages: Messages, clean: Callable[[Any], Any] = lambda value: value) -> Messages:
+        """Return messages in the form of templates. clean: takes away the keys that a file format added."""
+        found: Messages = []
+        open_ids: list[str] = []
+        count = 0
+        for number, message in enumerate(messages, start=1):
+            try:
+                normal = self._normal({key: clean(item) for key, item in message.items() if item is not None})
+            except ValueError as error:
+                raise ValueError(f"message {number} of {len(messages)} {error}") from error
+            for call in normal.get("tool_calls", []):
+                if "id" not in call and "tool_calls" not in message:  # an older form, without ids
+                    call["id"] = f"call{count:05d}"
+                    count += 1
+                    open_ids.append(call["id"])
+            if normal["role"] == "tool" and open_ids:
+                normal.setdefault("tool_call_id", open_ids.pop(0))
+            found.append(normal)
+        return found
+
+    def render(self, messages: Messages, tools: list[dict], row: Row, *, column: str) -> str:
+        """Render a chat with the generation prompt.
+
+        Raises ValueError if there is no template, or if it rejects the messages or leaves out a part.
+        """
+        name = self.tokenizer.name_or_path
+        if not self.template.text:
+            raise ValueError(
+                f"{row.place}: column {column!r} holds messages, but the tokenizer of {name} has no chat "
+                "template; use an instruct model, or prepare the prompts as strings."
+            )
+        try:
+            text = self.template.render(messages, tools)
+            self.compare(messages, tools, text, row, generation_prompt=True)
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}.") from error
+        return text
+
+    def compare(
+        self, messages: Messages, tools: list[dict], text: str, row: Row, *, generation_prompt: bool
+    ) -> None:
+        """Raise ValueError if the text lacks a part of the messages or a tool; note keys without effect."""
+        self._completeness.check(messages, tools, text, generation_prompt=generation_prompt)
+
+        def rendered(chat: Messages) -> str:
+            return self.template.render(chat, tools, generation_prompt=generation_prompt)
+
+        read = READ | {"weight"} if self._reads_weights else READ
+        for number, message in enumerate(messages):
+            for key in message.keys() - read - (OF_TOOLS if message["role"] == "tool" else set()):
+                name = message["role"], key
+                if self._trials[name] and name not in self._unread or self._trials[name] >= TRIALS:
+                    continue
+                self._trials[name] += 1
+                self._unread.setdefault(name, row.place)
+                rest = {k: value for k, value in message.items() if k != key}
+                without = [*messages[:number], rest, *messages[number + 1 :]]
+                if rendered(without) != rendered(messages):
+                    del self._unread[name]
+
+    def finish(self, source: str) -> None:
+        """Log what was changed. Raises ValueError if a key of messages was read by nothing.
+
+        source: name of the data set.
+        """
+        if self._changed:
+            changes = ", ".join(f"{what} ({count})" for what, count in self._changed.most_common())
+            log.info("messages of %s were read as those of templates: %s", source, changes)
+        if self._unread:
+            keys = ", ".join(f"{key!r} of role {role}" for role, key in sorted(self._unread))
+            weights = [key for _, key in self._unread if key in WEIGHTS]
+            why = "weights of turns count only in chats that are trained; " if weights else ""
+            raise ValueError(
+                f"{next(iter(self._unread.values()))}: nothing reads these keys of messages: {keys}; neither "
+                f"the chat template of {self.tokenizer.name_or_path} nor the run uses them. {why}Remove them "
+                "from the data, or use a template that renders them."
+            )
+
+    # One message ------------------------------------------------------------------------------------------
+
+    def _normal(self, message: dict) -> dict:
+        """Return one message in the form of templates. Raises ValueError with the rest of a sentence."""
+        found: dict[str, Any] = {}
+        for key, value in message.items():
+            name = KEYS.get(key, key)
+            if name == REASONING_KEYS[0] and not isinstance(value, str):
+                if key == name:
+                    raise ValueError(f"has the {key} {describe(value)}; it must be a text")
+                name = key
+            if name != key and (name in message or name in found):
+                if message.get(name, found.get(name)) != value and value:
+                    raise ValueError(f"has both {name!r} and {key!r}; keep one of them")
+                continue
+            if value or isinstance(value, (int, float)) or name in ("role", "content"):
+                found[name] = value
+                if name != key:
+                    self._changed[f"key {key} -> {name}"] += 1
+        if "role" not in found:
+            raise ValueError(f"has no role, only {', '.join(map(repr, message))}; add it")
+        written, found["role"] = found["role"], self._role(found["role"])
+        calls = self._calls(found, written)
+        if "content" in found:
+            found["content"] = self._content(found["content"], found["role"])
+        if calls:
+            found["tool_calls"] = calls
+        elif "content" not in found:
+            raise ValueError(f"(role {found['role']}) has no content; write an empty text if it has none")
+        return self._weighed(found) if self._reads_weights else found
+
+    def _role(self, role: Any) -> str:
+        if role in ROLES:
+            return role
+        lower = role.strip().lower() if isinstance(role, str) else ""
+        known = lower if lower in ROLES else ALIASES.get(lower)
+        if isinstance(role, str) and known not in ("user", "assistant") and self.template.knows_role(role):
+            return role
+        if known is None:
+            raise ValueError(
+                f"has role {role!r}, which is no role of chats and has no place of its own in the chat "
+                f"template of {self.tokenizer.name_or_path}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}"
+            )
+        self._changed[f"role {role} -> {known}"] += 1
+        return known
+
+    def _content(self, content: Any, role: str) -> Any:
+        """Return the content as a text, or as parts if it has images."""
+        if isinstance(content, str):
+            return content
+        parts = content if isinstance(content, list) else []
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        kinds = [_kind(part) for part in parts]
+        if kinds and all(kind in TEXT_PARTS for kind in kinds):
+            self._changed["parts of text joined"] += 1
+            return "".join(str(part["text"]) for part in parts)
+        if self._reads_images and kinds and all(kind in (*TEXT_PARTS, "image") for kind in kinds):
+            return [
+                part if _kind(part) == "image" else {"type": "text", "text": part["text"]} for part in parts
+            ]
+        if role == "tool" and not any(kinds):  # a result, which is no list of parts
+            self._changed["results of tools written as JSON"] += 1
+            return json.dumps(content, ensure_ascii=False)
+        strange = [kind for kind in kinds if kind and kind not in TEXT_PARTS]
+        if strange:
+            reads = (
+                "set data.image_key" if "image" in strange[0] else "leave the part out, or write it as text"
+            )
+            if self._reads_images and "image" in strange[0]:
+                reads = "write {type: image} there, and the image in the column of data.image_key"
+            raise ValueError(
+                f"(role {role}) has a part of type {strange[0]!r}, which cannot be read; {reads}"
+            )
+        raise ValueError(
+            f"(role {role}) has the content {describe(content)}; it must be a text, or a list of parts "
+            "{type: text, text: ...}"
+        )
+
+    def _calls(self, message: dict, role: Any) -> list[dict]:
+        """Take the calls out of a message, and return them in the form of templates."""
+        calls = message.pop("tool_calls", None) or []
+        if older := message.pop("function_call", None):
+            self._changed["key function_call -> tool_calls"] += 1
+            calls = [*calls, older]
+        if isinstance(role, str) and role.strip().lower() in ("function_call", "tool_call"):
+            calls, message["content"] = read_json(str(message.get("content")), message.get("content")), ""
+            calls = calls if isinstance(calls, list) else [calls]
+        calls = read_json(calls, calls) if isinstance(calls, str) else calls
+        if not isinstance(calls, list):
+            raise ValueError(f"has tool_calls {describe(calls)}; they must be a list")
+        if calls and message["role"] != "assistant":
+            raise ValueError(f"(role {message['role']}) has tool_calls, which only the assistant makes")
+        return [self._call(read_json(call, call) if isinstance(call, str) else call) for call in calls]
+
+    def _call(self, call: Any) -> dict:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"has the call {describe(call)}; it must be {{type: function, function: {{name, arguments}}}}"
+            )
+        key = "arguments" if "arguments" in function else "parameters"
+        arguments = function.get(key) or {}
+        if isinstance(arguments, str):
+            arguments = read_json(arguments, arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError(
+                f"calls {function['name']} with the arguments {describe(arguments)}; they must be a JSON "
+                "object, or its text"
+            )
+        if "function" not in call:
+            self._changed["calls without the key function"] += 1
+        ids = {"id": call["id"]} if call.get("id") else {}
+        return {**ids, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+    def _weighed(self, message: dict) -> dict:
+        """Return a message in which `weight` is 0 if the turn has no loss, and else absent."""
+        weights = {key: message.pop(key) for key in WEIGHTS if key in message}
+        for key, value in weights.items():
+            if value not in (0, 1):
+                raise ValueError(f"has {key}={value!r}; a turn's loss counts or does not, so write 1 or 0")
+            if value and message["role"] != "assistant":
+                raise ValueError(
+                    f"(role {message['role']}) has {key}={value!r}, but only turns of the assistant are "
+                    f"trained; write {key}=0, or set data.train_on=all, and remove the key"
+                )
+        if len(set(map(bool, weights.values()))) > 1:
+            raise ValueError(f"has {weights}, which contradict each other; keep one of them")
+        unweighted = message["role"] == "assistant" and 0 in weights.values()
+        return message | {"weight": 0} if unweighted else message
+
+
+def without_nulls(value: Any, row: Row) -> Any:
+    """Return the value without keys that are None at any depth, unless the file is JSONL.
+
+    The other formats give all objects of a column the same keys.
+    """
+    if row.path.suffix == ".jsonl":
+        return value
+    if isinstance(value, list):
+        return [without_nulls(item, row) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item, row) for key, item in value.items() if item is not None}
+    return value
+
+
+def _kind(part: Any) -> str:
+    """Return the type of a part of a content; "" for what is no part."""
+    if not isinstance(part, dict):
+        return ""
+    return "text" if set(part) == {"text"} else str(part.get("type") or "")
+
+
+def tools_of(row: Row) -> list[dict]:
+    """Return the schemas in column `tools`: a list of objects or JSON texts, or the JSON text of a list."""
+    value = row.values.get("tools")
+    value = read_json(value, value) if isinstance(value, str) and value.strip() else value or []
+    tools = [read_json(tool, tool) if isinstance(tool, str) else tool for tool in without_nulls(value, row)]
+    if isinstance(value, str) or not all(map(_is_tool, tools)):
+        raise ValueError(
+            f"{row.place}: column 'tools' must be a list of tool schemas, or JSON of one, not "
+            f"{describe(row.values['tools'])}."
+        )
+    return tools
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
