@@ -2,16 +2,18 @@
 of the program that depends on CUDA."""
 
 import json
+import re
 
 import pytest
 
 from tests.checkpoints import save_tiny
 from tests.records import records
-from tests.rehearsal.statements import cuda_statements
+from tests.rehearsal.statements import ELSEWHERE, cuda_statements
 from tests.spawn import ROOT, run_ranks
 from tests.toy import SFT, write_config
 
 GAME = ROOT / "tests" / "runs" / "agent_game.py"
+PAGE = ROOT / "docs" / "gpu.md"
 REHEARSE = ROOT / "tests" / "rehearsal" / "rehearse.py"
 HINT = """
 Each of these statements runs only on CUDA, and no test has executed it. Make one of the runs below reach it
@@ -106,6 +108,15 @@ def test_every_cuda_statement_is_executed(rehearsed):
     missing = [each for each in statements if (each.file, each.line) not in reached]
     print(f"{len(statements)} statements that depend on CUDA, {len(statements) - len(missing)} executed")
     assert not missing, "\n".join(map(str, missing)) + HINT
+
+
+def test_the_page_says_of_every_file_what_needs_a_gpu():
+    branches = re.compile(r'\.type == "cpu"|is_cpu\(\)')
+    paths = [path for path in (ROOT / "rl").rglob("*.py") if branches.search(path.read_text())]
+    files = {each.file for each in cuda_statements()} | {str(path.relative_to(ROOT)) for path in paths}
+    listed = PAGE.read_text().partition("The files of `rl/` that ask for the device")[2]
+    named = {f"rl/{name}" for name in re.findall(r"`([a-z_/0-9]+\.py)`", listed)}
+    assert named == {file for file in files if not file.startswith(ELSEWHERE)}
 
 
 @pytest.mark.slow  # a new interpreter, because Megatron looks for Transformer Engine at import
