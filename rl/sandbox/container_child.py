@@ -117,6 +117,8 @@ def build(job: dict[str, Any], image: int) -> str:
         os.chmod(f"{top}/{name}", 0o1777)
     root = overlay(top, "first", [image])
     for name in ("dev", "proc", "sys", "tmp", "etc"):  # a runtime needs these in the image
+        if os.path.islink(f"{root}/{name}"):  # it would lead out of the image here
+            os.unlink(f"{root}/{name}")
         _make(f"{root}/{name}")
     for name in ("passwd", "group", "hosts", "resolv.conf"):
         _make(f"{root}/etc/{name}", "")

@@ -20,6 +20,7 @@ trajectories, and GPUs. `unmet` says for how many tasks, when the rows are writt
 
 import json
 import math
+import os
 import re
 import shlex
 import tomllib
@@ -85,11 +86,22 @@ def is_task(path: Path) -> bool:
     return (path / "instruction.md").is_file() or (path / "task.yaml").is_file()
 
 
+def inside(top: Path, path: Path) -> Path:
+    """Return a path of a task without links. Raises ValueError if it leads out of the task's directory."""
+    found = path.resolve()
+    if not found.is_relative_to(top.resolve()):
+        raise ValueError(f"{path} leads out of the task's directory {top}; copy what it names into that.")
+    return found
+
+
 def read_task(path: Path) -> TaskDirectory:
     """Return a task. Raises ValueError for a directory that is none, or that needs what is not supported."""
     is_harbor = (path / "instruction.md").is_file()
     if not is_task(path):
         raise ValueError(f"{path} is no task: it has neither instruction.md nor task.yaml.")
+    read = ("task.toml", "task.yaml", "instruction.md", "environment", "Dockerfile", "run-tests.sh", "tests")
+    for file in (*(path / name for name in read), *(path / "tests").rglob("*")):
+        inside(path, file)
     if is_harbor:
         described = tomllib.loads((path / "task.toml").read_text()) if (path / "task.toml").is_file() else {}
         instruction, context = (path / "instruction.md").read_text(), path / "environment"
@@ -101,7 +113,7 @@ def read_task(path: Path) -> TaskDirectory:
     needed = path / ("tests/test.sh" if is_harbor else "run-tests.sh")
     if not needed.is_file():
         raise ValueError(f"{path} has no {needed.relative_to(path)}, which scores the task.")
-    file = context / "Dockerfile"
+    file = inside(path, context / "Dockerfile")
     steps = read_dockerfile(file.read_text(), file) if file.is_file() else []
     base = next((arguments.split()[0] for kind, arguments in steps if kind == "FROM"), "")
     stated = described.get("environment", {})
@@ -192,6 +204,7 @@ class Task(ContainerEnvironment):
     ) -> None:
         super().__init__(container=container, reward_range=reward_range, kept=kept)
         self._images = images or {}
+        self._files = self._bytes = 0
 
     def reset(self, row: dict[str, Any]) -> Any:
         task = self._read = read_task(Path(task_of(row)["task"]))
@@ -226,24 +239,28 @@ class Task(ContainerEnvironment):
             words = json.loads(arguments) if arguments.startswith("[") else shlex.split(arguments)
             *sources, target = [word for word in words if not word.startswith("--")]
             for source in sources:
-                for found in (
-                    sorted(self._read.context.glob(source.lstrip("/")))
-                    if source != "."
-                    else [self._read.context]
-                ):
-                    self._copy(
-                        found, target, is_directory=target.endswith("/") or target == "." or len(sources) > 1
-                    )
+                at, pattern = self._read.context, os.path.normpath(f"/{source}").lstrip("/")
+                for found in sorted(at.glob(pattern)) if pattern else [at]:
+                    is_directory = target.endswith("/") or target == "." or len(sources) > 1
+                    self._copy(found, target, is_directory=is_directory)
 
     def _copy(self, source: Path, target: str, *, is_directory: bool) -> None:
-        """Copy a file, or the content of a directory, of this machine into the container."""
+        """Copy a file, or the content of a directory, of the task's directory into the container."""
         if source.is_dir():
-            for file in sorted(path for path in source.rglob("*") if path.is_file()):
-                name = f"{target.rstrip('/')}/{file.relative_to(source)}"
-                self._put(name, file.read_bytes(), mode=file.stat().st_mode & 0o777)
+            files = {f"{target.rstrip('/')}/{f.relative_to(source)}": f for f in sorted(source.rglob("*"))}
         else:
-            name = f"{target.rstrip('/')}/{source.name}" if is_directory else target
-            self._put(name, source.read_bytes(), mode=source.stat().st_mode & 0o777)
+            files = {f"{target.rstrip('/')}/{source.name}" if is_directory else target: source}
+        self._files += len(files)
+        for name, file in files.items():
+            found = inside(self._read.path, file)
+            if not found.is_file():
+                continue
+            self._bytes += found.stat().st_size
+            if self._bytes > self._settings["disk_mib"] << 20 or self._files > self._settings["files"]:
+                raise ValueError(
+                    f"{self._read.path} has more to copy than agents.container.disk_mib or files: raise them."
+                )
+            self._put(name, found.read_bytes(), mode=found.stat().st_mode & 0o777)
 
     def score(self) -> dict[str, float]:
         task = self._read

@@ -20,7 +20,8 @@ SERVERS = (
 )
 POOLS = (
     "tests/ranks/rewards/test_code_reward.py tests/ranks/agents/test_environment_pool.py "
-    "tests/ranks/sandbox/test_container.py tests/ranks/sandbox/test_grades.py"
+    "tests/ranks/sandbox/test_container.py tests/ranks/sandbox/test_grades.py "
+    "tests/ranks/sandbox/test_images.py"
 )
 
 

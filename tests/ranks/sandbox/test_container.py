@@ -156,6 +156,17 @@ def test_the_end_of_the_caller_ends_the_container(runtime, image):
         assert time.monotonic() < deadline, left
 
 
+def test_links_of_an_image_lead_to_no_place_outside(runtime, image, tmp_path):
+    shutil.copytree(image, tmp_path / "root", symlinks=True)
+    (tmp_path / "victim").mkdir()
+    for name in ("etc", "tmp", "dev", "proc", "sys"):
+        shutil.rmtree(tmp_path / "root" / name, ignore_errors=True)
+        (tmp_path / "root" / name).symlink_to(tmp_path / "victim")
+    with Container(Image(str(tmp_path / "root")), runtime=runtime) as started:
+        assert started.run(["sh", "-c", "ls /etc; echo x > /tmp/x"]).ok
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
 def test_renewal_leaves_no_file_and_no_process(container):
     container.run(["sh", "-c", "echo x > /app/x; echo x > /tmp/x; sleep 600 >/dev/null 2>&1 &"])
     assert "sleep" in container.run(["ps", "-e"]).stdout
