@@ -92,8 +92,8 @@ class Model:
 @dataclass
 class Data:
     train: list[str] = field(default_factory=list)
-    """Files with training prompts: parquet, JSONL, Arrow, or a directory of datasets' save_to_disk.
-    Required."""
+    """Files with training prompts: parquet, JSON (lines or an array), Arrow, or a directory of datasets'
+    save_to_disk. Required."""
     train_weights: list[float] = field(default_factory=list)
     """Share of each file of `train` in the draws, in the same order; each file then has its own epochs.
     Empty: all files are one data set."""

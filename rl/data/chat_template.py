@@ -11,6 +11,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rl.data.reading import is_within
 from rl.data.special_tokens import hide, show, special_ids
 
 QUESTION = {"role": "user", "content": "question"}
@@ -252,14 +253,7 @@ def read_json(text: str, default: Any = None) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return default
-    return value if _is_within(value, MAX_LEVELS) else default
-
-
-def _is_within(value: Any, levels: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return True
-    children = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_within(child, levels - 1) for child in children)
+    return value if is_within(value, MAX_LEVELS) else default
 
 
 # ---- special tokens of the template ----

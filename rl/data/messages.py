@@ -295,7 +295,7 @@ def without_nulls(value: Any, row: Row) -> Any:
 
     The other formats give all objects of a column the same keys.
     """
-    if row.path.suffix == ".jsonl":
+    if row.path.suffix in (".jsonl", ".json"):
         return value
     if isinstance(value, list):
         return [without_nulls(item, row) for item in value]

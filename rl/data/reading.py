@@ -1,11 +1,14 @@
-"""Rows of data files: parquet, JSONL, and the Arrow files of the `datasets` library.
+"""Rows of data files: parquet, JSON lines or arrays, and the Arrow files of the `datasets` library.
 
 Every rank reads the files into its own memory. A few thousand rows take seconds, and thousands of ranks need
 not share a disk cache. Every error is a ValueError that names the file and, if possible, the row.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+log = logging.getLogger(__name__)
+
 Columns = Mapping[str, str]
 """Required column -> remedy for the error if it is missing, such as `name the column ... in data.x_key`."""
+Rows = Iterator[tuple[int, dict[str, Any]]]
+"""Pairs of a row's number and its values by column."""
+MAPPINGS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
+"""Columns whose values are objects, or JSON texts of objects."""
+MAX_LEVELS = 100
+"""Deepest nesting of a JSON value: code that walks a value uses Python's stack, of 1,000 calls."""
+
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+"""Beginning of a text that holds messages."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -24,7 +39,7 @@ class Row:
     values: dict[str, Any]
     path: Path
     number: int
-    """Position in the file, from 1; the line number in a JSONL file."""
+    """Position in the file, from 1; the line number in a file of JSON lines."""
     source: int
     """Index of the file in the list of files."""
 
@@ -43,29 +58,33 @@ def read_rows(
 ) -> list[Row]:
     """Return the rows of `files` in order.
 
-    files: `.parquet`, `.jsonl`, `.arrow`, or a directory written by `Dataset.save_to_disk` of the datasets
-    library. required: columns that each file must have. optional: columns that are read if they exist. Other
-    columns are not read. max_rows: maximum number of rows; 0 reads all.
+    files: `.parquet`, `.jsonl`, `.json`, `.arrow`, or a directory written by `Dataset.save_to_disk` of the
+    datasets library. required: columns that each file must have. optional: columns that are read if they
+    exist. Other columns are not read. max_rows: maximum number of rows; 0 reads all.
 
-    Raises ValueError for an empty list, a missing, unreadable, empty or unsupported file, and a missing
-    column.
+    JSON texts of objects in MAPPINGS, and of messages in required columns, are decoded.
+
+    Raises ValueError for an empty list, a missing, unreadable, empty or unsupported file, a column that is
+    missing or exists twice, and text that holds no object or messages where they are expected.
     """
     paths = [Path(file) for file in files]
-    for path in paths:
-        _check_kind(path)
+    check_data_files(paths)
     rows: list[Row] = []
     names = {*required, *optional}
+    mappings = [name for name in MAPPINGS if name in names]
     for source, path in enumerate(paths):
         num_before = len(rows)
-        for number, values in _READERS.get(path.suffix, _read_arrow)(path, names, required):
+        for number, values in _reader(path)(path, names, required):
             if max_rows and len(rows) == max_rows:
                 return rows
-            rows.append(Row(values, path, number, source))
+            row = Row(values, path, number, source)
+            _decode_texts(row, mappings, required)
+            rows.append(row)
         if len(rows) == num_before:
             raise ValueError(f"data file {path} is empty: it has no rows.")
     if not rows:
         raise ValueError(
-            "data.train is empty: name at least one .parquet, .jsonl or .arrow file or directory."
+            "data.train is empty: name at least one .parquet, .jsonl, .json or .arrow file or directory."
         )
     return rows
 
@@ -83,91 +102,223 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def _check_kind(path: Path) -> None:
+def check_data_files(files: Sequence[str | Path], *, key: str = "") -> None:
+    """Raise ValueError for a file that does not exist or has an unsupported form. key: that of the config."""
+    for path in map(Path, files):
+        _check_kind(path, f"{key}={path}" if key else f"data file {path}")
+
+
+def _check_kind(path: Path, name: str) -> None:
     if path.is_dir():
         if (splits_file := path / "dataset_dict.json").is_file():
-            splits = json.loads(splits_file.read_text()).get("splits", [])
+            with _reading(splits_file, "JSON"):
+                splits = list(map(str, json.loads(splits_file.read_text()).get("splits", [])))
             raise ValueError(
-                f"data file {path} is a DatasetDict with the splits {', '.join(splits) or '(none)'}: name "
+                f"{name} is a DatasetDict with the splits {', '.join(splits) or '(none)'}: name "
                 f"the directory of one of them, such as {path / (splits[0] if splits else 'train')}."
             )
         if not (path / "state.json").is_file():
             raise ValueError(
-                f"data file {path} is a directory without state.json, so save_to_disk of datasets did not "
+                f"{name} is a directory without state.json, so save_to_disk of datasets did not "
                 "write it: name the files in it instead."
             )
     elif not path.is_file():
-        raise ValueError(f"data file {path} does not exist (working directory {Path.cwd()}).")
+        remedy = "correct the path"
+        if path.parts[:-1] and not path.suffix and not path.is_absolute():
+            remedy += (
+                f", or download the data set (hf download {path} --repo-type dataset --local-dir DIR) and "
+                "name its files"
+            )
+        raise ValueError(f"{name} does not exist (working directory {Path.cwd()}); {remedy}.")
     elif path.suffix not in _READERS:
         raise ValueError(
-            f"data file {path} ends in {path.suffix!r}: it must be .parquet, .jsonl, .arrow, or a directory "
+            f"{name} ends in {path.suffix!r}: it must be .parquet, .jsonl, .json, .arrow, or a directory "
             "that save_to_disk of datasets wrote."
         )
 
 
-def _read_parquet(path: Path, names: set[str], required: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 1, values) of a parquet file."""
+def _reader(path: Path) -> Callable[[Path, set[str], Columns], Rows]:
+    return _read_arrow if path.is_dir() else _READERS[path.suffix]
+
+
+def _decode_texts(row: Row, mappings: Sequence[str], required: Columns) -> None:
+    """Decode the JSON texts of objects and of messages in a row."""
+    values = row.values
+    for name in mappings:
+        if (value := values.get(name)) is None or isinstance(value, dict):
+            continue
+        if isinstance(value, str):
+            value = values[name] = _parse(value, f"{row.place}: column {name!r}")
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(
+                f"{row.place}: column {name!r} must be an object or the JSON text of one, such as "
+                f'{{"ground_truth": "4"}} in reward_model, not {describe(value)}.'
+            )
+    for name in required:
+        if isinstance(value := values[name], str) and _MESSAGES.match(value):
+            remedy = ", with which its text begins; store them as a list or as JSON text"
+            values[name] = _parse(value, f"{row.place}: messages in column {name!r}", remedy)
+            if row.number == 1:
+                log.info("column %r of %s has messages as JSON text, which is decoded", name, row.path)
+
+
+def _parse(text: str, place: str, remedy: str = "") -> Any:
+    """Return the value of a JSON text. Raise ValueError, beginning with `place`, for text without one."""
     try:
-        # In batches, because a nested column of more than 2 GiB cannot be read at once. Not by pq.read_table,
-        # which takes a directory named a=b for a partition and adds a column.
-        with pq.ParquetFile(path) as file:
-            found = file.schema_arrow.names
-            _require_columns(required, found, f"data file {path}")
-            batches = file.iter_batches(columns=[name for name in found if name in names])
-            yield from enumerate((values for batch in batches for values in batch.to_pylist()), start=1)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"data file {path} cannot be read as parquet: {first_line(error)}") from error
+        value = _DECODER.decode(text)
+        is_deep = text.count("{") + text.count("[") > MAX_LEVELS and not is_within(value, MAX_LEVELS)
+    except RecursionError:
+        is_deep = True
+    except ValueError as error:  # also of an integer with more digits than Python reads
+        raise ValueError(f"{place}: not JSON{remedy}: {error}") from error
+    if is_deep:
+        raise ValueError(f"{place}: nested in more than {MAX_LEVELS} levels; store the inner part as text.")
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{place}: {ascii(error.object[error.start])} is half of a character (a lone surrogate), "
+                "which no tokenizer reads; remove it, or write the whole character."
+            ) from error
+    return value
 
 
-def _read_jsonl(path: Path, names: set[str], required: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, values) of a JSONL file, skipping empty lines.
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a JSON text. Raise ValueError for a key that it has twice; one value would win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has the key {max(names, key=names.count)!r} twice; rename one")
+    return found
+
+
+def is_within(value: Any, levels: int) -> bool:
+    """Return whether a JSON value has at most so many levels of lists and objects."""
+    if not isinstance(value, (dict, list)):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(is_within(child, levels - 1) for child in children)
+
+
+def _read_parquet(path: Path, names: set[str], required: Columns) -> Rows:
+    """Yield (row number from 1, values) of a parquet file."""
+    # In batches, because a nested column of more than 2 GiB cannot be read at once. Not by pq.read_table,
+    # which takes a directory named a=b for a partition and adds a column.
+    with _reading(path, "parquet"):
+        file = pq.ParquetFile(path)
+    with file:
+        found = _check_columns(file.schema_arrow.names, names, required, f"data file {path}")
+        yield from _values(file.iter_batches(columns=found), path, "parquet")
+
+
+def _read_json(path: Path, names: set[str], required: Columns) -> Rows:
+    """Yield (number, values) of the objects in a file: one per line, or an array. Empty lines are skipped.
 
     Lines are parsed with `json`: Arrow's reader converts strings that look like timestamps and requires the
     same type in every row.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data file {path} cannot be read as JSONL: {first_line(error)}") from error
+        text = (content := path.read_bytes()).decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"data file {path} cannot be read: {first_line(error)}") from error
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, row {number}: not UTF-8 ({error}); convert the file to UTF-8.") from error
+    del content
+    is_array = text.lstrip()[:1] == "["
+    lines = [text] if is_array else text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, row {number}: not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}, row {number}: must be a JSON object, not {describe(values)}.")
-        _require_columns(required, list(values), f"{path}, row {number}")
-        yield number, {name: value for name, value in values.items() if name in names}
+        place = f"data file {path}" if is_array else f"{path}, row {number}"
+        value = _parse(line, place, _FORMS)
+        for own, values in enumerate(value if is_array else [value], start=number):
+            if not isinstance(values, dict):
+                raise ValueError(f"{path}, row {own}: must be a JSON object, not {describe(values)}.")
+            found = _check_columns(list(values), names, required, f"{path}, row {own}")
+            yield own, {name: values[name] for name in found}
 
 
-def _read_arrow(path: Path, names: set[str], required: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_arrow(path: Path, names: set[str], required: Columns) -> Rows:
     """Yield (row number from 1, values) of an Arrow file or a directory of `save_to_disk`.
 
-    The datasets library is needed because its features decode columns and its index maps the rows of a
-    selection.
+    The datasets library is needed because its index maps the rows of a selection.
     """
     import datasets  # imported here because it takes seconds and few runs need it
 
     if path.is_dir() and not any(path.glob("*.arrow")):
         return  # an empty data set is saved without a file; load_from_disk would raise IndexError
-    open_data = datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file
+    with _reading(path, "Arrow"):
+        opened = (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))
+    found = _check_columns(opened.column_names, names, required, f"data file {path}")
+    # As Arrow's tables instead of the saved format, which may return tensors, and without decoded images.
+    yield from _values(opened.select_columns(found).with_format("arrow").iter(1000), path, "Arrow")
+
+
+def _values(batches: Iterator[Any], path: Path, form: str) -> Rows:
+    """Yield (row number from 1, values) of Arrow's batches or tables. Columns of type JSON are decoded."""
+    number, end = 0, object()
+    while True:
+        with _reading(path, form):
+            if (batch := next(batches, end)) is end:
+                return
+            has_maps = any(map(_has_maps, batch.schema.types))
+            rows = batch.to_pylist(**({"maps_as_pydicts": "strict"} if has_maps else {}))
+        decoders = {field.name: decode for field in batch.schema if (decode := _json_decoder(field.type))}
+        for values in rows:
+            number += 1
+            for name, decode in decoders.items():
+                values[name] = decode(values[name], f"{path}, row {number}: column {name!r}")
+            yield number, values
+
+
+def _json_decoder(type: pa.DataType) -> Callable[[Any, str], Any] | None:
+    """Return decode(value, place) for an Arrow type with JSON texts in it; None if it has none.
+
+    datasets stores lists of unlike objects, such as messages with and without tool calls, as JSON.
+    """
+    if isinstance(type, pa.BaseExtensionType):
+        if type.extension_name == "arrow.json":
+            return lambda value, place: None if value is None else _parse(value, place)
+        type = type.storage_type
+    if pa.types.is_struct(type):
+        fields = {field.name: decode for field in type if (decode := _json_decoder(field.type))}
+        if fields:
+            return lambda value, place: (
+                value and value | {name: decode(value[name], place) for name, decode in fields.items()}
+            )
+    elif pa.types.is_nested(type) and type.num_fields == 1 and not pa.types.is_map(type):
+        if decode := _json_decoder(type.field(0).type):
+            return lambda value, place: value and [decode(item, place) for item in value]
+    return None
+
+
+def _has_maps(type: pa.DataType) -> bool:
+    """Return whether a type contains a map, which `to_pylist` reads as pairs, or slowly as a dict."""
+    return pa.types.is_map(type) or any(_has_maps(type.field(i).type) for i in range(type.num_fields))
+
+
+@contextlib.contextmanager
+def _reading(path: Path, form: str) -> Iterator[None]:
+    """Raise any error of a library that reads a file as a ValueError that names the file."""
     try:
-        opened = open_data(str(path))
+        yield
     except Exception as error:  # the library may raise anything; the user must learn which file it was
-        raise ValueError(f"data file {path} cannot be read as Arrow: {first_line(error)}") from error
-    found = opened.column_names
-    _require_columns(required, found, f"data file {path}")
-    # Without the saved format (torch, numpy), which would return tensors.
-    selected = opened.with_format(None).select_columns([name for name in found if name in names])
-    yield from enumerate(selected, start=1)
+        raise ValueError(f"data file {path} cannot be read as {form}: {first_line(error)}") from error
 
 
-def _require_columns(required: Columns, found: list[str], place: str) -> None:
+def _check_columns(found: list[str], names: set[str], required: Columns, place: str) -> list[str]:
+    """Return the columns to read. Raise ValueError if one is missing or exists twice."""
     for name, remedy in required.items():
         if name not in found:
             raise ValueError(f"{place}: no column {name!r}, only {', '.join(found) or 'none'}: {remedy}.")
+    own = [name for name in found if name in names]
+    if len(own) > len(set(own)):
+        raise ValueError(f"{place}: column {max(own, key=own.count)!r} exists twice; rename one.")
+    return own
 
 
-_READERS = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".arrow": _read_arrow}
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_FORMS = " (a file has one object per line, or is one array of objects)"
+_READERS = {".parquet": _read_parquet, ".jsonl": _read_json, ".json": _read_json, ".arrow": _read_arrow}

@@ -26,6 +26,7 @@ from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
+from rl.data.reading import check_data_files
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import allow_in_content
 from rl.data.token_ids import check_model_ids, check_rows, check_stops, check_tokenizer
@@ -56,6 +57,9 @@ class Inputs:
     def __init__(self, config: Config, world_size: int):
         self.config = config
         needs = algorithm_of(config).needs
+        check_data_files(config.data.train, key="data.train")
+        if validates(config):
+            check_data_files(config.data.val, key="data.val")
         models = run_models(config)
         on_grid = [model for model in models.values() if model.on_training_grid]
         self.models = {model.name: self._read(model, world_size) for model in on_grid}
