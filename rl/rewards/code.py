@@ -14,12 +14,14 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
 from rl.config.container import read_container
+from rl.rewards.code_tests import Case, check_test, literal, read_cases, refusal, stub
 from rl.sandbox.apart import TOGETHER, run_apart
 from rl.sandbox.sandbox import Limits, Outcome, run_program
 
@@ -35,6 +37,10 @@ from math import ceil, floor, gcd, inf, sqrt
 """Imports run before a program that is judged by calls or asserts: part of what LeetCode provides."""
 RTOL, ATOL = 1e-5, 1e-8
 """Tolerances for numbers with a point or an exponent: numpy's defaults, as in APPS (arXiv:2105.09938)."""
+PROOF_S = 3.0
+"""Seconds in which tests that a response has passed are tried without a solution, beyond `total_s`."""
+STUB_VALUES = ("None", "Stub")
+"""Values of the functions of `stub`. Tests must not pass with both; one that wants None passes with one."""
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
 _PYTHON = {"python", "python3", "py"}
@@ -64,20 +70,6 @@ os.write(answer, text.encode())
 """
 
 
-@dataclass(frozen=True)
-class Case:
-    """One test of a program."""
-
-    stdin: str | None = None
-    fn_name: str = ""
-    arguments: tuple[Any, ...] | None = None
-    """Arguments of the call of `fn_name`."""
-    test: str | None = None
-    """Code that raises if the program is wrong."""
-    expected: Any = None
-    """Expected output, or expected value of the call."""
-
-
 def score(
     prompt: str,
     response: str,
@@ -92,6 +84,7 @@ def score(
     interpreter: str | None = None,
     allow_unprotected: bool = False,
     container: Mapping[str, Any] | None = None,
+    tries: bool = False,
     **extra: Any,
 ) -> dict[str, float]:
     """Return `score`, `acc` (1.0 if all tests pass), and the fractions `passed` and `timed_out` of the tests.
@@ -99,14 +92,10 @@ def score(
     The program is the last block fenced as ```python, else the last fenced block, else the whole response.
 
     Args:
-        ground_truth: a mapping, or JSON of one, of one of these forms; any other text is test code:
-            {"inputs": [str, ...], "outputs": [str, ...]}               standard input and output
-            {"fn_name": str, "inputs": [[...], ...], "outputs": [...]}  arguments and value of a function or
-                method of the class Solution; JSON values, or LiveCodeBench's text with one argument per line
-            {"asserts": [str, ...]} or {"asserts": str}                 test code; each string is one test
+        ground_truth: tests in a form of `rl.rewards.code_tests`.
         partial: use `passed` as the score. Otherwise the score is `acc` and testing stops at the first
             failure; the remaining tests count as not passed and not timed out.
-        max_cases: run only the first `max_cases` tests.
+        max_cases: run only the first `max_cases` tests, 1 or more.
         total_s: seconds for all tests of a response; unfinished tests are not passed. Keep it some seconds
             below reward.timeout_s, which would end the whole call and cost the sample its score.
         wall_s, cpu_s, memory_mib: limits of one test, see sandbox.Limits.
@@ -114,34 +103,32 @@ def score(
         allow_unprotected: run programs even if nothing keeps them from the network and the user's files.
         container: settings of `rl.config.container.Container`: each test runs in a fresh container, by its
             `python3` or by `interpreter`, a path in the image. Its limits replace `cpu_s` and `memory_mib`.
+        tries: prove that the tests fail without a solution, also if the response has not passed them.
 
     Raises:
-        ValueError: the ground truth is malformed or holds no test; this machine cannot confine programs.
+        ValueError: the ground truth is malformed or holds no test, or its tests pass without a program, which
+            is tried once per process for tests that a response has passed; this machine cannot confine
+            programs.
         OSError: a program could not be started or confined.
     """
-    cases = read_cases(ground_truth)[:max_cases]
-    if not cases:
-        raise ValueError(f"reward.kwargs.max_cases={max_cases} leaves no test: set it to 1 or more.")
+    cases = check_truth(ground_truth, max_cases=max_cases, interpreter=interpreter, container=container)
     program = extract_program(response)
     passed = timed_out = 0
     deadline = time.monotonic() + total_s
+    limits = Limits(wall_s=wall_s, cpu_s=math.ceil(cpu_s), memory_mib=memory_mib)
+    how = {"interpreter": interpreter, "allow_unprotected": allow_unprotected, "container": container}
+    run = functools.partial(_run_until, limits=limits, **how)
     for case in cases if program.strip() else []:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
+        outcome, right = run(program, case, deadline)
+        if outcome is None:
             break
-        limits = Limits(wall_s=min(wall_s, left_s), cpu_s=math.ceil(cpu_s), memory_mib=memory_mib)
-        outcome, right = run_case(
-            program,
-            case,
-            limits=limits,
-            interpreter=interpreter,
-            allow_unprotected=allow_unprotected,
-            container=container,
-        )
         passed += right
         timed_out += outcome.end == "time"
         if not right and not partial:
             break
+    if passed == len(cases) or tries:
+        proof_deadline = max(deadline, time.monotonic() + PROOF_S)
+        _prove(cases, ground_truth, lambda stub, case: run(stub, case, proof_deadline)[1])
     fraction, acc = passed / len(cases), float(passed == len(cases))
     return {
         "score": fraction if partial else acc,
@@ -149,6 +136,64 @@ def score(
         "passed": fraction,
         "timed_out": timed_out / len(cases),
     }
+
+
+def check_truth(
+    ground_truth: Any,
+    *,
+    max_cases: int | None = None,
+    interpreter: str | None = None,
+    container: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> list[Case]:
+    """Return the tests. Raises ValueError if there is none, or test code checks nothing; runs nothing."""
+    if max_cases is not None and (not isinstance(max_cases, int) or max_cases < 1):
+        raise ValueError(f"reward.kwargs.max_cases={max_cases} must be 1 or more, or null for all tests.")
+    own_python = interpreter is None and container is None
+    cases = [
+        case for case in read_cases(ground_truth) if check_test(case, ground_truth, own_python=own_python)
+    ]
+    if not cases:
+        raise refusal(
+            ground_truth, "its test code only defines or imports; add calls whose results it asserts"
+        )
+    return cases[:max_cases]
+
+
+def try_truth(ground_truth: Any, **kwargs: Any) -> None:
+    """Raise ValueError if the tests pass without a program, or with functions that do nothing."""
+    score("", "", ground_truth, **kwargs, tries=True)
+
+
+_proved: set[int] = set()
+"""Hashes of the tests that this process has seen fail without a solution."""
+
+
+def _prove(cases: Sequence[Case], ground_truth: Any, passes: Callable[[str, Case], bool]) -> None:
+    """Raise ValueError if all tests pass with an empty program, or with functions of two different values.
+
+    A test that both values pass does not look at them; one that wants None passes with None alone.
+    """
+    key = zlib.crc32(repr(cases).encode("utf-8", "replace"))
+    if key in _proved:
+        return
+
+    if all(passes("pass", case) for case in cases):
+        raise refusal(ground_truth, "its tests pass without any program; they must fail without a solution")
+    calls = [case for case in cases if case.stdin is None]
+    if calls == cases and all(passes(stub(case, value), case) for value in STUB_VALUES for case in cases):
+        raise refusal(ground_truth, "its tests pass with functions that do nothing; they must check results")
+    _proved.add(key)
+
+
+def _run_until(
+    program: str, case: Case, deadline: float, *, limits: Limits, **how: Any
+) -> tuple[Outcome | None, bool]:
+    """Return `run_case` with the time that is left, (None, False) if there is none."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        return None, False
+    return run_case(program, case, limits=replace(limits, wall_s=min(limits.wall_s, left_s)), **how)
 
 
 # ---- what to run ----
@@ -177,57 +222,6 @@ def extract_program(response: str) -> str:
         blocks.append((language, "".join(lines)))
     python = [text for name, text in blocks if name in _PYTHON]
     return python[-1] if python else blocks[-1][1] if blocks else response
-
-
-def read_cases(ground_truth: Any) -> list[Case]:
-    """Return the tests in a ground truth, see `score`. Raises ValueError if it is malformed or holds none."""
-    tests = ground_truth
-    if isinstance(tests, str):
-        try:
-            parsed = json.loads(tests)
-            tests = parsed if isinstance(parsed, Mapping) else {"asserts": tests}
-        except ValueError:
-            tests = {"asserts": tests}
-    if not isinstance(tests, Mapping):
-        raise ValueError(_describe_form(ground_truth))
-    if tests.get("asserts") is not None:
-        asserts = tests["asserts"]
-        asserts = [asserts] if isinstance(asserts, str) else list(asserts)
-        cases = [Case(test=str(test)) for test in asserts if str(test).strip()]
-    else:
-        inputs, outputs, fn_name = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name") or ""
-        if inputs is None or outputs is None or len(inputs) != len(outputs):
-            raise ValueError(_describe_form(ground_truth))
-        pairs = zip(inputs, outputs, strict=True)
-        cases = [_call(fn_name, *pair) if fn_name else _stdio(*pair) for pair in pairs]
-    if not cases:
-        raise ValueError(_describe_form(ground_truth))
-    return cases
-
-
-def _describe_form(ground_truth: Any) -> str:
-    return (
-        f"reward_model.ground_truth={ground_truth!r:.300}: the code reward needs `inputs` and `outputs` of "
-        "equal, positive length (with `fn_name` for calls), or `asserts`, or test code."
-    )
-
-
-def _stdio(given: Any, expected: Any) -> Case:
-    # APPS has inputs and outputs that are lists of lines.
-    texts = [text if isinstance(text, str) else "\n".join(map(str, text)) for text in (given, expected)]
-    return Case(stdin=texts[0], expected=texts[1])
-
-
-def _call(fn_name: str, given: Any, expected: Any) -> Case:
-    if isinstance(given, str):
-        given = [json.loads(line) for line in given.splitlines() if line.strip()]
-        expected = json.loads(expected) if isinstance(expected, str) else expected
-    return Case(fn_name=fn_name, arguments=tuple(_plain(given)), expected=_plain(expected))
-
-
-def _plain(value: Any) -> Any:
-    """Convert numpy arrays and numbers, which Parquet files are read as, to JSON's types."""
-    return json.loads(json.dumps(value, default=lambda array: array.tolist()))
 
 
 # ---- run and compare ----
@@ -274,6 +268,9 @@ def _returned(stdout: str, expected: Any) -> bool:
         value = json.loads(stdout)["value"]
         if same_value(value, expected):
             return True
+        # A value may be given as its text: "[1, 2]" is a list.
+        if isinstance(expected, str):
+            return same_value(value, literal(expected, expected))
         # APPS puts some values into a list of one.
         wrapped = isinstance(expected, list) and len(expected) == 1 and not isinstance(value, list)
         return wrapped and same_value(value, expected[0])

@@ -4,8 +4,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rl.config.reward_sources import make_plan
 from rl.rewards import code as code_reward
-from rl.rewards.code import extract_program, read_cases, same_output, same_value, score
+from rl.rewards.code import (
+    check_truth,
+    extract_program,
+    read_cases,
+    same_output,
+    same_value,
+    score,
+    try_truth,
+)
+from rl.rewards.pool.pool import ScoringPool
 from rl.sandbox import sandbox
 from rl.sandbox.sandbox import Outcome, Protections, protections
 from tests.tables import cells, rows
@@ -73,8 +83,112 @@ def test_each_form_of_ground_truth_also_as_json():
     ):
         (case,) = read_cases(tests)
         assert (case.arguments, case.expected) == expected
+    assert read_cases(np.array(["assert a"], dtype=object)) == read_cases('["assert a"]')
     (case,) = read_cases({"inputs": [["1", "2"]], "outputs": [["3"]]})  # APPS: lists of lines
     assert (case.stdin, case.expected) == ("1\n2", "3")
+
+
+INC = "def f(x): return x + 1"
+INC_ALL = "def f(xs): return [x + 1 for x in xs]"
+INC_INPUT = "print(int(input()) + 1)"
+STDIN = {"type": "stdin_stdout", "input": "1\n", "output": "2\n"}
+FORMS = [
+    (INC, {"fn_name": "f", "inputs": [1, 2], "outputs": [2, 3]}),
+    (INC, {"fn_name": "f", "inputs": 5, "outputs": 6}),
+    (INC, {"fn_name": "f", "inputs": [[1], [2]], "outputs": ["2", "3"]}),
+    (INC, {"test_list": np.array(["assert f(1) == 2"], dtype=object)}),
+    (INC, ["assert f(1) == 2", "assert f(2) == 3"]),
+    (INC, '["assert f(1) == 2"]'),
+    (INC, {"test": "def check(candidate):\n    assert candidate(1) == 2", "entry_point": "f"}),
+    (INC, "from solution import f\ndef test_f():\n    assert f(1) == 2\ntest_f()"),
+    (INC, {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": [2]}]}),
+    (INC_ALL, {"fn_name": "f", "inputs": [[[1, 2]]], "outputs": ["[2, 3]"]}),
+    (INC_ALL, {"fn_name": "f", "inputs": [["[1, 2]"]], "outputs": [[2, 3]]}),
+    (INC_ALL, {"fn_name": "f", "inputs": "[[[1, 2]]]", "outputs": "[[2, 3]]"}),
+    (INC_ALL, '[{"input": "[1, 2]", "output": "[2, 3]", "metadata": {"func_name": "f"}}]'),
+    (INC_INPUT, {"inputs": "1\n", "outputs": "2\n"}),
+    (INC_INPUT, {"inputs": [1, 2], "outputs": [2, 3]}),
+    (INC_INPUT, {"inputs": '["1", "2"]', "outputs": '["2", "3"]'}),
+    (INC_INPUT, "{'inputs': ['1'], 'outputs': ['2']}"),
+    (INC_INPUT, [{"input": "1", "output": "2", "testtype": "stdin"}]),
+    (INC_INPUT, {"language": "python", "test_cases": [STDIN]}),
+    ("def f(x): return x + 'd'", {"fn_name": "f", "inputs": [["abc"]], "outputs": ["abcd"]}),
+    ("def f(x): pass", "assert f(2) is None"),
+    ("def sum(a, b): return a + b", "assert sum(10, 15) == 25"),
+    ("class Solution:\n    def f(self, x): return x + 1", "s = Solution()\nassert s.f(1) == 2"),
+]
+
+
+@pytest.mark.parametrize("program, ground_truth", FORMS)
+def test_forms_of_other_data_sets_are_read(confined, program, ground_truth):
+    try_truth(ground_truth)
+    assert reward(program, ground_truth)["acc"] == 1.0
+    assert reward(program.replace("+", "- 3 +").replace("pass", "return 3"), ground_truth)["acc"] == 0.0
+
+
+CASE = "import unittest\nclass Test(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)\n"
+SUITE = "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Test))"
+UNREAD = [
+    "assert True",
+    "x = 1\nassert x == 1",
+    "def test_f():\n    assert f(1) == 2",
+    "def check(candidate):\n    assert candidate(1) == 2",
+    "def f(x): return x + 1\nassert f(1) == 2",
+    "assert f(1) == 2,",
+    "assert f(1) ==",
+    "[1, 2]",
+    '["import math", "x = 1"]',
+    '["assert f(1) == 2", 3]',
+    "import doctest\ndoctest.testmod()",
+    "import pytest\npytest.main()",
+    "import sys\nassert f(1) == 2\nsys.exit(0)",
+]
+UNREAD += [CASE, CASE + "if __name__ == '__main__':\n    unittest.main()", CASE + "unittest.main()"]
+UNREAD += [{"asserts": ["pass", "# nothing"]}, {"fn_name": "f", "inputs": [{"a": 1}], "outputs": [1]}]
+UNREAD += [
+    {"inputs": [{"a": 1}], "outputs": ["1"]},
+    [{"input": "1", "output": "1", "testtype": "functional"}],
+]
+PASSES = [
+    "print('ok')",
+    "print(f(1))",
+    "f(1) == 2",
+    "assert f",
+    "assert callable(f)",
+    "assert (f(1) == 2, 'x')",
+    "assert f(1) == f(1)",
+    "lambda: f(1) == 2",
+    "if False:\n    assert f(1) == 2",
+    "for x in []:\n    assert f(x) == 1",
+    "try:\n    assert f(1) == 2\nexcept Exception:\n    pass",
+    "async def t():\n    assert f(1) == 2\nt()",
+]
+PASSES += [CASE + "unittest.main(exit=False)", CASE + SUITE, {"inputs": ["1\n"], "outputs": [""]}]
+PASSES += [{"test": "def check(candidate):\n    pass", "entry_point": "f"}]
+
+
+@pytest.mark.parametrize("ground_truth", UNREAD)
+def test_test_code_that_checks_nothing_is_refused_unrun(ground_truth, monkeypatch):
+    monkeypatch.setattr(code_reward, "run_case", None)
+    with pytest.raises(ValueError, match="reward_model.ground_truth="):
+        check_truth(ground_truth)
+
+
+@pytest.mark.parametrize("ground_truth", PASSES)
+def test_tests_that_pass_without_a_solution_are_refused_and_earn_nothing(confined, ground_truth):
+    check_truth(ground_truth)
+    with pytest.raises(ValueError, match="its tests pass with"):
+        try_truth(ground_truth)
+    with pytest.raises(ValueError, match="its tests pass with"):
+        reward("def f(x): return 7" if "inputs" not in ground_truth else "x = 1", ground_truth)
+
+
+def test_the_pool_tries_truths_without_a_response(confined):
+    plan = make_plan("rl.rewards.code:score", {}, {})
+    sample = {"prompt": "", "response": None, "data_source": "code", "extra_info": {}}
+    with ScoringPool(plan, failure_score=0.0, workers=2, timeout_s=30, memory_mib=0) as pool:
+        pool.score([sample | {"ground_truth": truth} for truth in ("assert f(1) == 2", "f(1)")])
+        assert list(pool.failures) == [1] and "functions that do nothing" in pool.failures[1]
 
 
 WITHOUT_TESTS = [None, "", "{}", 7, [], {}, {"inputs": ["1"]}, {"asserts": []}]
@@ -129,8 +243,9 @@ def test_programs_with_input_and_output(confined):
     assert reward(WRONG_ABOVE_4, DOUBLE, max_cases=2)["score"] == 1.0
     guarded = "```python\nif __name__ == '__main__':\n    print(2 * int(input()))\n```"
     assert reward(guarded, DOUBLE)["score"] == 1.0
-    with pytest.raises(ValueError, match="max_cases=0"):
-        reward(RIGHT, DOUBLE, max_cases=0)
+    for max_cases in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"max_cases={max_cases} must be 1 or more"):
+            reward(RIGHT, DOUBLE, max_cases=max_cases)
 
 
 BROKEN = [
@@ -347,7 +462,8 @@ def test_without_protection_nothing_is_run_unless_told_to(monkeypatch):
     assert reward(RIGHT, DOUBLE, allow_unprotected=True)["score"] == 1.0
 
 
-def test_options_reach_the_sandbox(seen):
+def test_options_reach_the_sandbox(seen, monkeypatch):
+    monkeypatch.setattr(code_reward, "_prove", lambda *_: None)
     options = dict(interpreter="/bin/python", allow_unprotected=True)
     reward(RIGHT, DOUBLE, max_cases=1, wall_s=3, cpu_s=1.5, memory_mib=77, **options)
     ((source, found),) = seen

@@ -44,9 +44,9 @@ def check(monkeypatch, truths, function, pool=None, *, overrides=(), rank=0, wor
     check_truths(config, inputs, pool or Pool())
 
 
-@pytest.mark.parametrize("name", ["exact", "qa", "gsm8k", "dapo", "math", "countdown"])
+@pytest.mark.parametrize("name", ["exact", "qa", "gsm8k", "dapo", "math", "countdown", "code"])
 def test_a_truth_that_a_function_cannot_read_is_refused_with_its_row(name, monkeypatch):
-    right = {"countdown": '{"target": 3, "numbers": [1, 2]}'}.get(name, "72")
+    right = {"countdown": '{"target": 3, "numbers": [1, 2]}', "code": "assert f(1) == 2"}.get(name, "72")
     check(monkeypatch, [right, right], f"rl.rewards.{name}:score")
     with pytest.raises(ValueError, match="^a.jsonl, row 2: reward_model.ground_truth"):
         check(monkeypatch, [right, None], f"rl.rewards.{name}:score")
