@@ -23,7 +23,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.chat_template import REASONING_KEYS, Spans
-from rl.data.completeness import squeeze
+from rl.data.completeness import LeftOut, squeeze
 from rl.data.messages import MessageReader, Messages, tools_of
 from rl.data.prompts import AGENT_COLUMNS, Prompt, data_source, extra_info, refuse_two_bos, within_limit
 from rl.data.reading import Row, describe, read_rows
@@ -158,6 +158,8 @@ class AssistantTurns:
         self._ends = tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
+        self._after = ""
+        """The special token that follows a turn without an end, such as the next header; "" if none does."""
 
     def find(
         self,
@@ -187,17 +189,22 @@ class AssistantTurns:
                 raise ValueError("all turns have weight 0, so nothing would be trained; remove the row")
             else:
                 places = places[-1:] if train_on == "last" else places
-                text, spans = self._explained(messages, tools, places)
+                text, spans = self._explained(messages, tools, places, row)
             self._reader.compare(messages, tools, text, row, generation_prompt=False)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}.") from error
         return text, spans
 
-    def _explained(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat:
+    def _explained(self, messages: Messages, tools: list[dict], places: list[int], row: Row) -> Chat:
         """Return what `_trained` does. A ValueError names the remedies that work for this chat."""
         try:
             return self._trained(messages, tools, places)
         except Untrainable as error:
+            try:  # what the policy would read is missing, too, and is the cause
+                self._reader.compare(messages, tools, None, row, generation_prompt=False)
+            except LeftOut as lost:
+                if lost.role != "assistant":
+                    raise
             thought = [
                 {REASONING_KEYS[0]: "reason", **m} if m["role"] == "assistant" else m for m in messages
             ]
@@ -255,8 +262,14 @@ class AssistantTurns:
             chosen = spans[count(places[0]) :]
         else:
             chosen = [span for i in places for span in spans[count(i) : count(i + 1)]]
-        ends = [b if text[a:b].endswith(self._ends) else b + len(self._token_at(text, b)) for a, b in chosen]
-        return text, [(a, end) for (a, b), end in zip(chosen, ends) if a < b]
+        found: Spans = []
+        for start, end in chosen:
+            if start < end and not text.endswith(self._ends, start, end):
+                token = self._token_at(text, end)
+                self._after = self._after or token
+                end += len(token) if token in self._ends else 0
+            found += [(start, end)] if start < end else []
+        return text, found
 
     def _compared(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat:
         """Return the parts between renderings of the chat's beginnings."""
@@ -284,16 +297,16 @@ class AssistantTurns:
             end = len(before) + len(through[len(before) :].rstrip())
             if not through.endswith(self._ends, len(before), end):
                 token = self._reply(messages, tools) if is_last else self._token_at(text, len(through))
-                if token:
+                if token in self._ends:
                     end = len(through) + len(token)
                     text += token if is_last else ""
                 elif not through.endswith(self._special, len(before), end):
-                    end = len(through)
+                    end, self._after = len(through), token
             spans.append((len(before), end))
         return text, spans
 
     def _reply(self, messages: Messages, tools: list[dict]) -> str:
-        """Return the token that ends the generation with which a reply to the last turn begins; "" if none.
+        """Return the special token with which a reply to the last turn begins; "" if there is none.
 
         The chat has no reasoning there, which templates drop when a reply follows.
         """
@@ -310,7 +323,9 @@ class AssistantTurns:
         return self._token_at(text, len(before)) if text.startswith(before) else ""
 
     def _token_at(self, text: str, position: int) -> str:
-        return next((token for token in self._ends if text.startswith(token, position)), "")
+        """Return the special token at a position of a text; "" if there is none."""
+        tokens = (*self._ends, *self._special)
+        return next((token for token in tokens if text.startswith(token, position)), "")
 
     def _check_parts(self, turns: Messages, text: str, spans: Spans) -> None:
         """Raise Untrainable if a part of the trained messages is not in their rendered text."""
@@ -329,18 +344,29 @@ class AssistantTurns:
                     )
 
     def warn_of_open_turns(self, chats: Sequence[Chat]) -> None:
-        """Log a warning if turns end without a token that ends the generation."""
+        """Log a warning, with its remedy, if turns end without a token that ends the generation."""
         ends = [text[start:end].rstrip() for text, spans in chats for start, end in spans]
-        if open_turns := [end for end in ends if not end.endswith(self._ends)]:
-            log.warning(
-                "warning: chat check: %d of %d trained turns do not end with a token at which generation "
-                "stops (%s), so the policy does not learn to end them: they end in %r. If that is the "
-                "end of a turn, make it the eos_token of tokenizer_config.json and generation_config.json.",
-                len(open_turns),
-                len(ends),
-                ", ".join(self._ends),
-                open_turns[0][-20:],
+        open_turns = [end for end in ends if not end.endswith(self._ends)]
+        if not open_turns:
+            return
+        own = next((token for token in self._special if open_turns[0].endswith(token)), "")
+        if own or self._after:
+            end = own or f"{self._after}, which follows,"
+            remedy = f"if {end} ends a turn, add its id to eos_token_id of generation_config.json"
+        else:
+            remedy = (
+                "the chat template writes no end: write {{ eos_token }} after the content of the assistant "
+                "there" + (", before {% endgeneration %}" if self._template.marks_turns else "")
             )
+        log.warning(
+            "warning: chat check: %d of %d trained turns do not end with a token at which generation stops "
+            "(%s), so the policy does not learn to end them: they end in %r; %s.",
+            len(open_turns),
+            len(ends),
+            ", ".join(self._ends),
+            open_turns[0][-20:],
+            remedy,
+        )
 
 
 def tokenize_chats(

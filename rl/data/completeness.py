@@ -23,7 +23,7 @@ from rl.data.reading import describe
 SWITCH = re.compile(r"/(no_?)?think")
 """Words by which a user turns reasoning on or off, and which some templates take out of the content."""
 REMEDIES = {
-    "content": "give the message a role that the template renders",
+    "content": "give the message a role that the template renders, or move its text to a message of the user",
     "content beside calls": "move it to a message of its own, or use a template that renders both",
     "reasoning": "remove it, or use a template that renders it",
     "call": "use a template with calls of tools",
@@ -36,9 +36,20 @@ class Part(NamedTuple):
 
     kind: str
     """A key of REMEDIES."""
+    role: str
+    """Role of its message; "" for a tool."""
     owner: str
     """Its name in an error."""
     text: str
+
+
+class LeftOut(ValueError):
+    """Raised if a text lacks a part of the messages."""
+
+    def __init__(self, reason: str, role: str):
+        super().__init__(reason)
+        self.role = role
+        """As in Part."""
 
 
 class Completeness:
@@ -52,7 +63,7 @@ class Completeness:
     def check(
         self, messages: Sequence[dict], tools: Sequence[dict], text: str, *, generation_prompt: bool
     ) -> None:
-        """Raise ValueError if the text lacks a part of the messages or a tool.
+        """Raise LeftOut if the text lacks a part of the messages or a tool.
 
         generation_prompt: whether the text ends with it.
         """
@@ -86,25 +97,31 @@ class Completeness:
             for content in _texts(message):
                 content = content.rpartition("</think>")[2] if may_drop else content
                 if content.strip():
-                    yield Part(kind, f"the content of {name}", content)
+                    yield Part(kind, message["role"], f"the content of {name}", content)
             if (reasoning := message.get("reasoning_content", "")).strip() and not (reasons and i <= last):
-                yield Part("reasoning", f"the reasoning_content of {name}", reasoning)
+                yield Part("reasoning", message["role"], f"the reasoning_content of {name}", reasoning)
             for number, call in enumerate(calls if with_calls else [], start=1):
                 function = call["function"]
-                yield Part("call", f"the tool call {number} of {name}", function["name"])
+                yield Part("call", message["role"], f"the tool call {number} of {name}", function["name"])
                 for key, value in function["arguments"].items():
                     value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                    yield Part("call", f"the argument {key!r} of tool call {number} of {name}", value)
+                    yield Part(
+                        "call",
+                        message["role"],
+                        f"the argument {key!r} of tool call {number} of {name}",
+                        value,
+                    )
         for tool in tools:
             tool_name = tool.get("function", tool)["name"]
-            yield Part("tool", f"the tool {tool_name!r}", tool_name)
+            yield Part("tool", "", f"the tool {tool_name!r}", tool_name)
 
-    def _lost(self, part: Part) -> ValueError:
+    def _lost(self, part: Part) -> LeftOut:
         shown = "" if part.kind in ("tool", "call") else f", {describe(part.text)}"
-        return ValueError(
+        reason = (
             f"the chat template of {self._template.tokenizer.name_or_path} leaves out {part.owner}{shown}; "
             f"{REMEDIES[part.kind]}"
         )
+        return LeftOut(reason, part.role)
 
 
 def squeeze(text: str) -> str:

@@ -205,6 +205,77 @@ def test_the_next_header_ends_a_turn_without_end_token(tmp_path):
     assert turns[1].startswith("\n<think></think>\nThe answer") and "<|assistant|>" not in "".join(turns)
 
 
+def test_turns_with_reasoning_end_like_those_without(tmp_path):
+    """A reply would make GLM drop the reasoning of the turn, so the turn's end was not found."""
+    tokenizer = tokenizer_of("glm4.5")
+    inline = {**ANSWER, "content": "<think>reason</think>\nanswer"}
+    rows = [{"messages": [USER, turn]} for turn in (ANSWER, THOUGHT, inline)]
+    rows.append({"messages": [USER, {**CALLING, "reasoning_content": "reason"}], "tools": [TOOL]})
+    found = load(tmp_path, tokenizer, *rows, ends=end_ids("glm4.5"))
+    ends = [trained_text(tokenizer, sample)[-1].rpartition("<|")[2] for sample in found]
+    assert ends == ["user|>", "user|>", "user|>", "observation|>"]
+
+
+def test_marks_that_leave_out_the_end_token_include_it(tmp_path):
+    short = CHATML_MARKED.replace(
+        "+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|im_end|>", 1
+    )
+    assert short != CHATML_MARKED
+    found = [
+        load(tmp_path, with_template("qwen2.5", t), {"messages": PLAIN})[0] for t in (short, CHATML_MARKED)
+    ]
+    assert np.array_equal(found[0].response_ids, found[1].response_ids)
+    assert np.array_equal(found[0].response_mask, found[1].response_mask)
+
+
+NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}" + (
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+OPEN = [
+    ("glm4.5", template("glm4.5"), "if <|user|>, which follows, ends a turn, add its id to eos_token_id"),
+    ("qwen2.5", CHATML.replace("im_end", "endoftext"), "if <|endoftext|> ends a turn, add its id"),
+    ("qwen2.5", NO_END, "the chat template writes no end: write {{ eos_token }} after the content"),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "remedy"), OPEN)
+def test_the_warning_of_open_turns_has_the_remedy_of_the_case(tmp_path, caplog, family, text, remedy):
+    load(tmp_path, with_template(family, text), {"messages": [USER, ANSWER]})
+    assert "1 of 1 trained turns do not end" in caplog.text and remedy in caplog.text
+
+
+INLINE = {**ANSWER, "content": "<think>\nreason\n</think>\n\nanswer"}
+KEYED = CHATML.replace("m.content +", "(m.reasoning_content or '') + m.content.split('</think>')[-1] +")
+REASONS = [
+    (
+        "qwen2.5",
+        template("qwen2.5"),
+        [USER, THOUGHT],
+        "reasoning_content .*write the reasoning into the content",
+    ),
+    (
+        "qwen2.5",
+        KEYED,
+        [USER, INLINE],
+        "the content of a turn.*; write the reasoning into reasoning_content inst",
+    ),
+    (
+        "mistral",
+        template("mistral"),
+        [SYSTEM, USER, ANSWER],
+        "leaves out the content of message 1 of 3 .*system",
+    ),
+    ("qwen3", template("qwen3"), [USER, THOUGHT, USER, THOUGHT], "message 2 of 4.*; set data.train_on=last"),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "chat", "reason"), REASONS)
+def test_refusals_name_the_reason_and_only_remedies_that_work(tmp_path, family, text, chat, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        load(tmp_path, with_template(family, text), {"messages": chat})
+    assert "train_on" in reason or "train_on" not in str(caught.value)
+
+
 def test_turns_that_the_model_cannot_end_are_a_warning(tmp_path, caplog):
     tokenizer = with_template("qwen2.5", CHATML)
     with caplog.at_level(logging.INFO):
