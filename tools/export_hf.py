@@ -58,7 +58,7 @@ def export(ranks, args: argparse.Namespace) -> None:
         from rl.checkpoint.hf import export_hf
         from rl.checkpoint.peft import export_peft
         from rl.checkpoint.store import CheckpointStore
-        from rl.checks.exports import wrong_forward
+        from rl.checks.exports import wrong_export
         from rl.engines.training_parts import adapter_parts, prediction_parts, vision_parts
         from rl.training.engine import TrainingEngine
         from rl.training.grid import build_grid
@@ -88,7 +88,9 @@ def export(ranks, args: argparse.Namespace) -> None:
         if args.adapter:
             export_peft(policy, config.model.path, args.out)
         else:
-            export_hf(policy, config.model.path, args.out, check=partial(wrong_forward, policy))
+            export_hf(
+                policy, config.model.path, args.out, check=partial(wrong_export, policy, config.model.path)
+            )
         if ranks.rank == 0:
             kind = "the adapters" if args.adapter else "a Hugging Face checkpoint"
             print(f"wrote {args.out}, {kind} of step {saved.step}")

@@ -1,15 +1,18 @@
 """Write the policy as a Hugging Face checkpoint directory that transformers and vLLM load."""
 
+import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from rl.checkpoint.contents import exported_checksums
+from rl.config.options import ConfigError
 from rl.models import as_written
 from rl.models.boxes import whole
 from rl.models.files import TensorReader, as_stored, save_tensors, stored_shapes
@@ -20,28 +23,71 @@ from rl.runtime.collectives import broadcast_object
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
 
+T = TypeVar("T")
+
 
 class WronglyExported(RuntimeError):
     """Raised on every rank if a written tensor is not the model's."""
 
 
-@contextmanager
-def new_directory(target: str, fence: Callable[[], None]) -> Iterator[Path]:
-    """Yield a directory that rank 0 has created, and give it the name `target` at the end of the context.
+class NewDirectory:
+    """A directory that rank 0 writes as `partial`, and that then gets its name.
 
-    After an exception it keeps the name target.partial. Collective over the world. fence: see `export_hf`.
+    Methods are collective over the world, except `attempt`. fence: see `export_hf`.
     """
-    final, partial = Path(target), Path(target + ".partial")
-    if dist.get_rank() == 0:
-        fence()
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    yield partial
-    if dist.get_rank() == 0:
-        fence()
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-    dist.barrier()
+
+    def __init__(self, target: str, fence: Callable[[], None]):
+        self.target, self.partial, self._fence = Path(target), Path(target + ".partial"), fence
+        self._problem: str | None = None
+        self.attempt(self._make)
+
+    def _make(self) -> None:
+        self._fence()
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+
+    def _name(self) -> None:
+        self._fence()
+        shutil.rmtree(self.target, ignore_errors=True)
+        self.partial.rename(self.target)
+
+    def attempt(self, write: Callable[[], T]) -> T | None:
+        """Call the function on rank 0, unless the disk has failed; None on other ranks. Not collective.
+
+        A failure of the disk waits for `agree`: the other ranks wait in collectives for rank 0.
+        """
+        if dist.get_rank() == 0 and self._problem is None:
+            try:
+                return write()
+            except (OSError, SafetensorError) as error:
+                self._problem = str(error)
+        return None
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raise as `agree` if the disk has less space. num_bytes: size of what is to be written."""
+
+        def compare() -> None:
+            free = shutil.disk_usage(self.partial).free
+            if num_bytes > free:
+                raise OSError(f"it needs {num_bytes} bytes, but {free} are free")
+
+        self.attempt(compare)
+        self.agree()
+
+    def agree(self) -> None:
+        """Raise ConfigError on every rank if rank 0 could not write, and remove what it has written."""
+        if problem := broadcast_object(self._problem):
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise ConfigError(
+                f"the export {self.target} could not be written: {problem}. The checkpoints are intact; free "
+                "space and start the same command again."
+            )
+
+    def finish(self) -> None:
+        """Give the directory its name."""
+        self.attempt(self._name)
+        self.agree()
 
 
 def differing(names: list[str]) -> str:
@@ -57,6 +103,13 @@ def raise_problem(directory: Path, problem: str | None) -> None:
         raise WronglyExported(f"{directory}: {problem}; the model itself is unchanged.")
 
 
+OF_SOURCE = (
+    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"),
+    *(".onnx", ".npz", "README.md", "trainer_state.json"),
+)
+"""Ends of the names of files that are not copied: weights, and what describes those of the source."""
+TEMPLATES = "additional_chat_templates"
+"""Directory of a tokenizer's named chat templates."""
 MAX_FILE_BYTES = 4 << 30
 """Maximum size of one safetensors file, in bytes; rank 0 needs about this much memory."""
 
@@ -69,10 +122,11 @@ def export_hf(
     fence: Callable[[], None] = lambda: None,
     check: Callable[[Path], str | None] = lambda directory: None,
 ) -> None:
-    """Write the trainer's weights to `target`, with config and tokenizer files of the checkpoint `source`.
+    """Write the trainer's weights to `target`, with config and all other files of the checkpoint `source`.
 
     Collective over the world; rank 0 writes. The directory gets its name when it is complete and every tensor
-    in its files is that of the model. Raises WronglyExported on every rank if one is not.
+    in its files is that of the model. Raises WronglyExported on every rank if one is not, and ConfigError if
+    the disk is full or fails.
 
     fence: called on rank 0 before files are written or replaced; an exception from it ends the export.
     check: called on every rank with the complete directory before it gets its name; returns on rank 0 what is
@@ -83,33 +137,40 @@ def export_hf(
     index: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     pending_bytes = total_bytes = 0
+    directory = NewDirectory(target, fence)
+    partial = directory.partial
 
-    def flush(partial: Path) -> None:
+    def flush() -> None:
         fence()
         name = f"model-{len(files) + 1:05d}.safetensors"
         save_tensors(pending, partial / name)
         files.append(name)
         index.update(dict.fromkeys(pending, name))
 
-    with new_directory(target, fence) as partial:
-        exported = trainer.parts.exported_map(trainer.weight_map)
-        weights = exported.weights
-        tensors = ((name, tensor.cpu()) for name, tensor in trainer.full_weights() if writes)
-        for name, tensor in as_stored(weights, tensors):
-            if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
-                flush(partial)
-                pending, pending_bytes = {}, 0
-            pending[name] = tensor.contiguous()
-            pending_bytes += tensor.nbytes
-            total_bytes += tensor.nbytes
-        expected, problem = exported_checksums(trainer, exported, trainer.parts.merging()), None
-        if writes:
-            flush(partial)
-            problem = _problem(partial, index, weights, expected)
-            _name_files(partial, files, index, total_bytes)
-            _copy_config(exported, Path(source), partial)
-        raise_problem(partial, problem)
-        raise_problem(partial, check(partial))
+    def write_rest() -> str:
+        flush()
+        problem = _problem(partial, index, weights, expected)
+        _name_files(partial, files, index, total_bytes)
+        _copy_config(exported, Path(source), partial)
+        return problem
+
+    exported = trainer.parts.exported_map(trainer.weight_map)
+    weights = exported.weights
+    directory.check_space(sum(w.num_elements * w.bytes_per_element(exported.dtype.itemsize) for w in weights))
+    tensors = ((name, tensor.cpu()) for name, tensor in trainer.full_weights() if writes)
+    for name, tensor in as_stored(weights, tensors):
+        if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            directory.attempt(flush)
+            pending, pending_bytes = {}, 0
+        pending[name] = tensor.contiguous()
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    expected = exported_checksums(trainer, exported, trainer.parts.merging())
+    problem = directory.attempt(write_rest)
+    directory.agree()
+    raise_problem(partial, problem)
+    raise_problem(partial, check(partial))
+    directory.finish()
 
 
 def _problem(directory: Path, index: dict[str, str], weights: list[Weight], expected: dict[str, int]) -> str:
@@ -145,21 +206,20 @@ def _name_files(directory: Path, files: list[str], index: dict[str, str], total_
 
 
 def _copy_config(model: WeightMap, source: Path, target: Path) -> None:
-    config = dict(as_written(model.hf))
-    config["dtype"] = str(model.dtype).removeprefix("torch.")
-    config.pop("torch_dtype", None)
+    """Write the config of the weights, and copy all other files, each of which may change what is read."""
+    config = copy.deepcopy(as_written(model.hf))
+    dtype = str(model.dtype).removeprefix("torch.")
+    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+        if part is config or {"dtype", "torch_dtype"} & part.keys():
+            part["dtype"] = dtype
+        part.pop("torch_dtype", None)
     config.pop("quantization_config", None)  # weights are written in the dtype of training
     has_head = any(weight.megatron.startswith("mtp.") for weight in model.weights)
     config |= {key: 0 for key in PREDICTING if config.get(key) and not has_head}  # layers that are left out
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    for pattern in (
-        "*token*",
-        "generation_config.json",
-        "vocab*",
-        "merges.txt",
-        "*.jinja",
-        "*processor_config.json",
-    ):
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copy(path, target / path.name)
+    for path in source.iterdir():
+        is_own = path.name == "config.json" or path.name.endswith(OF_SOURCE)
+        if path.is_file() and not path.name.startswith(".") and not is_own:
+            shutil.copy(path, target / path.name)
+    if (templates := source / TEMPLATES).is_dir():
+        shutil.copytree(templates, target / TEMPLATES)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rl.checkpoint.contents import exported_checksums
-from rl.checkpoint.hf import differing, new_directory, raise_problem
+from rl.checkpoint.hf import NewDirectory, differing, raise_problem
 from rl.models.files import save_tensors
 from rl.models.layout import Weight
 from rl.models.peft import CONFIG, TENSORS, peft_config
@@ -54,19 +54,23 @@ def export_peft(
 
         for name, more in exported_checksums(trainer, initial, negated, behind).items():
             expected[name] = (expected[name] + more) % 2**64
-    with new_directory(target, fence) as partial:
-        problem = None
-        if writes:
-            save_tensors(tensors, partial / TENSORS)
-            config = peft_config(
-                adapters.pairs,
-                trainer.weight_map.weights,
-                rank=rank * (1 if initial is None else 2),
-                scale=adapters.config.scale,
-                source=source,
-            )
-            (partial / CONFIG).write_text(json.dumps(config, indent=2))
-            written = {n: int(placed_checksum(t)) % 2**64 for n, t in load_file(partial / TENSORS).items()}
-            names = [name for name in expected | written if written.get(name) != expected.get(name)]
-            problem = differing(names)
-        raise_problem(partial, problem)
+    directory = NewDirectory(target, fence)
+    file = directory.partial / TENSORS
+
+    def write() -> str:
+        save_tensors(tensors, file)
+        config = peft_config(
+            adapters.pairs,
+            trainer.weight_map.weights,
+            rank=rank * (1 if initial is None else 2),
+            scale=adapters.config.scale,
+            source=source,
+        )
+        (directory.partial / CONFIG).write_text(json.dumps(config, indent=2))
+        written = {n: int(placed_checksum(t)) % 2**64 for n, t in load_file(file).items()}
+        return differing([name for name in expected | written if written.get(name) != expected.get(name)])
+
+    problem = directory.attempt(write)
+    directory.agree()
+    raise_problem(directory.partial, problem)
+    directory.finish()

@@ -9,7 +9,7 @@ from rl.checkpoint.peft import export_peft
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
-from rl.checks.exports import wrong_forward
+from rl.checks.exports import wrong_export
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.phases.phases import Phases
@@ -137,7 +137,8 @@ class RunCheckpoints:
         policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
         fence = phases.step.fence
         with phases.saving():
-            export_hf(policy, config.model.path, target, fence=fence, check=partial(wrong_forward, policy))
+            check = partial(wrong_export, policy, config.model.path)
+            export_hf(policy, config.model.path, target, fence=fence, check=check)
         phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
         if config.adapter.is_on:
             target = str(Path(config.run.dir, "adapter"))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests import bounds
 from tests.checkpoints import SIZES, save_qwen2
+from tests.full_disk import full_disk
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tests.toy import SFT, write_config
 from tests.toy import train as train_ranks
@@ -125,6 +126,20 @@ def test_a_finished_run_can_still_be_exported(config, tmp_path):
     assert all(path.read_bytes() == content for path, content in written.items())
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert exported.config.tie_word_embeddings and exported.dtype is torch.float32
+
+
+def test_a_full_disk_at_an_export_is_a_fault(config, tmp_path):
+    """It ended in a traceback of rank 0, for which the other ranks waited."""
+    train(2, config, tmp_path, "run.max_steps=1")
+    more = f"run.dir={tmp_path}", "run.max_steps=1", "checkpoint.export_hf=true"
+    with pytest.raises(RanksFailed) as failure, full_disk(50_000):
+        run_ranks(2, ROOT / "train_rl.py", "--config", config, *more, fresh=True, timeout=200)
+    assert set(failure.value.returncodes) == {2}
+    text = failure.value.stderr[0]
+    assert f"error: the export {tmp_path}/hf could not be written: " in text and "File too large" in text
+    assert "Traceback" not in text and not list(tmp_path.glob("hf*"))
+    train(1, config, tmp_path, *more[1:])
+    assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
 def test_resume_never_refuses_a_run_with_checkpoints(config, tmp_path):
