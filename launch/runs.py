@@ -6,13 +6,15 @@ Reads the files of a run (`status.json`, `metrics.jsonl`, `heartbeat/`) and of t
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import slurm
 from launch.arguments import warn
 from rl.config.options import ConfigError
+from rl.run_directory.bad_entries import UNREADABLE, in_words, skip
+from rl.run_directory.metric_log import number_of, parse_record
 from rl.run_directory.status import read_object
 
 DIRECTORY = "launch"
@@ -22,6 +24,10 @@ RANK_LOGS = ".ranks"
 """Suffix of the directory in which slurm/job.sh keeps rank logs and a copy of the run's status.json."""
 SILENT_S = 300.0
 """Seconds without a heartbeat after which a running run, whose job is not in the queue, counts as lost."""
+UNREADABLE_RUN = "unreadable"
+"""State of a run whose files cannot be read."""
+STATUS = dict(state="", step=None, max_steps=None, time=None, restarts=None, job="", reason="")
+"""What status.json holds; a file of another version may lack some."""
 UNFINISHED = ("stopped", "failed", "lost", "unstarted")
 """States in which a run does not continue by itself."""
 
@@ -32,7 +38,8 @@ class RunState:
 
     directory: Path
     state: str
-    """queued, running, stopped (can continue), finished, failed, lost (no report of its end), unstarted."""
+    """queued, running, stopped (can continue), finished, failed, lost (no report of its end), unstarted,
+    unreadable."""
     step: int | None = None
     max_steps: int | None = None
     reward: float | None = None
@@ -51,25 +58,34 @@ def find_runs(directory: Path) -> list[Path]:
         raise ConfigError(f"there is no directory {directory}.")
     found: dict[Path, None] = {}
     for place in (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/"))):
-        if place.suffix == RANK_LOGS:
-            continue
-        if (place / DIRECTORY / SWEEP).is_file():
-            found |= {place / point["name"]: None for point in read_sweep(place)["points"]}
-        elif (
-            (place / "status.json").is_file()
-            or (place / "metrics.jsonl").is_file()
-            or (place / DIRECTORY / JOBS).is_file()
-        ):
-            found[place] = None
+        if place.suffix != RANK_LOGS:
+            try:
+                found |= dict.fromkeys(_runs_at(place))
+            except UNREADABLE as error:
+                skip(place, error)
     return list(found)
 
 
+def _runs_at(place: Path) -> list[Path]:
+    """Return the run directories that a directory is or, as that of a sweep, names."""
+    if (place / DIRECTORY / SWEEP).is_file():
+        return [place / point["name"] for point in read_sweep(place)["points"]]
+    files = (place / "status.json", place / "metrics.jsonl", place / DIRECTORY / JOBS)
+    return [place] if any(file.is_file() for file in files) else []
+
+
 def read_sweep(directory: Path) -> dict:
-    """Return the record of `launch sweep`: name, config and points. Raise ConfigError if there is none."""
+    """Return the record of `launch sweep`: name, config and points. Raises ConfigError for none."""
     path = directory / DIRECTORY / SWEEP
     if not path.is_file():
         raise ConfigError(f"{directory} holds no {DIRECTORY}/{SWEEP}; it is not the directory of a sweep.")
-    return json.loads(path.read_text())
+    try:
+        record = json.loads(path.read_text())
+        points = record["points"]
+        record["points"] = [dict(name=str(p["name"]), values=dict(p["values"])) for p in points]
+        return record
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} is no record of a sweep: {in_words(error)}.") from error
 
 
 def note_job(directory: Path, job: str, **facts) -> None:
@@ -80,8 +96,14 @@ def note_job(directory: Path, job: str, **facts) -> None:
 
 def noted_jobs(directory: Path) -> list[dict]:
     """Return the submissions in a `launch` directory, oldest first."""
-    path = directory / JOBS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    path, found = directory / JOBS, []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        try:
+            noted = json.loads(line)
+            found.append({"tasks": [], "array": False} | noted | {"job": str(noted["job"])})
+        except UNREADABLE as error:
+            skip(path, error)
+    return found
 
 
 def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list[RunState]:
@@ -90,8 +112,8 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
     If Slurm does not answer, the states follow from files alone, with a warning; with `needs_queue`
     SlurmError is raised.
     """
-    reported = [_reported(directory) for directory in directories]
-    jobs = [_jobs_of(run) for run in reported]
+    reported = [_readable(directory, _reported) for directory in directories]
+    jobs = [_readable_jobs(run) for run in reported]
     queue: dict[str, str] | None = None
     try:
         queue = slurm.states(job for some in jobs for job in some)
@@ -103,25 +125,34 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
     return [_settled(run, some, queue) for run, some in zip(reported, jobs)]
 
 
+def _readable(directory: Path, read: Callable[[Path], RunState]) -> RunState:
+    """Return the state of a run, or that its files cannot be read."""
+    try:
+        return read(directory)
+    except UNREADABLE as error:
+        return RunState(directory, UNREADABLE_RUN, reason=in_words(error))
+
+
 def _reported(directory: Path) -> RunState:
     """Return the state that the run's own files report."""
-    status = read_object(directory / "status.json")
+    (directory / "status.json").is_file()  # raises an error if the directory is closed to this user
+    status = STATUS | read_object(directory / "status.json")
     last = _last_record(directory / "metrics.jsonl")
     step = last.get("training/global_step")
-    if not status:
+    if not status["state"]:
         state = "running" if last else "unstarted"
         silent_s = _silence(directory, last.get("time"))
         return RunState(directory, state, step=step, reward=last.get("critic/score/mean"), silent_s=silent_s)
     return RunState(
         directory,
-        status["state"],
-        step=status["step"],
-        max_steps=status["max_steps"],
+        str(status["state"]),
+        step=number_of(status["step"]),
+        max_steps=number_of(status["max_steps"]),
         reward=last.get("critic/score/mean"),
-        silent_s=_silence(directory, status["time"]) if status["state"] == "running" else None,
-        attempts=status["restarts"] + 1,
-        job=status["job"],
-        reason=status["reason"],
+        silent_s=_silence(directory, number_of(status["time"])) if status["state"] == "running" else None,
+        attempts=None if status["restarts"] is None else status["restarts"] + 1,
+        job=str(status["job"]),
+        reason=str(status["reason"]),
     )
 
 
@@ -133,10 +164,20 @@ def _silence(directory: Path, otherwise: float | None) -> float | None:
     oldest = []
     for place in (directory, directory.parent):
         records = map(read_object, place.glob("heartbeat/rank_*.json"))
-        if beats := [record["time"] for record in records if record]:
+        times = (record.get("time") for record in records)
+        if beats := [time for time in times if isinstance(time, (int, float))]:
             oldest.append(min(beats))
     last = max(oldest, default=otherwise)
     return None if last is None else max(0.0, time.time() - last)
+
+
+def _readable_jobs(run: RunState) -> list[str]:
+    """Return the jobs of a run; that of its status if files of the launch commands cannot be read."""
+    try:
+        return [] if run.state == UNREADABLE_RUN else _jobs_of(run)
+    except UNREADABLE as error:
+        skip(run.directory / DIRECTORY, error)
+        return [run.job] if run.job else []
 
 
 def _jobs_of(run: RunState) -> list[str]:
@@ -174,9 +215,5 @@ def _last_record(path: Path) -> dict:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 16)))
         lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            return json.loads(line)
-        except ValueError:
-            continue  # cut off at either end
-    return {}
+    records = map(parse_record, reversed(lines))  # the first and the last line may be cut off
+    return next((record for record in records if record is not None), {})

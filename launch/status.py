@@ -2,7 +2,7 @@
 
 DIR is a run directory, a sweep, or a directory of these (default: runs). States: queued, running, stopped
 (can continue), finished, failed, lost (ended without a report: its job has ended, or it has had no heartbeat
-for minutes), unstarted.
+for minutes), unstarted, unreadable (the reason says why).
 """
 
 from collections import Counter

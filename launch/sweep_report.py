@@ -11,8 +11,9 @@ import html
 from pathlib import Path
 
 from launch.arguments import make_parser
-from launch.runs import DIRECTORY, SWEEP, RunState, read_runs, read_sweep
+from launch.runs import DIRECTORY, SWEEP, UNREADABLE_RUN, RunState, read_runs, read_sweep
 from rl.config.options import ConfigError, show
+from rl.run_directory.bad_entries import UNREADABLE, read_each, skip
 from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
 
 
@@ -26,9 +27,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     values = swept_values(arguments.directories)
     runs = read_runs(values)
-    records = {
-        run.directory: read_run(run.directory) for run in runs if (run.directory / "metrics.jsonl").is_file()
-    }
+    readable = (run.directory for run in runs if run.state != UNREADABLE_RUN)
+    records = read_each((path for path in readable if (path / "metrics.jsonl").is_file()), read_run)
     if not records:
         raise ConfigError(
             f"no metrics.jsonl in {', '.join(map(str, values))}: no step has ended yet, or the runs lie in "
@@ -49,12 +49,16 @@ def swept_values(directories: list[Path]) -> dict[Path, dict]:
     """Return the values of each run directory's point; {} for a run outside of a sweep."""
     values: dict[Path, dict] = {}
     for directory in directories:
-        if (directory / DIRECTORY / SWEEP).is_file():
-            values |= {
-                directory / point["name"]: point["values"] for point in read_sweep(directory)["points"]
-            }
-        else:
+        try:
+            is_sweep = (directory / DIRECTORY / SWEEP).is_file()
+            points = read_sweep(directory)["points"] if is_sweep else None
+        except UNREADABLE as error:
+            skip(directory / DIRECTORY, error)
+            points = None
+        if points is None:
             values[directory] = {}
+        else:
+            values |= {directory / point["name"]: point["values"] for point in points}
     return values
 
 

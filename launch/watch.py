@@ -5,7 +5,6 @@ metrics.jsonl as it grows and, every 15 s, the heartbeats of all ranks. Ends wit
 or with --once, it prints the present state and ends.
 """
 
-import json
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rich.live import Live
 from launch.arguments import make_parser
 from launch.runs import read_runs
 from rl.config.options import ConfigError
+from rl.run_directory.metric_log import STEP, parse_record
 from rl.run_directory.status import read_object
 from rl.run_directory.view import WIDTH, Phase, RunView, draw, duration
 
@@ -78,9 +78,8 @@ class RunFiles:
         """Return the present view of the run."""
         view = self._view
         self._read_metrics()
-        status = json.loads((self.directory / "status.json").read_text())
         [run] = read_runs([self.directory])
-        view.state, view.step, view.max_steps = run.state, status["step"], status["max_steps"]
+        view.state, view.step, view.max_steps = run.state, run.step or 0, run.max_steps or 0
         view.phase, view.note = None, run.reason
         if run.state == "running":
             self._read_heartbeats()
@@ -99,8 +98,8 @@ class RunFiles:
         whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
         self._end += len(whole)
         for line in whole.splitlines()[-WIDTH:]:
-            record = json.loads(line)
-            self._view.record(record["training/global_step"], record)
+            if (record := parse_record(line)) is not None:
+                self._view.record(int(record[STEP]), record)
 
     def _read_heartbeats(self) -> None:
         # Seconds are those at the heartbeat: the clock of its host may differ from this one's.

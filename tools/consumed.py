@@ -18,7 +18,9 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rl.run_directory.bad_entries import UNREADABLE, in_words, skip  # noqa: E402
 from rl.run_directory.consumed import FILE_NAME  # noqa: E402
+from rl.run_directory.metric_log import STEP  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,22 @@ class Count:
         )
 
 
+def _records(path: Path) -> list[dict]:
+    """Return the records of the file, without lines that are none. Their draws count as lost."""
+    found = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            [record[name] for name in (STEP, "drawn", "consumed", "dropped", "waiting")]
+            found.append(record)
+        except UNREADABLE as error:
+            skip(path, ValueError(f"line {number} is no record ({in_words(error)})"))
+    return found
+
+
 def count(run_dir: Path) -> Count:
     """Return the count of a run directory. Raises OSError if the run has written no such file."""
-    records = [json.loads(line) for line in (run_dir / FILE_NAME).read_text().splitlines()]
+    records = _records(run_dir / FILE_NAME)
     drawn, waiting = (records[-1]["drawn"], records[-1]["waiting"]) if records else (0, [])
     gone = [pair for record in records for name in ("consumed", "dropped") for pair in record[name]]
     seen = Counter(draw for draw, _ in gone + waiting)

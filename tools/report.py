@@ -19,6 +19,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rl.run_directory.bad_entries import read_each  # noqa: E402
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records  # noqa: E402
 from tools.recipes import Expected, read_recipe  # noqa: E402
 from tools.report_page.write import write_page  # noqa: E402
@@ -49,13 +50,18 @@ def main(argv: list[str] | None = None) -> int:
     png, page = args.png or args.run_dirs[0] / "report.png", args.html or args.run_dirs[0] / "report.html"
     try:
         expected = read_recipe(args.expect).expected() if args.expect else []
-        runs = {path: read_run(path) for path in (args.before, *args.run_dirs) if path is not None}
+        paths = [path for path in (args.before, *args.run_dirs) if path is not None]
+        several = len(args.run_dirs) > 1
+        runs = read_each(paths, read_run) if several else {path: read_run(path) for path in paths}
+        args.run_dirs = [path for path in args.run_dirs if path in runs]
+        if not args.run_dirs:
+            raise ValueError("none of the run directories can be read.")
         print(table(runs))
         met = judge(runs[args.run_dirs[0]], expected)
         summaries = {path: _cells(path, records) for path, records in runs.items()}
         write_page(runs, summaries, page, sample_mib=args.sample_mib)
         print(f"page: {page}")
-        if len(args.run_dirs) == 1:
+        if not several:
             draw(runs[args.run_dirs[0]], png)
         else:
             compare({path.name: runs[path] for path in args.run_dirs}, png)

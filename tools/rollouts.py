@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rl.run_directory.bad_entries import read_each  # noqa: E402
 from rl.run_directory.rollout_files import read, stored_steps  # noqa: E402
 from tools.report import aligned  # noqa: E402
 
@@ -86,7 +87,10 @@ def select(
     for step, path in files.items():
         if args.step is not None and not args.step[0] <= step <= args.step[1]:
             continue
-        table = read(path, needed)
+        tables = read_each([path], lambda path: read(path, needed))
+        if path not in tables:
+            continue
+        table = tables[path]
         for name, (low, high) in ranges.items():
             values = table.column(name).cast("float64")
             table = table.filter(pc.and_(pc.greater_equal(values, low), pc.less_equal(values, high)))

@@ -24,6 +24,7 @@ from statistics import median
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rl.run_directory.bad_entries import read_each  # noqa: E402
 from rl.run_directory.metric_log import FILE_NAME, STEP, read_records  # noqa: E402
 from rl.runtime import tracing  # noqa: E402
 from tools.report import aligned  # noqa: E402
@@ -54,10 +55,16 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     if args.cost:
-        print(cost(args.run_dir, steps))
+        try:
+            print(cost(args.run_dir, steps))
+        except OSError as error:
+            sys.exit(f"error: {error}")
         return 0
     for step, paths in sorted(steps.items()):
-        records = [json.loads(path.read_text()) for path in paths]
+        of_ranks = read_each(paths, read_rank)
+        paths, records = list(of_ranks), list(of_ranks.values())
+        if not records:
+            continue
         target = args.run_dir / "trace" / f"step_{step:06d}.json.gz"
         events = [event for record in records for event in chrome_events(record)]
         if args.torch:
@@ -68,6 +75,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"step {step}: {target}, {len(records)} ranks; {about(records)['clocks']}")
         print(aligned(table(records)))
     return 0
+
+
+def read_rank(path: Path) -> dict:
+    """Return the timeline of a rank. Raises ValueError if the file is none."""
+    record = json.loads(path.read_text())
+    if not isinstance(record, dict) or not {"rank", "events", "clock_offset_ns"} <= record.keys():
+        raise ValueError("it is not the timeline of a rank")
+    return record
 
 
 def bounds(text: str) -> tuple[int, int]:
@@ -152,15 +167,19 @@ def table(records: list[dict]) -> list[tuple[str, ...]]:
 
 def cost(run_dir: Path, steps: dict[int, list[Path]]) -> str:
     """Return what tracing costs: traced steps against the others, and the comparisons of an untraced step."""
-    times = {record[STEP]: record["time"] for record in read_records(run_dir / FILE_NAME)}
+    records = read_records(run_dir / FILE_NAME)
+    times = {record[STEP]: record["time"] for record in records if record.get("time") is not None}
     # After the first step, which is slower; from line to line of the log, so that nothing is left out.
-    seconds = {step: times[step] - times[step - 1] for step in times if step > 2}
+    seconds = {step: times[step] - times[step - 1] for step in times if step > 2 and step - 1 in times}
     traced, others = (
         [s for step, s in seconds.items() if (step in steps) is is_in] for is_in in (True, False)
     )
     if not traced or not others:
         raise SystemExit("error: --cost needs steps after the second, some traced and some not.")
-    spans = median(len(json.loads(paths[0].read_text())["events"]) for paths in steps.values())
+    of_ranks = read_each((paths[0] for paths in steps.values()), read_rank)
+    if not of_ranks:
+        raise SystemExit("error: no timeline can be read.")
+    spans = median(len(record["events"]) for record in of_ranks.values())
     each = median(timeit.repeat(empty_span, number=10_000, repeat=9)) / 10_000
     return (
         f"traced: median {median(traced):.4f} s of {len(traced)} steps; others: {median(others):.4f} s of "

@@ -34,7 +34,8 @@ DIRECTORY = "events"
 def remove_after(run_dir: str, step: int) -> None:
     """Remove the logs of steps after `step`: a resumed run repeats them, perhaps with fewer replicas."""
     for directory in Path(run_dir, DIRECTORY).glob("step_*"):
-        if int(directory.name.removeprefix("step_")) > step:
+        number = directory.name.removeprefix("step_")
+        if number.isdecimal() and directory.is_dir() and int(number) > step:
             shutil.rmtree(directory)
 
 

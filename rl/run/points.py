@@ -44,7 +44,7 @@ from rl.run.set_up import make_grid, make_phases, make_step
 from rl.run_directory.metric_log import read_records
 from rl.run_directory.progress import Progress
 from rl.run_directory.status import FILE_NAME as STATUS
-from rl.run_directory.status import Status
+from rl.run_directory.status import Status, read_object
 from rl.runtime import start_up
 from rl.runtime.collectives import broadcast_object
 from rl.runtime.device import Device
@@ -215,8 +215,7 @@ class PointStatus(Status):
 def _read_before(config: Config) -> tuple[dict, list[dict]]:
     """Return the status and the metrics of the point's earlier starts."""
     status, metrics = Path(config.run.dir, STATUS), Path(config.run.dir, "metrics.jsonl")
-    state = json.loads(status.read_text()) if status.is_file() else {}
-    return state, read_records(metrics) if metrics.is_file() else []
+    return read_object(status), read_records(metrics) if metrics.is_file() else []
 
 
 def _run(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.run_directory.delayed_writes import DelayedWrites, append_line
 
@@ -129,35 +129,46 @@ class MetricLog:
 
 
 def read_records(path: str | os.PathLike) -> list[dict]:
-    """Return the records of a `metrics.jsonl`, in the order of the file.
+    """Return the records of a `metrics.jsonl`, in the order of the file; None for what is no finite number.
 
-    A last line without a newline is incomplete (being written, or cut short by a crash) and is left out.
-    Raises OSError if the file is unreadable, ValueError that names the line if one is not a JSON object with
-    a step.
+    A last line without a newline is incomplete (being written, or cut short by a crash) and is left out. A
+    line that is no JSON object with a step is left out with a warning. Raises OSError if the file is
+    unreadable.
     """
-    path = Path(path)
-    records = []
-    for number, line in enumerate(_whole_lines(path), start=1):
-        record = _parse(line)
-        if record is None:
-            raise ValueError(
-                f"{path}, line {number} is not a JSON object with a number {STEP!r}: {line[:80]!r}."
-            )
-        records.append(record)
-    return records
+    found = [parse_record(line) for line in _whole_lines(Path(path))]
+    if None in found:
+        log.warning(
+            "%s: %d lines are not JSON objects with a number %r and are skipped, the first is line %d",
+            path,
+            found.count(None),
+            STEP,
+            found.index(None) + 1,
+        )
+    return [record for record in found if record is not None]
 
 
 def _whole_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
-def _parse(line: str) -> dict | None:
+def parse_record(line: str | bytes) -> dict[str, Any] | None:
+    """Return the numbers of a line by name, None in place of what is no finite number; None for no record."""
+    record = _parse(line)
+    return None if record is None else {name: number_of(value) for name, value in record.items()}
+
+
+def _parse(line: str | bytes) -> dict | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    valid = isinstance(record, dict) and isinstance(record.get(STEP), (int, float))
-    return record if valid else None
+    return record if isinstance(record, dict) and number_of(record.get(STEP)) is not None else None
+
+
+def number_of(value: object) -> int | float | None:
+    """Return a value of a JSON file if it is a finite number, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) < math.inf and abs(value) < 1e300 else None
 
 
 def keep_lines_up_to(path: Path, step: int | None) -> None:

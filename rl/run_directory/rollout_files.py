@@ -9,6 +9,7 @@ token id, so that readers need no tokenizer. docs/report.md describes the column
 
 import json
 import queue
+import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -46,8 +47,9 @@ def schema(columns: Mapping[str, str], kind: str) -> "pa.Schema":
 
 def stored_steps(run_dir: str | Path) -> dict[int, Path]:
     """Return the files with rollouts by step, in order."""
-    files = Path(run_dir, DIRECTORY).glob("step_*.parquet")
-    return {int(path.stem.removeprefix("step_")): path for path in sorted(files)}
+    files = sorted(Path(run_dir, DIRECTORY).glob("step_*.parquet"))
+    found = ((re.fullmatch(r"step_(\d+)", path.stem), path) for path in files)
+    return {int(match[1]): path for match, path in found if match and path.is_file()}
 
 
 def read(path: Path, columns: list[str] | None = None) -> "pa.Table":

@@ -29,7 +29,7 @@ def read_object(path: Path) -> dict:
     """Return the JSON object in a file, {} if it is missing, incomplete or has another form."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

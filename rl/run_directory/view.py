@@ -6,6 +6,7 @@ files of a run.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import median
 
 from rich.console import Group
@@ -63,7 +64,8 @@ class RunView:
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Add the metrics of a step, in place of those of this step and later ones (after a resume)."""
         self.records = [each for each in self.records if each["training/global_step"] < step][1 - WIDTH :]
-        self.records.append({**metrics, "training/global_step": step})
+        numbers = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
+        self.records.append({**numbers, "training/global_step": step})
         self.step = step
 
     def usual(self, key: str) -> float | None:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from rl.run_directory.metric_log import STEP
+from rl.config.options import parse_yaml
+from rl.run_directory.bad_entries import read_each
+from rl.run_directory.metric_log import STEP, number_of
 from rl.run_directory.rollout_files import GIVEN_BY, TOKENS_FILE, read, stored_steps
+from rl.run_directory.status import read_object
 
 HERE = Path(__file__).parent
 TOKEN_BYTES = 6
@@ -86,9 +88,11 @@ def write_page(
             "samples": None,
             "tokens": [],
         }
-        if files := stored_steps(run_dir):
-            limit = sample_mib * 2**20 / len(runs)
-            run["samples"], run["tokens"] = _samples(parts, number, run_dir, files, limit)
+        files = read_each(stored_steps(run_dir).values(), lambda path: read(path, list(CONTENTS)) and path)
+        if files and read_each([run_dir / TOKENS_FILE], _token_texts):
+            limit, steps = sample_mib * 2**20 / len(runs), stored_steps(run_dir)
+            known = {step: path for step, path in steps.items() if path in files}
+            run["samples"], run["tokens"] = _samples(parts, number, run_dir, known, limit)
         shown.append(run)
     parts.add_json("main", {"sources": GIVEN_BY, "runs": shown})
     title = html.escape(" and ".join(names.values()) if len(names) < 4 else f"{len(names)} runs")
@@ -129,12 +133,20 @@ def _metrics(records: list[dict]) -> dict[str, Any]:
 
 def _configs(run_dir: Path) -> dict[int, dict[str, str]]:
     """Return the flat config of each start of the run, by the step after which it began."""
-    found = {}
-    for path in sorted(run_dir.glob("config*.yaml")):
-        mark = path.stem.removeprefix("config").removeprefix("-after-step-")
-        if mark == "" or mark.isdigit():
-            found[int(mark or 0)] = dict(_flat(yaml.safe_load(path.read_text())))
-    return found
+    marks = {
+        path: path.stem.removeprefix("config").removeprefix("-after-step-")
+        for path in sorted(run_dir.glob("config*.yaml"))
+    }
+    starts = (path for path, mark in marks.items() if mark == "" or mark.isdigit())
+    found = read_each(starts, lambda path: dict(_flat(parse_yaml(path.read_text(), path.name))))
+    return {int(marks[path] or 0): config for path, config in found.items()}
+
+
+def _token_texts(path: Path) -> list[str]:
+    texts = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(texts, list):
+        raise ValueError("it is no list of texts")
+    return texts
 
 
 def _flat(values: dict, prefix: str = ""):
@@ -156,12 +168,12 @@ def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str,
         path = run_dir / (f"environment-after-step-{step}.json" if step else "environment.json")
         if not path.is_file():
             continue
-        facts, config = json.loads(path.read_text()), configs[step]
+        facts, config = read_object(path), configs[step]
         changed = [key for key in {**before, **config} if before and before.get(key) != config.get(key)]
         world_size = facts.get("world_size")
         texts = [f"{world_size} rank{'s' if world_size != 1 else ''}, {facts.get('host')}"]
         texts += [f"{key}: {before.get(key, '-')} -> {config.get(key, '-')}" for key in changed]
-        found.append((facts.get("time"), step, "resume" if step else "start", "; ".join(texts)))
+        found.append((number_of(facts.get("time")), step, "resume" if step else "start", "; ".join(texts)))
         before = config
     for path in sorted((run_dir / "errors").glob("*.txt")):
         lines = path.read_text(errors="replace").strip().splitlines()
@@ -171,10 +183,10 @@ def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str,
             found.append((_reported_at(lines), None, "stacks", f"stacks of a rank in stacks/{path.name}"))
     status_file = run_dir / "status.json"
     if status_file.is_file():
-        status = json.loads(status_file.read_text())
+        status = {"time": None, "state": "unknown"} | read_object(status_file)
         where = f"job {status['job']}" if status.get("job") else ""
-        text = "; ".join(filter(None, (status.get("reason"), where)))
-        found.append((status["time"], status.get("step"), status["state"], text))
+        text = "; ".join(filter(None, (str(status.get("reason") or ""), where)))
+        found.append((number_of(status["time"]), number_of(status.get("step")), str(status["state"]), text))
     places, last = [], 0.0
     for when, *_ in found:
         last = last if when is None else when
@@ -224,7 +236,7 @@ def _samples(
         rows = [row for row in read(files[step], list(CONTENTS)).to_pylist() if row["group"] in groups]
         rows = [row | {"images": images[step].get(row["group"], [])} for row in rows]
         parts.add_json(f"tokens.{run}.{step}", _groups(rows, vocabulary))
-    texts = json.loads((run_dir / TOKENS_FILE).read_text(encoding="utf-8"))
+    texts = _token_texts(run_dir / TOKENS_FILE)
     tokens = [texts[i] if i < len(texts) else f"<{i}>" for i in vocabulary]
     stored = {str(step): sorted(groups) for step, groups in kept.items()}
     return {"kind": kind, "sources": sources, "stored": stored}, tokens

@@ -96,13 +96,13 @@ def test_a_job_killed_during_the_rewrite_leaves_the_old_file(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("bad", ["{", "[1]", '{"x": 1}', '{"training/global_step": null}'])
-def test_reader_names_the_line_that_is_no_record(tmp_path, bad):
+def test_reader_names_the_line_that_is_no_record(tmp_path, bad, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"training/global_step": 1}\n' + bad)  # incomplete, which is left out
     assert read_records(path) == [{"training/global_step": 1}]
-    path.write_text('{"training/global_step": 1}\n' + bad + "\n")
-    with pytest.raises(ValueError, match="metrics.jsonl, line 2 is not"):
-        read_records(path)
+    path.write_text('{"training/global_step": 1}\n' + bad + '\n{"training/global_step": 2, "x": NaN}\n')
+    assert read_records(path) == [{"training/global_step": 1}, {"training/global_step": 2, "x": None}]
+    assert "metrics.jsonl: 1 lines are not" in caplog.text and "the first is line 2" in caplog.text
 
 
 def test_tensorboard_has_finite_values_of_current_steps(tmp_path):

@@ -112,7 +112,7 @@ def test_plot_has_both_curves_labels_and_legend(grpo, monkeypatch):
         (lambda path: path.mkdir(), "holds no metrics.jsonl"),
         (lambda path: write_run(path, []), "holds no record yet"),
         (lambda path: write_run(path, [(1, {"x": 1})]), "nothing to plot"),
-        (lambda path: (write_run(path, []) / "metrics.jsonl").write_text("x\n"), "line 1 is not"),
+        (lambda path: (write_run(path, []) / "metrics.jsonl").write_text("x\n"), "holds no record yet"),
     ],
 )
 def test_error_is_one_sentence(tmp_path, make, message):
