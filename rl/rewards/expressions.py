@@ -54,7 +54,8 @@ def compare_symbolically(answer: str, truth: str) -> bool:
     if has_words(answer) or has_words(truth) or _is_bound(answer, truth) or _is_bound(truth, answer):
         return False
     (name, value), (other_name, other) = split_name(answer), split_name(truth)
-    if name == other_name or not (name and other_name):  # x=5 is not y=5
+    # One name may be left out, but x=5 is not y=5.
+    if name == other_name or "=" not in (truth if name else answer):
         answer, truth = value, other
     if is_costly(answer) or is_costly(truth):
         return False
@@ -118,7 +119,8 @@ class _Comparison:
         return True
 
     def _same(self, found: str, gold: str) -> bool:
-        from sympy import Expr
+        from sympy import Eq, Expr, simplify
+        from sympy.logic.boolalg import Boolean
 
         if ("=" in found) != ("=" in gold):  # 2x = 6 is not 6
             (name, found), (other, gold) = split_name(found), split_name(gold)
@@ -127,6 +129,12 @@ class _Comparison:
         ours, theirs = self._parse(found), self._parse(gold)
         if all(isinstance(value, Expr) and value.is_number for value in (ours, theirs)):
             return _same_number(ours, theirs, self._approximates)
+        if any(isinstance(value, Boolean) and not value.free_symbols for value in (ours, theirs)):
+            return False  # 0=1 and 0=2 are both false
+        if isinstance(ours, Eq) and isinstance(theirs, Eq):
+            # math-verify would find two equations without a solution equal.
+            ratio = simplify((ours.lhs - ours.rhs) / (theirs.lhs - theirs.rhs))
+            return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
         # math-verify rounds absolutely; no number is this small without being written so.
         if _TINY.search(found) or _TINY.search(gold):
             return ours == theirs
@@ -137,7 +145,7 @@ def _same_number(found: Any, gold: Any, approximates: bool) -> bool:
     """Return whether two numbers of sympy are equal, or one approximates the other."""
     found, gold = found.doit(), gold.doit()
     if found == gold:
-        return True
+        return found.is_finite is not False or bool(found.is_extended_real)  # 1/0 is no number
     if found.is_Rational and gold.is_Rational:
         if not approximates:
             return False
@@ -260,8 +268,8 @@ def _differ_in_case(found: str, gold: str) -> bool:
     """
     if all(re.fullmatch(r"\(?[A-Ea-e]\)?", text) for text in (found, gold)):
         return False
-    one, other = (set(re.sub(r"\\[a-zA-Z]+", "", text)) for text in (found, gold))
-    return any(letter.isalpha() and letter.swapcase() in other - one for letter in one - other)
+    one, other = (set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", text)) for text in (found, gold))
+    return not {token.lower() for token in one - other}.isdisjoint(token.lower() for token in other - one)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ _SPELLINGS = [
 _MARKS = re.compile(r"\\(?:displaystyle|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
 _SPACE = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
 _JOINED = re.compile(r"\\text\{ *,? *(?:or|and) *\}")
-_FONT = re.compile(r"\\(?:mathrm|mathbf|mathit|text|textbf|textit|operatorname) ?\{ *([^{}]*?) *\}")
+_FONT = re.compile(r"\\(?:mathrm|mathit|text|textit|operatorname) ?\{ *([^{}]*?) *\}")
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split()
 _ONE = r"([0-9a-zA-Z])"
 _ARGUMENTS = (
@@ -108,7 +108,8 @@ _UNCLEAR = re.compile(
     r"|[a-zA-Z]{3}|[0-9][eE][-+]?[0-9]"  # words, and 1e-5, which may be e - 5
     r"|[0-9)\]}]\s*[\[]|\]\s*[0-9a-zA-Z(]"  # 2[3], [x]y
     r"|/\s*[0-9]+\s*[a-zA-Z\\(]"  # 1/2x
-    r"|(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])"  # 12:30
+    r"|(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|:[^:]*:"  # 12:30, 1:2:3
+    r"|[a-zA-Z]\s*\^\s*\{\s*-\s*1\s*\}\s*\("  # f^{-1}(x)
 )
 
 

@@ -76,6 +76,8 @@ DIFFERENT = rows(r"""
     1\,000 => 2\,000 ;; 1,5 => 1.5 ;; 1,5 => 15 ;; 1{,}5 => 15 ;; 1{,}5 => 1,5 ;; 1{,}500 => 1.5 ;;
     (1,500) => 1500 ;; x=5 => y=5 ;; \text{no} => \text{on} ;; r => R ;; \pi R^2 => \pi r^2 ;;
     1/2x => x/2 ;; x \to 0 => 0 ;; a \circ b => ab ;; A \cup B => A \cap B ;; \max(1,2) => 1,2 ;;
+    x^2=-1 => x^2=-2 ;; f(2)=3 => f(3)=3 ;; 0=1 => 0=2 ;; 1/0 => 2/0 ;; f^{-1}(x) => \frac{1}{f(x)} ;;
+    5\Omega => 5\omega ;; 1:2:3 => \frac16 ;; \mathbf{v} => v ;; x+y=1 => x+y=2 ;;
     \begin{vmatrix}1&2\\3&4\end{vmatrix} => \begin{pmatrix}1&2\\3&4\end{pmatrix} ;; 5\text{ million} => 5 ;;
     2,2 => 2
     """)
@@ -87,7 +89,7 @@ EQUAL = rows(r"""
     5\text{ cm} => 5\mathrm{~centimeters} ;; 5 cm => 5\text{ cm} ;; \$5 => 5\text{ dollars} ;;
     3\text{ square meters} => 3\text{ m}^2 ;; y = 2x+1 => 1+2x ;; x \in [1,2] => [1,2] ;;
     (1,500) => (1, 500) ;; 2, 1 => \{1, 2\} ;; (0.5, 1) => (\frac12, 1) ;; 3\frac12 => 3.5 ;;
-    2 3/4 => 2.75 ;; 3(4) => 12 ;; \log_2 8 => 3 ;; 10^{-7} => 0.0000001 ;; x_1 => x_{1} ;;
+    2 3/4 => 2.75 ;; 3(4) => 12 ;; x+y=1 => y=1-x ;; \log_2 8 => 3 ;; 10^{-7} => 0.0000001 ;; x_1 => x_{1} ;;
     101_2 => 101_{2} ;; \pm 3 => 3, -3 ;; x=2, y=3 => (2, 3) ;; \{3\} => 3 ;;
     \begin{pmatrix}0.5\\2\end{pmatrix} => \begin{pmatrix}\frac12\\2\end{pmatrix} ;;
     \sin^2 x + \cos^2 x => 1 ;; b => B
