@@ -150,6 +150,7 @@ def watched_run(config, points, ranks, device) -> int:
     from rl.runtime.collectives import broadcast_object
     from rl.runtime.session import job
     from rl.stopping.requests import refuse_if_stopped_by_hand
+    from rl.stopping.signals import note_sigterm
 
     start_up.mark("transformers")
     agree_on_config(config)
@@ -169,6 +170,7 @@ def watched_run(config, points, ranks, device) -> int:
         start=start,
         is_taken_over=lambda: is_of_another(config.run.dir, start, before),
     )
+    note_sigterm(lambda: status.interrupt("SIGTERM"))
     watchdog = None
     try:
         with fail_together():  # fails on a rank that cannot see rank 0's directory

@@ -51,20 +51,26 @@ class Resources:
             raise ConfigError(f"nodes={self.nodes} must be at least 1.")
         if min(self.gpus_per_node, self.ranks_per_node, self.cpus_per_task, self.signal_lead_s) < 0:
             raise ConfigError(
-                "GPUs and ranks per node, cores per task and the signal's lead must be 0 or more."
+                "gpus_per_node, ranks_per_node, cpus_per_task and signal_lead_s must be 0 or more."
             )
         if not self.gpus_per_node and not self.ranks_per_node:
-            raise ConfigError("a CPU node (0 GPUs per node) needs at least 1 rank per node; give e.g. 2.")
+            raise ConfigError(
+                "gpus_per_node=0 needs ranks_per_node of at least 1; set e.g. ranks_per_node=2."
+            )
         if self.gpus_per_node and self.ranks_per_node:
-            raise ConfigError("a node has a rank per GPU; give ranks per node only with 0 GPUs per node.")
+            raise ConfigError(
+                f"ranks_per_node={self.ranks_per_node} is for CPU nodes, because a node has a rank per GPU; "
+                "leave it out, or set gpus_per_node=0."
+            )
         try:
             longest = seconds_of(self.time)
         except ValueError as error:
             raise ConfigError(f"time: {error}") from error
         if self.signal_lead_s >= longest:
             raise ConfigError(
-                f"the signal {self.signal_lead_s} s before the end comes before the start of a job of "
-                f"{self.time}."
+                f"signal_lead_s={self.signal_lead_s} (--signal-lead) is not below time={self.time}: Slurm "
+                "would ask the job to stop before it starts; use a shorter lead, e.g. "
+                f"{longest // 4:.0f}, or a longer time."
             )
         for option in self.sbatch:
             if not option.startswith("-"):

@@ -72,8 +72,9 @@ def export(ranks, args: argparse.Namespace) -> None:
         found = {saved.step: saved for saved in complete(store.directory)}
         if not found or args.step is not None and args.step not in found:
             asked = "" if args.step is None else f" of step {args.step}"
-            steps = ", ".join(f"step {step}" for step in sorted(found)) or "none"
-            raise ValueError(f"{store.directory} has no complete checkpoint{asked}, only {steps}.")
+            steps = ", ".join(f"step {step}" for step in sorted(found))
+            remedy = f"use --step with one of {steps}" if found else "save one (checkpoint.every) first"
+            raise ValueError(f"{store.directory} has no complete checkpoint{asked}; {remedy}.")
         if args.adapter and not config.adapter.is_on:
             raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")
         saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))

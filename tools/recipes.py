@@ -136,4 +136,7 @@ def describe(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join(describe(name) for name in sys.argv[1:] or names()))
+    try:
+        print("\n\n".join(describe(name) for name in sys.argv[1:] or names()))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

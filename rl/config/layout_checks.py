@@ -182,7 +182,7 @@ def check_training_grid(config: Config, world_size: int, hf: dict[str, Any]) -> 
     if world_size % (tp * pp):
         raise ConfigError(
             f"training.tp={tp} times training.pp={pp} is {tp * pp}, which does not divide the world of "
-            f"{world_size} ranks; use a product of {listed(divisors(world_size), 'or')}."
+            f"{_ranks(world_size)}; {_products('training.tp=1 training.pp=1', world_size, tp * pp)}."
         )
     if world_size % (tp * pp * cp):
         raise ConfigError(
@@ -251,8 +251,8 @@ def check_expert_grid(config: Config, world_size: int, hf: dict[str, Any]) -> No
     if world_size % (etp * ep * pp):
         raise ConfigError(
             f"The experts' grid of training.ep={ep} x etp={etp} x training.pp={pp} is {etp * ep * pp}, which "
-            f"does not divide the world of {world_size} ranks; use a product of "
-            f"{listed(divisors(world_size), 'or')}."
+            f"does not divide the world of {_ranks(world_size)}; "
+            f"{_products('training.ep=1 training.tp=1 training.pp=1', world_size, etp * ep * pp)}."
         )
     if etp > 1 and has_expert_biases(hf):
         raise ConfigError(
@@ -294,17 +294,23 @@ def check_rollout_grid(config: Config, world_size: int, hf: dict[str, Any]) -> N
         sizes |= {"experts' intermediate size of {}": expert_width(hf)}
     if world_size % tp:
         raise ConfigError(
-            f"rollout.tp={tp} does not divide the world of {world_size} ranks; use "
-            f"{listed(divisors(world_size), 'or')}."
+            f"rollout.tp={tp} does not divide the world of {_ranks(world_size)}; use "
+            f"{listed(divisors(world_size), 'or')}, or start a multiple of {tp} ranks."
         )
     # vLLM replicates key/value heads when there are fewer of them than ranks; Megatron does not.
     fits = [n for n in divisors(world_size) if all(size % n == 0 for size in sizes.values())]
-    fits = [n for n in fits if kv_heads % n == 0 or n % kv_heads == 0]
+    replicates = not has_expert_biases(hf)  # vLLM's model of gpt-oss divides by 0 heads instead
+    fits = [n for n in fits if kv_heads % n == 0 or (replicates and n % kv_heads == 0)]
     # vLLM pads the vocabulary to a multiple of 64 and then splits it evenly.
     padded = math.ceil(model_size(hf, "vocab_size") / 64) * 64
     sizes |= {"vocabulary, padded to {}": padded}
     fits = [n for n in fits if padded % n == 0]
     check_divides("rollout.tp", tp, sizes, fits)
+    if kv_heads % tp and not replicates:
+        raise ConfigError(
+            f"rollout.tp={tp} does not divide the model's {kv_heads} key/value heads, which vLLM does not "
+            f"replicate for gpt-oss; use {listed(fits, 'or')}."
+        )
     if kv_heads % tp and tp % kv_heads:
         raise ConfigError(
             f"rollout.tp={tp} is neither a divisor nor a multiple of the model's {kv_heads} key/value heads; "
@@ -328,8 +334,8 @@ def check_expert_ranks(rollout: Rollout, world_size: int, experts: int, fits: li
     fits = [n for n in (divisors(world_size) if rollout.dp_attention else fits) if experts % n == 0]
     if world_size % rollout.ep:
         raise ConfigError(
-            f"rollout.ep={rollout.ep} does not divide the world of {world_size} ranks; use "
-            f"{listed(fits, 'or')}."
+            f"rollout.ep={rollout.ep} does not divide the world of {_ranks(world_size)}; use "
+            f"{listed(fits, 'or')}, or start a multiple of {rollout.ep} ranks."
         )
     check_divides("rollout.ep", rollout.ep, {"{} experts": experts}, fits)
     if rollout.dp_attention:
@@ -339,6 +345,16 @@ def check_expert_ranks(rollout: Rollout, world_size: int, experts: int, fits: li
             f"rollout.ep={rollout.ep} must be 1 or rollout.tp={rollout.tp}, the ranks of a replica, without "
             f"rollout.dp_attention; use {listed([f'rollout.tp={n} rollout.ep={n}' for n in fits], 'or')}."
         )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _products(smallest: str, world_size: int, product: int) -> str:
+    """Return the remedy for sizes whose product does not divide the world. smallest: those for 1 rank."""
+    fits = f"use a product of {listed(divisors(world_size), 'or')}" if world_size > 1 else f"set {smallest}"
+    return f"{fits}, or start {product} ranks or a multiple of them"
 
 
 def check_minibatch(config: Config, world_size: int) -> None:

@@ -22,6 +22,7 @@ from rl.config.schema import Config
 from rl.faults import heartbeat
 from rl.faults.heartbeat import heartbeat_path
 from rl.faults.process import process_from, this_process
+from rl.run_directory.record import writing
 from rl.run_directory.status import FILE_NAME as STATUS
 from rl.runtime.private_directory import make_private
 
@@ -240,15 +241,15 @@ def make_run_directory(config: Config) -> RunLock:
     """Make run.dir, closed to other users, check that it is writable, and lock it.
 
     run.dir itself may be a symbolic link, for example to scratch; its entries must not lead out of it.
-    Raises OSError if it is not writable, ValueError if another run uses it or an entry leads out of it.
+    Raises ValueError if it is not writable, another run uses it, or an entry leads out of it.
     """
-    directory = Path(config.run.dir)
-    make_private(directory)
-    refuse_links(directory)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
-    watchdog = config.watchdog
-    lock = RunLock.take(directory, silent_s=watchdog.lost_s, watch_s=3 * watchdog.beat_s + 2)
+    directory, watchdog = Path(config.run.dir), config.watchdog
+    with writing(directory):
+        make_private(directory)
+        refuse_links(directory)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        lock = RunLock.take(directory, silent_s=watchdog.lost_s, watch_s=3 * watchdog.beat_s + 2)
     shutil.rmtree(directory / heartbeat.DIRECTORY, ignore_errors=True)  # of an earlier start
     return lock
 

@@ -100,8 +100,15 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     """
     path = Path(directory, "config.json")
     if not path.exists() and not path.is_symlink():
-        problem = "has no config.json" if path.parent.is_dir() else "is not a directory"
-        raise ValueError(f"{key}={directory} {problem}; it must be a Hugging Face checkpoint directory.")
+        if path.parent.is_dir():
+            raise ValueError(
+                f"{key}={directory} has no config.json; it must be a Hugging Face checkpoint directory."
+            )
+        raise ValueError(
+            f"{key}={directory} is not a directory; download the checkpoint first "
+            f"(hf download {directory if directory.count('/') == 1 else 'NAME'} --local-dir DIR) and set "
+            f"{key}=DIR."
+        )
     return merged(read_object(path))
 
 

@@ -12,11 +12,12 @@ from rl.data.batch import Batch
 from rl.data.prompts import num_shared
 from rl.data.rendering import warn_of_unlike_prompts
 from rl.engines.inputs import Inputs
+from rl.faults.agreement import fail_together
 from rl.phases.step_record import StepRecord
 from rl.rollout import stored_log
 from rl.run_directory import consumed, rollout_files
 from rl.run_directory.metric_log import FILE_NAME, STEP, MetricLog, keep_lines_up_to, read_records, step_line
-from rl.run_directory.record import record_run
+from rl.run_directory.record import record_run, writing
 from rl.run_directory.status import Status
 from rl.run_directory.trackers import followers
 from rl.runtime import start_up, tracing
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # pyarrow is imported by the runs that store samples
 
 
 class RunLog:
-    """The files of a run's steps. Only rank 0 writes; no method is collective.
+    """The files of a run's steps. Only rank 0 writes; only the constructor is collective.
 
     Args:
         metrics: those of `last_step`, from the checkpoint from which the run continues, if `resumes`.
@@ -48,11 +49,12 @@ class RunLog:
         self._metrics: MetricLog | None = None
         self._rollouts: RolloutWriter | None = None
         resumed = f", resuming after step {last_step}" if last_step else ""
-        if dist.get_rank() == 0:
-            self._metrics = _open_metrics(config, last_step, step.fence)
-            if resumes and last_step > self._metrics.last_step:  # killed after the checkpoint, before this
-                self._metrics.write(last_step, metrics)
-            self._rollouts = _open_rollouts(config, inputs, step.fence)
+        with fail_together(), writing(config.run.dir):
+            if dist.get_rank() == 0:
+                self._metrics = _open_metrics(config, last_step, step.fence)
+                if resumes and last_step > self._metrics.last_step:  # killed after the checkpoint, before
+                    self._metrics.write(last_step, metrics)
+                self._rollouts = _open_rollouts(config, inputs, step.fence)
         start_up.mark("record")
         step.progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
         if dist.get_rank() == 0 and (shared := num_shared(inputs.prompts, inputs.held_out)):

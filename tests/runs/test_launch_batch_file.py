@@ -166,7 +166,7 @@ def test_what_another_scheduler_lacks_is_refused(wrong, words, tmp_path):
         (dict(gpus_per_node=0), "CPU node"),
         (dict(gpus_per_node=8, ranks_per_node=2), "rank per GPU"),
         (dict(time="tomorrow"), "tomorrow"),
-        (dict(time="00:05:00"), "before the start"),
+        (dict(time="00:05:00"), "before it starts"),
         (dict(sbatch=["constraint=h100"]), "is not an option of sbatch"),
     ],
 )

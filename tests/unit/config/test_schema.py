@@ -391,15 +391,27 @@ def test_a_size_missing_from_the_model_is_named(name):
 def test_a_world_the_training_grid_does_not_divide_is_an_error():
     assert layout_error(8, "training.tp=2", "training.pp=3") == (
         "training.tp=2 times training.pp=3 is 6, which does not divide the world of 8 ranks; use a product "
-        "of 1, 2, 4 or 8."
+        "of 1, 2, 4 or 8, or start 6 ranks or a multiple of them."
+    )
+    assert "the world of 1 rank; set training.tp=1 training.pp=1, or start 2 ranks" in layout_error(
+        1, "training.tp=2"
     )
 
 
 def test_a_world_the_rollout_does_not_divide_is_an_error():
     assert (
         layout_error(6, "rollout.tp=4")
-        == "rollout.tp=4 does not divide the world of 6 ranks; use 1, 2, 3 or 6."
+        == "rollout.tp=4 does not divide the world of 6 ranks; use 1, 2, 3 or 6, or start a multiple of 4 "
+        "ranks."
     )
+
+
+def test_gpt_oss_is_refused_with_more_engine_ranks_than_heads():
+    """vLLM's model would divide by 0; other models' key/value heads are replicated."""
+    sizes = dict(num_attention_heads=8, num_key_value_heads=2, hidden_size=64, intermediate_size=64)
+    sizes |= dict(num_local_experts=8, num_experts_per_tok=2, architectures=["GptOssForCausalLM"])
+    with pytest.raises(ConfigError, match="2 key/value heads, which vLLM .* gpt-oss; use 1 or 2"):
+        check_layout(config_with("rollout.tp=4"), 4, HF | sizes, ["GptOssForCausalLM"])
 
 
 @each("key", ["training", "rollout"])

@@ -197,3 +197,9 @@ def test_links_out_of_the_run_directory_are_refused(config, tmp_path):
     message = "checkpoints is a symbolic link to .*precious.*make run.dir itself the link"
     with pytest.raises(ValueError, match=message):
         make_run_directory(config)
+
+
+def test_a_run_directory_that_cannot_be_made_is_named_with_its_key(config):
+    config.run.dir = "/proc/x"
+    with pytest.raises(ValueError, match=r"^run.dir=/proc/x cannot be written: .*; correct run.dir"):
+        make_run_directory(config)

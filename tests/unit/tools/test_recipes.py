@@ -1,6 +1,8 @@
 """The shipped recipes: they fit their GPUs, and their runs log the expected points."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -53,3 +55,10 @@ def test_malformed_points_are_refused(tmp_path, points):
 def test_an_unknown_recipe_is_refused_with_the_known_names():
     with pytest.raises(ValueError, match="quickstart"):
         recipes.read_recipe("quickstrat")
+
+
+def test_an_unknown_recipe_is_one_sentence():
+    command = [sys.executable, str(recipes.ROOT / "tools" / "recipes.py"), "nope"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1 and found.stderr.startswith("error: recipe=nope does not exist; give a file")
+    assert found.stderr.count("\n") == 1
