@@ -20,7 +20,7 @@ from launch.schedulers import SCHEDULERS
 from launch.submit import print_estimate
 from rl.config.checks import check
 from rl.config.options import ConfigError, as_override, flatten, load
-from rl.config.paths import expand_paths
+from rl.config.paths import expand_paths, literal
 from rl.config.schema import Config, load_config
 from rl.config.sweep_checks import load_points
 from rl.run_directory.named_metrics import check_named_metrics
@@ -133,7 +133,7 @@ def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
         *_overrides(sweep),
         *point.overrides,
         as_override("run.name", point.name),
-        as_override("run.dir", str(directory / point.name)),
+        as_override("run.dir", literal(directory / point.name)),
     ]
 
 
@@ -170,7 +170,7 @@ def check_adapters(sweep: SweepFile, directory: Path, points: list[Point]) -> Co
 def joint_overrides(sweep: SweepFile, directory: Path, points: list[Point]) -> list[str]:
     """Return all overrides of the job that runs the points together."""
     values = json.dumps([point.values for point in points])
-    place = [as_override("run.name", sweep.name), as_override("run.dir", str(directory))]
+    place = [as_override("run.name", sweep.name), as_override("run.dir", literal(directory))]
     return [*_overrides(sweep), *place, f"sweep.adapters={values}"]
 
 

@@ -3,8 +3,8 @@
     run.dir=~/runs/a    data.train=[$SCRATCH/train.parquet]    model.path=${MODELS}/qwen
 
 A `~` or `~user` at the beginning, `${name}`, and `$NAME` in capitals are replaced when the config is read, on
-every rank. All other characters, `$` among them, mean themselves. The arguments of a user's own code
-(`reward.kwargs`, `agents.kwargs`) are left as they are.
+every rank. All other characters, `$` among them, mean themselves; `$$NAME` is a name that begins with `$`.
+The arguments of a user's own code (`reward.kwargs`, `agents.kwargs`) are left as they are.
 """
 
 import os
@@ -47,8 +47,15 @@ def _expanded(value: Any, name: str, key: str) -> Any:
     return value
 
 
+def literal(path: object) -> str:
+    """Return the text of a key that names this absolute path, whatever its name holds."""
+    return re.sub(r"\$(?=[A-Z_{])", "$$", str(path))
+
+
 def _expand(text: str, key: str) -> str:
     def variable(match: re.Match) -> str:
+        if match[0] == "$$":
+            return "$"
         found = os.environ.get(match[1] or match[2])
         if found is None:
             raise ConfigError(
@@ -62,4 +69,4 @@ def _expand(text: str, key: str) -> str:
         raise ConfigError(
             f"{key}={text}: there is no user {text[1:].split('/')[0]}; write ./{text} for a name."
         )
-    return re.sub(r"\$(?:\{(\w+)\}|([A-Z_][A-Z0-9_]*))", variable, home)
+    return re.sub(r"\$\$(?=[A-Z_{])|\$(?:\{(\w+)\}|([A-Z_][A-Z0-9_]*))", variable, home)

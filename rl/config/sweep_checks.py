@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.config.options import ConfigError, as_override, flatten, last, listed, nearest_keys, parent, show
+from rl.config.paths import literal
 from rl.config.point_names import name_of, short_names
 from rl.config.run_models import run_models
 from rl.config.schema import Config, algorithm_of, load_config
@@ -68,7 +69,7 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
                 f"two points of sweep.adapters have the same values, and both the name {name}; remove one."
             )
         own = [as_override(key, value) for key, value in values.items()]
-        place = [f"run.name={name}", f"run.dir={Path(config.run.dir, name)}"]
+        place = [f"run.name={name}", f"run.dir={literal(Path(config.run.dir, name))}"]
         try:
             point = load_config(path, [*overrides, *own, *place, "sweep.adapters=[]"])
         except ConfigError as error:

@@ -9,7 +9,9 @@ import pytest
 
 from tests.records import records
 from tests.slurm.cluster import PATIENCE_S, status, wait_for
+from tests.slurm.test_batch_files import WEIRD
 from tests.spawn import ROOT
+from tests.toy import SFT, write_config
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +149,23 @@ def test_submit_writes_a_file_that_runs(cluster, launch, config, tmp_path):
     facts = cluster.wait(job, SETTLED)
     assert facts["JobState"] == "COMPLETED" and facts["NumNodes"] == "2"
     assert "finished" in launch("status", tmp_path / "run")
+
+
+def test_every_character_of_names_and_paths_reaches_the_job(cluster, toy, tmp_path):
+    here = tmp_path / WEIRD
+    here.mkdir()
+    config = write_config(tmp_path, toy, *SFT, "run.max_steps=1").rename(here / "my config.yaml")
+    asked = ("--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--time", "00:30:00")
+    name = 'it\'s $HOME #1 "x" 100%j'
+    command = (sys.executable, "-m", "launch", "submit", "--config", config, *asked, "--", f"run.name={name}")
+    command = (*command, "run.dir=run")
+    cluster.run(*command, cwd=here)
+    job = json.loads((here / "run" / "launch" / "jobs.jsonl").read_text())["job"]
+    facts = cluster.wait(job, SETTLED)
+    logs = here / "run" / "launch"
+    assert facts["JobState"] == "COMPLETED", [path.name for path in logs.iterdir()]
+    assert (logs / f"{name}-{job}.out").is_file() and (logs / f"{name}-{job}.ranks" / "rank-1.log").is_file()
+    assert status(here / "run")["state"] == "finished"
 
 
 class TestSubmitit:

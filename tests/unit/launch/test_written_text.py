@@ -13,6 +13,7 @@ from launch.points import Point
 from launch.schedulers import SCHEDULERS
 from launch.sweep import SweepFile, write_points
 from rl.config.options import ConfigError, as_override, flatten, read_override
+from rl.config.paths import literal
 from rl.config.schema import load_config
 
 CHARACTERS = [*(set(string.printable) - set("\t\n\r\x0b\x0c")), "\u00e9", "\u4e2d", "\U0001f600"]
@@ -97,6 +98,7 @@ def test_the_home_and_variables_in_paths_are_replaced_or_refused(monkeypatch, tm
     assert load_config(None, ["run.dir=$SCRATCH/r"]).run.dir == "/s c/r"
     sources = load_config(None, ["reward.sources={a: {function: '~/f.py:g', kwargs: {path: ~/x}}}"]).reward
     assert sources.sources["a"] == {"function": "/home/me/f.py:g", "kwargs": {"path": "~/x"}}
+    assert load_config(None, [f"run.dir={literal('/a$SCRATCH/${B}$c$1')}"]).run.dir == "/a$SCRATCH/${B}$c$1"
     assert value_of("run.name=~$SCRATCH") == "~$SCRATCH"  # a name is no path
     for text, why in (
         ("$SCRATHC/a", "SCRATHC is not set"),
@@ -145,9 +147,11 @@ def test_points_of_a_sweep_keep_their_values(tmp_path):
     values = [text for text in TEXTS if not text.startswith("~")]
     sweep = SweepFile(name="s", config="c", overrides={"reward.kwargs.y": "42"}, grid={"model.path": values})
     points = [Point(f"p{number}", {"reward.kwargs": {"x": text}}) for number, text in enumerate(values)]
+    tmp_path /= "it's $HOME"
     written = write_points(sweep, tmp_path, points)
     for task, (point, text) in enumerate(zip(written, values, strict=True)):
         lines = (tmp_path / "launch" / "points" / str(task)).read_text().splitlines()
         config = load_config(None, lines)
         assert config.reward.kwargs == {"x": text} and config.run.name == point.name
+        assert config.run.dir == str(tmp_path / point.name)
         assert [read_override(line).key for line in lines[:1]] == ["reward.kwargs.y"]
