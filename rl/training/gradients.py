@@ -182,7 +182,7 @@ class ReductionProbe:
     def check(self, sums: list[float]) -> None:
         """Raise WrongReduction if the sums over the world differ by more than float32 sums of that length."""
         own, size, terms, reduced = sums
-        if abs(own - reduced) > 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:
+        if not abs(own - reduced) <= 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:  # or NaN
             raise WrongReduction(
                 f"the gradients of {self._name} on all ranks add up to {own:.6g}, but the "
                 f"reduced gradient to {reduced:.6g}: it was not summed exactly once over the data parallel "

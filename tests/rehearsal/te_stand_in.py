@@ -18,11 +18,39 @@ import torch.nn.functional as F
 RECORD = Path(__file__).parents[1] / "unit" / "tools" / "transformer_engine.json"
 
 
+class _Product(torch.autograd.Function):
+    """x @ weight.T of a layer, whose gradient of the weight may be added to `main_grad` at once.
+
+    Autograd then gets NaN as that gradient, as Transformer Engine's is not initialised.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.parameter = layer, weight
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), of_weight = ctx.saved_tensors, None
+        if ctx.needs_input_grad[1]:
+            of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+            if ctx.layer.fuse_wgrad_accumulation:
+                ctx.parameter.main_grad.add_(of_weight)
+                ctx.parameter.grad_added_to_main_grad = True
+                of_weight = torch.full_like(of_weight, torch.nan)
+        return grad @ weight, of_weight, None
+
+
 class _Layer(torch.nn.Module):
     """A layer that checks its arguments against the record."""
 
     names: tuple[str, ...]
     takes_more: bool
+    fuse_wgrad_accumulation = False
+
+    def product(self, x: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
+        return _Product.apply(x, weight, self)
 
     def __init__(self, *args, **options):
         super().__init__()
@@ -50,8 +78,10 @@ class Linear(_Layer):
         self.return_bias = given.return_bias
 
     def forward(self, inp, is_first_microbatch=None):
-        out = F.linear(inp, self.weight, None if self.return_bias else self.bias)
-        return (out, self.bias) if self.return_bias else out
+        out = self.product(inp, self.weight)
+        if self.return_bias:
+            return out, self.bias
+        return out if self.bias is None else out + self.bias
 
 
 class LayerNormLinear(Linear):
@@ -88,7 +118,7 @@ class GroupedLinear(_Layer):
 
     def forward(self, inp, m_splits, is_first_microbatch=None):
         parts = inp.split(m_splits)
-        out = torch.cat([F.linear(part, getattr(self, f"weight{n}")) for n, part in enumerate(parts)])
+        out = torch.cat([self.product(part, getattr(self, f"weight{n}")) for n, part in enumerate(parts)])
         return (out, None) if self.return_bias else out
 
 
@@ -154,9 +184,48 @@ def apply_rotary_pos_emb(
     return torch.cat([(rotated.float() * angles.cos() + turned * angles.sin()).to(t.dtype), rest], -1)
 
 
+def moe_permute(inp, routing_map, num_out_tokens=-1):
+    permuted, _, row_id_map, *_ = _megatrons().permute(inp, routing_map, num_out_tokens=num_out_tokens)
+    return permuted, row_id_map
+
+
+def moe_permute_with_probs(inp, probs, routing_map, num_out_tokens=-1):
+    return _megatrons().permute(inp, routing_map, probs=probs, num_out_tokens=num_out_tokens)[:3]
+
+
+def moe_unpermute(inp, row_id_map, merging_probs=None, restore_shape=None):
+    assert merging_probs is None
+    return _megatrons().unpermute(inp, row_id_map, restore_shape)
+
+
+def moe_sort_chunks_by_index(inp, split_sizes, sorted_index):
+    return _megatrons().sort_chunks_by_idxs(inp, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(inp, probs, split_sizes, sorted_index):
+    return _megatrons().sort_chunks_by_idxs(inp, split_sizes, sorted_index, probs=probs)
+
+
+def fused_topk_with_score_function(*, logits, topk, **options):
+    return _megatrons().topk_routing_with_score_function(logits, topk, **options)
+
+
+def _megatrons():
+    """Return Megatron's functions that these kernels replace."""
+    from megatron.core.transformer.moe import moe_utils
+
+    return moe_utils
+
+
 FUNCTIONS = {
     function.__name__: function
     for function in (
+        moe_permute,
+        moe_permute_with_probs,
+        moe_unpermute,
+        moe_sort_chunks_by_index,
+        moe_sort_chunks_by_index_with_probs,
+        fused_topk_with_score_function,
         multi_tensor_applier,
         multi_tensor_scale,
         multi_tensor_l2norm,

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.matrix import FEATURES, FOR_CPU, draw, run, save_inputs
-from tests.toy import ON_CUDA, SFT, TRAIN, train, write_config
+from tests.toy import ON_CUDA, ON_TE, SFT, TRAIN, train, write_config
 
 LORA = ("adapter.kind=lora", "adapter.rank=4")
 SHARED = ("algorithm=ppo", "critic.share_base=true", *LORA)
@@ -56,6 +56,31 @@ def test_adapters_learn_the_same_with_cudas_defaults(toy, tmp_path):
         steps = train(2, write_config(tmp_path, toy, *SFT, *LORA), run=tmp_path / name, program=program)
         found.append([step[key] for step in steps for key in ("sft/loss", "actor/grad_norm")])
     assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        LORA,
+        SHARED,
+        ("training.pp=2",),
+        ("training.cp=2",),
+        ("model.path=DIR/experts", "training.ep=2"),
+        ("model.path=DIR/experts", "training.ep=2", *LORA),
+    ],
+    ids=["all weights", "adapter", "critic on the base", "pp", "cp", "experts", "adapters of experts"],
+)
+def test_layers_of_transformer_engine_learn_on_two_ranks(keys, inputs, tmp_path):
+    own = [key.replace("DIR", str(inputs)) for key in keys]
+    config = write_config(tmp_path, inputs, "model.dtype=bfloat16", *own)
+    with_te, without = (
+        train(2, config, run=tmp_path / program.stem, program=program) for program in (ON_TE, ON_CUDA)
+    )
+    assert len(with_te) == 2
+    # The samples of the first step are the same.
+    assert with_te[0]["actor/grad_norm"] == pytest.approx(without[0]["actor/grad_norm"], rel=0.02)
 
 
 @pytest.mark.slow
