@@ -14,6 +14,8 @@ three sources:
 If none of them keeps the earlier tokens, `Chat.extend` returns None.
 """
 
+import functools
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,13 +24,26 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.agents.environment import Messages, ToolCall
 from rl.agents.renderer import Renderer, find_renderer
-from rl.agents.tool_calls import as_message, family_of, parse_calls
-from rl.data.chat_template import CALL, QUESTION, REPLY, ChatTemplate, kept_ids
+from rl.agents.tool_calls import FAMILIES, HERMES, as_message, find_family, parse_calls
+from rl.data.chat_template import (
+    CALL,
+    NAMED_CALL,
+    PROBE,
+    PROBE_TOOL,
+    QUESTION,
+    REPLY,
+    TOOL,
+    ChatTemplate,
+    kept_ids,
+)
+from rl.data.messages import MessageReader
 from rl.data.special_tokens import decode_responses, encode, hide
 
 # Stand for the parts of a sampled turn in a rendering. A turn's own text could contain special tokens as
 # text, and malformed arguments make templates fail.
 THINKING, CONTENT = "~thinking of the turn~", "~content of the turn~"
+TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+"""Begin and end of thinking, in the forms of model families; the first one is that of a template without."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +91,22 @@ class Chat:
         ends = {*end_token_ids, tokenizer.eos_token_id} - {None}
         self._ends = {int(id): tokenizer.convert_ids_to_tokens(int(id)) for id in ends}
         self._kept = kept_ids(tokenizer, ["auto"], ends) if kept is None else kept
-        self._family = family_of(self._template.text)
-        self._takes_reasoning = "reasoning_content" in self._template.text
+        self._family, self._reads_calls = HERMES, True
+        self._takes_reasoning = self._template.reasoning_key is not None
+        self._reader = MessageReader(tokenizer, reads_images=True)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._opens_thinking = self._thinks = False
+        self._tags = next((tags for tags in TAGS if tags[1] in self._template.text), TAGS[0])
         self._renderer: Renderer | None = None
         if self._template.text:
             prompt = self._template.render([QUESTION])
-            self._opens_thinking = prompt.rstrip().endswith("<think>")
-            self._thinks = "</think>" in self._template.text and not prompt.rstrip().endswith("</think>")
+            opening, closing = self._tags
+            self._opens_thinking = prompt.rstrip().endswith(opening)
+            self._thinks = closing in self._template.text and not prompt.rstrip().endswith(closing)
+            if self._template.call_form is not None:
+                found = [find_family(self._written(call, TOOL), [TOOL], call) for call in (CALL, NAMED_CALL)]
+                self._reads_calls = any(found)
+                self._family = next(filter(None, found), HERMES)
             if uses_renderer:
                 self._renderer = find_renderer(
                     tokenizer,
@@ -112,17 +134,24 @@ class Chat:
         max_tokens: a text that certainly has more tokens is not encoded, because encoding a very large text
             blocks the replica; 0: any text is encoded.
 
-        Raises ValueError if the template rejects the messages, and TooLong for such a text.
+        Raises ValueError if the template rejects the messages, or if calls in its form cannot be read, and
+        TooLong for such a text.
         """
         is_bare = is_plain = self._is_plain(messages)
         if is_plain:
             text = "".join(message["content"] for message in messages)
             is_bare = not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
         else:
+            if tools and self.call_problem:
+                raise ValueError(self.call_problem)
             text = self._template.render(messages, tools)
         if max_tokens and len(text) > max_tokens * self._longest_token:
             raise TooLong(f"a prompt of {len(text)} characters has more than {max_tokens} tokens")
         return self._encode(text, add_special_tokens=is_bare)
+
+    def normal(self, messages: Messages) -> Messages:
+        """Return messages in the form of templates. Raises ValueError for what is no message."""
+        return messages if self._is_plain(messages) else self._reader.normal(messages)
 
     def as_messages(self, token_ids: np.ndarray) -> Messages:
         """Return a context as one text, for a conversation whose messages are unknown."""
@@ -135,14 +164,14 @@ class Chat:
         """
         ids = self._without_end(turn)
         calls: tuple[ToolCall, ...] = ()
-        if self._renderer is not None:
+        thinking, is_open, content = self._split_thinking(self._decode(ids))
+        if not self._reads_calls and self._renderer is not None and not is_open:
             thinking, content, calls = self._renderer.parse(ids, tools, number)
-        else:
-            thinking, is_open, content = self._split_thinking(self._decode(ids))
-            if tools and not is_open:
-                content, calls = parse_calls(self._family, content, tools, number)
-            if calls and self._template.call_form is None:
-                content = self._decode(ids)
+        elif not is_open and (tools or self._family.split):
+            content, found = parse_calls(self._family, content, tools, number)
+            calls = found if tools else ()
+        if calls and self._template.call_form is None:
+            content = self._decode(ids)
         message = self._message(thinking or "", content, [as_message(call) for call in calls])
         return AssistantTurn(message, calls, decode_responses([ids], self.tokenizer, self._kept)[0])
 
@@ -187,7 +216,7 @@ class Chat:
             given: what `extend` returned in a row, int32 [S] each.
             messages: the conversation up to and with the messages of the last one.
         """
-        texts = [_squeezed(self._decode(ids)).removeprefix("</think>") for ids in given]
+        texts = [_squeezed(self._decode(ids)).removeprefix(self._tags[1]) for ids in given]
         first: int | None = None
         for rendered in self._renderings(messages, tools) if texts else ():
             position, first = 0, None
@@ -264,7 +293,8 @@ class Chat:
         return True
 
     def check(self, tools: Sequence[dict], opening: Messages | None = None) -> None:
-        """Raise ValueError if on_rewrite is "refuse" and the template changes earlier tokens.
+        """Raise ValueError if calls cannot be read, or if on_rewrite is "refuse" and the template changes
+        earlier tokens.
 
         Four turns are tried, because some templates keep the last turns only: with tools, turns of one call
         and, if the model's form allows it, of two; without, turns that a user answers. The first and the
@@ -276,12 +306,15 @@ class Chat:
                 message.
         """
         messages = [*(opening or [QUESTION])]
+        if tools and self.call_problem:
+            raise ValueError(self.call_problem)
         if self.on_rewrite != "refuse" or self._is_plain(messages):
             return
         context = self.open(messages, tools)
         several = 2 if self._family.parallel else 1
         for number, num_calls in enumerate([1, several, several, 1] if tools else [0] * 4, 1):
-            calls = [{**CALL, "id": f"call{number:03d}{i:02d}"} for i in range(num_calls)]
+            name = "functions.lookup:" if self._family.names_ids else "call"
+            calls = [{**CALL, "id": f"{name}{number:03d}{i:02d}"} for i in range(num_calls)]
             thinking = "reason" if self._thinks and number % 2 else ""
             content = "" if number in (2, 3) and calls else "answer"
             turn = self._encode(self._thinking_tags(thinking) + content + self.tokenizer.eos_token)
@@ -300,10 +333,46 @@ class Chat:
             context = np.concatenate([context, turn, added])
             messages += reply
 
+    @functools.cached_property
+    def call_problem(self) -> str:
+        """Why a call that the template writes is not read back as it was; empty: it is.
+
+        A template without calls has no problem: its calls are read as those of HERMES.
+        """
+        if self._template.call_form is None:
+            return ""
+        for call in (PROBE, {**PROBE, "id": NAMED_CALL["id"]}):
+            text = self._written(call, PROBE_TOOL)
+            read = self.parse(self._encode(text), [PROBE_TOOL], 0).tool_calls
+            expected = (call["function"]["name"], call["function"]["arguments"])
+            if [(each.name, each.arguments) for each in read] == [expected]:
+                return ""
+        name = self.tokenizer.name_or_path
+        return (
+            f"the chat template of {name} writes a call of a tool as {text!r:.400}, which is read as {read}, "
+            "so no call of the policy would reach a tool; use a template that writes calls in the form of "
+            f"{', '.join(family.name for family in FAMILIES)}, install the package renderers if it knows the "
+            "model, or use an environment without tools, with step or run."
+        )
+
+    def _written(self, call: dict, tool: dict) -> str:
+        """Return a turn of one call as the template writes it, without its end token."""
+        messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            whole = self._template.render(messages, [tool], generation_prompt=False)
+        except ValueError:  # some templates accept only ids of their own form
+            return ""
+        prompt = self._template.render([QUESTION], [tool])
+        text = whole.removeprefix(prompt)
+        if not whole.startswith(prompt):
+            shorter = self._template.render([QUESTION], [tool], generation_prompt=False)
+            text = self._thinking_tags("") + whole.removeprefix(shorter)
+        return re.split("|".join(map(re.escape, self._ends.values())), text)[0] if self._ends else text
+
     def _thinking_tags(self, thinking: str) -> str:
         """Return the thinking at the beginning of a turn with its tags; an open tag is always closed."""
-        opening = "" if self._opens_thinking else "<think>\n"
-        return f"{opening}{thinking}\n</think>\n\n" if thinking or self._opens_thinking else ""
+        opening = "" if self._opens_thinking else f"{self._tags[0]}\n"
+        return f"{opening}{thinking}\n{self._tags[1]}\n\n" if thinking or self._opens_thinking else ""
 
     def _between(
         self, context: np.ndarray, turn: np.ndarray, messages: Messages, new: Messages, tools: Sequence[dict]
@@ -339,10 +408,12 @@ class Chat:
 
     def _split_thinking(self, text: str) -> tuple[str | None, bool, str]:
         """Return the thinking at the beginning of a turn (None: none), whether it is open, and the rest."""
-        body = text.lstrip()
-        if not (self._opens_thinking or body.startswith("<think>")):
+        if self._family.split is not None:
+            return self._family.split(text)
+        body, (opening, closing) = text.lstrip(), self._tags
+        if not (self._opens_thinking or body.startswith(opening)):
             return None, False, text
-        thinking, tag, rest = body.removeprefix("<think>").partition("</think>")
+        thinking, tag, rest = body.removeprefix(opening).partition(closing)
         return thinking.strip("\n"), not tag, rest.lstrip("\n")
 
     # Templates --------------------------------------------------------------------------------------------
@@ -385,7 +456,7 @@ class Chat:
             return ids
         if len(self._without_end(turn)) < len(turn):
             raise CannotExtend("the turn ended within its thinking")
-        return np.concatenate([self._encode("</think>"), ids])
+        return np.concatenate([self._encode(self._tags[1]), ids])
 
     def _parts(self, stand_in: dict) -> list[tuple[str, str]]:
         """Return the parts of a stand-in that a rendering must contain, in order.

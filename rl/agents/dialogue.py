@@ -348,7 +348,7 @@ class Trajectories(Dialogue):
         """Ask for the first turn, after the reset."""
         session.tools, session.drives = reply.tools, reply.drives
         try:
-            session.messages = list(session.sight.take(reply.messages))
+            session.messages = self._chat.normal(session.sight.take(reply.messages))
         except ValueError as error:
             self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
             return

@@ -378,8 +378,14 @@ def normalise(messages: Messages) -> Messages:
 
 
 def _normal_call(call: dict) -> dict:
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    arguments = read_arguments(arguments) if isinstance(arguments, str) else arguments
+    function = call.get("function", call)
+    name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
+    if not isinstance(name, str) or not isinstance(call.get("id"), str):
+        raise Refused(
+            f"a call in tool_calls is {json.dumps(call):.200}; it must be {{id, type: function, function: "
+            "{name, arguments}}"
+        )
+    arguments = read_arguments(arguments) if isinstance(arguments, str) else arguments or {}
     return {"id": call["id"], "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -1,9 +1,12 @@
 """Tool calls in the text of a sampled turn, in the forms in which families of models write them.
 
 Parsing never raises. A call that cannot be read is a call whose arguments are text, and the environment
-answers it with an error message.
+answers it with an error message. vLLM's parsers are not used: some of them need packages that vLLM does not
+install, and most return a call that they cannot read as content.
 """
 
+import ast
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -19,14 +22,16 @@ class Family:
     """Format of the tool calls of a family of models."""
 
     name: str
-    marks: tuple[str, ...]
-    """Texts that occur in the chat templates of this family and of no family after it in FAMILIES."""
     parse: Callable[[str, Sequence[dict]], tuple[str, list[ToolCall]]]
     """Splits a turn into its content and its calls, given the tools' schemas. A call without an id has ""."""
     grammar: str = ""
     """The family's name in xgrammar's structural tags; empty: they have none of this form."""
     parallel: bool = True
     """Whether a turn may hold several calls."""
+    names_ids: bool = False
+    """Whether the id of a call holds the function's name."""
+    split: Callable[[str], tuple[str | None, bool, str]] | None = None
+    """Splits a turn into thinking, whether it is open, and the rest; None: thinking has tags."""
 
 
 def parse_calls(
@@ -48,9 +53,17 @@ def as_message(call: ToolCall) -> dict:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def family_of(template: str) -> Family:
-    """Return the family whose form a chat template uses, or the last one, which needs no special tokens."""
-    return next((f for f in FAMILIES if any(mark in template for mark in f.marks)), FAMILIES[-1])
+def find_family(text: str, tools: Sequence[dict], call: dict) -> Family | None:
+    """Return the family that reads a call in a turn as a chat template writes it; None if there is none.
+
+    call: the entry of `tool_calls` that was rendered.
+    """
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    for family in FAMILIES:
+        found = parse_calls(family, text, tools, 0)[1]
+        if [(one.name, one.arguments) for one in found] == [(name, arguments)]:
+            return family
+    return None
 
 
 # ---- forms -----------------------------------------------------------------------------------------------
@@ -66,7 +79,8 @@ def _from_json(text: str) -> ToolCall:
 
 
 def _from_object(value: dict) -> ToolCall:
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
+    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
         return ToolCall("", value["name"], read_arguments(arguments))
     id = value.get("id")
@@ -105,17 +119,107 @@ def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
     name, body = name.strip(), mark + rest
     if re.sub(pair, "", body, flags=re.DOTALL).strip():
         return ToolCall("", name, body)
-    types = _types(name, tools)
-    pairs = re.findall(pair, body, re.DOTALL)
-    return ToolCall("", name, {k: v if types.get(k) == "string" else read_json(v, v) for k, v in pairs})
+    return ToolCall("", name, _typed(re.findall(pair, body, re.DOTALL), name, tools))
 
 
-def _types(name: str, tools: Sequence[dict]) -> dict[str, Any]:
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            properties = tool["function"].get("parameters", {}).get("properties", {})
-            return {key: schema.get("type") for key, schema in properties.items()}
-    return {}
+def _typed(pairs: Sequence[tuple[str, str]], name: str, tools: Sequence[dict]) -> dict[str, Any]:
+    """Return arguments that were written as text. The tool's schema says which of them are strings."""
+    schemas = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    parameters = schemas[0].get("parameters") or {} if schemas else {}
+    properties = parameters.get("properties") or {}
+    return {
+        key: value if _takes_text(properties.get(key)) else read_json(_OF_PYTHON.get(value, value), value)
+        for key, value in pairs
+    }
+
+
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""Values as templates write them that do not use JSON -> JSON."""
+
+
+def _takes_text(schema: Any) -> bool:
+    """Return whether a parameter's schema allows a string."""
+    if not isinstance(schema, dict):
+        return False
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    texts = [isinstance(value, str) for value in schema.get("enum") or []]
+    options = [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]
+    return "string" in kinds or (bool(texts) and all(texts)) or any(map(_takes_text, options))
+
+
+_FUNCTION = re.compile(
+    r'<(?:function=|invoke name=)"?([^">\n]*)"?>(.*?)(?:</(?:function|invoke)>|\Z)', re.DOTALL
+)
+_PARAMETER = re.compile(r'<parameter(?:=| name=)"?([^">\n]*)"?>\n?(.*?)\n?</parameter>', re.DOTALL)
+
+
+def _parse_xml(text: str, tools: Sequence[dict], *, begin: str) -> tuple[str, list[ToolCall]]:
+    """Read functions with parameters as tags, of Qwen3-Coder, Qwen3.5, Seed-OSS and MiniMax."""
+    content, mark, body = text.partition(begin)
+    calls = []
+    for name, inner in _FUNCTION.findall(body):
+        rest, pairs = _PARAMETER.sub("", inner), _PARAMETER.findall(inner)
+        calls.append(ToolCall("", name, inner.strip() if rest.strip() else _typed(pairs, name, tools)))
+    return content, calls if calls or not mark else [ToolCall("", "", body.strip())]
+
+
+def _parse_list(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
+    """Read calls in Python, [f(a=1), g()], alone or within tags of LFM2 or Olmo 3."""
+    tags = r"<\|tool_call_(?:start|end)\|>|</?function_calls>"
+    before, *pieces = re.split(tags, text)
+    content, body = (before, pieces[0]) if pieces else ("", before)
+    try:
+        found = ast.parse(body.strip(), mode="eval").body if pieces or body.lstrip().startswith("[") else None
+        nodes = found.elts if isinstance(found, ast.List) else [found]
+        calls = []
+        for node in nodes:
+            if not isinstance(node, ast.Call) or node.args:
+                raise ValueError("no call")
+            arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+            calls.append(ToolCall("", ast.unparse(node.func), read_json(json.dumps(arguments))))
+        return content, calls
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return (content, [ToolCall("", "", body.strip())]) if pieces else (text, [])
+
+
+def _parse_kimi(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
+    content, _, calls = text.partition("<|tool_calls_section_begin|>")
+    found = []
+    for block in _blocks(calls, "<|tool_call_begin|>", "<|tool_call_end|>")[1]:
+        id, _, body = block.partition("<|tool_call_argument_begin|>")
+        name = re.sub(r":\d+$", "", id.strip().removeprefix("functions."))
+        found.append(ToolCall(id.strip(), name, read_arguments(body.strip())))
+    return content, found
+
+
+def split_channels(text: str) -> tuple[str | None, bool, str]:
+    """Return the analysis of a turn of gpt-oss (None: none), whether it is open, and the other messages."""
+    messages = text.split("<|start|>")
+    if "<|message|>" not in text:
+        return None, False, text
+    thoughts = [m for m in messages if re.search(r"<\|channel\|>analysis", m) and "to=" not in _head(m)]
+    is_open = messages[-1] in thoughts and "<|end|>" not in messages[-1]
+    rest = [m for m in messages if m not in thoughts]
+    return "\n".join(map(_body, thoughts)) if thoughts else None, is_open, "<|start|>".join(rest)
+
+
+def _head(message: str) -> str:
+    return message.partition("<|message|>")[0]
+
+
+def _body(message: str) -> str:
+    return re.split(r"<\|(?:end|return|call)\|>", message.partition("<|message|>")[2])[0]
+
+
+def _parse_harmony(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
+    contents, calls = [], []
+    for message in text.split("<|start|>"):
+        if to := re.search(r"to=(?:functions\.)?([^\s<]+)", _head(message)):
+            calls.append(ToolCall("", to[1], read_arguments(_body(message))))
+        else:
+            contents.append(_body(message) if "<|message|>" in message else message)
+    return "".join(contents), calls
 
 
 def _parse_mistral(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
@@ -153,6 +257,11 @@ def _parse_deepseek(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCal
     return content, list(map(_from_deepseek, blocks))
 
 
+def _parse_fenced(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
+    """Read the calls of DeepSeek-V3, which are the only ones with a fence."""
+    return _parse_deepseek(text, tools) if "```json" in text else (text, [])
+
+
 def _from_deepseek(block: str) -> ToolCall:
     """Read TYPE sep NAME and a fenced JSON object (V3), or NAME sep and a JSON object (V3.1)."""
     head, _, tail = block.partition("<\uff5ctool\u2581sep\uff5c>")
@@ -161,11 +270,19 @@ def _from_deepseek(block: str) -> ToolCall:
     return ToolCall("", head.strip(), read_arguments(tail))
 
 
+HERMES = Family("hermes", _parse_hermes, "qwen_3")
 FAMILIES = (
-    Family("deepseek-v3", ("'```json'",), _parse_deepseek, "deepseek_r1"),
-    Family("deepseek", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",), _parse_deepseek, "deepseek_v3_1"),
-    Family("mistral", ("[TOOL_CALLS]",), _parse_mistral),
-    Family("glm", ("<arg_key>",), _parse_glm),
-    Family("llama", ("<|python_tag|>", "ipython<|end_header_id|>"), _parse_llama, "llama", parallel=False),
-    Family("hermes", ("<tool_call>",), _parse_hermes, "qwen_3"),
+    HERMES,
+    Family("xml", functools.partial(_parse_xml, begin="<tool_call>"), "qwen_3_5"),
+    Family("minimax", functools.partial(_parse_xml, begin="<minimax:tool_call>"), "minimax"),
+    Family("seed", functools.partial(_parse_xml, begin="<seed:tool_call>")),
+    Family("glm", _parse_glm),
+    Family("mistral", _parse_mistral),
+    Family("deepseek-v3", _parse_fenced, "deepseek_r1"),
+    Family("deepseek", _parse_deepseek, "deepseek_v3_1"),
+    Family("kimi", _parse_kimi, "kimi", names_ids=True),
+    Family("harmony", _parse_harmony, "harmony", parallel=False, split=split_channels),
+    Family("llama", _parse_llama, "llama", parallel=False),
+    Family("python", _parse_list),
 )
+"""Families in the order in which they are tried. HERMES also reads the turns of templates without calls."""

@@ -16,6 +16,8 @@ from rl.data.special_tokens import hide, show, special_ids
 
 QUESTION = {"role": "user", "content": "question"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
+NAMED_CALL = {**CALL, "id": "functions.lookup:0"}
+"""A call whose id names the function, as Kimi's template requires."""
 REPLY = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "b"}
 TOOL = {
     "type": "function",
@@ -25,6 +27,21 @@ TOOL = {
         "parameters": {
             "type": "object",
             "properties": {"key": {"type": "string", "description": "The key."}},
+            "required": ["key"],
+        },
+    },
+}
+_VALUES = {"key": 'a "word" <b>', "number": 3, "flag": True, "several": [1, "a"]}
+_TYPES = {"key": "string", "number": "integer", "flag": "boolean", "several": "array"}
+PROBE = {**CALL, "function": {"name": "lookup", "arguments": _VALUES}}
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look a key up.",
+        "parameters": {
+            "type": "object",
+            "properties": {key: {"type": kind, "description": key} for key, kind in _TYPES.items()},
             "required": ["key"],
         },
     },
@@ -215,9 +232,10 @@ class ChatTemplate:
         }
 
     def _find_call_form(self) -> tuple[str | None, bool] | None:
-        turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        for form in (("", False), (None, False), ("", True), (None, True)):
+        forms = [(empty, as_text) for as_text in (False, True) for empty in ("", None)]
+        for form, call in [(form, call) for call in (CALL, NAMED_CALL) for form in forms]:
             self.call_form = form
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
                 text = self.render([QUESTION, turn])
             except ValueError:
