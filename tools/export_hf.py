@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def export(ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
-    from rl.checkpoint.directory import complete
+    from rl.checkpoint.directory import CONFIG, complete
     from rl.config.options import load
     from rl.config.schema import Config, Training
     from rl.models import read_hf_config, rope
@@ -75,9 +75,11 @@ def export(ranks, args: argparse.Namespace) -> None:
             steps = ", ".join(f"step {step}" for step in sorted(found))
             remedy = f"use --step with one of {steps}" if found else "save one (checkpoint.every) first"
             raise ValueError(f"{store.directory} has no complete checkpoint{asked}; {remedy}.")
+        saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
+        # Not that of the first start: a resume may have changed the model's path or its scaling.
+        config = replace(load(Config, saved.path / CONFIG), run=config.run)
         if args.adapter and not config.adapter.is_on:
             raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")
-        saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
         hf = rope.scaled(read_hf_config(config.model.path), config.model.rope_scaling)
         spec = ModelSpec(config.model.path, hf, config.model.dtype)

@@ -58,12 +58,13 @@ def replay(ranks, args: argparse.Namespace) -> int:
     from rl.engines.inputs import Inputs
     from rl.engines.memory import MemorySharing
     from rl.rollout.stored_log import DIRECTORY, Replay, load
+    from rl.run_directory.record import config_of_step
     from rl.runtime.collectives import gather_objects
     from rl.runtime.session import session
     from rl.training.grid import build_grid
 
     with session(ranks) as device:
-        config = load_config(Config, Path(args.run_dir, "config.yaml"))
+        config = load_config(Config, config_of_step(args.run_dir, args.step))
         run = replace(config.run, dir=args.run_dir)  # it may have moved
         model = replace(config.model, path=args.weights or config.model.path)
         config = replace(config, run=run, model=model, reward=Reward(), roles=Roles())

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,22 @@ def record_run(config: Config, last_step: int, *, world_size: int, start_up_s: M
     shutil.copy(ROOT / "train_rl.py", code)
     for file in own_files(config):
         shutil.copy(file, code)
+
+
+def config_of_step(run_dir: str | Path, step: int) -> Path:
+    """Return the config of the start that took a step: the last start after a step before it.
+
+    Example: after starts at steps 0, 20 and, from an older checkpoint, 10, step 15 is that of the third.
+    """
+    starts = []
+    for path in Path(run_dir).glob("config*.yaml"):
+        match = re.fullmatch(r"config(-after-step-(\d+))?\.yaml", path.name)
+        if match and int(match[2] or 0) < step:
+            written = Path(run_dir, f"environment{match[1] or ''}.json")
+            starts.append((json.loads(written.read_text())["time"] if written.is_file() else 0.0, path))
+    if not starts:
+        raise ValueError(f"{run_dir} has no config.yaml, so it is not the directory of a run; name another.")
+    return max(starts)[1]
 
 
 @functools.cache

@@ -1,4 +1,5 @@
 import errno
+import json
 import shutil
 
 import pytest
@@ -22,3 +23,15 @@ def test_a_full_disk_in_start_up_is_one_sentence(tmp_path, monkeypatch):
         with record.writing(tmp_path):
             record.record_run(config, 0, world_size=1, start_up_s={})
     assert str(found.value).startswith(f"run.dir={tmp_path} ") and len(str(found.value)) < 500
+
+
+def test_a_step_has_the_config_of_the_start_that_took_it(tmp_path):
+    for time, mark in enumerate(("", "-after-step-20", "-after-step-10")):
+        (tmp_path / f"config{mark}.yaml").write_text("")
+        (tmp_path / f"environment{mark}.json").write_text(json.dumps({"time": time}))
+    (tmp_path / "config-mine.yaml").write_text("")
+    found = [record.config_of_step(tmp_path, step).name for step in (1, 10, 11, 20, 21)]
+    first, second = "config.yaml", "config-after-step-10.yaml"
+    assert found == [first, first, second, second, second]
+    with pytest.raises(ValueError, match="has no config.yaml"):
+        record.config_of_step(tmp_path / "none", 3)
