@@ -307,10 +307,9 @@ class CheckpointStore:
             )
         return saved
 
-    def resume_of(self, saved: Saved) -> str:
-        """Return checkpoint.resume of the start that wrote a checkpoint."""
-        text = _read_on_rank_0(lambda: (saved.path / on_disk.CONFIG).read_text())
-        return yaml.safe_load(text)["checkpoint"]["resume"]
+    def config_of(self, saved: Saved) -> dict:
+        """Return the config of the start that wrote a checkpoint."""
+        return yaml.safe_load(_read_on_rank_0(lambda: (saved.path / on_disk.CONFIG).read_text()))
 
     def _newest_in(self, directory: Path) -> Saved | None:
         problem, own = None, directory == self.directory

@@ -9,6 +9,7 @@ neither torch nor Megatron nor vLLM, so that `--help` and a config error take a 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from rl.config import ranges
@@ -46,7 +47,8 @@ T = TypeVar("T")
 @dataclass
 class Run:
     name: str = "run"
-    """Name of the run; also the last part of the default `run.dir`."""
+    """Name of the run; also the last part of the default `run.dir`. With a config file the default is the
+    file's name without its extension."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
     mode: Literal["train", "check", "rollout_only", "score_only", "train_only"] = "train"
@@ -332,6 +334,9 @@ class Checkpoint:
     """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: begin at step
     0; refused if `run.dir` holds checkpoints of a run that began otherwise. A path: as auto, but a run whose
     `run.dir` holds none yet begins with that checkpoint, or with the newest of that run directory."""
+    accept_changes: bool = False
+    """Continue from checkpoints in `run.dir` whose run had another name, algorithm, reward, data or model.
+    false: refuse; other keys that differ are printed (docs/checkpoints.md)."""
     weights_only: bool = False
     """With a path in `resume`: load only the weights and begin at step 0, with a new optimizer. They are then
     the reference policy too, so the path must remain."""
@@ -429,7 +434,8 @@ def derived_keys(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
 def _load(path: str | None, overrides: Sequence[str]) -> tuple["Config", "Config", list[Consequence]]:
     """Return the config with and without what follows from it, and what follows."""
     raw = read(path, overrides)
-    defaults = dict(describe(expand_paths(build(Config, raw)).algorithm).defaults)
+    defaults: dict[str, Any] = {"run.name": Path(path).stem} if path else {}
+    defaults |= describe(expand_paths(build(Config, raw)).algorithm).defaults
     before = build(Config, raw, defaults)
     found = list(consequences(before))
     return build(Config, raw, defaults | {each.key: each.value for each in found}), before, found

@@ -14,27 +14,41 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.phases.phases import Phases
 from rl.rollout.sampling import seed_of
+from rl.run.changes import check_changes
 from rl.run_directory.status import Status
 
 
 def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | None, Saved | None]:
     """Return the newest checkpoint of this run, and the one of checkpoint.resume if it is to be read.
 
-    Raises ConfigError, before any model is built, if checkpoint.resume=never and run.dir holds checkpoints of
-    an earlier run. Retention and the next resume would treat them as checkpoints of this run. A run that
-    began with `never` continues: after a stop or a requeue the same command is started again.
+    Raises ConfigError, before any model is built:
+
+    - if checkpoint.resume=never and run.dir holds checkpoints of an earlier run. Retention and the next
+      resume would treat them as checkpoints of this run. A run that began with `never` continues: after a
+      stop or a requeue the same command is started again.
+    - if the checkpoints of run.dir are those of another run (`rl.run.changes`).
+    - if the checkpoint of checkpoint.resume leaves no step to train.
     """
     newest, resume = store.newest(), config.checkpoint.resume
-    before = "" if newest is None or resume == "auto" else store.resume_of(newest)
+    written = {} if newest is None else store.config_of(newest)
+    before = written["checkpoint"]["resume"] if written and resume != "auto" else ""
     if resume == "never" and newest is not None and before != "never":
         raise ConfigError(
             f"checkpoint.resume=never, but {store.directory} holds checkpoints of an earlier run; "
             "set checkpoint.resume=auto to continue it, or another run.dir."
         )
+    if newest is not None:
+        check_changes(config, written, str(newest.path))
     if resume in ("auto", "never") or not (newest is None or config.checkpoint.weights_only):
         return newest, None
     # The run that `resume` names may have saved again since this one began.
     named = store.named(before if Path(before).is_relative_to(resume) else resume)
+    if newest is None and not config.checkpoint.weights_only and named.step >= config.run.max_steps:
+        raise ConfigError(
+            f"checkpoint.resume={resume} is at step {named.step}, but run.max_steps={config.run.max_steps} "
+            "counts all steps, so nothing would be trained; raise run.max_steps, or set "
+            "checkpoint.weights_only=true to begin at step 0 with its weights."
+        )
     store.config = replace(config, checkpoint=replace(config.checkpoint, resume=str(named.path)))
     return newest, named
 

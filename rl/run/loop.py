@@ -19,6 +19,7 @@ from rl.faults.agreement import fail_together
 from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
+from rl.run.changes import changes
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.run_log import RunLog, complete_metrics
 from rl.run.set_up import SetUp
@@ -49,8 +50,14 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
     store = CheckpointStore(config, fence=partial(check_lock, watchdog.lock))
     newest, named = find_checkpoint(config, store)
+    if newest is not None and (changed := changes(config, store.config_of(newest))):
+        words = ", ".join(f"{key}: {text}" for key, text in changed.items())
+        noun = "key differs" if len(changed) == 1 else "keys differ"
+        progress.line(f"{len(changed)} {noun} from {newest.path}: {words}")
     is_finished = is_complete(config, newest)
     if newest is not None and is_finished:
+        # The number of steps stays that of the run that ended, not the smaller one of this start.
+        status.write(max_steps=newest.step)
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if leads:
             complete_metrics(config, newest, partial(check_lock, watchdog.lock))

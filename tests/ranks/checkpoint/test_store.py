@@ -1,5 +1,6 @@
 """Checkpoints of a run: any layout continues what another one began; SFT runs show it in seconds."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file
 
 from tests import bounds
@@ -151,9 +153,23 @@ def test_resume_never_refuses_a_run_with_checkpoints(config, tmp_path):
     assert checkpoints(tmp_path) == ["step_000001"]
 
 
+def test_another_run_neither_continues_a_directory_nor_changes_its_status(config, tmp_path):
+    train(1, config, tmp_path, "run.max_steps=2")
+    with pytest.raises(RanksFailed) as failure:
+        train(1, config, tmp_path, "run.max_steps=1", "run.name=other")
+    assert failure.value.returncodes == [2] and "is that of another run, by its" in failure.value.stderr[0]
+    train(1, config, tmp_path, "run.max_steps=1", "training.optimizer.lr=1e-4")
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert [status[key] for key in ("state", "step", "max_steps")] == ["finished", 2, 2]
+
+
 def test_any_checkpoint_can_be_exported_in_another_layout(config, tmp_path):
     train(2, config, tmp_path, "run.max_steps=2", "checkpoint.export_hf=true")
     tool = ROOT / "tools" / "export_hf.py"
+    # The first start's model may have been moved; the checkpoint names the present one.
+    started = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    started["model"]["path"] = "/nowhere"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(started))
     run_ranks(2, tool, tmp_path, "--out", tmp_path / "now", "--pp", 2, timeout=120)
     run_ranks(1, tool, tmp_path, "--out", tmp_path / "first", "--step", 1, timeout=120)
     at_end, now, first = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "now", "first"))

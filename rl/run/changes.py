@@ -1,0 +1,78 @@
+"""Comparison of a run's config with that of the checkpoint from which it continues.
+
+A directory of another run must not be continued in silence: its checkpoint would be trained on with another
+reward, or count as the end of this run.
+"""
+
+from typing import Any
+
+import yaml
+
+from rl.config.options import ConfigError, flatten, to_yaml
+from rl.config.schema import Config
+
+IDENTITY = (
+    "run.name",
+    "algorithm",
+    "model.path",
+    "data.train",
+    "reward.function",
+    "reward.kwargs",
+    "reward.sources",
+    "reward.model.path",
+    "reward.judge.path",
+)
+"""Keys that say what a run is, besides the columns of its data."""
+UNNAMED = "run"
+"""Name of a run without a config file and, in checkpoints of earlier versions, of any unnamed run."""
+EXPECTED = ("run.dir", "run.max_steps", "run.max_time", "checkpoint.resume", "checkpoint.accept_changes")
+"""Keys whose change needs no line: it is why a run is started again."""
+
+
+def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
+    """Return `old -> new` by key for the keys that differ, without EXPECTED.
+
+    saved: config.yaml of the checkpoint. Keys that it lacks, of a later version, are not compared.
+    """
+    own, found = yaml.safe_load(to_yaml(config)), {}
+    for key in flatten(config):
+        before, after = _value(saved, key), _value(own, key)
+        if before is not _ABSENT and before != after and key not in EXPECTED:
+            found[key] = f"{_text(before)} -> {_text(after)}"
+    if _value(saved, "run.name") == UNNAMED:
+        found.pop("run.name", None)
+    return found
+
+
+def check_changes(config: Config, saved: dict[str, Any], place: str) -> None:
+    """Raise ConfigError if the config of the checkpoint in `place` is that of another run."""
+    if config.checkpoint.accept_changes:
+        return
+    found = changes(config, saved)
+    own = {key: text for key, text in found.items() if key in IDENTITY or _is_column(key)}
+    if own:
+        words = ", ".join(f"{key}: {text}" for key, text in own.items())
+        raise ConfigError(
+            f"run.dir={config.run.dir} is that of another run, by its checkpoint {place}: {words}; set "
+            "another run.dir, or checkpoint.accept_changes=true to continue with these changes."
+        )
+
+
+def _is_column(key: str) -> bool:
+    return key.startswith("data.") and key.endswith("_key")
+
+
+_ABSENT = object()
+
+
+def _value(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(tree, dict) or name not in tree:
+            return _ABSENT
+        tree = tree[name]
+    return tree
+
+
+def _text(value: Any) -> str:
+    text = str(value) if value != "" else "(empty)"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl.checkpoint.store import Saved
+from rl.config.options import ConfigError, to_yaml
+from rl.config.schema import load_config
+from rl.run.changes import changes
+from rl.run.checkpoints import find_checkpoint
+
+
+class Store:
+    """A run directory with one checkpoint, of step 150, and another run with one."""
+
+    def __init__(self, written, newest=True):
+        self.directory, self._written = Path("runs/a/checkpoints"), yaml.safe_load(to_yaml(written))
+        self._newest = Saved(150, self.directory / "step_000150") if newest else None
+
+    def newest(self):
+        return self._newest
+
+    def config_of(self, saved):
+        return self._written
+
+    def named(self, path):
+        return Saved(150, Path(path, "checkpoints/step_000150"))
+
+
+def config(*overrides):
+    return load_config(None, ["run.name=a", "data.train=[a.parquet]", "model.path=m", *overrides])
+
+
+CHANGED = [
+    "run.name=b",
+    "algorithm=ppo",
+    "model.path=n",
+    "data.train=[b.parquet]",
+    "data.prompt_key=question",
+    "reward.function=own.py:score",
+    "reward.kwargs={x: 1}",
+]
+
+
+@pytest.mark.parametrize("override", CHANGED)
+def test_the_directory_of_another_run_is_refused(override):
+    store, other, key = Store(config()), config("run.dir=runs/a", override), override.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"runs/a is that of another run, .*{key}: .* -> .*accept_changes"):
+        find_checkpoint(other, store)
+    accepted = config("run.dir=runs/a", override, "checkpoint.accept_changes=true")
+    assert find_checkpoint(accepted, store)[0].step == 150
+
+
+def test_keys_that_tune_a_run_are_printed_and_not_refused():
+    own = config("training.tp=2", "run.max_steps=200", "training.optimizer.lr=3e-6")
+    assert find_checkpoint(own, Store(config()))[0].step == 150
+    found = changes(own, yaml.safe_load(to_yaml(config())))
+    assert found["training.tp"] == "1 -> 2" and found["training.optimizer.lr"].endswith("-> 3e-06")
+    assert "run.max_steps" not in found
+
+
+def test_unnamed_runs_and_keys_of_later_versions_are_not_compared():
+    written = yaml.safe_load(to_yaml(config("run.name=run")))
+    del written["training"], written["reward"]["function"]
+    assert changes(config("training.tp=2", "reward.function=own.py:score"), written) == {}
+
+
+def test_a_checkpoint_of_the_last_step_is_not_trained_on_in_silence():
+    """The run would print that it is finished."""
+    store = Store(config(), newest=False)
+    begun = config("checkpoint.resume=runs/b", "run.max_steps=150", "run.dir=runs/c")
+    with pytest.raises(
+        ConfigError, match="resume=runs/b is at step 150, but run.max_steps=150 .*weights_only"
+    ):
+        find_checkpoint(begun, store)
+    for more in ("run.max_steps=151", "checkpoint.weights_only=true"):
+        begun = config("checkpoint.resume=runs/b", "run.max_steps=150", more)
+        assert find_checkpoint(begun, store)[1].step == 150
+
+
+def test_an_unnamed_run_takes_the_name_of_its_config_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model: {path: m}")
+    assert load_config(str(tmp_path / "mine.yaml")).run.dir == "runs/mine"
+    assert load_config(str(tmp_path / "mine.yaml"), ["run.name=b"]).run.dir == "runs/b"
+    assert load_config(None).run.dir == "runs/run"
