@@ -43,6 +43,7 @@ _CALLS = {
     "tgkill": (234, 131),
     "prctl": (157, 167),
     "prlimit64": (302, 261),
+    "socket": (41, 198),
     "socketpair": (53, 199),
     "fcntl": (72, 25),
     "ioctl": (16, 29),
@@ -123,6 +124,8 @@ def container_filter(machine: str, denied_calls: list[int], missing_calls: list[
     bodies = {
         "clone": _clone_rule((_CLONE_NEW, _DENY), otherwise=_ALLOW),
         "kill": _rule(0, [1], if_listed=_DENY, otherwise=_ALLOW),  # the kernel would ignore it silently
+        # AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. No namespace separates AF_VSOCK and AF_ALG.
+        "socket": _rule(0, [1, 2, 10, 16], otherwise=_FAIL | errno.EAFNOSUPPORT),
     }
     return _assemble(machine, bodies, denied_calls, missing_calls)
 

@@ -9,13 +9,19 @@ a root directory in a user and a mount namespace; the rest is the same for each:
 - no network but its own loopback, unless `network`
 - none of the host's files, variables, processes, and objects of System V IPC; /dev has the harmless devices
 - writes go to memory, at most `disk_mib`, and end with the container
-- `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms; `tasks` by
-  setrlimit (but for root) and counted; `wall_s` and `output_bytes` per command. An excess ends every process
+- `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms, with what the
+  node holds for them: shared mappings (their whole size), huge pages, page tables, descriptors (1,024 per
+  process), System V IPC, and socket buffers (unless `network`); memfd_create(2) is missing
+- `tasks` by setrlimit (but for root) and counted; `wall_s` and `output_bytes` per command
+- An excess ends every process
 - `cpus` processors by sched_setaffinity(2), which commands then cannot call; containers may share them
-- no capabilities, no further namespaces, and no system calls of `sandbox.DENIED_EVERYWHERE`
+- no capabilities, no further namespaces, no system calls of `sandbox.DENIED_EVERYWHERE`, and no sockets but
+  those of Unix, IP and netlink
 
 It protects against accidents and against what a policy finds while it searches for reward, not against bugs
-of the kernel. The load on caches and memory bandwidth, and the share of a processor, are not limited.
+of the kernel. The load on caches and memory bandwidth, and the share of a processor, are not limited. Between
+two counts a program can take more memory than its limit, and a shared mapping that it fills and unmaps in
+part counts with what is left of it.
 """
 
 import base64
@@ -134,7 +140,7 @@ class Container:
             "runtime_environment": {"PATH": PATH, "USER": "root", "HOME": "/"},
             "cpus": random.SystemRandom().sample(own, min(cpus or len(own), len(own))),
             "denied_calls": sandbox.call_numbers(denied, machine),
-            "missing_calls": sandbox.call_numbers(sandbox.MISSING, machine),
+            "missing_calls": sandbox.call_numbers(f"{sandbox.MISSING}, {sandbox.MEMFD}", machine),
         }
         self._process = subprocess.Popen(
             [os.path.realpath(sys.executable), "-I", "-S", "-B", str(_CHILD)],
@@ -281,12 +287,15 @@ def describe(*, runtime: str, network: bool, cpus: int, **settings: Any) -> str:
     found, program = find_runtime(runtime)
     gaps = [
         "memory and processes are counted every 50 ms, because no control group is used",
+        "a shared mapping that is filled and unmapped in part counts with what is left of it",
         "containers of a worker process share its processors",
     ]
     if os.geteuid() == 0:
         gaps.append("the run is root's, whose processes the kernel does not count")
     if network:
-        gaps.append("they have the node's network and its abstract sockets")
+        gaps.append(
+            "they have the node's network and its abstract sockets, and socket buffers are not counted"
+        )
     return (
         f"containers by {found.name} ({program}), each with at most {settings['memory_mib']} MiB, "
         f"{settings['tasks']} processes, {f'{cpus} processors' if cpus else 'no limit of processors'} and "

@@ -56,6 +56,8 @@ keyctl 250 219, add_key 248 217, request_key 249 218
 name_to_handle_at 303 264, open_by_handle_at 304 265"""
 """System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
 SET_AFFINITY = "sched_setaffinity 203 122"
+MEMFD = "memfd_create 319 279, memfd_secret 447 447"
+"""System calls for memory that no process of a container need map; callers then use /dev/shm."""
 _DENIED = f"""\
 {DENIED_EVERYWHERE}
 # Sockets of every family: AF_UNIX reaches munged, dockerd and D-Bus. Without a socket, bind, connect and the
@@ -72,7 +74,7 @@ ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 27
 pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, migrate_pages 256 238
 move_pages 279 239
 # Memory and files that no limit counts: sendmsg can put descriptors of unlinked files into a socket.
-memfd_create 319 279, memfd_secret 447 447, sendmsg 46 211, sendmmsg 307 269
+{MEMFD}, sendmsg 46 211, sendmmsg 307 269
 # Events of files that the program may not read, which Landlock does not restrict.
 fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27
 # Objects that outlive the process, and those of the user's other processes.

@@ -87,6 +87,77 @@ def test_a_hostile_program_gets_an_error(container, attack):
     assert after.stdout.startswith("alive"), after
 
 
+HELD = """
+import ctypes, mmap, os, socket, time
+libc, mib = ctypes.CDLL(None), 1 << 20
+def fill(memory, size):
+    for at in range(0, size, 4096): memory[at] = 1
+def stuff(*sockets):
+    for one in sockets:
+        one.setblocking(False)
+        try:
+            while True: one.send(bytes(65536))
+        except BlockingIOError: pass
+"""
+KEEPS = {
+    "a shared mapping": "x = mmap.mmap(-1, 300 * mib); fill(x, 300 * mib)",
+    "a shared mapping filled by a process that ended": """
+x = mmap.mmap(-1, 300 * mib)
+if os.fork() == 0: fill(x, 300 * mib); os._exit(0)
+os.wait()""",
+    "a shared mapping of a device": """
+x = mmap.mmap(os.open('/dev/zero', os.O_RDWR), 300 * mib); fill(x, 300 * mib)""",
+    "many shared mappings": "x = [mmap.mmap(-1, mib) for _ in range(300)]; [fill(one, mib) for one in x]",
+    "a shared segment": """
+libc.shmat.restype = ctypes.c_void_p
+n = libc.shmget(0, 300 * mib, 0o1600); p = libc.shmat(n, None, 0)
+ctypes.memset(p, 1, 300 * mib); libc.shmdt(ctypes.c_void_p(p))""",
+    "semaphores": "for _ in range(200): libc.semget(0, 30000, 0o1600)",
+    "messages": """
+m = (ctypes.c_char * 8008)(1)
+for _ in range(20000):
+    n = libc.msgget(0, 0o1600)
+    libc.msgsnd(n, m, 8000, 0o4000); libc.msgsnd(n, m, 8000, 0o4000)""",
+    "buffers of Unix sockets": """
+x = [socket.socketpair() for _ in range(500)]
+for pair in x: stuff(*pair)""",
+    "buffers of TCP": """
+l = socket.create_server(('127.0.0.1', 0)); x = []
+for _ in range(300):
+    x += (socket.create_connection(l.getsockname()), l.accept()[0]); stuff(*x[-2:])""",
+    "page tables": """
+x = mmap.mmap(-1, 1 << 38, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, mmap.PROT_READ)
+x.madvise(15)
+for at in range(0, 1 << 38, 1 << 21): x[at]""",
+}
+REFUSED = {
+    "a file in memory": ("os.memfd_create('x')", "OSError"),
+    "its input": ("os.write(os.open('/proc/self/fd/0', os.O_RDWR), b'x')", "PermissionError"),
+    "descriptors": ("[os.dup(0) for _ in range(5000)]", "Too many open files"),
+    "sockets of the hypervisor": ("socket.socket(40, socket.SOCK_STREAM)", "not supported"),
+    "sockets of the kernel's ciphers": (
+        "socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET)",
+        "not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("kept", KEEPS)
+def test_memory_counts_wherever_the_node_holds_it(runtime, image, kept):
+    limits = Limits(wall_s=30, memory_mib=128, disk_mib=8, files=100, tasks=8, output_bytes=10_000)
+    with Container(Image(str(image)), runtime=runtime, limits=limits) as small:
+        outcome = small.run(["python3", "-c", f"{HELD}{KEEPS[kept]}\ntime.sleep(60)"], merge=True)
+        assert outcome.end == "memory", outcome
+        assert small.run(["sh", "-c", "echo alive"]).stdout == "alive\n"
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_a_container_is_refused_what_no_limit_counts(container, way):
+    source, error = REFUSED[way]
+    outcome = container.run(["python3", "-c", HELD + source], merge=True)
+    assert not outcome.ok and error in outcome.stdout, outcome
+
+
 def test_commands_stay_on_their_processors(runtime, image):
     every = sorted(os.sched_getaffinity(0))
     source = f"import os; print(len(os.sched_getaffinity(0))); os.sched_setaffinity(0, {every})"
