@@ -46,9 +46,9 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
             raise ValueError(f"{prompt.place}: {error}") from error
     tried = [prompt for prompt in prompts if mixture.tries_truths(prompt.data_source)]
     tried = tried[:: -(-len(tried) // TRIED) or 1][rank::world]
-    pool.score([arguments(prompt, None) for prompt in tried])
+    pool.score([arguments(prompt, None) for prompt in tried], logs=False)
     for number, reason in pool.failures.items():
-        raise ValueError(f"{tried[number].place}: {reason}")
+        raise ValueError(f"{tried[number].place}: {reason.removeprefix('ValueError: ')}")
 
 
 def arguments(prompt: Prompt, response: str | None) -> dict:

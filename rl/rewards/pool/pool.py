@@ -65,12 +65,13 @@ class ScoringPool(Pool[ScoringWorker]):
         self.on_answer: Callable[[int, float], None] | None = None
         """Called after each answer with the worker's number, and time.monotonic() of the answer before."""
 
-    def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Score]:
+    def score(self, samples: Sequence[Mapping[str, Any]], *, logs: bool = True) -> list[Score]:
         """Return one Score per sample, in order, with `score`, `failed` and the function's other values.
 
         A sample whose call raises, exceeds the time limit, ends its process or returns no finite score gets
-        {"score": failure_score, "failed": 1.0}. The number of failures and the first one are logged as a
-        warning; the same failure is described once per process. No exception of a reward function is raised.
+        {"score": failure_score, "failed": 1.0}. With `logs` the number of failures and the first one are a
+        warning in the log; the same failure is described once per process. No exception of a reward function
+        is raised.
 
         If a worker dies or blocks during concurrent async calls, these are repeated in ever smaller groups
         until the failing call is isolated.
@@ -94,7 +95,7 @@ class ScoringPool(Pool[ScoringWorker]):
         for worker in self.all:
             worker.request_sweep()
         self.reap(wait=False)
-        return self._to_scores(jobs)
+        return self._to_scores(jobs, logs=logs)
 
     # ---- workers ----
 
@@ -165,10 +166,10 @@ class ScoringPool(Pool[ScoringWorker]):
             jobs.give_back(left[len(left) // 2 :])
             jobs.give_back(left[: len(left) // 2])
 
-    def _to_scores(self, jobs: "_Jobs") -> list[Score]:
+    def _to_scores(self, jobs: "_Jobs", *, logs: bool) -> list[Score]:
         failures = {i: outcome for i, outcome in enumerate(jobs.outcomes) if isinstance(outcome, str)}
         self.failures = {i: last_sentence(reason) for i, reason in failures.items()}
-        if failures:
+        if failures and logs:
             first = next(iter(failures.values()))
             log.warning(
                 "the reward function failed on %d of %d samples, which get the score %g; the first failure%s",
