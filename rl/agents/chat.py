@@ -15,6 +15,7 @@ If none of them keeps the earlier tokens, `Chat.extend` returns None.
 """
 
 import functools
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,11 @@ from rl.data.chat_template import (
     ChatTemplate,
     kept_ids,
 )
+from rl.data.completeness import Completeness, texts_of
 from rl.data.messages import MessageReader
 from rl.data.special_tokens import decode_responses, encode, hide
+
+log = logging.getLogger(__name__)
 
 # Stand for the parts of a sampled turn in a rendering. A turn's own text could contain special tokens as
 # text, and malformed arguments make templates fail.
@@ -93,7 +97,8 @@ class Chat:
         self._kept = kept_ids(tokenizer, ["auto"], ends) if kept is None else kept
         self._family, self._reads_calls = HERMES, True
         self._takes_reasoning = self._template.reasoning_key is not None
-        self._reader = MessageReader(tokenizer, reads_images=True)
+        self._reader = MessageReader(self._template, reads_images=True)
+        self._completeness = Completeness(self._template)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._opens_thinking = self._thinks = False
         self._tags = next((tags for tags in TAGS if tags[1] in self._template.text), TAGS[0])
@@ -152,6 +157,31 @@ class Chat:
     def normal(self, messages: Messages) -> Messages:
         """Return messages in the form of templates. Raises ValueError for what is no message."""
         return messages if self._is_plain(messages) else self._reader.normal(messages)
+
+    def refuse_lost(self, messages: Messages, tools: Sequence[dict]) -> None:
+        """Raise ValueError if the policy would not see a message of its environment, or a tool.
+
+        Tools that the template leaves out may be described by the messages, which must have their names. The
+        policy's own turns are not compared: their tokens are in the context.
+        """
+        if not self._is_plain(messages):
+            shown = self._shown(tools)
+            text = self._template.render(messages, shown)
+            options = dict(generation_prompt=True, with_turns=False)
+            self._completeness.check(messages, shown, text, **options)
+            if shown:
+                return
+        text = "".join(text for message in messages for text in texts_of(message))
+        if lost := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]:
+            raise ValueError(
+                f"the policy would not see the tool {lost[0]!r}: the chat template of "
+                f"{self.tokenizer.name_or_path} leaves tools out, and the first messages do not name it; use "
+                "a template with tools, or describe the tools in the messages of reset"
+            )
+
+    def _shown(self, tools: Sequence[dict]) -> Sequence[dict]:
+        """Return the tools if the template renders tools, else none."""
+        return tools if self._template.shows_tools else ()
 
     def as_messages(self, token_ids: np.ndarray) -> Messages:
         """Return a context as one text, for a conversation whose messages are unknown."""
@@ -308,6 +338,15 @@ class Chat:
         messages = [*(opening or [QUESTION])]
         if tools and self.call_problem:
             raise ValueError(self.call_problem)
+        if tools and self._template.text:
+            turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+            self.refuse_lost([{**QUESTION, "content": str(tools)}, turn, REPLY], tools)
+            if not self._template.shows_tools:
+                log.warning(
+                    "the chat template of %s leaves tools out: the policy sees only what the environment's "
+                    "messages say of them",
+                    self.tokenizer.name_or_path,
+                )
         if self.on_rewrite != "refuse" or self._is_plain(messages):
             return
         context = self.open(messages, tools)

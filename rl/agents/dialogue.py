@@ -30,7 +30,7 @@ from rl.agents.chat import TooLong
 from rl.agents.environment import OF_LIMITS, Failure, Reply, Run, Score, Step, ToolCalls
 from rl.agents.pool import once, to_row
 from rl.agents.replica_environments import Environments
-from rl.agents.session import Session, address_of
+from rl.agents.session import Session, address_of, refuse_unoffered
 from rl.agents.trajectory import Diverged, Limits, Row, Trajectory, log_of
 from rl.config.schema import Config
 from rl.rollout.events import Abort, Event
@@ -349,6 +349,7 @@ class Trajectories(Dialogue):
         session.tools, session.drives = reply.tools, reply.drives
         try:
             session.messages = self._chat.normal(session.sight.take(reply.messages))
+            refuse_unoffered(session.start.prompt, session)
         except ValueError as error:
             self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
             return
@@ -378,6 +379,7 @@ class Trajectories(Dialogue):
         """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
         try:
             limit = self._limits.context_tokens
+            self._chat.refuse_lost(session.messages, session.tools)
             token_ids = self._chat.open(session.messages, session.tools, limit)
             session.trajectory.begin_row(session.sight.begin(token_ids))
             session.context = list(session.messages)
@@ -576,6 +578,8 @@ class Trajectories(Dialogue):
         """Return the whole context of a request, int32 [C]."""
         if asked.token_ids is not None:
             return asked.token_ids
+        if asked.messages:
+            self._chat.refuse_lost(asked.messages, asked.tools)
         return self._chat.open(asked.messages or [], asked.tools, self._limits.context_tokens)
 
     def _answer(self, session: Session, context: np.ndarray, completion: Completion, message: dict) -> None:

@@ -42,6 +42,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.agents.environment import Messages
 from rl.agents.tool_calls import read_arguments
+from rl.data.messages import ALIASES
 
 NO_TRAJECTORY = "the API key belongs to no open trajectory"
 MODEL = "policy"
@@ -369,8 +370,7 @@ def normalise(messages: Messages) -> Messages:
                 raise Refused("only messages of text are supported")
             content = "".join(part["text"] for part in content)
         message["content"] = content
-        if message["role"] == "developer":
-            message["role"] = "system"
+        message["role"] = ALIASES.get(str(message["role"]), message["role"])
         if calls := message.pop("tool_calls", None):
             message["tool_calls"] = [_normal_call(call) for call in calls]
         normal.append(message)

@@ -10,6 +10,7 @@ from rl.agents.chat import Chat
 from rl.agents.environment import Messages, Reply, answer_digest
 from rl.agents.sight import Sight
 from rl.agents.trajectory import Trajectory
+from rl.data.prompts import Prompt
 from rl.rollout.source import Start
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
@@ -131,6 +132,21 @@ class Session:
     @property
     def address(self) -> str:
         return address_of(self.start)
+
+
+def refuse_unoffered(prompt: Prompt, session: Session) -> None:
+    """Raise ValueError if a row has tools that its environment does not offer.
+
+    Agents that call the engine themselves name their tools in each request.
+    """
+    offered = {tool["function"]["name"] for tool in session.tools}
+    named = [tool.get("function", tool)["name"] for tool in prompt.tools]
+    lost = [name for name in named if name not in offered]
+    if lost and session.drives != "run":
+        raise ValueError(
+            f"column 'tools' of {prompt.place} has {lost[0]!r}, which the environment does not offer; add it "
+            "to agents.tools, or rename the column"
+        )
 
 
 def address_of(start: Start) -> str:

@@ -178,6 +178,13 @@ class ChatTemplate:
                 return key
         return None
 
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template renders the schemas of tools."""
+        name = "strange_tool"
+        schema = {**TOOL, "function": {**TOOL["function"], "name": name}}
+        return name in self._try([QUESTION], [schema])
+
     def knows_role(self, role: str) -> bool:
         """Return whether the template renders messages of a role otherwise than those of an unknown one."""
         if role not in self._roles:
@@ -194,10 +201,11 @@ class ChatTemplate:
             )
         return self._roles[role]
 
-    def _try(self, messages: Sequence[dict]) -> str:
+    def _try(self, messages: Sequence[dict], tools: Sequence[dict] = ()) -> str:
         """Return the messages as the template renders them without any change; "" if it rejects them."""
+        options = {"tools": list(tools) or None, **self.kwargs}
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **self.kwargs)
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         except (jinja2.TemplateError, TypeError, AttributeError):
             return ""
 

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.chat_template import REASONING_KEYS, Spans
+from rl.data.chat_template import REASONING_KEYS, Spans, template_of
 from rl.data.completeness import LeftOut, squeeze
 from rl.data.messages import MessageReader, Messages, tools_of
 from rl.data.prompts import AGENT_COLUMNS, Prompt, data_source, extra_info, refuse_two_bos, within_limit
@@ -72,7 +72,7 @@ def load_chats(
         optional=["data_source", "reward_model", "extra_info", "tools", *AGENT_COLUMNS],
         max_rows=max_chats,
     )
-    reader = MessageReader(tokenizer, reads_weights=True)
+    reader = MessageReader(template_of(tokenizer), reads_weights=True)
     turns = AssistantTurns(reader, end_token_ids)
     chats = [
         turns.find(_messages(row, messages_key, reader), tools_of(row), row, train_on=train_on)

@@ -61,40 +61,52 @@ class Completeness:
         """Kinds of chats of which the template renders all parts."""
 
     def check(
-        self, messages: Sequence[dict], tools: Sequence[dict], text: str, *, generation_prompt: bool
+        self,
+        messages: Sequence[dict],
+        tools: Sequence[dict],
+        text: str,
+        *,
+        generation_prompt: bool,
+        with_turns: bool = True,
     ) -> None:
         """Raise LeftOut if the text lacks a part of the messages or a tool.
 
-        generation_prompt: whether the text ends with it.
+        generation_prompt: whether the text ends with it. with_turns: whether messages of the assistant are
+            compared, too.
         """
-        kind = (*map(_kind, messages), len(tools), generation_prompt)
+        kind = (*map(_kind, messages), len(tools), generation_prompt, with_turns)
         if kind not in self._known:
-            stand_ins, schemas = stand_ins_of(messages, tools)
+            stand_ins, schemas = stand_ins_of(messages, tools, with_turns=with_turns)
             try:
                 shown = self._template.render(stand_ins, schemas, generation_prompt=generation_prompt)
             except ValueError:  # it reads the contents; they are compared themselves
                 stand_ins, schemas, shown = list(messages), list(tools), text
             shown = squeeze(self._template.show(shown))
-            real = [*self._parts(messages, tools, with_calls=True)]
-            for part, stand_in in zip(real, self._parts(stand_ins, schemas, with_calls=True), strict=True):
+            real = [*self._parts(messages, tools, with_calls=True, with_turns=with_turns)]
+            words = self._parts(stand_ins, schemas, with_calls=True, with_turns=with_turns)
+            for part, stand_in in zip(real, words, strict=True):
                 if not _is_in(stand_in.text, shown):
                     raise self._lost(part)
             self._known.add(kind)
         shown = squeeze(self._template.show(text))
-        for part in self._parts(messages, (), with_calls=False):
+        for part in self._parts(messages, (), with_calls=False, with_turns=with_turns):
             if not _is_in(part.text, shown):
                 raise self._lost(part)
 
-    def _parts(self, messages: Sequence[dict], tools: Sequence[dict], *, with_calls: bool) -> Iterator[Part]:
+    def _parts(
+        self, messages: Sequence[dict], tools: Sequence[dict], *, with_calls: bool, with_turns: bool
+    ) -> Iterator[Part]:
         """Yield the parts that the text must contain."""
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         for i, message in enumerate(messages):
+            if message["role"] == "assistant" and not with_turns:
+                continue
             name = f"message {i + 1} of {len(messages)} (role {message['role']})"
             calls = message.get("tool_calls") or []
             kind = "content beside calls" if calls else "content"
             reasons = self._template.reasoning_key is not None
             may_drop = message["role"] == "assistant" and i <= last and "</think>" in self._template.text
-            for content in _texts(message):
+            for content in texts_of(message):
                 content = content.rpartition("</think>")[2] if may_drop else content
                 if content.strip():
                     yield Part(kind, message["role"], f"the content of {name}", content)
@@ -129,7 +141,7 @@ def squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def _texts(message: dict) -> list[str]:
+def texts_of(message: dict) -> list[str]:
     """Return the texts of a message's content. Images are no text."""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -153,14 +165,19 @@ def _kind(message: dict) -> tuple:
         *sorted(message),
         message["role"],
         type(content),
-        tuple(bool(text.strip()) for text in _texts(message)),
+        tuple(bool(text.strip()) for text in texts_of(message)),
         "</think>" in str(content),
         tuple(bool(call["function"]["arguments"]) for call in calls),
     )
 
 
-def stand_ins_of(messages: Sequence[dict], tools: Sequence[dict]) -> tuple[list[dict], list[dict]]:
-    """Return messages and tools with a unique word in place of each text, name and argument."""
+def stand_ins_of(
+    messages: Sequence[dict], tools: Sequence[dict], *, with_turns: bool
+) -> tuple[list[dict], list[dict]]:
+    """Return messages and tools with a unique word in place of each text, name and argument.
+
+    with_turns: whether messages of the assistant are changed, too.
+    """
     count = 0
 
     def word(text: Any = "text") -> str:
@@ -179,6 +196,9 @@ def stand_ins_of(messages: Sequence[dict], tools: Sequence[dict]) -> tuple[list[
     found = []
     for message in messages:
         stand_in = dict(message)
+        if message["role"] == "assistant" and not with_turns:
+            found.append(stand_in)
+            continue
         if message.get("content"):
             stand_in["content"] = content(message["content"])
         if message.get("reasoning_content"):

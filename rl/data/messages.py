@@ -13,9 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from rl.data.chat_template import REASONING_KEYS, read_json, template_of
+from rl.data.chat_template import REASONING_KEYS, ChatTemplate, read_json
 from rl.data.completeness import Completeness
 from rl.data.reading import Row, describe
 
@@ -58,10 +56,8 @@ class MessageReader:
         reads_images: whether messages may have parts that are images.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, reads_weights: bool = False, reads_images: bool = False
-    ):
-        self.tokenizer, self.template = tokenizer, template_of(tokenizer)
+    def __init__(self, template: ChatTemplate, *, reads_weights: bool = False, reads_images: bool = False):
+        self.tokenizer, self.template = template.tokenizer, template
         self._reads_weights, self._reads_images = reads_weights, reads_images
         self._completeness = Completeness(self.template)
         self._changed: Counter[str] = Counter()

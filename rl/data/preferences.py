@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rl.data.chat_template import template_of
 from rl.data.chats import AssistantTurns, tokenize_chats
 from rl.data.messages import MessageReader, Messages, tools_of
 from rl.data.prompts import (
@@ -212,7 +213,7 @@ def _load(
     rows = read_rows(files, required=required, optional=["data_source", "tools"], max_rows=max_rows)
 
     column = prompt_key or next(iter(nouns))
-    reader = MessageReader(tokenizer, reads_weights=True)
+    reader = MessageReader(template_of(tokenizer), reads_weights=True)
     split = [_split(row, tuple(nouns), prompt_key, reader) for row in rows]
     templated = [not isinstance(prompt, str) for prompt, _ in split]
     tools = [tools_of(row) for row in rows]

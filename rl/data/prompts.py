@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from rl.data.chat_template import turn_marks
+from rl.data.chat_template import template_of, turn_marks
 from rl.data.messages import MessageReader, Messages, tools_of
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import encode, hide, show
@@ -155,7 +155,7 @@ def load_prompts(
         + ([images.column] if images else []),
         max_rows=max_prompts,
     )
-    reader = MessageReader(tokenizer, reads_images=images is not None)
+    reader = MessageReader(template_of(tokenizer), reads_images=images is not None)
     messages = [to_messages(row.values[prompt_key], row, reader, column=prompt_key) for row in rows]
     pictures: list[Sequence[Image]] = [images.of(row) if images else () for row in rows]
     if images:

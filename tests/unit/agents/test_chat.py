@@ -404,3 +404,25 @@ def test_a_games_text_is_no_special_token_after_a_plain_opening():
     messages = [opening, {"role": "assistant", "content": "2"}]
     added = chat.extend(chat.open([opening], []), turn, messages, [said], [])
     assert tokenizer_of("qwen3").eos_token_id not in added
+
+
+LOST = [
+    ("qwen3", [{"role": "critic", "content": "a"}], [], "has role 'critic'"),
+    ("deepseek-v3.1", [USER], [TOOL], "would not see the tool 'lookup'"),
+    ("mistral", [SYSTEM, USER, {"role": "assistant", "content": "a"}], [], "of message 1 of 3"),
+]
+
+
+@pytest.mark.parametrize(("family", "messages", "tools", "reason"), LOST)
+def test_what_the_policy_would_not_see_is_refused(family, messages, tools, reason):
+    chat = chat_of(family)
+    with pytest.raises(ValueError, match=reason):
+        chat.refuse_lost(chat.normal(messages), tools)
+    named = [{**USER, "content": "Use lookup."}]
+    chat.refuse_lost(chat.normal(named), tools)
+
+
+def test_messages_of_an_environment_are_read_like_those_of_data():
+    chat = chat_of("qwen3")
+    other = [{"role": "human", "value": [{"type": "text", "text": "a"}]}]
+    assert chat.normal(other) == [{"role": "user", "content": "a"}]
