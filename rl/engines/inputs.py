@@ -77,8 +77,12 @@ class Inputs:
         for model in on_grid:
             if model.reads_tokens:
                 self._same_tokens(model)
+        served = [models["judge"].path] if "judge" in models else []
         if (draft := config.rollout.draft.path) and needs_engine(config):
+            served.append(draft)
             self._same_tokens(RunModel("draft", "rollout.draft.path", draft, draft))
+        for path in served:  # vLLM alone loads them, later
+            check_files(path)
         if uses_teacher(config):
             self._check_teacher()
         check_has_experts(config, [files.hf for files in self.models.values()])
