@@ -1,0 +1,114 @@
+"""Count what the node holds for a container's processes; imported by container_child.py without the package.
+
+Called in process 1 of the container, whose /proc, IPC and network namespaces are those of the processes. Not
+counted: a shared mapping that was filled and unmapped in part, but for what is left of it.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+
+DESCRIPTORS, DESCRIPTOR_BYTES = 1024, 4096
+"""Maximum number of descriptors of a process, and what each one counts as memory: a pipe keeps two pages."""
+
+
+def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
+    """Return the sum, in bytes, of lines `name: number kB` of a file in /proc; 0 if the process has ended."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
+    return 0
+
+
+def held_bytes(found: list[int], limit: int, network: bool) -> int:
+    """Return the memory that the node holds for processes; more than `limit` exactly if it is more.
+
+    Pages that forks share count once, if that decides about the limit.
+    """
+    own = (b"RssAnon:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
+    kept = system_v_bytes() + (0 if network else socket_bytes())
+    kept += sum(descriptors(pid) for pid in found) * DESCRIPTOR_BYTES
+    if sum(_sum_of(f"/proc/{pid}/status", (b"VmSize:",)) for pid in found) + kept > limit:
+        kept += shared_bytes(found)
+    total = kept + sum(_sum_of(f"/proc/{pid}/status", own) for pid in found)
+    if total > limit:
+        total = kept + sum(_sum_of(f"/proc/{pid}/status", own[2:]) for pid in found)
+        total += sum(_sum_of(f"/proc/{pid}/smaps_rollup", (b"Pss_Anon:", b"SwapPss:")) for pid in found)
+    return total
+
+
+def descriptors(pid: int) -> int:
+    """Return the number of a process's descriptors; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
+
+
+def shared_bytes(found: list[int]) -> int:
+    """Return the size of shared mappings without a file. Pages that nobody maps any more stay in them."""
+    sizes: dict[bytes, int] = {}
+    for pid in found:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+            for line in file:
+                if line.endswith((b"/dev/zero (deleted)\n", b"/dev/zero\n")):
+                    span, rights, offset, _, inode, _ = line.split(None, 5)
+                    begin, end = (int(place, 16) for place in span.split(b"-"))
+                    if rights.endswith(b"s"):
+                        sizes[inode] = max(sizes.get(inode, 0), int(offset, 16) + end - begin)
+    return sum(sizes.values())
+
+
+def system_v_bytes() -> int:
+    """Return the memory of objects of System V IPC in this namespace, which need no process."""
+    total = 0
+    for name, columns, each in (
+        ("shm", ("rss", "swap"), 1),
+        ("msg", ("cbytes",), 1),
+        ("sem", ("nsems",), 64),
+    ):
+        with open(f"/proc/sysvipc/{name}") as file:
+            head = file.readline().split()
+            for line in file:
+                values = line.split()
+                total += sum(int(values[head.index(column)]) for column in columns) * each
+                total += int(values[head.index("qnum")]) * 64 if name == "msg" else 0
+    return total
+
+
+def socket_bytes() -> int:
+    """Return the buffers of all sockets of this network namespace, also of those in no process; sock_diag(7).
+
+    A kind of socket that the kernel does not tell about (CONFIG_UNIX_DIAG, CONFIG_INET_DIAG) counts as 0.
+    """
+    unix = struct.pack("BBxxIII8x", socket.AF_UNIX, 0, 0xFFFFFFFF, 0, 1 << 5)
+    netlink = struct.pack("BBxxII8x", socket.AF_NETLINK, 0xFF, 0, 1)
+    ips = [(family, kind) for family in (socket.AF_INET, socket.AF_INET6) for kind in (6, 17)]
+    asked = [(16, 5, unix), (28, 0, netlink)]
+    asked += [(72, 7, struct.pack("BBBxI48x", *ip, 1 << 6, 0xFFFFFFFF)) for ip in ips]
+    return sum(_diagnosed_bytes(*request) for request in asked)
+
+
+def _diagnosed_bytes(fixed: int, wanted: int, request: bytes) -> int:
+    """Return the sum over sockets of their attribute `wanted`, which follows `fixed` bytes."""
+    total = 0
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as diagnosis:
+        diagnosis.send(struct.pack("IHHII", 16 + len(request), 20, 0x301, 0, 0) + request)
+        while True:
+            data, at = diagnosis.recv(1 << 17), 0
+            while at < len(data):
+                length, kind = struct.unpack_from("IH", data, at)
+                if kind in (
+                    2,
+                    3,
+                ):  # an error, such as a kind of socket that the kernel does not have; the end
+                    return total
+                place, end = at + 16 + fixed, at + length
+                while place + 4 <= end:
+                    size, name = struct.unpack_from("HH", data, place)
+                    if name == wanted and size >= 36:  # received, sent or queued, reserved, backlog
+                        received, _, sent, _, reserved, queued, _, backlog = struct.unpack_from(
+                            "8I", data, place + 4
+                        )
+                        total += received + max(sent, queued) + reserved + backlog
+                    place += max(size + 3 & ~3, 4)
+                at += length + 3 & ~3
