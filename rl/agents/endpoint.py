@@ -4,10 +4,9 @@
     POST /inference/v1/generate    token ids in, token ids and log-probs out, in vLLM's form
 
 The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
-its requests. Every user of the node can connect, so the key is checked before a body is read. A connection
-that has shown no key is closed after KEY_S, or earlier if there are more than MAX_STRANGERS and the agents'
-own. A client that missed an answer sends its request again. A request that repeats the previous one of its
-session gets the same turn.
+its requests. Every user of the node can connect, so the key is checked before a body is read, and connections
+without a key are limited (`rl.runtime.strangers`). A client that missed an answer sends its request again. A
+request that repeats the previous one of its session gets the same turn.
 
 A handler only puts a request into a queue; the source of the engine's events takes it from there and answers
 its future:
@@ -43,6 +42,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.agents.environment import Messages
 from rl.agents.tool_calls import read_arguments
 from rl.data.messages import ALIASES
+from rl.runtime.strangers import Strangers
 
 NO_TRAJECTORY = "the API key belongs to no open trajectory"
 MODEL = "policy"
@@ -53,9 +53,6 @@ about 4 characters of text, at most 6 bytes each in JSON, or an id of 7 digits; 
 tools and keys of messages."""
 KEY_S, BODY_S = 10.0, 60.0
 """Seconds after its start in which a connection must show a key, and for the body of a request."""
-MAX_STRANGERS = 128
-"""Maximum number of connections that have shown no key, beside one per session, because all agents of a call
-may connect at once; beyond it the oldest is closed."""
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError)
 """Exceptions of reading a request; LookupError: an unknown encoding, OSError: a client that has gone."""
 IGNORED = ("refusal", "audio", "annotations", "function_call")
@@ -122,8 +119,6 @@ class Endpoint:
         """API key -> session."""
         self._turns: dict[str, dict[str, Future]] = {}
         """Session -> request -> its reply, for the requests without a reply and the last one."""
-        self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
-        """Connections that have shown no key, oldest first -> the timers that close them."""
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
@@ -159,6 +154,8 @@ class Endpoint:
     def _serve(self, started: "Future[int]") -> None:
         async def run() -> None:
             self._stop = asyncio.Event()
+            # Not at once, because a connection's handler may not have started yet.
+            self._strangers = Strangers[RequestHandler](lambda c: self._loop.call_soon(c.force_close), KEY_S)
             app = web.Application(client_max_size=self._max_body)
             app.router.add_post("/v1/chat/completions", self._answer(_read_chat, self._write_chat))
             app.router.add_post("/inference/v1/generate", self._answer(self._read_tokens, self._write_tokens))
@@ -189,15 +186,9 @@ class Endpoint:
             self._loop.close()
 
     def _admit(self, connection: RequestHandler) -> RequestHandler:
-        """Limit the time of a new connection without a key, and the number of such connections."""
-        if len(self._strangers) >= MAX_STRANGERS + len(self._sessions):
-            self._turn_away(next(iter(self._strangers)))
-        self._strangers[connection] = self._loop.call_later(KEY_S, self._turn_away, connection)
+        """Count a new connection as one without a key. All agents of a call may connect at once."""
+        self._strangers.admit(connection, beside=len(self._sessions))
         return connection
-
-    def _turn_away(self, connection: RequestHandler) -> None:
-        self._strangers.pop(connection).cancel()
-        self._loop.call_soon(connection.force_close)  # its handler may not have started yet
 
     def _answer(self, read: Callable[[dict], dict], write: Callable[[dict, EndpointReply], dict]):
         """Return a handler that reads a request, waits for its reply and writes it."""
@@ -206,8 +197,7 @@ class Endpoint:
             session = self._sessions.get(http.headers.get("Authorization", "").removeprefix("Bearer "))
             if session is None:
                 return _error(401, NO_TRAJECTORY)
-            if (timer := self._strangers.pop(http.protocol, None)) is not None:
-                timer.cancel()
+            self._strangers.forget(http.protocol)
             try:
                 body = await self._read_body(http)
                 fields = read(body) if body else {"messages": None, "token_ids": None}

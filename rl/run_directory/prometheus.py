@@ -8,19 +8,22 @@ A metric keeps its name as a label. One that some steps lack, such as those of v
 value. tools/grafana.json is a dashboard of these series.
 
 Other users of a node reach its ports, so a request must have the token of `<run.dir>/prometheus_token`, which
-only the run's user can read: the header `Authorization: Bearer TOKEN`.
+only the run's user can read: the header `Authorization: Bearer TOKEN`. Connections that send no request are
+limited (`rl.runtime.strangers`).
 """
 
+import asyncio
 import hmac
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from rl.config.schema import Config
+from rl.runtime.strangers import Strangers
 
 SERIES = {
     "lockstep_metric": "Last value of a metric of docs/metrics.md.",
@@ -28,9 +31,12 @@ SERIES = {
     "lockstep_time_seconds": "Unix time of the end of that step.",
 }
 
+REQUEST_S, MAX_HEAD = 10.0, 8192
+"""Seconds in which a connection must send its request, and the maximum length of the request in bytes."""
+
 
 class Prometheus:
-    name, package, cuts = "prometheus", "http.server", True
+    name, package, cuts = "prometheus", "asyncio", True
 
     def __init__(self, config: Config):
         self._run, self._port = config.run.name, config.logging.prometheus_port
@@ -38,7 +44,7 @@ class Prometheus:
         place = config.logging.prometheus
         self._file = Path(place, f"lockstep_{config.run.name}.prom") if place else None
         self._values: dict[str, float] = {}
-        self._server: ThreadingHTTPServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.text = ""
 
     def open(self, directory: Path, state: dict[str, Any]) -> None:
@@ -50,10 +56,20 @@ class Prometheus:
 
     def serve(self, port: int, token: str) -> int:
         """Answer requests with the token on the port, 0 for any free one; return its number."""
-        self._server = ThreadingHTTPServer((self._host, port), _page_of(self, token))
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
-        return self._server.server_port
+        listener = socket.create_server((self._host, port))
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(
+            target=self._answer, args=(self._loop, listener, token), name="prometheus", daemon=True
+        ).start()
+        return listener.getsockname()[1]
+
+    def _answer(self, loop: asyncio.AbstractEventLoop, listener: socket.socket, token: str) -> None:
+        strangers: Strangers[_Page] = Strangers(lambda page: page.end(), REQUEST_S)
+        made = loop.create_server(lambda: _Page(self, token, strangers), sock=listener)
+        server = loop.run_until_complete(made)
+        loop.run_forever()
+        server.close()
+        loop.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= values
@@ -74,9 +90,9 @@ class Prometheus:
             partial.replace(self._file)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
 
 
 def _token(path: Path) -> str:
@@ -90,27 +106,48 @@ def _token(path: Path) -> str:
     return token
 
 
-def _page_of(source: Prometheus, token: str) -> type[BaseHTTPRequestHandler]:
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            given = self.headers.get("Authorization", "").encode()
-            status, body = 200, source.text.encode()
-            if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                status, body = 401, b"the token is in prometheus_token of the run's directory\n"
-            elif self.path.partition("?")[0] != "/metrics":
-                status, body = 404, b"the metrics are at /metrics\n"
-            self.send_response(status)
-            if status == 401:
-                self.send_header("WWW-Authenticate", "Bearer")
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+class _Page(asyncio.Protocol):
+    """A connection: reads one request and answers it."""
 
-        def log_message(self, *args: Any) -> None:
-            """Write nothing to the run's log."""
+    _transport: asyncio.Transport
 
-    return Page
+    def __init__(self, source: Prometheus, token: str, strangers: Strangers["_Page"]):
+        self._source, self._expected, self._strangers = source, f"Bearer {token}".encode(), strangers
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._strangers.admit(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._strangers.forget(self)
+
+    def end(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, end, _ = self._received.partition(b"\r\n\r\n")
+        if not end and len(self._received) <= MAX_HEAD:
+            return
+        request, *lines = head.split(b"\r\n")
+        fields = {
+            name.strip().lower(): value.strip() for name, _, value in (li.partition(b":") for li in lines)
+        }
+        status, body = "200 OK", self._source.text
+        if not hmac.compare_digest(fields.get(b"authorization", b""), self._expected):
+            status = "401 Unauthorized\r\nWWW-Authenticate: Bearer"
+            body = "the token is in prometheus_token of the run's directory\n"
+        elif not request.startswith((b"GET /metrics ", b"GET /metrics?")):
+            status, body = "404 Not Found", "the metrics are at /metrics\n"
+        head = (
+            f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+            f"Content-Length: {len(body.encode())}\r\nConnection: close\r\n\r\n"
+        )
+        self._transport.write((head + body).encode())
+        self._transport.close()
 
 
 def _escaped(text: str) -> str:

@@ -29,6 +29,7 @@ from pathlib import Path
 from rl.runtime.job_key import NUM_BYTES, JobKey, is_proof, nonce, proof, share_file
 from rl.runtime.other_launchers import LAUNCHERS
 from rl.runtime.ranks import Ranks, tasks_of_nodes
+from rl.runtime.strangers import most_strangers
 
 FIRST_PORT, NUM_PORTS = 10000, 22000
 """Range of the ports, below Linux's default ephemeral range, which begins at 32768."""
@@ -40,8 +41,6 @@ JOIN_TIMEOUT = "LOCKSTEP_JOIN_TIMEOUT"
 JOIN_S = 60.0
 ANSWER_S = 2.0
 """Maximum wait for a connection or an answer of a listener, in seconds; another program may listen there."""
-MAX_UNPROVEN = 512
-"""Maximum number of connections that have not yet proved that they know the key; the oldest is closed."""
 MAX_LINE = 512
 """Maximum length of a rank's message, in bytes."""
 RETRY_S = 0.25
@@ -307,6 +306,7 @@ def _arrivals(
     poller = select.poll()
     poller.register(listener, select.POLLIN)
     clients: dict[int, _Client] = {}
+    most = most_strangers()
 
     def forget(fd: int) -> _Client:
         poller.unregister(fd)
@@ -320,7 +320,7 @@ def _arrivals(
                         client = _Client(listener.accept()[0])
                         clients[client.connection.fileno()] = client
                         poller.register(client.connection, select.POLLIN)
-                    if len(clients) > MAX_UNPROVEN:
+                    if len(clients) > most:  # the oldest is closed
                         forget(next(iter(clients))).connection.close()
                     continue
                 if fd not in clients or clients[fd].receive():

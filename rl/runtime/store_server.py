@@ -8,8 +8,8 @@ server: nonce; client: nonce, proof; server: proof. Then the client sends reques
 to each. A message is its length (4 bytes), its content and its proof (`Seal`). A request is one line of JSON,
 [operation, keys, argument], and then a value as it is.
 
-Connections without a proof do not delay others: they end after PROOF_S, and of more than MAX_UNPROVEN the
-oldest ends. This module imports only the standard library, so that it starts in a fraction of a second.
+Connections without a proof do not delay others (`rl.runtime.strangers`). This module imports only the
+standard library, so that it starts in a fraction of a second.
 """
 
 import asyncio
@@ -25,11 +25,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.runtime.job_key import NUM_BYTES, Seal, is_proof, nonce, proof
+from rl.runtime.strangers import Strangers
 
 PROOF_S = 5.0
 """Maximum time until a connection has sent its proof, in seconds."""
-MAX_UNPROVEN = 512
-"""Maximum number of connections that have not yet sent their proof."""
 MAX_BYTES = 1 << 30
 """Maximum length of a message, in bytes."""
 TO_SERVER, TO_CLIENT = "store to server", "store to client"
@@ -83,13 +82,9 @@ class Table:
 class Server:
     def __init__(self, secret: bytes):
         self.secret, self.table = secret, Table()
-        self.unproven: dict[Connection, asyncio.TimerHandle] = {}
+        self.strangers: Strangers[Connection] = Strangers(lambda connection: connection.end(), PROOF_S)
         self.waiting: defaultdict[str, set[Connection]] = defaultdict(set)
         """Connections that wait for a key."""
-
-    def limit_unproven(self) -> None:
-        while len(self.unproven) > MAX_UNPROVEN:
-            next(iter(self.unproven)).end()
 
     def wake(self, key: str) -> None:
         """Look again for the connections that wait for this key."""
@@ -113,17 +108,15 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(self._nonce)
-        self._server.unproven[self] = asyncio.get_running_loop().call_later(PROOF_S, self.end)
-        self._server.limit_unproven()
+        self._server.strangers.admit(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._stop_limit()
+        self._server.strangers.forget(self)
         if self._awaited is not None:
             self._stop_waiting()
 
     def end(self) -> None:
         """Close the connection at once."""
-        self._stop_limit()
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -132,11 +125,6 @@ class Connection(asyncio.Protocol):
             return
         while (message := self._next_message()) is not None:
             self._take(message)
-
-    def _stop_limit(self) -> None:
-        """Count this connection no longer among those that have not proved that they know the key."""
-        if timer := self._server.unproven.pop(self, None):
-            timer.cancel()
 
     def _take_proof(self) -> bool:
         """Return whether the client has proved that it knows the key."""
@@ -147,7 +135,7 @@ class Connection(asyncio.Protocol):
         if len(self._received) > 2 * NUM_BYTES or not is_proof(found, secret, TO_SERVER, *nonces):
             self.end()
             return False
-        self._stop_limit()
+        self._server.strangers.forget(self)
         self._received.clear()
         self._transport.write(proof(secret, TO_CLIENT, *nonces))
         received, sent = (Seal(secret, f"{label} message", *nonces) for label in (TO_SERVER, TO_CLIENT))

@@ -12,7 +12,8 @@ import pytest
 
 from rl.runtime.job_key import NUM_BYTES, proof
 from rl.runtime.job_store import JobStore, StoreError, StoreProcess, connect_to
-from rl.runtime.store_server import MAX_UNPROVEN, TO_SERVER
+from rl.runtime.store_server import TO_SERVER
+from rl.runtime.strangers import most_strangers
 from tests.spawn import ROOT
 
 SECRET = secrets.token_bytes(32)
@@ -87,7 +88,7 @@ def test_clients_without_the_key_learn_nothing_and_stop_nobody(address, store):
                 assert client.recv(100) == b""
     silent = []
     with contextlib.ExitStack() as stack:
-        for _ in range(MAX_UNPROVEN + 50):  # more than the server keeps
+        for _ in range(most_strangers() + 50):  # more than the server keeps
             silent.append(stack.enter_context(socket.create_connection(address)))
         assert connect_to(*address, SECRET).get("sample") == store.get("sample") == b"of the run"
         assert silent[0].recv(NUM_BYTES) and silent[0].recv(1) == b""  # the oldest was closed

@@ -16,13 +16,13 @@ from rl.runtime.ranks import discover
 from rl.runtime.rendezvous import (
     CANDIDATES,
     FIRST_PORT,
-    MAX_UNPROVEN,
     NUM_PORTS,
     candidate_ports,
     listen,
     listen_anywhere,
     outside_ephemeral_range,
 )
+from rl.runtime.strangers import most_strangers
 from tests.spawn import ROOT
 
 KEY = "the key of the jobs of these tests"
@@ -169,7 +169,7 @@ def test_clients_without_the_key_take_no_place_and_delay_nobody():
     address, callers = ("127.0.0.1", ports(81)[0]), []
     place = json.dumps(["81.0.0", 3, "node2"]).encode() + b"\n"
     old = b'lockstep 81.0.0\t[3, "node2"]\n'
-    silent = [b""] * (MAX_UNPROVEN + 20)
+    silent = [b""] * (most_strangers() + 20)
     for word in (*silent, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 600, old, bytes(64) + place):
         deadline = time.monotonic() + 60
         while True:

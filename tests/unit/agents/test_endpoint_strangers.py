@@ -11,6 +11,7 @@ import pytest
 from aiohttp.web_protocol import RequestHandler
 
 from rl.agents import endpoint as module
+from rl.runtime import strangers
 from tests.unit.agents.test_endpoint import TURNS, Consumer
 
 GUARD_S = 60.0
@@ -83,7 +84,7 @@ def test_slow_senders_without_a_key_are_closed(monkeypatch):
 
 
 def test_idle_connections_take_no_room(monkeypatch):
-    monkeypatch.setattr(module, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(strangers, "MOST", 8)
     with Consumer(TURNS[2:]) as consumer:
         idle = [connect(consumer) for _ in range(24)]
         for connection in idle[:16]:
@@ -93,10 +94,11 @@ def test_idle_connections_take_no_room(monkeypatch):
             connection.close()
 
 
-def test_agents_that_connect_together_are_all_served():
+def test_agents_that_connect_together_are_all_served(monkeypatch):
     """All agents of a call connect at its start; the connections of most were closed."""
+    monkeypatch.setattr(strangers, "MOST", 128)
     with Consumer([]) as consumer:
-        keys = [consumer.endpoint.open(f"{i}.0") for i in range(2 * module.MAX_STRANGERS)]
+        keys = [consumer.endpoint.open(f"{i}.0") for i in range(256)]
         connections = [connect(consumer) for _ in keys]
         for connection, key in zip(connections, keys, strict=True):
             head = START + f"Authorization: Bearer {key}\r\nContent-Length: {len(QUESTION)}\r\n\r\n".encode()

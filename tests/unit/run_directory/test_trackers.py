@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import threading
 import urllib.request
@@ -15,6 +16,7 @@ from rl.run_directory import metric_log, trackers
 from rl.run_directory.metric_log import MetricLog
 from rl.run_directory.prometheus import Prometheus
 from rl.run_directory.trackers import TrackerThread, followers, mlflow_name
+from rl.runtime.strangers import most_strangers
 
 
 class Recording:
@@ -151,6 +153,31 @@ def test_prometheus_answers_those_who_can_read_the_token(tmp_path):
             get(page, token)
         assert error.value.code == status
     tracker.close()
+
+
+def test_idle_connections_do_not_take_the_ranks_files_or_its_page(tmp_path):
+    """4,300 of them ended a run: each had a thread and an open file on rank 0."""
+    tracker = Prometheus(Config())
+    port = tracker.serve(0, "token")
+    before, idle = len(os.listdir("/proc/self/fd")), []
+    try:
+        for number in range(most_strangers() + 50):
+            idle.append(socket.create_connection(("127.0.0.1", port)))
+            if number % 2:
+                idle[-1].sendall(b"GET /metrics HTTP/1.1\r\nAuthorization: Be")
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/metrics", headers={"Authorization": "Bearer token"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert reply.status == 200
+        assert idle[0].recv(1) == b""  # the oldest was closed
+        num_served = len(os.listdir("/proc/self/fd")) - before - len(idle)
+        assert num_served <= most_strangers() + 3, "the page's own side of the connections"
+        assert [thread.name for thread in threading.enumerate()].count("prometheus") == 1
+    finally:
+        for connection in idle:
+            connection.close()
+        tracker.close()
 
 
 def test_a_missing_package_is_refused(monkeypatch):
