@@ -332,8 +332,9 @@ class Checkpoint:
     the next steps. The checkpoint becomes valid at the end of the step in which all ranks have written it."""
     resume: str = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: begin at step
-    0; refused if `run.dir` holds checkpoints of a run that began otherwise. A path: as auto, but a run whose
-    `run.dir` holds none yet begins with that checkpoint, or with the newest of that run directory."""
+    0, and after a stop continue the checkpoints of this run; those of a run that began otherwise are refused.
+    A path: as auto, but a run whose `run.dir` holds none yet begins with that checkpoint, or with the newest
+    of that run directory."""
     accept_changes: bool = False
     """Continue from checkpoints in `run.dir` whose run had another name, algorithm, reward, data or model.
     false: refuse; other keys that differ are printed (docs/checkpoints.md)."""

@@ -21,6 +21,7 @@ IDENTITY = (
     "reward.sources",
     "reward.model.path",
     "reward.judge.path",
+    "agents.environment",
 )
 """Keys that say what a run is, besides the columns of its data."""
 UNNAMED = "run"
