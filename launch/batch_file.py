@@ -153,10 +153,10 @@ def _header(resources: Resources, *, name: str, output: str, command: str, array
 
 
 def _pattern(directory: Path) -> str:
-    """Return a directory as sbatch writes it in the pattern of a file name. Raises ConfigError."""
+    """Return a directory, escaped for a pattern of file names as Slurm reads it. Raises ConfigError."""
     if "\\" in str(directory):
         raise ConfigError(
-            f"{directory} has a backslash, with which Slurm replaces no %j in the names of logs; rename it."
+            f"{directory} has a backslash, and Slurm then replaces no %j in the names of logs; rename it."
         )
     return str(directory).replace("%", "%%")
 

@@ -27,7 +27,7 @@ SILENT_S = 300.0
 UNREADABLE_RUN = "unreadable"
 """State of a run whose files cannot be read."""
 STATUS = dict(state="", step=None, max_steps=None, time=None, restarts=None, job="", reason="")
-"""What status.json holds; a file of another version may lack some."""
+"""Fields of status.json; a file of another version may lack some of them."""
 UNFINISHED = ("stopped", "failed", "lost", "unstarted")
 """States in which a run does not continue by itself."""
 
@@ -38,7 +38,7 @@ class RunState:
 
     directory: Path
     state: str
-    """queued, running, stopped (can continue), finished, failed, lost (no report of its end), unstarted,
+    """queued, running, stopped (can continue), finished, failed, lost (its end was not reported), unstarted,
     unreadable."""
     step: int | None = None
     max_steps: int | None = None
@@ -67,7 +67,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def _runs_at(place: Path) -> list[Path]:
-    """Return the run directories that a directory is or, as that of a sweep, names."""
+    """Return the run directories of a path: itself, or the runs that a sweep's directory names."""
     if (place / DIRECTORY / SWEEP).is_file():
         return [place / point["name"] for point in read_sweep(place)["points"]]
     files = (place / "status.json", place / "metrics.jsonl", place / DIRECTORY / JOBS)
@@ -75,7 +75,7 @@ def _runs_at(place: Path) -> list[Path]:
 
 
 def read_sweep(directory: Path) -> dict:
-    """Return the record of `launch sweep`: name, config and points. Raises ConfigError for none."""
+    """Return the record of `launch sweep`: name, config and points. Raises ConfigError if there is none."""
     path = directory / DIRECTORY / SWEEP
     if not path.is_file():
         raise ConfigError(f"{directory} holds no {DIRECTORY}/{SWEEP}; it is not the directory of a sweep.")
@@ -85,7 +85,7 @@ def read_sweep(directory: Path) -> dict:
         record["points"] = [dict(name=str(p["name"]), values=dict(p["values"])) for p in points]
         return record
     except UNREADABLE as error:
-        raise ConfigError(f"{path} is no record of a sweep: {in_words(error)}.") from error
+        raise ConfigError(f"{path} is not the record of a sweep: {in_words(error)}.") from error
 
 
 def note_job(directory: Path, job: str, **facts) -> None:
@@ -126,7 +126,7 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
 
 
 def _readable(directory: Path, read: Callable[[Path], RunState]) -> RunState:
-    """Return the state of a run, or that its files cannot be read."""
+    """Return the state of a run; UNREADABLE if its files cannot be read."""
     try:
         return read(directory)
     except UNREADABLE as error:
@@ -172,7 +172,7 @@ def _silence(directory: Path, otherwise: float | None) -> float | None:
 
 
 def _readable_jobs(run: RunState) -> list[str]:
-    """Return the jobs of a run; that of its status if files of the launch commands cannot be read."""
+    """Return the jobs of a run; only the job of its status if files of the launch commands cannot be read."""
     try:
         return [] if run.state == UNREADABLE_RUN else _jobs_of(run)
     except UNREADABLE as error:

@@ -52,7 +52,7 @@ class Count:
 
 
 def _records(path: Path) -> list[dict]:
-    """Return the records of the file, without lines that are none. Their draws count as lost."""
+    """Return the records of the file. Draws of a line that is not a record count as lost."""
     found = []
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
         try:
@@ -60,7 +60,7 @@ def _records(path: Path) -> list[dict]:
             [record[name] for name in (STEP, "drawn", "consumed", "dropped", "waiting")]
             found.append(record)
         except UNREADABLE as error:
-            skip(path, ValueError(f"line {number} is no record ({in_words(error)})"))
+            skip(path, ValueError(f"line {number} is not a record ({in_words(error)})"))
     return found
 
 

@@ -76,7 +76,8 @@ def export(ranks, args: argparse.Namespace) -> None:
             remedy = f"use --step with one of {steps}" if found else "save one (checkpoint.every) first"
             raise ValueError(f"{store.directory} has no complete checkpoint{asked}; {remedy}.")
         saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
-        # Not that of the first start: a resume may have changed the model's path or its scaling.
+        # Not the config of the first start, because a resume may have changed the model's path or its
+        # scaling.
         config = replace(load(Config, saved.path / CONFIG), run=config.run)
         if args.adapter and not config.adapter.is_on:
             raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")

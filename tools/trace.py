@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_rank(path: Path) -> dict:
-    """Return the timeline of a rank. Raises ValueError if the file is none."""
+    """Return the timeline of a rank. Raises ValueError if the file is not a timeline."""
     record = json.loads(path.read_text())
     if not isinstance(record, dict) or not {"rank", "events", "clock_offset_ns"} <= record.keys():
         raise ValueError("it is not the timeline of a rank")

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 # text, and malformed arguments make templates fail.
 THINKING, CONTENT = "~thinking of the turn~", "~content of the turn~"
 TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
-"""Begin and end of thinking, in the forms of model families; the first one is that of a template without."""
+"""Begin and end tags of thinking, by model family; the first pair is used for templates without tags."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AssistantTurn:
     """The turn as a message: role, content, and reasoning_content and tool_calls if there are any."""
     tool_calls: tuple[ToolCall, ...]
     text: str
-    """The whole text of the turn, with thinking; its special tokens are those of
+    """The whole text of the turn, with thinking; its special tokens are the ones in
     `reward.keep_special_tokens`."""
 
 
@@ -140,7 +140,7 @@ class Chat:
             blocks the replica; 0: any text is encoded.
 
         Raises ValueError if the template rejects the messages, or if calls in its form cannot be read, and
-        TooLong for such a text.
+        TooLong if the text exceeds the limit.
         """
         is_bare = is_plain = self._is_plain(messages)
         if is_plain:
@@ -155,14 +155,14 @@ class Chat:
         return self._encode(text, add_special_tokens=is_bare)
 
     def normal(self, messages: Messages) -> Messages:
-        """Return messages in the form of templates. Raises ValueError for what is no message."""
+        """Return messages in the form of templates. Raises ValueError for an entry that is not a message."""
         return messages if self._is_plain(messages) else self._reader.normal(messages)
 
     def refuse_lost(self, messages: Messages, tools: Sequence[dict]) -> None:
-        """Raise ValueError if the policy would not see a message of its environment, or a tool.
+        """Raise ValueError if the policy would not see a message or a tool of its environment.
 
-        Tools that the template leaves out may be described by the messages, which must have their names. The
-        policy's own turns are not compared: their tokens are in the context.
+        The messages may describe a tool that the template leaves out; they must then contain its name. The
+        policy's own turns are not compared, because their tokens are in the context.
         """
         if not self._is_plain(messages):
             shown = self._shown(tools)
@@ -180,7 +180,7 @@ class Chat:
             )
 
     def _shown(self, tools: Sequence[dict]) -> Sequence[dict]:
-        """Return the tools if the template renders tools, else none."""
+        """Return the tools if the template renders tools, otherwise none."""
         return tools if self._template.shows_tools else ()
 
     def as_messages(self, token_ids: np.ndarray) -> Messages:
@@ -343,8 +343,8 @@ class Chat:
             self.refuse_lost([{**QUESTION, "content": str(tools)}, turn, REPLY], tools)
             if not self._template.shows_tools:
                 log.warning(
-                    "the chat template of %s leaves tools out: the policy sees only what the environment's "
-                    "messages say of them",
+                    "the chat template of %s leaves tools out; the policy knows them only from the "
+                    "environment's messages",
                     self.tokenizer.name_or_path,
                 )
         if self.on_rewrite != "refuse" or self._is_plain(messages):
@@ -374,9 +374,9 @@ class Chat:
 
     @functools.cached_property
     def call_problem(self) -> str:
-        """Why a call that the template writes is not read back as it was; empty: it is.
+        """Return why a call that the template writes is not read back unchanged; "" if it is.
 
-        A template without calls has no problem: its calls are read as those of HERMES.
+        A template without calls passes, because its calls are read in the form of HERMES.
         """
         if self._template.call_form is None:
             return ""

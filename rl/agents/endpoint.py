@@ -154,7 +154,7 @@ class Endpoint:
     def _serve(self, started: "Future[int]") -> None:
         async def run() -> None:
             self._stop = asyncio.Event()
-            # Not at once, because a connection's handler may not have started yet.
+            # Later, because a connection's handler may not have started yet.
             self._strangers = Strangers[RequestHandler](lambda c: self._loop.call_soon(c.force_close), KEY_S)
             app = web.Application(client_max_size=self._max_body)
             app.router.add_post("/v1/chat/completions", self._answer(_read_chat, self._write_chat))
@@ -186,7 +186,7 @@ class Endpoint:
             self._loop.close()
 
     def _admit(self, connection: RequestHandler) -> RequestHandler:
-        """Count a new connection as one without a key. All agents of a call may connect at once."""
+        """Count a new connection as a stranger. All agents of a call may connect at once."""
         self._strangers.admit(connection, beside=len(self._sessions))
         return connection
 

@@ -1,9 +1,9 @@
 """Answers of environments and tools as the content of messages, in the process of the environment.
 
 An answer is a text, an object that JSON can hold, content parts (OpenAI, Anthropic, MCP), a result of MCP, or
-verl's {"text": ..., "image": [...]}. An image is one of Pillow, an array uint8 [H, W, 3], the bytes of a file
-or a data URI. What has no text and is no image raises TypeError: it would vanish, or become a text about
-Python's objects.
+verl's {"text": ..., "image": [...]}. An image is a Pillow image, an array uint8 [H, W, 3], the bytes of a
+file or a data URI. Any other value raises TypeError, because it would vanish or become a text such as
+<object at 0x7f...>.
 """
 
 import base64
@@ -28,18 +28,18 @@ PARTS = {
     "audio": ("data",),
     "input_audio": ("input_audio",),
 }
-"""Type of a content part -> keys, one of which it has."""
+"""Type of a content part -> keys; a part of this type has one of them."""
 BESIDE = {"type", "annotations", "_meta", "meta", "cache_control", "detail", "mimeType", "mime_type"}
-"""Keys of a part that are not for the policy. A dict with further ones is an object, and becomes JSON."""
+"""Keys of a part that are not for the policy. A dict with other keys is an object, and becomes JSON."""
 RESULT = {"content", "isError", "is_error", "structuredContent", "structured_content"}
-"""Keys of a result of MCP, which has "content" and another one of them."""
+"""Keys of a result of MCP; a result has "content" and at least one more of these keys."""
 
 
 def parts_of(answer: Any) -> list[dict[str, Any]]:
     """Return an answer as parts {type: text, text} and {type: image, image}, the image as a data URI.
 
-    Raises ValueError, whose message is for the policy, for a result of MCP that is an error, and TypeError
-    for an answer with something that is neither text nor an image.
+    Raises ValueError, with a message for the policy, if a result of MCP is an error, and TypeError if a part
+    of the answer is neither text nor an image.
     """
     answer = _as_object(answer)
     if type(answer).__module__.startswith("PIL."):
@@ -57,7 +57,7 @@ def parts_of(answer: Any) -> list[dict[str, Any]]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text: a text itself, "" for None, JSON of others. Raises TypeError if it has none."""
+    """Return a value as text: a text unchanged, "" for None, otherwise JSON. Raises TypeError if none."""
     value = _plain(value) if isinstance(value, (bytes, bytearray)) else value
     if isinstance(value, str):
         return value
@@ -78,7 +78,7 @@ def _as_object(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON cannot hold as one that it can. Raises TypeError."""
+    """Return a value in a form that JSON can hold. Raises TypeError if there is none."""
     if (known := _as_object(value)) is not value:
         return known
     if isinstance(value, (bytes, bytearray)):
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
             return value.decode()
         except UnicodeDecodeError as error:
             raise TypeError(
-                "an answer has bytes that are no text in UTF-8; return a text, or an image in "
+                "an answer has bytes that are not UTF-8 text; return a text, or an image in "
                 '{"text": ..., "image": [...]}'
             ) from error
     is_image = type(value).__module__.startswith("PIL.")
@@ -100,13 +100,13 @@ def _plain(value: Any) -> Any:
     if has_text and not is_image:
         return str(value)
     raise TypeError(
-        f"an answer has an object of type {type(value).__qualname__}, which has no text; return a text, an "
+        f"an answer has an object of type {type(value).__qualname__}, which is not text; return a text, an "
         'object of JSON, content parts, or {"text": ..., "image": [...]}'
     )
 
 
 def _is_part(value: Any, *, is_block: bool = False) -> bool:
-    """Return whether a value is a content part. is_block: it is certainly one or wrong."""
+    """Return whether a value is a content part. is_block: it must be a part, or is an error."""
     if not isinstance(value, Mapping) or not isinstance(kind := value.get("type"), str):
         return False
     keys = PARTS.get(kind, ())
@@ -115,7 +115,7 @@ def _is_part(value: Any, *, is_block: bool = False) -> bool:
 
 
 def _of_part(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a content part of OpenAI, Anthropic, MCP or transformers as parts. Raises TypeError."""
+    """Return a part of OpenAI, Anthropic, MCP or transformers as parts. Raises TypeError for others."""
     kind = part["type"]
     held = next(part[key] for key in PARTS[kind] if part.get(key) is not None)
     if kind == "resource_link":
@@ -137,10 +137,10 @@ def _of_part(part: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a result of MCP; raise what `parts_of` raises."""
+    """Return the parts of a result of MCP. Raises the errors of `parts_of`."""
     blocks = list(map(_as_object, result["content"] or []))
     if odd := [block for block in blocks if not _is_part(block, is_block=True)]:
-        raise TypeError(f"a result of MCP has a block that is no content part: {odd[0]!r:.200}")
+        raise TypeError(f"a result of MCP has a block that is not a content part: {odd[0]!r:.200}")
     parts = [part for block in blocks for part in _of_part(block)]
     texts = [part["text"] for part in parts if part["type"] == "text"]
     structured = result.get("structuredContent", result.get("structured_content"))
@@ -191,7 +191,7 @@ def content(answer: dict[str, Any], text: str) -> str | list[dict[str, str]]:
 def with_uris(message: dict) -> dict:
     """Return a message with content parts as `parts_of` gives them, and anchors of images unchanged.
 
-    Raises ValueError for an image that is another object.
+    Raises ValueError for an image in another form.
     """
     if not isinstance(parts := message.get("content"), list):
         return message

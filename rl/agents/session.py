@@ -137,7 +137,7 @@ class Session:
 def refuse_unoffered(prompt: Prompt, session: Session) -> None:
     """Raise ValueError if a row has tools that its environment does not offer.
 
-    Agents that call the engine themselves name their tools in each request.
+    An agent that calls the engine itself names its tools in each request.
     """
     offered = {tool["function"]["name"] for tool in session.tools}
     named = [tool.get("function", tool)["name"] for tool in prompt.tools]

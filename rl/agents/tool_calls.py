@@ -1,8 +1,8 @@
 """Tool calls in the text of a sampled turn, in the forms in which families of models write them.
 
 Parsing never raises. A call that cannot be read is a call whose arguments are text, and the environment
-answers it with an error message. vLLM's parsers are not used: some of them need packages that vLLM does not
-install, and most return a call that they cannot read as content.
+answers it with an error message. vLLM's parsers are not used: some parsers need packages that vLLM does not
+install, and most parsers return an unreadable call as content.
 """
 
 import ast
@@ -31,7 +31,7 @@ class Family:
     names_ids: bool = False
     """Whether the id of a call holds the function's name."""
     split: Callable[[str], tuple[str | None, bool, str]] | None = None
-    """Splits a turn into thinking, whether it is open, and the rest; None: thinking has tags."""
+    """Splits a turn into its thinking, whether the thinking is open, and the rest; None: by tags."""
 
 
 def parse_calls(
@@ -54,7 +54,7 @@ def as_message(call: ToolCall) -> dict:
 
 
 def find_family(text: str, tools: Sequence[dict], call: dict) -> Family | None:
-    """Return the family that reads a call in a turn as a chat template writes it; None if there is none.
+    """Return the family that reads the call in a turn that a chat template wrote; None if none does.
 
     call: the entry of `tool_calls` that was rendered.
     """
@@ -123,7 +123,7 @@ def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
 
 
 def _typed(pairs: Sequence[tuple[str, str]], name: str, tools: Sequence[dict]) -> dict[str, Any]:
-    """Return arguments that were written as text. The tool's schema says which of them are strings."""
+    """Return arguments that were written as text. The tool's schema tells which arguments are strings."""
     schemas = [tool["function"] for tool in tools if tool["function"]["name"] == name]
     parameters = schemas[0].get("parameters") or {} if schemas else {}
     properties = parameters.get("properties") or {}
@@ -134,7 +134,7 @@ def _typed(pairs: Sequence[tuple[str, str]], name: str, tools: Sequence[dict]) -
 
 
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Values as templates write them that do not use JSON -> JSON."""
+"""Values in templates that do not write JSON -> JSON."""
 
 
 def _takes_text(schema: Any) -> bool:
@@ -194,7 +194,7 @@ def _parse_kimi(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
 
 
 def split_channels(text: str) -> tuple[str | None, bool, str]:
-    """Return the analysis of a turn of gpt-oss (None: none), whether it is open, and the other messages."""
+    """Return the analysis of a turn of gpt-oss or None, whether the analysis is open, and the messages."""
     messages = text.split("<|start|>")
     if "<|message|>" not in text:
         return None, False, text
@@ -258,7 +258,7 @@ def _parse_deepseek(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCal
 
 
 def _parse_fenced(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
-    """Read the calls of DeepSeek-V3, which are the only ones with a fence."""
+    """Read the calls of DeepSeek-V3, the only family that writes its calls in fences."""
     return _parse_deepseek(text, tools) if "```json" in text else (text, [])
 
 

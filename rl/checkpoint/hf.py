@@ -31,7 +31,7 @@ class WronglyExported(RuntimeError):
 
 
 class NewDirectory:
-    """A directory that rank 0 writes as `partial`, and that then gets its name.
+    """A directory that rank 0 writes as `partial` and renames at the end.
 
     Methods are collective over the world, except `attempt`. fence: see `export_hf`.
     """
@@ -54,7 +54,7 @@ class NewDirectory:
     def attempt(self, write: Callable[[], T]) -> T | None:
         """Call the function on rank 0, unless the disk has failed; None on other ranks. Not collective.
 
-        A failure of the disk waits for `agree`: the other ranks wait in collectives for rank 0.
+        If the disk fails, the error is raised later in `agree`, because the other ranks wait in collectives.
         """
         if dist.get_rank() == 0 and self._problem is None:
             try:
@@ -64,18 +64,18 @@ class NewDirectory:
         return None
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise as `agree` if the disk has less space. num_bytes: size of what is to be written."""
+        """Raise the error of `agree` if the disk lacks space. num_bytes: size of the files to write."""
 
         def compare() -> None:
             free = shutil.disk_usage(self.partial).free
             if num_bytes > free:
-                raise OSError(f"it needs {num_bytes} bytes, but {free} are free")
+                raise OSError(f"it needs {num_bytes} bytes, but {free} bytes are free")
 
         self.attempt(compare)
         self.agree()
 
     def agree(self) -> None:
-        """Raise ConfigError on every rank if rank 0 could not write, and remove what it has written."""
+        """Raise ConfigError on every rank if rank 0 could not write, and remove the written files."""
         if problem := broadcast_object(self._problem):
             if dist.get_rank() == 0:
                 shutil.rmtree(self.partial, ignore_errors=True)
@@ -85,7 +85,7 @@ class NewDirectory:
             )
 
     def finish(self) -> None:
-        """Give the directory its name."""
+        """Rename the directory to its final name."""
         self.attempt(self._name)
         self.agree()
 
@@ -107,7 +107,7 @@ OF_SOURCE = (
     *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"),
     *(".onnx", ".npz", "README.md", "trainer_state.json"),
 )
-"""Ends of the names of files that are not copied: weights, and what describes those of the source."""
+"""Suffixes of files that are not copied: weights, and files that describe the source's weights."""
 TEMPLATES = "additional_chat_templates"
 """Directory of a tokenizer's named chat templates."""
 MAX_FILE_BYTES = 4 << 30
@@ -125,8 +125,8 @@ def export_hf(
     """Write the trainer's weights to `target`, with config and all other files of the checkpoint `source`.
 
     Collective over the world; rank 0 writes. The directory gets its name when it is complete and every tensor
-    in its files is that of the model. Raises WronglyExported on every rank if one is not, and ConfigError if
-    the disk is full or fails.
+    in its files equals the model's. Raises WronglyExported on every rank if a tensor differs, and ConfigError
+    if the disk is full or fails.
 
     fence: called on rank 0 before files are written or replaced; an exception from it ends the export.
     check: called on every rank with the complete directory before it gets its name; returns on rank 0 what is
@@ -206,7 +206,7 @@ def _name_files(directory: Path, files: list[str], index: dict[str, str], total_
 
 
 def _copy_config(model: WeightMap, source: Path, target: Path) -> None:
-    """Write the config of the weights, and copy all other files, each of which may change what is read."""
+    """Write the config of the weights, and copy all other files, because any may affect loading."""
     config = copy.deepcopy(as_written(model.hf))
     dtype = str(model.dtype).removeprefix("torch.")
     for part in (config, config.get("text_config", {}), config.get("vision_config", {})):

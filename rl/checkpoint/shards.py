@@ -63,7 +63,7 @@ class DamagedError(Exception):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise DamagedError for any error of reading the file in the body, but a missing permission."""
+    """Raise DamagedError for any error in the body, which reads the file, except a missing permission."""
     try:
         yield
     except (DamagedError, PermissionError):
@@ -72,7 +72,7 @@ def reading(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path} is missing") from error
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # the bytes decide which, such as RecursionError for a million brackets
+    except Exception as error:  # of any type, such as RecursionError for a million brackets
         raise DamagedError(f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
@@ -118,7 +118,7 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> Written:
 def check_file(path: Path, expected: Written, *, contents: bool) -> None:
     """Raise DamagedError if the file's size differs from what was written. Not collective.
 
-    contents: also compare the checksum. Of a file with tensors the header is read in any case.
+    contents: also compare the checksum. The header of a file with tensors is always read.
     """
     with reading(path):
         size = path.stat().st_size

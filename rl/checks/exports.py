@@ -44,19 +44,19 @@ def wrong_export(policy: TrainingEngine, source: str, directory: Path) -> str | 
 
 
 def wrong_texts(source: str, directory: str) -> str:
-    """Return what tokenizer or processor of an export do otherwise than the source's; "" if nothing."""
+    """Return how tokenizer or processor of an export differ from the source's; "" if they do not."""
     from transformers import AutoProcessor, AutoTokenizer
 
     for kind in (AutoTokenizer, AutoProcessor):
         theirs, own = (_texts(kind, path) for path in (source, directory))
         for name in theirs:
             if theirs[name] != own.get(name):
-                return f"{name} of {kind.__name__} differs from that of {source}, whose file did not travel"
+                return f"{name} of {kind.__name__} differs from {source}'s, because the export lacks a file"
     return ""
 
 
 def _texts(kind: Any, path: str) -> dict[str, Any]:
-    """Return what a tokenizer or processor makes of some texts and chats, by what it is."""
+    """Return the output of a tokenizer or processor for some texts and chats, by its description."""
     found: dict[str, Any] = {}
     loaded = _outcome(lambda: kind.from_pretrained(path, local_files_only=True))
     if isinstance(loaded, str):
@@ -75,7 +75,7 @@ def _texts(kind: Any, path: str) -> dict[str, Any]:
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
-    """Return the value, or the type of the error: templates and libraries may raise anything."""
+    """Return the value, or the type of the error, because templates and libraries may raise any."""
     try:
         return call()
     except Exception as error:

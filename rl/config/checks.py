@@ -254,8 +254,8 @@ def check_checkpoint(config: Config) -> None:
         *source.parents,
     ):
         raise ConfigError(
-            f"checkpoint.weights_only=true with checkpoint.resume={checkpoint.resume} begins a run in the "
-            f"directory of the one that it begins from; set another run.dir than {config.run.dir}."
+            f"checkpoint.weights_only=true with checkpoint.resume={checkpoint.resume} starts a run in the "
+            f"directory of the run from which it starts; set another run.dir than {config.run.dir}."
         )
 
 

@@ -21,7 +21,7 @@ class Container:
     wall_s: Annotated[float, POSITIVE] = 20.0
     """Time limit of a command, in seconds."""
     memory_mib: Annotated[int, AT_LEAST_ONE] = 1024
-    """Memory of a container's processes together, and what the node holds for them, in MiB."""
+    """Memory of all processes of a container, and of what the node holds for them, in MiB."""
     disk_mib: Annotated[int, AT_LEAST_ONE] = 512
     """Files that a container writes, in MiB; they are in memory."""
     files: Annotated[int, AT_LEAST_ONE] = 20000

@@ -42,8 +42,7 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
 
 
 def companion(spec: str, name: str) -> Callable[..., Any] | None:
-    """Return the function `name` beside the function that `spec` names, in its module or file, if there is
-    one."""
+    """Return the function `name` in the module or file of the function that `spec` names, if there is one."""
     return vars(_module(spec.rpartition(":")[0])).get(name)
 
 

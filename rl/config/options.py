@@ -15,10 +15,10 @@ dataclasses ("sections"). The rules that are not obvious:
 - float takes an int, and a string that is a number (`"1e-6"`). bool is no int, and 3.0 is no int.
 - YAML scalars follow YAML 1.2, so `1e-6` is a number, `yes`, `off` and `2024-01-31` are strings and `1:30` is
   not 90.
-- The value of an override `a.b=value` for a str is its text as it stands, so `run.name=42` names the run "42"
-  and `run.name=a #1: [x]` means all of that; only quotes around all of it are YAML's. For list[T] a scalar of
-  type T stands for a list of one: `data.train=a.jsonl`. Other values are read as YAML, without comments,
-  anchors, aliases, tags and documents.
+- The value of an override `a.b=value` for a str is literal: `run.name=42` names the run "42", and
+  `run.name=a #1: [x]` names it "a #1: [x]". Only quotes around the whole value are read as YAML. For
+  list[T] a scalar of type T stands for a list of one: `data.train=a.jsonl`. Other values are read as YAML,
+  without comments, anchors, aliases, tags and documents.
 - A mapping given for a section sets the keys it names; a value given for a dict replaces the whole dict, and
   `reward.kwargs.limit=3` sets one of its keys.
 """
@@ -73,7 +73,7 @@ class NotYaml:
 
     error: ConfigError
     fits: tuple[Any, ...]
-    """Types that take the text as it stands; for others `error` is raised."""
+    """Types that take the text literally; for other types `error` is raised."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
 
 
 def takes_text(text: str, value: Any, kind: Any) -> bool:
-    """Return whether an override gives a key of this type its text. value: the text read as YAML."""
+    """Return whether a key of this type takes an override's text literally. value: the text read as YAML."""
     if isinstance(value, NotYaml) and (kind if kind is Any else str) not in value.fits:
         return False
     if kind is Any:
@@ -270,7 +270,7 @@ def takes_text(text: str, value: Any, kind: Any) -> bool:
 
 
 def unquoted(text: str, value: Any) -> str:
-    """Return the text of an override, or its value in YAML if quotes are around all of it."""
+    """Return the text of an override, or its value in YAML if quotes enclose the whole text."""
     ends = text.strip()[:1] + text.strip()[-1:]
     return value if ends in ("''", '""') and isinstance(value, str) else text
 
@@ -513,7 +513,7 @@ def read_override(argument: str) -> Override:
 
 
 def read_value(text: str, source: str) -> Any:
-    """Return the value of an override: its text as YAML, of which a plain scalar is all of the text."""
+    """Return the value of an override, read as YAML; a plain scalar must be the whole text."""
     special = collection = False
     try:
         for event in yaml.parse(text, Loader):
@@ -528,7 +528,7 @@ def read_value(text: str, source: str) -> Any:
             ConfigError(f'{reason} Write a text in quotes: "...".'), (str, Any) if plain else (str,)
         )
     if special:
-        reason = f"{source}: YAML's anchors, aliases, tags and documents are not read here; write the value."
+        reason = f"{source}: anchors, aliases, tags and documents of YAML are not read here; write the value."
         return NotYaml(ConfigError(reason), () if collection else (str,))
     is_plain = isinstance(value, str) and text.strip()[:1] not in tuple("'\"|>")
     return text.strip() if is_plain else value

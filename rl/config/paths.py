@@ -3,8 +3,8 @@
     run.dir=~/runs/a    data.train=[$SCRATCH/train.parquet]    model.path=${MODELS}/qwen
 
 A `~` or `~user` at the beginning, `${name}`, and `$NAME` in capitals are replaced when the config is read, on
-every rank. All other characters, `$` among them, mean themselves; `$$NAME` is a name that begins with `$`.
-The arguments of a user's own code (`reward.kwargs`, `agents.kwargs`) are left as they are.
+every rank. All other characters, also another `$`, stay; `$$NAME` is a name that begins with `$`.
+The arguments of a user's own code (`reward.kwargs`, `agents.kwargs`) are not changed.
 """
 
 import os
@@ -19,15 +19,15 @@ NAMES = frozenset(
     "algorithm config curriculum dir environment function image interpreter mlflow parser path resume "
     "rollouts train val".split()
 )
-"""Last parts of the keys."""
+"""Last parts of keys that name files and directories."""
 OPAQUE = frozenset({"kwargs", "template_kwargs", "roles"})
-"""Parts below which a name has another meaning."""
+"""Sections of keys in which these last parts have another meaning."""
 
 T = TypeVar("T")
 
 
 def expand_paths(section: T, prefix: str = "") -> T:
-    """Replace what the paths in a tree of dataclasses name; return the tree. Raises ConfigError."""
+    """Replace `~` and variables in the paths of a config; return the config. Raises ConfigError."""
     for name in annotations(type(section)):  # type: ignore[arg-type]
         value, key = getattr(section, name), join(prefix, name)
         if is_dataclass(value) and name not in OPAQUE:
@@ -48,7 +48,7 @@ def _expanded(value: Any, name: str, key: str) -> Any:
 
 
 def literal(path: object) -> str:
-    """Return the text of a key that names this absolute path, whatever its name holds."""
+    """Return the text that a key needs to name this absolute path, whatever characters its name holds."""
     return re.sub(r"\$(?=[A-Z_{])", "$$", str(path))
 
 

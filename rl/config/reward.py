@@ -30,7 +30,7 @@ class Judge:
     trajectory with environments is the conversation from its first turn on."""
     parser: str = "rl.rewards.judge:grade"
     """Function `parse(text) -> float` of the judge's answer, as `package.module:name` or
-    `path/to/file.py:name`. A sample fails if it raises, or returns no finite number of float32."""
+    `path/to/file.py:name`. A sample fails if the function raises, or returns no finite float32."""
     coef: Annotated[float, FINITE] = 1.0
     """Weight of its number in the score."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 4096

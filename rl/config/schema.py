@@ -47,8 +47,8 @@ T = TypeVar("T")
 @dataclass
 class Run:
     name: str = "run"
-    """Name of the run; also the last part of the default `run.dir`. With a config file the default is the
-    file's name without its extension."""
+    """Name of the run; also the last part of the default `run.dir`. Default: the name of the config file
+    without its extension, if there is a file."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
     mode: Literal["train", "check", "rollout_only", "score_only", "train_only"] = "train"
@@ -132,7 +132,7 @@ class Data:
     those of trajectories."""
     allow_special_tokens: bool = False
     """Whether text in messages and answers of environments may become special tokens; otherwise only the chat
-    template writes them. A prompt that is a string always keeps its own."""
+    template writes them. In a prompt that is a string they are always read as such."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Maximum tokens of a prompt after the chat template; with `messages_key` of a conversation."""
     overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
@@ -332,12 +332,12 @@ class Checkpoint:
     the next steps. The checkpoint becomes valid at the end of the step in which all ranks have written it."""
     resume: str = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: begin at step
-    0, and after a stop continue the checkpoints of this run; those of a run that began otherwise are refused.
-    A path: as auto, but a run whose `run.dir` holds none yet begins with that checkpoint, or with the newest
-    of that run directory."""
+    0; after a stop, continue the run's own checkpoints. Refused if `run.dir` holds checkpoints of a run without
+    `never`. A path: as auto, but a run whose `run.dir` holds no checkpoint begins with the named one, or with
+    the newest of the named run directory."""
     accept_changes: bool = False
     """Continue from checkpoints in `run.dir` whose run had another name, algorithm, reward, data or model.
-    false: refuse; other keys that differ are printed (docs/checkpoints.md)."""
+    false: refuse. Other changed keys are only printed (docs/checkpoints.md)."""
     weights_only: bool = False
     """With a path in `resume`: load only the weights and begin at step 0, with a new optimizer. They are then
     the reference policy too, so the path must remain."""

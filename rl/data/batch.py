@@ -365,8 +365,8 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
 def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
     """Return the prompts with responses to other prompts.
 
-    Within each part, a sample gets the response of the nearest sample before it that has another prompt; the
-    last sample of the part stands before the first one. In a part with one prompt alone it gets the response
+    Within each part, a sample gets the response of the nearest earlier sample with another prompt; the search
+    continues from the end of the part. If all samples of a part have one prompt, a sample gets the response
     of the sample before it.
 
     parts: indices of samples, each exactly once. Only token ids, truncation and masks are kept.

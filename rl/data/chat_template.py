@@ -48,9 +48,9 @@ PROBE_TOOL = {
 }
 """Parts of conversations with which templates are tried."""
 UNRENDERED = ("<|python_tag|>",)
-"""Marks of calls that templates name, but write only around calls of built-in tools."""
+"""Marks of calls that templates contain, but write only around calls of built-in tools."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Keys of a message for reasoning; data is read into the first one, and templates get the one they render."""
+"""Keys of a message for reasoning; data is read into the first key, templates get the key they render."""
 MAX_LEVELS = 50
 """Deepest nesting of a call's arguments."""
 
@@ -85,12 +85,12 @@ class ChatTemplate:
     """Renders chats with the template of a tokenizer.
 
     In a rendered text, special tokens that the messages contain are marked as text
-    (`rl.data.special_tokens`): `encode` reads it, and `show` returns it without these marks.
+    (`rl.data.special_tokens`): `encode` tokenizes the text, and `show` returns it without these marks.
 
     Args:
         kwargs: further arguments of the template, such as enable_thinking.
-        keeps_marks: whether the assistant's content may have special tokens that the template itself writes
-            around reasoning and calls, as the policy's own turns do.
+        keeps_marks: whether special tokens around reasoning and calls stay special in the assistant's
+            content, as in the policy's own turns.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ChatTemplate:
             ) from error
 
     def show(self, text: str) -> str:
-        """Return a rendered text as the model reads it."""
+        """Return a rendered text without marks, as the model reads it."""
         return show(text, self.tokenizer)
 
     def _hidden(self, messages: Sequence[dict]) -> list[dict]:
@@ -165,7 +165,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def reasoning_key(self) -> str | None:
-        """Key with which the template renders reasoning in a turn without or with calls; None: with none."""
+        """Key with which the template renders reasoning, in a turn without or with calls; None: no key."""
         mark, calls = "~reasoning~", {"tool_calls": [CALL]}
         for key in REASONING_KEYS if self.text else ():
             turn = {"role": "assistant", "content": "answer", key: mark}
@@ -186,7 +186,7 @@ class ChatTemplate:
         return name in self._try([QUESTION], [schema])
 
     def knows_role(self, role: str) -> bool:
-        """Return whether the template renders messages of a role otherwise than those of an unknown one."""
+        """Return whether the template renders a role differently from an unknown role."""
         if role not in self._roles:
             mark, strange = "~content~", "strange~role"
 
@@ -254,7 +254,7 @@ class ChatTemplate:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """Return the template of a tokenizer, which is tried once."""
+    """Return the template of a tokenizer; it is tried on example chats once."""
     return _template_of(tokenizer, json.dumps(tokenizer.chat_template))
 
 
@@ -286,9 +286,9 @@ def read_json(text: str, default: Any = None) -> Any:
 
 
 def hide_messages(messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """Return messages whose texts are no special tokens (`rl.data.special_tokens`), for the policy's prompt.
+    """Return messages with special tokens marked as text (`rl.data.special_tokens`), for the policy's prompt.
 
-    In the content of the assistant the marks of reasoning and calls are kept, as the policy wrote them.
+    In the assistant's content, special tokens around reasoning and calls stay special.
     """
     hidden = []
     for message in messages:
@@ -306,17 +306,17 @@ def kept_ids(
 
     names: "auto" for those that the chat template writes around reasoning, channels and calls, "all", or
         special tokens.
-    ends: ids that end a turn; they never stay, as those of eos, bos and padding.
+    ends: ids that end a turn; they never stay, nor do eos, bos and padding.
 
-    Raises ValueError, with the config's `key`, for a name that is no special token.
+    Raises ValueError that begins with the config's `key` for a name that is not a special token.
     """
     known = {tokenizer.convert_ids_to_tokens(id): id for id in special_ids(tokenizer)}
     chosen: set[str] = set()
     for name in names:
         if name not in ("auto", "all") and name not in known:
             raise ValueError(
-                f"{key} has {name!r}, which is no special token of {tokenizer.name_or_path}; use auto, all "
-                f"or some of {', '.join(sorted(known)[:20])}."
+                f"{key} has {name!r}, which is not a special token of {tokenizer.name_or_path}; use auto, "
+                f"all or some of {', '.join(sorted(known)[:20])}."
             )
         chosen |= turn_marks(tokenizer)[0] if name == "auto" else known.keys() if name == "all" else {name}
     never = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, *ends}
@@ -324,8 +324,8 @@ def kept_ids(
 
 
 def turn_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the special tokens that the chat template writes within the assistant's turn, and those of them
-    that are in no other turn.
+    """Return the special tokens that the chat template writes in the assistant's turns, and the ones that it
+    writes in no other turn.
 
     Examples: <think> and </think>; of gpt-oss also <|start|>, which lies between two channels of a turn.
     """

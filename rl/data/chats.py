@@ -123,14 +123,14 @@ def load_chats(
 
 
 class Untrainable(ValueError):
-    """Raised if a turn is not rendered as the policy would generate it; the message says how."""
+    """Raised if a turn is not rendered as the policy would generate it; the message names the difference."""
 
 
 class AssistantTurns:
     """Finds the parts of chats that have a loss.
 
     Args:
-        reader: has read the chats.
+        reader: the reader that has read the chats.
         end_token_ids: ids at which generation stops, besides the tokenizer's eos.
         remedy: what may be done about a template that rewrites earlier turns.
     """
@@ -180,7 +180,9 @@ class AssistantTurns:
         try:
             if train_on == "all":
                 if len(places) < len(turns):
-                    raise ValueError("a turn has weight 0, but data.train_on=all trains all; use assistant")
+                    raise ValueError(
+                        "a turn has weight 0, but data.train_on=all trains all; use data.train_on=assistant"
+                    )
                 text = self._template.render(messages, tools, generation_prompt=False)
                 spans = [(0, len(text))]
             elif not turns:
@@ -196,11 +198,11 @@ class AssistantTurns:
         return text, spans
 
     def _explained(self, messages: Messages, tools: list[dict], places: list[int], row: Row) -> Chat:
-        """Return what `_trained` does. A ValueError names the remedies that work for this chat."""
+        """Return the result of `_trained`. A ValueError names the remedies that work for this chat."""
         try:
             return self._trained(messages, tools, places)
         except Untrainable as error:
-            try:  # what the policy would read is missing, too, and is the cause
+            try:  # a part that the policy would read is missing, too, and is the cause
                 self._reader.compare(messages, tools, None, row, generation_prompt=False)
             except LeftOut as lost:
                 if lost.role != "assistant":
@@ -308,7 +310,7 @@ class AssistantTurns:
     def _reply(self, messages: Messages, tools: list[dict]) -> str:
         """Return the special token with which a reply to the last turn begins; "" if there is none.
 
-        The chat has no reasoning there, which templates drop when a reply follows.
+        The chat has no reasoning there, because templates drop reasoning when a reply follows.
         """
         plain = [_moved(message) for message in messages]
         plain = [{key: m[key] for key in m if key != REASONING_KEYS[0]} for m in plain]
@@ -423,7 +425,7 @@ def _messages(row: Row, column: str, reader: MessageReader) -> Messages:
 
 
 def _moved(message: dict) -> dict:
-    """Return a message of the assistant whose reasoning, if its content begins with it, has its own key."""
+    """Return the assistant's message with the reasoning at the start of its content moved to its own key."""
     thinking, tag, answer = str(message.get("content") or "").partition("</think>")
     if message["role"] != "assistant" or not tag:
         return message
@@ -432,7 +434,7 @@ def _moved(message: dict) -> dict:
 
 
 def _inlined(message: dict) -> dict:
-    """Return a message whose content begins with its reasoning."""
+    """Return the message with its reasoning moved to the start of its content."""
     if REASONING_KEYS[0] not in message:
         return message
     rest = {key: value for key, value in message.items() if key != REASONING_KEYS[0]}

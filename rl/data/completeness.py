@@ -1,12 +1,12 @@
 """Comparison of messages with the text that the chat template made of them.
 
-Templates leave out what they do not know without an error: a role, a list of parts, tools, content beside
-calls. Two comparisons find that:
+Templates silently leave out parts that they do not know, such as a role, a list of parts, tools, or content
+beside calls. Two comparisons find this:
 
 1. Each kind of chat (roles, and which parts its messages have) is rendered once with a unique word in place
-   of each part. Each word must be in the text. A short content cannot be mistaken for another one there.
-2. Content and reasoning of each chat must be in its text, blanks aside, because some templates drop or change
-   a content for what it says.
+   of each part. Each word must be in the text. So a short content cannot be mistaken for another text.
+2. Content and reasoning of each chat must be in its text, without
+   blanks, because some templates drop or change certain contents.
 
 Templates of reasoning models drop the reasoning of turns before the last message of the user by design. That
 is allowed, if the template renders reasoning at all.
@@ -21,7 +21,7 @@ from rl.data.chat_template import ChatTemplate
 from rl.data.reading import describe
 
 SWITCH = re.compile(r"/(no_?)?think")
-"""Words by which a user turns reasoning on or off, and which some templates take out of the content."""
+"""Words that turn reasoning on or off in a user's message; some templates remove them."""
 REMEDIES = {
     "content": "give the message a role that the template renders, or move its text to a message of the user",
     "content beside calls": "move it to a message of its own, or use a template that renders both",
@@ -37,9 +37,9 @@ class Part(NamedTuple):
     kind: str
     """A key of REMEDIES."""
     role: str
-    """Role of its message; "" for a tool."""
+    """Role of the message; "" for a tool."""
     owner: str
-    """Its name in an error."""
+    """Name of the part in an error."""
     text: str
 
 
@@ -58,7 +58,7 @@ class Completeness:
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._known: set[tuple] = set()
-        """Kinds of chats of which the template renders all parts."""
+        """Kinds of chats in which the template renders all parts."""
 
     def check(
         self,
@@ -71,15 +71,15 @@ class Completeness:
     ) -> None:
         """Raise LeftOut if the text lacks a part of the messages or a tool.
 
-        generation_prompt: whether the text ends with it. with_turns: whether messages of the assistant are
-            compared, too.
+        generation_prompt: whether the text ends with the generation prompt. with_turns: whether messages of
+            the assistant are compared, too.
         """
         kind = (*map(_kind, messages), len(tools), generation_prompt, with_turns)
         if kind not in self._known:
             stand_ins, schemas = stand_ins_of(messages, tools, with_turns=with_turns)
             try:
                 shown = self._template.render(stand_ins, schemas, generation_prompt=generation_prompt)
-            except ValueError:  # it reads the contents; they are compared themselves
+            except ValueError:  # the template reads the contents, which are compared below
                 stand_ins, schemas, shown = list(messages), list(tools), text
             shown = squeeze(self._template.show(shown))
             real = [*self._parts(messages, tools, with_calls=True, with_turns=with_turns)]
@@ -137,7 +137,7 @@ class Completeness:
 
 
 def squeeze(text: str) -> str:
-    """Return a text without blanks, which templates strip and add."""
+    """Return a text without blanks, because templates strip and add blanks."""
     return "".join(text.split())
 
 
@@ -150,7 +150,7 @@ def texts_of(message: dict) -> list[str]:
 
 
 def _is_in(part: str, shown: str) -> bool:
-    """Return whether a squeezed text contains a part, as it is or as a JSON string."""
+    """Return whether a squeezed text contains a part, unchanged or as a JSON string."""
     if squeeze(part) in shown:
         return True
     if squeeze(json.dumps(part, ensure_ascii=False))[1:-1] in shown:
@@ -159,7 +159,7 @@ def _is_in(part: str, shown: str) -> bool:
 
 
 def _kind(message: dict) -> tuple:
-    """Return what decides how templates render a message, its texts aside."""
+    """Return all features of a message, except its texts, by which templates decide how to render it."""
     content, calls = message.get("content"), message.get("tool_calls") or []
     return (
         *sorted(message),

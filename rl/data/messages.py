@@ -2,9 +2,9 @@
 
 The form is OpenAI's: role is system, user, assistant or tool; content is a text, or parts with images;
 tool_calls are {type: function, function: {name, arguments}} with an object of arguments; reasoning is in
-reasoning_content. Other names that are known (`from: human`) are changed, and one line of the log says which.
-What cannot be changed without a guess is refused. Each rendered chat is compared with its messages
-(`rl.data.completeness`), and a key of a message that changes no rendering is refused by its name.
+reasoning_content. Other known names (`from: human`) are changed, and one line of the log lists the changes.
+A message that only a guess could convert is refused. Each rendered chat is compared with its messages
+(`rl.data.completeness`), and a key that changes no rendering is refused.
 """
 
 import json
@@ -38,12 +38,12 @@ KEYS = {"from": "role", "value": "content", "text": "content", "parts": "content
 KEYS |= dict.fromkeys(REASONING_KEYS, REASONING_KEYS[0])
 """Key in data sets -> key of templates."""
 WEIGHTS = ("weight", "train", "training", "loss")
-"""Keys that say whether a turn of the assistant has a loss, in the order in which they are looked for."""
+"""Keys that tell whether a turn of the assistant has a loss, in the order of their precedence."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
 """Keys that the comparison with the rendered text covers."""
 OF_TOOLS = {"name", "tool_call_id"}
-"""Keys of a tool's message that repeat what the call says."""
+"""Keys of a tool's message that repeat a field of the call."""
 TRIALS = 32
 """Number of chats in which a key is left out to see whether the template reads it."""
 
@@ -52,7 +52,7 @@ class MessageReader:
     """Reads and renders the messages of one data set.
 
     Args:
-        reads_weights: whether a message's weight of 0 takes its loss away.
+        reads_weights: whether a message with weight 0 has no loss.
         reads_images: whether messages may have parts that are images.
     """
 
@@ -63,10 +63,10 @@ class MessageReader:
         self._changed: Counter[str] = Counter()
         self._trials: Counter[tuple[str, str]] = Counter()
         self._unread: dict[tuple[str, str], str] = {}
-        """Role and key that no rendering has shown -> the place of the first one."""
+        """Role and key that no rendering has shown -> the first place where they occur."""
 
     def read(self, value: Any, row: Row, column: str) -> Messages | None:
-        """Return the messages of a column in the form of templates, without empty keys; None if it has none.
+        """Return the messages of a column in the form of templates, without empty keys; None if none.
 
         Raises ValueError, with the place of the row, for messages that cannot be read.
         """
@@ -78,7 +78,7 @@ class MessageReader:
             raise ValueError(f"{row.place}: column {column!r}: {error}.") from error
 
     def normal(self, messages: Messages, clean: Callable[[Any], Any] = lambda value: value) -> Messages:
-        """Return messages in the form of templates. clean: takes away the keys that a file format added."""
+        """Return messages in the form of templates. clean: removes the keys that a file format added."""
         found: Messages = []
         open_ids: list[str] = []
         count = 0
@@ -142,13 +142,13 @@ class MessageReader:
                     del self._unread[name]
 
     def finish(self, source: str) -> None:
-        """Log what was changed. Raises ValueError if a key of messages was read by nothing.
+        """Log the changes. Raises ValueError if nothing reads a key of the messages.
 
         source: name of the data set.
         """
         if self._changed:
             changes = ", ".join(f"{what} ({count})" for what, count in self._changed.most_common())
-            log.info("messages of %s were read as those of templates: %s", source, changes)
+            log.info("messages of %s were converted for the chat template: %s", source, changes)
         if self._unread:
             keys = ", ".join(f"{key!r} of role {role}" for role, key in sorted(self._unread))
             weights = [key for _, key in self._unread if key in WEIGHTS]
@@ -199,7 +199,7 @@ class MessageReader:
             return role
         if known is None:
             raise ValueError(
-                f"has role {role!r}, which is no role of chats and has no place of its own in the chat "
+                f"has role {role!r}, which is not a known role and is not rendered by the chat "
                 f"template of {self.tokenizer.name_or_path}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}"
             )
         self._changed[f"role {role} -> {known}"] += 1
@@ -219,7 +219,7 @@ class MessageReader:
             return [
                 part if _kind(part) == "image" else {"type": "text", "text": part["text"]} for part in parts
             ]
-        if role == "tool" and not any(kinds):  # a result, which is no list of parts
+        if role == "tool" and not any(kinds):  # a result that is not a list of parts
             self._changed["results of tools written as JSON"] += 1
             return json.dumps(content, ensure_ascii=False)
         strange = [kind for kind in kinds if kind and kind not in TEXT_PARTS]
@@ -238,7 +238,7 @@ class MessageReader:
         )
 
     def _calls(self, message: dict, role: Any) -> list[dict]:
-        """Take the calls out of a message, and return them in the form of templates."""
+        """Remove the calls from a message, and return them in the form of templates."""
         calls = message.pop("tool_calls", None) or []
         if older := message.pop("function_call", None):
             self._changed["key function_call -> tool_calls"] += 1
@@ -274,11 +274,11 @@ class MessageReader:
         return {**ids, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
     def _weighed(self, message: dict) -> dict:
-        """Return a message in which `weight` is 0 if the turn has no loss, and else absent."""
+        """Return a message in which `weight` is 0 if the turn has no loss, otherwise absent."""
         weights = {key: message.pop(key) for key in WEIGHTS if key in message}
         for key, value in weights.items():
             if value not in (0, 1):
-                raise ValueError(f"has {key}={value!r}; a turn's loss counts or does not, so write 1 or 0")
+                raise ValueError(f"has {key}={value!r}; a turn is trained or not, so write 1 or 0")
             if value and message["role"] != "assistant":
                 raise ValueError(
                     f"(role {message['role']}) has {key}={value!r}, but only turns of the assistant are "
@@ -305,7 +305,7 @@ def without_nulls(value: Any, row: Row) -> Any:
 
 
 def _kind(part: Any) -> str:
-    """Return the type of a part of a content; "" for what is no part."""
+    """Return the type of a part of a content; "" if it is not a part."""
     if not isinstance(part, dict):
         return ""
     return "text" if set(part) == {"text"} else str(part.get("type") or "")

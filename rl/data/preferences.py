@@ -351,7 +351,7 @@ def _text(value: Messages | str, size: int, row: Row, *, column: str) -> str:
     if others := message.keys() - {"role", "content"}:
         raise ValueError(
             f"{row.place}: column {column!r} has {', '.join(sorted(others))} in a response that is read as a "
-            "text, because the prompt is one or the other response is; write both as messages."
+            "text, because the prompt or the other response is a text; write all as messages."
         )
     return message["content"]
 

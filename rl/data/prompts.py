@@ -104,7 +104,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         if not any(entry.is_file() for pattern in VOCABULARIES for entry in path.glob(pattern)):
-            raise FileNotFoundError("there is no file with a vocabulary")  # transformers would invent one
+            raise FileNotFoundError("there is no file with a vocabulary")  # transformers would make one up
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers may raise anything; the user must learn which directory it was
         check_files(path)
@@ -333,8 +333,8 @@ def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: s
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return the token ids of the targets, np.int32 [R] each, ending with one end-of-sequence token.
 
-    A target whose text already ends with that token, blanks aside, gets no second one. Of other special
-    tokens in it only those that the chat template writes around reasoning and calls are read as such.
+    A target whose text already ends with that token, ignoring blanks, gets no second one. Of the other
+    special tokens in the text, only the marks of the chat template around reasoning and calls are special.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(

@@ -25,10 +25,10 @@ Rows = Iterator[tuple[int, dict[str, Any]]]
 MAPPINGS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
 """Columns whose values are objects, or JSON texts of objects."""
 MAX_LEVELS = 100
-"""Deepest nesting of a JSON value: code that walks a value uses Python's stack, of 1,000 calls."""
+"""Maximum nesting of a JSON value, because code that walks a value is limited to 1,000 nested calls."""
 
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
-"""Beginning of a text that holds messages."""
+"""Matches the beginning of a text that holds messages."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -65,7 +65,7 @@ def read_rows(
     JSON texts of objects in MAPPINGS, and of messages in required columns, are decoded.
 
     Raises ValueError for an empty list, a missing, unreadable, empty or unsupported file, a column that is
-    missing or exists twice, and text that holds no object or messages where they are expected.
+    missing or exists twice, and text without the expected object or messages.
     """
     paths = [Path(file) for file in files]
     check_data_files(paths)
@@ -103,7 +103,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_data_files(files: Sequence[str | Path], *, key: str = "") -> None:
-    """Raise ValueError for a file that does not exist or has an unsupported form. key: that of the config."""
+    """Raise ValueError for a file that does not exist or has an unsupported form. key: its config key."""
     for path in map(Path, files):
         _check_kind(path, f"{key}={path}" if key else f"data file {path}")
 
@@ -156,14 +156,14 @@ def _decode_texts(row: Row, mappings: Sequence[str], required: Columns) -> None:
             )
     for name in required:
         if isinstance(value := values[name], str) and _MESSAGES.match(value):
-            remedy = ", with which its text begins; store them as a list or as JSON text"
+            remedy = ", although its text begins like JSON; store them as a list or as JSON text"
             values[name] = _parse(value, f"{row.place}: messages in column {name!r}", remedy)
             if row.number == 1:
                 log.info("column %r of %s has messages as JSON text, which is decoded", name, row.path)
 
 
 def _parse(text: str, place: str, remedy: str = "") -> Any:
-    """Return the value of a JSON text. Raise ValueError, beginning with `place`, for text without one."""
+    """Return the value of a JSON text. Raise ValueError that begins with `place` for invalid JSON."""
     try:
         value = _DECODER.decode(text)
         is_deep = text.count("{") + text.count("[") > MAX_LEVELS and not is_within(value, MAX_LEVELS)
@@ -185,7 +185,7 @@ def _parse(text: str, place: str, remedy: str = "") -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of a JSON text. Raise ValueError for a key that it has twice; one value would win."""
+    """Return the object of a JSON text. Raise ValueError for a duplicate key: one would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -194,7 +194,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_within(value: Any, levels: int) -> bool:
-    """Return whether a JSON value has at most so many levels of lists and objects."""
+    """Return whether a JSON value has at most `levels` nested lists and objects."""
     if not isinstance(value, (dict, list)):
         return True
     children = value.values() if isinstance(value, dict) else value
@@ -203,8 +203,8 @@ def is_within(value: Any, levels: int) -> bool:
 
 def _read_parquet(path: Path, names: set[str], required: Columns) -> Rows:
     """Yield (row number from 1, values) of a parquet file."""
-    # In batches, because a nested column of more than 2 GiB cannot be read at once. Not by pq.read_table,
-    # which takes a directory named a=b for a partition and adds a column.
+    # In batches, because a nested column of more than 2 GiB cannot be read at once. pq.read_table is not
+    # used, because it reads a directory named a=b as a partition and adds a column.
     with _reading(path, "parquet"):
         file = pq.ParquetFile(path)
     with file:
@@ -252,7 +252,7 @@ def _read_arrow(path: Path, names: set[str], required: Columns) -> Rows:
     with _reading(path, "Arrow"):
         opened = (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))
     found = _check_columns(opened.column_names, names, required, f"data file {path}")
-    # As Arrow's tables instead of the saved format, which may return tensors, and without decoded images.
+    # Read as Arrow tables, because the saved format may return tensors, and decodes images.
     yield from _values(opened.select_columns(found).with_format("arrow").iter(1000), path, "Arrow")
 
 
@@ -295,13 +295,13 @@ def _json_decoder(type: pa.DataType) -> Callable[[Any, str], Any] | None:
 
 
 def _has_maps(type: pa.DataType) -> bool:
-    """Return whether a type contains a map, which `to_pylist` reads as pairs, or slowly as a dict."""
+    """Return whether a type contains a map, because `to_pylist` reads maps as pairs, or slowly as dicts."""
     return pa.types.is_map(type) or any(_has_maps(type.field(i).type) for i in range(type.num_fields))
 
 
 @contextlib.contextmanager
 def _reading(path: Path, form: str) -> Iterator[None]:
-    """Raise any error of a library that reads a file as a ValueError that names the file."""
+    """Convert any error of a library in the body, which reads a file, to a ValueError that names the file."""
     try:
         yield
     except Exception as error:  # the library may raise anything; the user must learn which file it was

@@ -1,10 +1,10 @@
-"""Special tokens: which of them stay in the text of a response, and text that only looks like one.
+"""Special tokens: which ones stay in the text of a response, and text that only looks like a special token.
 
 A policy, an environment or a data set may write "<|im_end|>" as text. In a prompt this text must not end a
 turn. `hide` marks such text in the content of messages before the chat template renders them: it replaces
 the first character by one that Unicode reserves for internal use, so lengths and positions stay the same.
 `encode` then reads as special tokens only what the template wrote, and marked text as plain text. Text
-without such strings is tokenized as the tokenizer alone does it.
+without such strings is tokenized as by the tokenizer alone.
 """
 
 import copy
@@ -46,7 +46,7 @@ def hide(value: Any, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] =
 
 
 def show(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a text in which `hide` has marked special tokens without its marks."""
+    """Return the original of a text in which `hide` has marked special tokens."""
     return text.translate(_special(tokenizer, len(tokenizer)).first)
 
 
@@ -57,7 +57,7 @@ def encode(
     add_special_tokens: bool = False,
     offsets: bool = False,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the token ids of texts, int32 [n] each, in which what `hide` has marked is plain text.
+    """Return the token ids of texts, int32 [n] each; special tokens that `hide` has marked become plain text.
 
     offsets: whether to return the positions of each token's characters too, int64 [n, 2] each.
 
@@ -85,7 +85,7 @@ def encode(
 
 
 def decode_hidden(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a context, int32 [n], in which tokens that are not special are marked as text."""
+    """Return the text of a context, int32 [n]; plain tokens that spell a special token are marked as text."""
     text, special = tokenizer.decode(ids, clean_up_tokenization_spaces=False), special_ids(tokenizer)
     is_special = np.isin(ids, list(special))
     known = _special(tokenizer, len(tokenizer))
@@ -125,7 +125,7 @@ class _Special:
 
     @functools.cached_property
     def _splitting(self) -> tuple[Any, dict[int, int]]:
-        """A tokenizer in which marked texts are the special tokens, and their ids -> the model's."""
+        """A tokenizer whose special tokens are the marked texts, and a map from its ids to the model's."""
         name = self._tokenizer.name_or_path
         if not self._tokenizer.is_fast:
             raise ValueError(
@@ -144,7 +144,7 @@ class _Special:
         return backend, {backend.token_to_id(m): self._tokens[t][0] for t, m in self._marked.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `encode` does for one text. Texts and marked texts change places."""
+        """Return the result of `encode` for one text. Special tokens and their marked texts are swapped."""
         backend, own = self._splitting
         other = self._marked | {marked: text for text, marked in self._marked.items()}
         pattern = "|".join(map(re.escape, sorted(other, key=len, reverse=True)))
@@ -175,7 +175,7 @@ def decode_responses(
 ) -> list[str]:
     """Return the texts of responses, int32 [n] each, without special tokens except those in `kept`."""
     if not kept or not any(np.isin(ids, list(kept)).any() for ids in responses):
-        # Of an empty list some tokenizers return one text.
+        # Some tokenizers return one text for an empty list.
         return tokenizer.batch_decode(list(responses), skip_special_tokens=True) if responses else []
     dropped = list(special_ids(tokenizer) - set(kept))
     shown = [ids[~np.isin(ids, dropped)] for ids in map(np.asarray, responses)]

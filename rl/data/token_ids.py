@@ -1,6 +1,6 @@
 """Comparison of the token ids of a model's files, its tokenizer, the config and the data with its embedding.
 
-An id without a row in the embedding would be an error of an index on the GPU, or in vLLM, in the middle of a
+An id without a row in the embedding would cause an index error on the GPU, or in vLLM, in the middle of a
 run.
 """
 
@@ -55,9 +55,9 @@ def check_tokenizer(
 
 
 def check_rows(key: str, rows: Iterable[Any], tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> None:
-    """Raise ValueError if rows of the data have a token without a row in the embedding.
+    """Raise ValueError if the data have a token without a row in the embedding.
 
-    key: config key of the rows. Only `unread` tokens of `check_tokenizer` can be such tokens.
+    key: config key of the rows. Only the `unread` tokens of `check_tokenizer` lack a row.
     """
     if max(tokenizer.get_vocab().values()) < num_tokens:
         return
@@ -72,7 +72,7 @@ def check_rows(key: str, rows: Iterable[Any], tokenizer: PreTrainedTokenizerBase
                 token = tokenizer.convert_ids_to_tokens(most)
                 raise ValueError(
                     f"row {row.index} of {key} has the token {token!r} with id {most}, which "
-                    f"{_lacks_a_row(num_tokens)}; remove its text from the row."
+                    f"{_lacks_a_row(num_tokens)}; remove this text from the row."
                 )
 
 

@@ -81,7 +81,7 @@ class Inputs:
         if (draft := config.rollout.draft.path) and needs_engine(config):
             served.append(draft)
             self._same_tokens(RunModel("draft", "rollout.draft.path", draft, draft))
-        for path in served:  # vLLM alone loads them, later
+        for path in served:  # only vLLM loads them, later
             check_files(path)
         if uses_teacher(config):
             self._check_teacher()
@@ -271,7 +271,7 @@ class Inputs:
 def check_class(path: str, hf: dict) -> None:
     """Raise ValueError if the two names of a model's class in config.json contradict each other.
 
-    vLLM reads the first; transformers, in which every default of a missing key depends on it, the second.
+    vLLM reads the first name. transformers reads the second, and derives defaults of missing keys from it.
     """
     name, kind = hf["architectures"][0], hf.get("model_type")
     tables = (

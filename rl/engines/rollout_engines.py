@@ -19,8 +19,8 @@ def check_device(config: Config, device: Device) -> None:
     """Raise ConfigError for what an engine on a GPU cannot do."""
     if device.is_cuda and config.training.cp > 1 and config.model.dtype == "float32":
         raise ConfigError(
-            f"training.cp={config.training.cp} with model.dtype=float32 is for CPU: on a GPU the attention "
-            "of a part of a row to the tokens before it requires 16 bits; use bfloat16."
+            f"training.cp={config.training.cp} with model.dtype=float32 is for CPU: on a GPU attention "
+            "over parts of a row requires 16 bits; use model.dtype=bfloat16."
         )
     if device.is_cuda and config.rollout.carry_over_cache == "keep":
         raise ConfigError(

@@ -183,9 +183,9 @@ class Watchdog:
             self._end_for_memory()
 
     def _find_lost_ranks(self, *, decides: bool) -> None:
-        """Read all heartbeats, and end the run if a rank is lost. The first reading starts their ages.
+        """Read all heartbeats, and end the run if a rank is lost. Ages count from the first reading.
 
-        Rank 0 looks for lost ranks, and all others watch rank 0.
+        Rank 0 watches all other ranks, and they watch rank 0.
         """
         heartbeats = self._heartbeats(None if self.rank == 0 else (0,))
         if not decides or not (lost := lost_ranks(heartbeats, self.config.lost_s)):
@@ -261,7 +261,7 @@ class Watchdog:
         if self._failing.is_set() or self._stop.wait(CAUSE_S):
             return
         heartbeats = self._heartbeats()
-        lost = lost_ranks(heartbeats, self.config.lost_s)  # a node that stands still answers nobody either
+        lost = lost_ranks(heartbeats, self.config.lost_s)  # a frozen node does not answer questions either
         message = (
             "the job's store, a process beside rank 0, was killed from outside (out of memory, node failure, "
             f"a signal), or the network failed: {_first_line(error)}"

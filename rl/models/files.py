@@ -29,7 +29,7 @@ MXFP4_BLOCK = 32
 BLOCKS, SCALES = "_blocks", "_scales"
 """End of the names of an MXFP4 tensor's codes and exponents."""
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""The dtypes of weights in the files, besides the quantised ones."""
+"""Dtypes of weights in files, except quantised weights."""
 QUANTISATIONS = ("fp8", "mxfp4")
 """Values of `quantization_config.quant_method` whose files are read."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -119,7 +119,7 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     paths, places = _paths(Path(directory))
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path} is no file; put the model's file there.")
+            raise ValueError(f"{path} is not a file; put the model's file there.")
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():
@@ -214,7 +214,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _check_dtypes(files: dict[str, Path], dtypes: dict[str, str]) -> None:
-    """Raise ValueError for a dtype, by the tensor's name, of which no weight can be read."""
+    """Raise ValueError for a tensor whose dtype is not readable as a weight."""
     for name, dtype in dtypes.items():
         if name.endswith((BLOCKS, SCALES)):
             readable: tuple[str, ...] = ("U8",)
@@ -247,7 +247,7 @@ def _paths(directory: Path) -> tuple[list[Path], dict[str, Path]]:
         if single.exists() and single not in paths:
             raise ValueError(
                 f"{directory} has {single.name} beside {INDEX}, which names other files: transformers reads "
-                "the first, vLLM the others; remove what is old."
+                "the first file, vLLM the others; remove the old files."
             )
     else:
         paths = (
@@ -264,13 +264,13 @@ def _paths(directory: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def refuse_extra(directory: str, files: dict[str, Path], weights: list[Weight], hf: dict) -> None:
-    """Raise ValueError if the checkpoint has tensors that its architecture lacks, or that contradict others.
+    """Raise ValueError if the checkpoint has tensors that its architecture lacks or that contradict others.
 
     Training without these tensors would change the model. files: see `tensor_files`.
 
-    These tensors may be there: a head that the model does not use (tied and equal to the embedding, or of a
-    language model read as a critic), computed frequencies, scales of FP8 blocks, and the layers for
-    multi-token prediction, after the last layer (DeepSeek-V3) or named mtp (Qwen3-Next), which are logged.
+    Allowed are an unused head (tied and equal to the embedding, or of a language model that is read as a
+    critic), computed frequencies, scales of FP8 blocks, and layers for multi-token prediction, after the last
+    layer (DeepSeek-V3) or named mtp (Qwen3-Next). The log names the layers for multi-token prediction.
     """
     found = set(files)
     known = {name for weight in weights for name in weight.hf}
@@ -300,7 +300,7 @@ def refuse_extra(directory: str, files: dict[str, Path], weights: list[Weight], 
         own, local = frequencies(hf), reader.read(name, ()).float()
         if "visual" not in name and (own.shape != local.shape or not torch.allclose(own, local, rtol=0.01)):
             raise ValueError(
-                f"{files[name]} has {name}, which are not the frequencies of the rotary embedding of "
+                f"{files[name]} has {name}, which differ from the rotary frequencies of "
                 "config.json (rope_theta, rope_scaling); correct config.json."
             )
 
@@ -310,7 +310,7 @@ def _is_frequency(name: str) -> bool:
 
 
 def _compare_head(reader: TensorReader, embedding: Weight) -> None:
-    """Raise ValueError if the files hold a head that differs from the embedding that is tied to it."""
+    """Raise ValueError if the files hold a head that differs from the embedding to which it is tied."""
     (name,), ((rows, columns),) = embedding.hf, embedding.shapes
     size = max(1, MAPPED_BYTES // (8 * columns))
     for start in range(0, rows, size):
@@ -319,7 +319,7 @@ def _compare_head(reader: TensorReader, embedding: Weight) -> None:
         if head.shape != tied.shape or not torch.equal(head.to(tied.dtype), tied):
             raise ValueError(
                 f"{reader.files['lm_head.weight']} has an lm_head.weight that differs from {name}, but "
-                "config.json has tie_word_embeddings=true: set it to false, or remove the tensor."
+                "config.json has tie_word_embeddings=true; set it to false, or remove the tensor."
             )
 
 
@@ -332,12 +332,12 @@ def check_quantisation(directory: str, hf: dict, files: dict[str, Path]) -> None
     if kind not in QUANTISATIONS:
         raise ValueError(
             f"{directory}/config.json has quantization_config.quant_method={kind}; only "
-            f"{' and '.join(QUANTISATIONS)} are read: use the model in another format."
+            f"{' and '.join(QUANTISATIONS)} can be read; use the model in another format."
         )
     if not any(name.endswith(("_scale_inv", SCALES)) for name in files):
         raise ValueError(
             f"{directory}/config.json has a quantization_config (quant_method={kind}), but no tensor is "
-            "quantised; remove the key, or use the files that belong to it."
+            "quantised; remove the key, or use the quantised files."
         )
 
 

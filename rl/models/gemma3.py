@@ -11,7 +11,7 @@ from rl.models.layout import REPLICATED, Weight
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 UNREAD_TOKENS = ("<image_soft_token>",)
-"""Tokens of the published tokenizer for which models of text alone have no row in the embedding."""
+"""Tokens of the published tokenizer that lack a row in the embedding of text-only models."""
 
 
 def megatron_config(hf: dict) -> dict:

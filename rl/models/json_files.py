@@ -1,6 +1,6 @@
 """The JSON files of a model directory, and the types of the values that the libraries and this program read.
 
-A value of a wrong type would otherwise end the run later, in a library that names neither file nor key.
+Otherwise a value of a wrong type would end the run later, in a library that names no file and no key.
 """
 
 import json
@@ -19,11 +19,11 @@ READ = (
 """Files with a JSON object that transformers or vLLM read if they exist."""
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 TEXTS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
-"""Further files that they read if they exist; they treat one that cannot be opened as missing."""
+"""More files that they read if they exist; they treat a file that cannot be opened as missing."""
 
 
 OTHER_KEYS = ("added_tokens_decoder", "weight_map", "id2label", "label2id", "auto_map")
-"""Objects whose own keys are no keys of the libraries."""
+"""Objects with keys that the user chooses."""
 
 
 def _is_number(value: Any) -> bool:
@@ -78,11 +78,11 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     r"chat_template": ("a text", lambda v: isinstance(v, str | dict) or _is_list(v, dict)),
     r"(bos|eos|pad|unk)_token": ("a text", lambda v: isinstance(v, str | dict)),
 }
-"""Pattern of keys -> what their values must be, in words and as a test; the first pattern decides."""
+"""Pattern of keys -> the type of their values, in words and as a test; the first matching pattern decides."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, whose values have the types of KINDS.
+    """Return the JSON object in a file; its values have the types of KINDS.
 
     Raises ValueError that names the file, and the key if one value is wrong.
     """
@@ -99,7 +99,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_types(values: dict[str, Any], path: Path, prefix: str = "") -> None:
-    """Raise ValueError for the first value in the file that has not the type of KINDS. null is no value."""
+    """Raise ValueError for the first value in the file without the type of KINDS; null is not checked."""
     for key, value in values.items():
         for pattern, (words, fits) in KINDS.items():
             if value is not None and re.fullmatch(pattern, key):

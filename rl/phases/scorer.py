@@ -55,7 +55,7 @@ class Scorer:
         self.model = engines.training.get("reward_model")
         self.judge = engines.generating.get("judge")
         self.first_cause: str = ""
-        """Why the first failed call of this batch on this rank failed."""
+        """Cause of this batch's first failed call on this rank."""
         self.succeeded: set[bool] = set()
         """Whether a batch of training (False), of validation (True) had a score."""
 
@@ -124,7 +124,7 @@ class Scorer:
             columns["judge"] = torch.where(failed > 0, torch.nan, given)
             columns["failed"] = torch.maximum(columns["failed"], failed)
             columns["score"] = columns["score"] + self.config.judge.coef * given
-        broken = ~columns["score"].isfinite()  # NaN of a reward model, or a sum beyond float32
+        broken = ~columns["score"].isfinite()  # NaN of a reward model, or a sum that float32 cannot hold
         failed = (columns["failed"] > 0) | broken
         columns["failed"] = failed.float()
         self._refuse_failures(failed[called], predictions)
@@ -134,7 +134,7 @@ class Scorer:
         return columns, answers
 
     def _refuse_failures(self, failed: Tensor, is_validation: bool) -> None:
-        """Raise ConfigError if every call of the first batch failed, which would train on constant scores.
+        """Raise ConfigError if every call of the first batch failed, because all scores would be equal.
 
         failed: bool, of the samples that a function, a model or a judge scored. Collective over the world.
         """
@@ -142,7 +142,7 @@ class Scorer:
             return
         if failed.all():
             causes = gather_objects(self.first_cause)
-            cause = next(filter(None, causes), "the reward model or the sum gives no finite number")
+            cause = next(filter(None, causes), "the reward model or the sum is not finite")
             raise ConfigError(
                 f"the reward failed for all {len(failed)} samples of the first batch; first cause: {cause}"
             )
@@ -196,7 +196,7 @@ class Scorer:
         for i, text in zip(asked, decode_responses(answers.response_ids, tokenizer, kept)):
             try:
                 grade = to_finite(found := parse(text))
-                cause = f"reward.judge.parser returned {found!r:.80}, no finite number of float32"
+                cause = f"reward.judge.parser returned {found!r:.80}, not a finite float32"
             except Exception as error:  # a user's parser may raise anything; only this sample's grade is lost
                 grade, cause = None, f"reward.judge.parser raised {type(error).__name__}: {error}"
             if grade is None:
@@ -341,7 +341,7 @@ def _conversation(
     """Return token ids of prompt and response, or of a trajectory, by the reward model's tokenizer.
 
     chat: as in `_parts`. A conversation that the template rejects, or whose calls it would leave out, becomes
-    one message of the user. Special tokens are those of the template, and of a prompt that is a string.
+    one message of the user. Only the template, or a prompt that is a string, contains special tokens.
     """
     if chat and tokenizer.chat_template is None:
         return _encode(hide(transcript(chat), tokenizer), tokenizer, add_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Checks of the ground truths before training: each must be one that its reward functions can grade."""
+"""Checks before training that reward functions can grade their ground truths."""
 
 import logging
 
@@ -17,11 +17,11 @@ TRIED = 128
 
 
 def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
-    """Raise ValueError for a ground truth that cannot be graded, or grades wrongly, with its file and row.
+    """Raise ValueError, with file and row, for a ground truth that cannot be graded or would grade wrongly.
 
     Each rank checks its share of the rows: every row by `check_truth` of its reward functions, which reads
-    the truth, and TRIED rows by `try_truth` in the workers, which may run it. A run with environments, whose
-    own scores may replace the reward function's, is not checked. Not collective.
+    the truth, and TRIED rows by `try_truth` in the workers, which may run it. A run with environments is
+    not checked, because their scores may replace the reward function's. Not collective.
     """
     rows = [
         *(inputs.prompts if scores_training(config) else ()),
@@ -52,7 +52,7 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
 
 
 def arguments(prompt: Prompt, response: str | None) -> dict:
-    """Return the arguments of the reward function for a response, None to try the ground truth alone."""
+    """Return the reward function's arguments for a response; with None only the ground truth is tried."""
     return dict(
         prompt=prompt.text,
         response=response,

@@ -2,7 +2,7 @@
 
 A truth reaches a reward function as the file holds it: text, a number, a list of accepted answers, SQuAD's
 mapping {"text": [...], "answer_start": [...]}, or the JSON text of one of these. `accepted` returns its
-answers as texts, or refuses it: a truth of unknown shape would reward wrong responses, or none for ever.
+answers as texts. It refuses an unknown form, which would reward wrong responses or no response at all.
 """
 
 import ast
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 KEYS = ("target", "answers", "answer", "text", "value", "aliases")
-"""Keys of a mapping under which answers stand: Search-R1, SQuAD, TriviaQA."""
+"""Keys of a mapping that hold answers: Search-R1, SQuAD, TriviaQA."""
 SHOWN_CHARS = 200
-"""Characters of a truth in an error."""
+"""Maximum characters of a truth in an error."""
 
 # The start of a list or mapping of texts. Other brackets may be an answer: [1, 2] or {1, 2}.
 _CONTAINER = re.compile(r"\s*(?:\[\s*)*[\[{]\s*['\"]")
@@ -25,7 +25,7 @@ _CONTAINER = re.compile(r"\s*(?:\[\s*)*[\[{]\s*['\"]")
 def accepted(ground_truth: Any) -> list[str]:
     """Return the accepted answers of a truth, at least one, none of them blank.
 
-    Whole floats are integers (72.0 is "72": a column of integers with nulls is read as floats). Nulls in
+    Whole floats become integers (72.0 is "72"), because integers with nulls are read as floats. Nulls in
     lists are left out. Text is one answer, unless it is the text of a list or mapping of texts. Raises
     ValueError for anything else.
     """
@@ -34,7 +34,7 @@ def accepted(ground_truth: Any) -> list[str]:
     except ValueError as error:
         raise refusal(ground_truth, str(error)) from error
     if not answers:
-        raise refusal(ground_truth, "no answer stands there")
+        raise refusal(ground_truth, "it holds no answer")
     return answers
 
 
@@ -56,7 +56,7 @@ def refusal(ground_truth: Any, reason: str) -> ValueError:
 
 
 def decoded(value: Any) -> Any:
-    """Return a value in Python's plain types: no numpy array, no text of a container of texts.
+    """Return a value in Python's plain types; arrays and texts that spell a container are converted.
 
     Raises ValueError for the text of a container that is neither JSON nor Python's.
     """
@@ -65,12 +65,12 @@ def decoded(value: Any) -> Any:
         return value
     found = container(value)
     if found is None:
-        raise ValueError("it looks like a list or mapping, but is neither JSON nor Python's text of one")
+        raise ValueError("it looks like a list or mapping, but is neither JSON nor a Python literal")
     return found
 
 
 def container(text: str) -> list | dict | None:
-    """Return the list or mapping that a text spells in JSON or as Python prints it, else None."""
+    """Return the list or mapping that a text spells in JSON or as Python prints it, otherwise None."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -86,7 +86,7 @@ def container(text: str) -> list | dict | None:
 
 
 def plain(value: Any) -> Any:
-    """Return numpy's arrays and numbers, which are read from Parquet files, as lists and Python's numbers."""
+    """Return numpy's arrays and numbers, read from Parquet files, as Python's lists and numbers."""
     numpy = sys.modules.get("numpy")  # a value of its types has imported it
     return (
         value.tolist() if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) else value

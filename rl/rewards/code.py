@@ -2,10 +2,13 @@
 
 The expected outputs of tests with inputs stay in this process, so the program cannot read them. Asserts run
 apart from the program (`rl.sandbox.apart`), so that a program that replaces __eq__, reads its caller's
-variables or exits early does not pass them. Not promised: asserts that cannot be run apart (they import
-packages, are asynchronous, or give the program functions or objects of their own) run in the program's
-process; with `allow_unprotected` nothing separates two processes; a program recognises a test by its
-arguments, and its own objects decide `f(1) == f(2)` and methods such as `equals`.
+variables or exits early does not pass them. Not promised:
+
+- Asserts that cannot run apart run in the program's process. They import packages, are asynchronous, or give
+  the program functions or objects of their own.
+- With `allow_unprotected` nothing separates the two processes.
+- A program can recognise a test by its arguments, and its own objects decide `f(1) == f(2)` and methods such
+  as `equals`.
 """
 
 import functools
@@ -40,7 +43,7 @@ RTOL, ATOL = 1e-5, 1e-8
 PROOF_S = 3.0
 """Seconds in which tests that a response has passed are tried without a solution, beyond `total_s`."""
 STUB_VALUES = ("None", "Stub")
-"""Values of the functions of `stub`. Tests must not pass with both; one that wants None passes with one."""
+"""Values that the functions of `stub` return. No test passes with both; a test for None passes with one."""
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
 _PYTHON = {"python", "python3", "py"}
@@ -103,12 +106,12 @@ def score(
         allow_unprotected: run programs even if nothing keeps them from the network and the user's files.
         container: settings of `rl.config.container.Container`: each test runs in a fresh container, by its
             `python3` or by `interpreter`, a path in the image. Its limits replace `cpu_s` and `memory_mib`.
-        tries: prove that the tests fail without a solution, also if the response has not passed them.
+        tries: check that the tests fail without a solution, also if the response has not passed them.
 
     Raises:
         ValueError: the ground truth is malformed or holds no test, or its tests pass without a program, which
-            is tried once per process for tests that a response has passed; this machine cannot confine
-            programs.
+            is tried once per process for tests that a response has passed. Also if this machine cannot
+            confine programs.
         OSError: a program could not be started or confined.
     """
     cases = check_truth(ground_truth, max_cases=max_cases, interpreter=interpreter, container=container)
@@ -146,7 +149,7 @@ def check_truth(
     container: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[Case]:
-    """Return the tests. Raises ValueError if there is none, or test code checks nothing; runs nothing."""
+    """Return the tests. Raises ValueError if there is none, or test code checks nothing. Runs no code."""
     if max_cases is not None and (not isinstance(max_cases, int) or max_cases < 1):
         raise ValueError(f"reward.kwargs.max_cases={max_cases} must be 1 or more, or null for all tests.")
     own_python = interpreter is None and container is None
@@ -172,7 +175,7 @@ _proved: set[int] = set()
 def _prove(cases: Sequence[Case], ground_truth: Any, passes: Callable[[str, Case], bool]) -> None:
     """Raise ValueError if all tests pass with an empty program, or with functions of two different values.
 
-    A test that both values pass does not look at them; one that wants None passes with None alone.
+    A test that passes with both values ignores the result; a test for None passes only with None.
     """
     key = zlib.crc32(repr(cases).encode("utf-8", "replace"))
     if key in _proved:
@@ -268,7 +271,7 @@ def _returned(stdout: str, expected: Any) -> bool:
         value = json.loads(stdout)["value"]
         if same_value(value, expected):
             return True
-        # A value may be given as its text: "[1, 2]" is a list.
+        # A value may be given as text: "[1, 2]" is a list.
         if isinstance(expected, str):
             return same_value(value, literal(expected, expected))
         # APPS puts some values into a list of one.

@@ -117,7 +117,7 @@ def _case(fn_name: str | None, given: Any, expected: Any) -> Case:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list, or that which a text spells, or a list of the one value."""
+    """Return a list, the list that a text spells, or a list of the single value."""
     value = plain(value)
     if isinstance(value, str):
         found = container(value)
@@ -147,7 +147,7 @@ def _call(fn_name: str, given: Any, expected: Any) -> Case:
 
 
 def _read(argument: Any) -> Any:
-    """Return an argument; a text that spells a list or mapping as what it spells."""
+    """Return an argument; a text that spells a list or mapping becomes this list or mapping."""
     found = container(argument) if isinstance(argument, str) else None
     return argument if found is None else found
 
@@ -161,7 +161,7 @@ def literal(text: str, *default: Any) -> Any:
             continue
     if default:
         return default[0]
-    raise ValueError(f"{text!r:.60} is no value in JSON or Python")
+    raise ValueError(f"{text!r:.60} is not a value in JSON or Python")
 
 
 def _json(value: Any) -> Any:
@@ -175,9 +175,9 @@ def _json(value: Any) -> Any:
 def check_test(case: Case, ground_truth: Any, *, own_python: bool) -> bool:
     """Return whether a test checks anything, as far as its code shows without being run.
 
-    False: it only defines and imports. Raises ValueError for code that Python cannot read (own_python: the
-    Python of this process runs it), that reads no name from outside, or that ends the process before
-    its result.
+    False: it only defines and imports. Raises ValueError for code that Python cannot read (own_python: if the
+    Python of this process runs it), that uses no name defined outside, or that ends the process before its
+    result.
     """
     if case.test is None:
         return True
@@ -208,7 +208,7 @@ _ENDS = ("unittest.main", "pytest.main", "sys.exit", "exit", "quit", "os._exit")
 
 
 def _only_defines(node: ast.stmt) -> bool:
-    """Return whether a statement runs nothing: a definition, import, constant, or a main program's block."""
+    """Return whether a statement checks nothing: a definition, import, constant, or `if __name__` block."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
             return True
@@ -241,10 +241,10 @@ def _outside_names(tree: ast.AST) -> set[str]:
 
 
 def stub(case: Case, value: str) -> str:
-    """Return a program with what a test reads: functions that return `value`, classes with such methods."""
+    """Return a program with the names that a test reads: functions that return `value`, and classes."""
     try:
         names = {case.fn_name} if case.test is None else _outside_names(ast.parse(case.test))
-    except (SyntaxError, ValueError):  # code of another Python
+    except (SyntaxError, ValueError):  # code of another Python version
         names = set()
     names = {name for name in names if name.isidentifier()} - _BUILTINS
     lines = [

@@ -37,7 +37,7 @@ def score(
     number there is wrong.
 
     Args:
-        ground_truth: {"target": int, "numbers": [int, ...]}, or the text of it.
+        ground_truth: {"target": int, "numbers": [int, ...]}, or its text.
         format_score: score of a wrong expression within the tag; 0.1 as in TinyZero.
         use_all: each number must be used exactly once, as in TinyZero; otherwise at most once.
 

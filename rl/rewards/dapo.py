@@ -78,7 +78,7 @@ def score(
     the ground truth. With `strict_box`, and with `bare_box` if there is no such line, it is the unchanged
     content of the last \\boxed{} in the last 100 characters.
 
-    Raises ValueError for a prompt without ground truth, or one that cannot be read.
+    Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """
     truth, response = check_truth(ground_truth), ascii_minus(response)
     answers = [] if strict_box else _ANSWER.findall(response[-TAIL_CHARS:])
@@ -95,7 +95,7 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> str:
     """Return the answer of a truth. Raises ValueError if there is none, or its normal form is empty."""
     truth = ascii_minus(single(ground_truth))
     if not normalize(truth):
-        raise refusal(ground_truth, "nothing is left of it in Minerva's normal form")
+        raise refusal(ground_truth, "its normal form by Minerva's rules is empty")
     return truth
 
 

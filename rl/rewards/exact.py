@@ -12,9 +12,9 @@ def score(
 
     Args:
         ground_truth: the accepted answer, or several, see `rl.rewards.answers.accepted`.
-        literal: a text is the answer as it stands, also if it spells a list or a mapping of texts.
+        literal: compare a text unchanged, also if it spells a list or a mapping of texts.
 
-    Raises ValueError for a prompt without ground truth, or one that cannot be read.
+    Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """
     answers = check_truth(ground_truth, literal=literal)
     acc = float(_stripped(response) in map(_stripped, answers))
@@ -28,7 +28,7 @@ def check_truth(ground_truth: Any, *, literal: bool = False, **kwargs: Any) -> l
     try:
         return accepted(ground_truth)
     except ValueError as error:
-        remedy = " With reward.kwargs.literal=true exact match compares the text as it stands."
+        remedy = " With reward.kwargs.literal=true exact match compares the text unchanged."
         raise ValueError(f"{error}{remedy * isinstance(ground_truth, str)}") from error
 
 

@@ -1,9 +1,9 @@
 """Comparison of two answers in LaTeX as expressions, with the parser and the rules of `math-verify`.
 
-A policy may write any expression. Those that could take sympy long are not passed to it (`is_costly`), and a
-comparison is aborted after COMPARE_CPU_S. Numbers are compared exactly, except that a decimal may stand for a
-number that no decimal equals, such as 1/3, if both agree to six places (math-verify's rule) and are not below
-0.001.
+A policy may write any expression. Expressions that could take sympy long are not compared (`is_costly`), and
+a comparison is aborted after COMPARE_CPU_S. Numbers are compared exactly, except that a decimal may stand for
+a number that no decimal equals, such as 1/3, if both agree to six places (math-verify's rule) and are not
+below 0.001.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_EXPRESSION_CHARS = 300
 """Maximum characters of an expression that is compared symbolically."""
 MAX_DIGITS = 20_000
-"""Decimal digits that an expression's value may have; signals cannot interrupt arithmetic in C."""
+"""Maximum decimal digits of an expression's value, because signals cannot interrupt arithmetic in C."""
 COMPARE_CPU_S = 2.0
 """Seconds of processor time that one symbolic comparison may take; it usually takes 10 to 50 ms."""
 
@@ -45,8 +45,8 @@ _TINY = re.compile(r"\^\s*\{?\s*-\s*[0-9]{2}")
 def compare_symbolically(answer: str, truth: str) -> bool:
     """Return whether two answers are equal as expressions.
 
-    Returns False if math-verify is not installed, if a part of either answer is unknown, if one is costly, or
-    after COMPARE_CPU_S (main thread only).
+    Returns False if math-verify is not installed, if a part of either answer is unknown, if an answer is
+    costly, or after COMPARE_CPU_S (main thread only).
     """
     percents = ["%" in text for text in (answer, truth)]
     answer, truth = strip(answer), strip(truth)
@@ -81,7 +81,7 @@ def compare_symbolically(answer: str, truth: str) -> bool:
 
 
 class _Comparison:
-    """Compares what `read` returns; its methods may raise anything.
+    """Compares results of `read`; its methods may raise any exception.
 
     approximates: one of the two answers has decimals, and they may approximate the other.
     """
@@ -135,7 +135,7 @@ class _Comparison:
             # math-verify would find two equations without a solution equal.
             ratio = simplify((ours.lhs - ours.rhs) / (theirs.lhs - theirs.rhs))
             return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
-        # math-verify rounds absolutely; no number is this small without being written so.
+        # math-verify rounds absolutely, so it would find two tiny numbers equal.
         if _TINY.search(found) or _TINY.search(gold):
             return ours == theirs
         return self._verify(theirs, ours, numeric_precision=100, timeout_seconds=None)
@@ -178,7 +178,7 @@ def _elements(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts between commas outside of brackets; none if a bracket closes that did not open."""
+    """Return the parts between commas outside of brackets; none if brackets do not match."""
     parts, depth = [""], 0
     for token in re.findall(r"\\[{}]|[\s\S]", text):
         depth += (token in ("(", "[", "{", "\\{")) - (token in (")", "]", "}", "\\}"))
@@ -254,8 +254,8 @@ def _end_of_group(expression: str, start: int) -> int:
 
 
 def _is_bound(answer: str, other: str) -> bool:
-    """Return whether an answer is an inequality without a left side, or has one although the other answer is
-    neither an inequality nor a set."""
+    """Return whether an inequality has no left side, or has one although the other answer is neither an
+    inequality nor a set."""
     if _INEQUALITY.match(answer):
         return True
     return bool(_INEQUALITY.search(answer)) and not (_INEQUALITY.search(other) or _SET.search(other))
@@ -286,7 +286,7 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
             error,
         )
         return None
-    # It would warn in every process that its timeouts are disabled.
+    # math-verify would warn in every process that its timeouts are disabled.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def parse(text: str) -> Any:
@@ -316,7 +316,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGVTALRM, interrupt)
-    # Repeated every 0.1 s in case a bare except or a __del__ swallows the first one.
+    # Repeated every 0.1 s in case a bare except or a __del__ swallows the first exception.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
     try:
         yield

@@ -5,7 +5,7 @@ flexible  the last number anywhere in the response
 
 Numbers may have a sign (also U+2212), a dollar sign, commas between thousands and decimals; a trailing
 period is not part of them. They are compared as decimals: 18, 18.00 and $18 are equal, and no binary rounding
-occurs. A number that goes on in another form (1,5 or 1/2 or 6.6e-34) is not read in part: it counts as none.
+occurs. A number that continues in another form (1,5 or 1/2 or 6.6e-34) does not count as a number.
 """
 
 import re
@@ -27,7 +27,7 @@ _REST = r"(?P<rest>(?:(?:[/^:*]|[eE][-+]?|\.{0})[0-9][0-9.,]*)*)"
 _FLEXIBLE = re.compile(_NUMBER + _REST.format(""))
 _STRICT = re.compile(r"####[ \t]*" + _NUMBER + _REST.format("|-"))
 _THOUSANDS = re.compile(r"[0-9]+|[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")
-"""Digits before the point; groups of two are India's."""
+"""Matches digits before the point; groups of two are Indian."""
 
 
 def score(
@@ -48,7 +48,7 @@ def score(
 
 
 def check_truth(ground_truth: Any, **kwargs: Any) -> Decimal:
-    """Return the number of a ground truth. Raises ValueError if it is not one."""
+    """Return the number of a ground truth. Raises ValueError if it is not a number."""
     match = _FLEXIBLE.fullmatch(ascii_minus(single(ground_truth)).strip())
     truth = _to_decimal(match) if match else None
     if truth is None:

@@ -1,9 +1,10 @@
-r"""Reading of an answer in LaTeX: all of it, or nothing; its unit and its name.
+r"""Read an answer in LaTeX completely or not at all, and find its unit and its name.
 
-Parsers of LaTeX skip what they do not know: 101_2 becomes 101, 1+2\mathrm{i} becomes 3, f'(x) becomes f(x).
-Therefore `read` accepts only a text whose every token keeps its meaning, and writes its numbers as exact
-fractions. A comma between digits separates thousands if it stands outside of brackets and three digits follow
-(1,500), else elements (1,5 are two). {,} is the comma within a number: 1{,}500 is 1500, and 1{,}5 is 1.5.
+Parsers of LaTeX skip unknown parts: 101_2 becomes 101, 1+2\mathrm{i} becomes 3, f'(x) becomes f(x).
+Therefore `read` accepts a text only if it knows every token, and writes the numbers as exact fractions. A
+comma between digits separates thousands if it is outside of brackets and three digits follow (1,500);
+otherwise it separates elements (1,5 are two). {,} is the comma within a number: 1{,}500 is 1500, and 1{,}5
+is 1.5.
 """
 
 import re
@@ -52,7 +53,7 @@ _UNIT_WORDS = {
     }.items()
     for word in words.split()
 }
-"""Words of units by their usual spelling; a word without one stands for itself."""
+"""Words of units by their usual spelling; a word without a usual spelling stands for itself."""
 _FACTORS = set("pair dozen score hundred thousand million billion trillion".split())
 _UNIT_FONT = re.compile(r"\\(?:mathrm|mbox) ?\{(?:[~ ]|\\[,;: ])*([a-zA-Z]{2,})\}")
 _BARE_UNIT = re.compile(r"(?<=[0-9}]) *([a-zA-Z]{2,})(?=$|\^)")
@@ -114,7 +115,7 @@ _UNCLEAR = re.compile(
 
 
 def read(answer: str) -> str | None:
-    """Return an answer without words and units as LaTeX with exact numbers; None if any of it is unclear."""
+    """Return an answer without words and units as LaTeX with exact numbers; None if any part is unknown."""
     text = answer
     for spelling, usual in _SPELLINGS:
         text = spelling.sub(lambda _: usual, text)  # noqa: B023
@@ -187,13 +188,13 @@ def strip(answer: str) -> str:
 
 
 def unit(text: str) -> re.Match[str] | None:
-    """Return the unit with which an answer ends, if no other \\text{...} comes before."""
+    """Return the unit at the end of an answer, if no other \\text{...} comes before it."""
     start = text.find("\\text{")
     return _UNIT.match(text, start) if start >= 0 else None
 
 
 def _unit_word(word: str) -> str:
-    """Return the usual spelling of a word that is a unit, else an empty text."""
+    """Return the usual spelling of a unit's word; "" if the word is not a unit."""
     word = word.lower()
     usual = _UNIT_WORDS.get(word) or _UNIT_WORDS.get(word.removesuffix("s"), "")
     return usual or word * (len(word) > 1 and word in _UNIT_WORDS.values())
@@ -215,7 +216,7 @@ def unit_of(answer: str) -> str:
         return "$" if "\\$" in answer else ""
     words = re.findall(r"[a-z]+|-?[0-9]|/", re.sub(r"\\[a-zA-Z]+", "", found[0]).lower())
     known = [_UNIT_WORDS.get(word, _UNIT_WORDS.get(word.removesuffix("s"), word)) for word in words]
-    # An order of words that does not matter: square meters is m2.
+    # Sorted, because the order of the words does not matter: square meters is m2.
     return " ".join(sorted(word.removesuffix("s") if len(word) > 2 else word for word in known if word))
 
 
@@ -235,7 +236,7 @@ def without_degrees(text: str) -> str:
 def split_name(answer: str) -> tuple[str, str]:
     """Return the name before the only `=` or `\\in` of an answer (x, f(x), P(\\text{red})) and the rest.
 
-    The name is empty, and the rest the whole, if there is none, or if it is more than a name, such as 2x.
+    Without such a name, as in 2x = 6, the name is empty and the rest is the whole answer.
     """
     parts = _EQUALS.split(answer)
     name = parts[0].strip(" $") if len(parts) == 2 else ""

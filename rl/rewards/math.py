@@ -3,8 +3,8 @@
 Answers are compared as strings in the normal form of the MATH data set (Hendrycks et al., arXiv:2103.03874,
 and the equivalence test published with it). If these differ, they are compared as expressions with
 `math-verify` (huggingface/Math-Verify), if it is installed: 1/2 and 0.5, (x+1)^2 and x^2+2x+1.
-An answer of which a part is unknown is compared as a string only. One answer may leave out what the other
-has, a unit, a percent or degree sign, a name before `=`; different ones are different answers.
+An answer with an unknown part is compared as a string only. One answer may leave out a unit, a percent or
+degree sign, or a name before `=` that the other has; different units, signs or names are different answers.
 """
 
 import re
@@ -39,7 +39,7 @@ def score(
         ground_truth: the answer in LaTeX, or a solution with the answer in its last box.
         symbolic: also compare as expressions. Without math-verify this is skipped, and logged once.
 
-    Raises ValueError for a prompt without ground truth, or one that cannot be read.
+    Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """
     truth = check_truth(ground_truth)
     answer = last_boxed(response)
@@ -53,8 +53,8 @@ def last_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{...} or \fbox{...}, or of \boxed 7 up to the next $ or newline.
 
     A box without content and the bare word, as in "put it in \boxed{}", are mentions and do not count.
-    Returns None if there is no other, or if its braces do not close within MAX_ANSWER_CHARS; \{ and \} do not
-    count as braces. Linear time.
+    Returns None if there is no other box, or if its braces do not close within MAX_ANSWER_CHARS; \{ and \}
+    do not count as braces. Linear time.
     """
     ends = [box.end() for box in _BOX.finditer(text)]
     start = next((end for end in reversed(ends) if not _MENTION.match(text, end)), None)
@@ -77,7 +77,7 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> str:
     boxed = last_boxed(text)
     truth = text if boxed is None else boxed
     if not normalize(truth):
-        raise refusal(ground_truth, "nothing is left of it without units and signs of typesetting")
+        raise refusal(ground_truth, "it is empty without units and signs of typesetting")
     return truth
 
 

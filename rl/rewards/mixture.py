@@ -36,7 +36,7 @@ class Mixture:
         any exception of a function, and RejectedResult. The seal of the score is that of the sample before a
         function could change it.
 
-        A sample whose response is None has none yet: each function's `try_truth` tries its ground truth.
+        If the response of a sample is None, `try_truth` of each function tries the ground truth instead.
         """
         key = digest(sample)
         scorers = self._of(sample.get("data_source"))
@@ -51,14 +51,14 @@ class Mixture:
         return _combine(scorers, [to_score(result) for result in results], key)
 
     def check_truth(self, ground_truth: Any, data_source: str) -> None:
-        """Raise ValueError if a function that has `check_truth` finds that it cannot grade the truth."""
+        """Raise ValueError if `check_truth` of a function rejects the truth."""
         for scorer in self._of(data_source):
             if scorer.check_truth is not None:
                 try:
                     scorer.check_truth(ground_truth, **scorer.kwargs)
                 except ValueError:
                     raise
-                except Exception as error:  # of a shape that nobody foresaw
+                except Exception as error:  # a form that check_truth does not expect
                     raise ValueError(
                         f"reward_model.ground_truth={ground_truth!r:.200} cannot be read by the function "
                         f"{scorer.name} ({type(error).__name__}: {error}); write it in a form that it reads."
@@ -80,9 +80,9 @@ class _Scorer(NamedTuple):
     kwargs: Mapping[str, Any]
     function: Callable[..., Any]
     check_truth: Callable[..., Any] | None
-    """Raises ValueError, in microseconds, for a ground truth for which no response could be graded."""
+    """Raises ValueError, within microseconds, for a ground truth that no response could match."""
     try_truth: Callable[..., Any] | None
-    """Raises ValueError for one that it has tried and that grades wrongly; may take seconds."""
+    """Runs a ground truth, and raises ValueError if it grades wrongly; may take seconds."""
 
 
 def _load(components: Sequence[Component]) -> list[_Scorer]:

@@ -55,7 +55,7 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> list[str]:
     """Return the accepted answers in normal form. Raises ValueError if no response could be right."""
     truths = [text for answer in accepted(ground_truth) if (text := normalize(answer))]
     if not truths:
-        raise refusal(ground_truth, "nothing but punctuation stands there, which is not compared")
+        raise refusal(ground_truth, "it holds only punctuation, which is not compared")
     return truths
 
 

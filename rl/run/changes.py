@@ -1,7 +1,7 @@
 """Comparison of a run's config with that of the checkpoint from which it continues.
 
-A directory of another run must not be continued in silence: its checkpoint would be trained on with another
-reward, or count as the end of this run.
+A run must not silently continue in the directory of another run. For example, it would train the other run's
+checkpoint with another reward, or end at once because the checkpoint is at its last step.
 """
 
 from typing import Any
@@ -23,17 +23,17 @@ IDENTITY = (
     "reward.judge.path",
     "agents.environment",
 )
-"""Keys that say what a run is, besides the columns of its data."""
+"""Keys that identify a run, besides the columns of its data."""
 UNNAMED = "run"
 """Name of a run without a config file and, in checkpoints of earlier versions, of any unnamed run."""
 EXPECTED = ("run.dir", "run.max_steps", "run.max_time", "checkpoint.resume", "checkpoint.accept_changes")
-"""Keys whose change needs no line: it is why a run is started again."""
+"""Keys that are often changed to continue a run; their changes are not printed."""
 
 
 def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
     """Return `old -> new` by key for the keys that differ, without EXPECTED.
 
-    saved: config.yaml of the checkpoint. Keys that it lacks, of a later version, are not compared.
+    saved: config.yaml of the checkpoint. Keys that it lacks, because they are newer, are not compared.
     """
     own, found = yaml.safe_load(to_yaml(config)), {}
     for key in flatten(config):
@@ -54,7 +54,7 @@ def check_changes(config: Config, saved: dict[str, Any], place: str) -> None:
     if own:
         words = ", ".join(f"{key}: {text}" for key, text in own.items())
         raise ConfigError(
-            f"run.dir={config.run.dir} is that of another run, by its checkpoint {place}: {words}; set "
+            f"run.dir={config.run.dir} belongs to another run (checkpoint {place}): {words}; set "
             "another run.dir, or checkpoint.accept_changes=true to continue with these changes."
         )
 

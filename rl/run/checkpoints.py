@@ -24,9 +24,9 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | Non
     Raises ConfigError, before any model is built:
 
     - if checkpoint.resume=never and run.dir holds checkpoints of an earlier run. Retention and the next
-      resume would treat them as checkpoints of this run. A run that began with `never` continues: after a
-      stop or a requeue the same command is started again.
-    - if the checkpoints of run.dir are those of another run (`rl.run.changes`).
+      resume would treat them as checkpoints of this run. A run that began with `never` continues,
+      because the same command is started again after a stop or a requeue.
+    - if the checkpoints of run.dir belong to another run (`rl.run.changes`).
     - if the checkpoint of checkpoint.resume leaves no step to train.
     """
     newest, resume = store.newest(), config.checkpoint.resume

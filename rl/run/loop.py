@@ -56,7 +56,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         progress.line(f"{len(changed)} {noun} from {newest.path}: {words}")
     is_finished = is_complete(config, newest)
     if newest is not None and is_finished:
-        # The number of steps stays that of the run that ended, not the smaller one of this start.
+        # Keep the number of steps of the finished run, not the smaller number of this start.
         status.write(max_steps=newest.step)
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if leads:
@@ -183,7 +183,7 @@ class Training:
             if asked.reason:
                 if number > 1:
                     self._save(number - 1, metrics)
-                    self._checkpoints.close()  # the line below promises what a failed save would not keep
+                    self._checkpoints.close()  # raises if a save failed, before the line below promises it
                 removed = f" after you remove {config.run.dir}/{STOP_FILE}" if asked.by_hand else ""
                 later = "" if asked.is_final else f"; the same command continues from there{removed}"
                 step.progress.line(f"stopped before step {number}: {asked.reason}{later}")

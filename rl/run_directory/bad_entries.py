@@ -1,6 +1,6 @@
-"""Entries of a run directory that cannot be read: tools name them in one line, and go on with the others.
+"""Entries of a run directory that cannot be read: tools name each in one line, and go on with the others.
 
-Another user's directory, a file that a crash has cut off, or a stray one must not hide all the rest.
+Another user's directory, a file that a crash has cut off, or a stray file must not hide the other entries.
 """
 
 import sys
@@ -19,13 +19,13 @@ UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""What reading a file of another form than expected raises."""
+"""Exceptions of reading a file that has not the expected form."""
 
 T = TypeVar("T")
 
 
 def read_each(paths: Iterable[Path], read: Callable[[Path], T]) -> dict[Path, T]:
-    """Return path -> what `read` returns, without the paths that it cannot read."""
+    """Return path -> result of `read`, without the paths that it cannot read."""
     found = {}
     for path in paths:
         try:
@@ -36,12 +36,12 @@ def read_each(paths: Iterable[Path], read: Callable[[Path], T]) -> dict[Path, T]
 
 
 def skip(path: Path, error: BaseException) -> None:
-    """Say in one line on stderr that an entry is skipped."""
+    """Print in one line on stderr that an entry is skipped."""
     print(f"warning: {path} is skipped: {in_words(error)}", file=sys.stderr)
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error in one line; a type for errors that name only a key or an index."""
+    """Return an error in one line, with its type if the message may be only a key or an index."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
     return (kind + " ".join(text.split()))[:200]

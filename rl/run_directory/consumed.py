@@ -25,13 +25,13 @@ class ConsumedLog:
         self._writes = DelayedWrites(self._path)
 
     def append(self, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn) -> None:
-        """Append the record of a step and wait until it is on the disk, or keep it until the disk takes it.
+        """Append the record of a step and wait until it is on the disk; if the disk is full, keep the record.
 
         Call it before the checkpoint of the step is written, so that no checkpoint has a step without a
         record.
 
         num_drawn: prompts that the run has drawn so far. consumed, dropped: prompts of this step. waiting:
-        drawn prompts that are left to later steps.
+        drawn prompts that later steps will train.
         """
         record = {
             "training/global_step": step,

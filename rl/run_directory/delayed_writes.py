@@ -1,7 +1,7 @@
 """Writes beside the checkpoints that a full disk delays: no run ends because a log cannot be written.
 
-What cannot be written waits, and is tried again before the next write of the same file. At the end, what is
-missing is named. Nothing here is collective.
+A failed write waits, and is tried again before the next write to the same file. At the end the log names the
+missing writes. Nothing here is collective.
 """
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class DelayedWrites:
     """The writes of one file or directory, in their order.
 
-    limit: maximum number of writes that wait; the oldest is given up first.
+    limit: maximum number of waiting writes; the oldest is given up first.
     """
 
     def __init__(self, path: Path, *, limit: int = 100_000):
@@ -27,15 +27,15 @@ class DelayedWrites:
         self._fails = False
 
     def add(self, name: str, write: Callable[[], None], num_bytes: int = 0) -> None:
-        """Write what waits and then this, or let it wait after an OSError, of which the first is logged.
+        """Write the waiting writes and then this one. After an OSError it waits; the first error is logged.
 
-        name: of the content, such as step 3. num_bytes: its size, for the message; 0 if it is unknown.
+        name: the content in a message, such as step 3. num_bytes: size in the message; 0 if unknown.
         """
         self._waiting.append((name, write))
         self.retry(num_bytes)
 
     def retry(self, num_bytes: int = 0) -> None:
-        """Write what waits, up to the first OSError."""
+        """Write the waiting writes, up to the first OSError."""
         while self._waiting:
             try:
                 self._waiting[0][1]()
@@ -43,7 +43,7 @@ class DelayedWrites:
                 if not self._fails:
                     size = f", {num_bytes} bytes" if num_bytes else ""
                     log.warning(
-                        "%s: %s%s cannot be written (%s), with %s; the run goes on, and tries it again",
+                        "%s: %s%s cannot be written (%s; %s); the run goes on, and tries again",
                         self._path,
                         self._waiting[0][0],
                         size,
@@ -60,7 +60,7 @@ class DelayedWrites:
             self._fails = False
 
     def close(self) -> None:
-        """Write what waits, and name what is missing."""
+        """Write the waiting writes, and log the missing ones."""
         self.retry()
         self._missing += [name for name, _ in self._waiting]
         if self._missing:
@@ -86,7 +86,7 @@ def append_line(path: Path, line: str, *, sync: bool = False) -> None:
             if sync:
                 os.fsync(descriptor)
         except OSError:
-            os.ftruncate(descriptor, size)  # readers would find half a line before the next one
+            os.ftruncate(descriptor, size)  # otherwise readers would find half a line before the next line
             raise
     finally:
         os.close(descriptor)

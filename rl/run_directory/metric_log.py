@@ -84,7 +84,7 @@ class MetricLog:
             follower.start(path, resume_step)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the record of a step, or keep it until the disk takes it.
+        """Append the record of a step; if the disk is full, keep the record and try again later.
 
         The record is strict JSON in one line: the step, `time` (Unix time in seconds), then the metrics by
         name. NaN and infinity become null, with one warning per metric.
@@ -119,7 +119,7 @@ class MetricLog:
             )
 
     def close(self) -> None:
-        """Write what waits, and wait at most CLOSE_S for all followers together."""
+        """Write the waiting records, and wait at most CLOSE_S for all followers together."""
         self._writes.close()
         for follower in self._followers:
             follower.finish()
@@ -129,10 +129,10 @@ class MetricLog:
 
 
 def read_records(path: str | os.PathLike) -> list[dict]:
-    """Return the records of a `metrics.jsonl`, in the order of the file; None for what is no finite number.
+    """Return the records of a `metrics.jsonl`, in the order of the file; None for values that are not finite.
 
     A last line without a newline is incomplete (being written, or cut short by a crash) and is left out. A
-    line that is no JSON object with a step is left out with a warning. Raises OSError if the file is
+    line that is not a JSON object with a step is left out with a warning. Raises OSError if the file is
     unreadable.
     """
     found = [parse_record(line) for line in _whole_lines(Path(path))]
@@ -152,7 +152,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def parse_record(line: str | bytes) -> dict[str, Any] | None:
-    """Return the numbers of a line by name, None in place of what is no finite number; None for no record."""
+    """Return the numbers of a line by name, None for values that are not finite; None for no record."""
     record = _parse(line)
     return None if record is None else {name: number_of(value) for name, value in record.items()}
 

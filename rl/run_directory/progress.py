@@ -16,7 +16,7 @@ DRAW_INTERVAL_S = 0.1
 
 
 def _print(text: str, stream: TextIO) -> None:
-    with suppress(OSError):  # the disk of the log itself is full, and the run goes on without this line
+    with suppress(OSError):  # if the log's own disk is full, the run goes on without this line
         print(text, file=stream, flush=True)
 
 

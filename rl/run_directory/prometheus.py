@@ -32,7 +32,7 @@ SERIES = {
 }
 
 REQUEST_S, MAX_HEAD = 10.0, 8192
-"""Seconds in which a connection must send its request, and the maximum length of the request in bytes."""
+"""Seconds until a connection must have sent its request, and the maximum length of the request in bytes."""
 
 
 class Prometheus:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextlib.contextmanager
 def writing(run_dir: str | Path) -> Iterator[None]:
-    """Raise an OSError of the body as a ValueError that names run.dir and the remedy."""
+    """Convert an OSError of the body to a ValueError that names run.dir and the remedy."""
     try:
         yield
     except OSError as error:
@@ -98,9 +98,9 @@ def record_run(config: Config, last_step: int, *, world_size: int, start_up_s: M
 
 
 def config_of_step(run_dir: str | Path, step: int) -> Path:
-    """Return the config of the start that took a step: the last start after a step before it.
+    """Return the config of the start that took a step: the last start from an earlier step.
 
-    Example: after starts at steps 0, 20 and, from an older checkpoint, 10, step 15 is that of the third.
+    Example: after starts at steps 0, 20 and, from an older checkpoint, 10, the third start took step 15.
     """
     starts = []
     for path in Path(run_dir).glob("config*.yaml"):
@@ -109,7 +109,9 @@ def config_of_step(run_dir: str | Path, step: int) -> Path:
             written = Path(run_dir, f"environment{match[1] or ''}.json")
             starts.append((json.loads(written.read_text())["time"] if written.is_file() else 0.0, path))
     if not starts:
-        raise ValueError(f"{run_dir} has no config.yaml, so it is not the directory of a run; name another.")
+        raise ValueError(
+            f"{run_dir} has no config.yaml, so it is not the directory of a run; name a run's directory."
+        )
     return max(starts)[1]
 
 

@@ -76,8 +76,8 @@ def remove_after(run_dir: str | Path, step: int) -> None:
 class RolloutLog:
     """Writes rollouts in a thread, so that no step waits for them. For rank 0 only; not collective.
 
-    What a full disk rejects is tried again before the next step's, and given up after WAITING_STEPS. Another
-    error of the thread is raised by the next call.
+    If the disk is full, a step's rollouts are tried again at the next step, and given up after WAITING_STEPS.
+    Another error of the thread is raised by the next call.
 
     Args:
         columns, kind: see `schema`.
@@ -112,7 +112,7 @@ class RolloutLog:
         self._jobs.put(write)
 
     def flush(self) -> None:
-        """Return once all that was given to `write` is on disk, or was rejected by it."""
+        """Return once all data given to `write` is on disk, or the disk has rejected it."""
         self._jobs.put(self._writes.retry)
         self._jobs.join()
         self._raise_error()
@@ -151,7 +151,7 @@ class RolloutLog:
             self._fence()
             new.replace(path)  # readers and a resumed run see a whole file or none
         except OSError:
-            new.unlink(missing_ok=True)  # it takes space that others need
+            new.unlink(missing_ok=True)  # its space is needed by other files
             raise
 
     def _write_tokens(self) -> None:

@@ -5,9 +5,9 @@
 
 state: running, stopped (can continue), finished, failed. Rank 0 writes the progress. The rank that ends the
 run writes its end and cause; the first cause remains. If all ranks are killed at once, the state remains
-running, and `time` is that of the last write. `start` identifies a start of the run, `run` the first one in
-this directory. A copy is written to the file that LOCKSTEP_STATUS names, from which slurm/starts.sh reads
-whether a start of the run wrote a newer checkpoint.
+running, and `time` is the time of the last write. `start` identifies a start of the run, `run` the first
+start in this directory. A copy is written to the file that LOCKSTEP_STATUS names, from which slurm/starts.sh
+reads whether a start of the run wrote a newer checkpoint.
 """
 
 import json
@@ -96,7 +96,7 @@ class Status:
                 self._fails = False
             except OSError as error:  # the next write has these changes, too
                 if not self._fails:
-                    self._warn(f"cannot be written: {error}; the run goes on, and tries it again")
+                    self._warn(f"cannot be written: {error}; the run goes on, and tries again")
                 self._fails = True
 
     def fail(self, reason: str) -> None:
@@ -112,7 +112,7 @@ class Status:
             self._end("failed", reason)
 
     def interrupt(self, reason: str = "interrupted") -> None:
-        """Write that Ctrl-C, or `reason`, stopped the run, unless its end is written or it had not begun."""
+        """Write that Ctrl-C or `reason` stopped the run, unless it has not begun or its end is written."""
         if read_object(self._path).get("start") == self._start:
             self._end("stopped", reason)
 

@@ -80,7 +80,7 @@ def idle_gpus(num_ranks: int) -> str:
     return (
         f"{count - num_ranks} of {count} GPUs of this host are idle, because it has ranks={num_ranks}; start "
         f"a rank for each (torchrun --nproc-per-node {count}, srun --ntasks-per-node={count}), or set "
-        "CUDA_VISIBLE_DEVICES to those that are meant."
+        "CUDA_VISIBLE_DEVICES to the GPUs to use."
     )
 
 

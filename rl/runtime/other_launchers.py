@@ -48,7 +48,7 @@ UNKNOWN = (
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
-"""Variables with a rank and a size by which a process may be one of several without being told of the others.
+"""Variables of a rank and a size that other launchers set without naming the other processes.
 """
 LAUNCHERS = {
     launcher.name: launcher
@@ -78,9 +78,9 @@ def started_by(env: Mapping[str, str]) -> Launcher | None:
 
 
 def refuse_unknown(env: Mapping[str, str]) -> None:
-    """Raise ValueError if a launcher that no rule here covers started this process as one of several.
+    """Raise ValueError if an unknown launcher started this process as one of several.
 
-    Each process would be a world of one, in the same run directory.
+    Each process would train alone, in the same run directory.
     """
     for rank, size in UNKNOWN:
         is_alone = env.get(size) == "1" or (rank.startswith(("SLURM", "LOCAL")) and env.get(rank) == "0")

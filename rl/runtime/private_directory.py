@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 SOCKET_PATH, SOCKET_NAME = 107, 37
-"""Longest path of a Unix socket, and what vLLM adds to the directory of its own, in bytes."""
+"""Maximum length of a Unix socket's path, and the length that vLLM adds to its directory, in bytes."""
 
 
 def make_private(directory: Path) -> None:
@@ -19,7 +19,7 @@ def make_private(directory: Path) -> None:
 
 
 def socket_directory() -> str:
-    """Return a directory for sockets: that of temporary files, or a new one if its path is too long."""
+    """Return a directory for sockets: the temporary directory, or a new one if that path is too long."""
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) + SOCKET_NAME <= SOCKET_PATH:
         return usual

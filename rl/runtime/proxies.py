@@ -1,4 +1,4 @@
-"""Keeps HTTP proxies out of the job's own traffic.
+"""Keep HTTP proxies out of the job's own traffic.
 
 Compute nodes often reach the internet through `http_proxy`. Clients of an agents' endpoint, of Prometheus or
 of a tool server beside the run would send their requests there too: to loopback, and to nodes of the job.

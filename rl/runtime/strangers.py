@@ -1,4 +1,4 @@
-"""Connections that have not shown the key of what they connect to.
+"""Connections that have not yet shown the key of their listener.
 
 Every user of a node can connect to a listener of a rank, and may open thousands of connections. A connection
 without the key is a stranger: it ends after some seconds, and the oldest one ends if there are more than
@@ -34,7 +34,7 @@ class Strangers(Generic[Connection]):
     """The strangers of a listener, in an asyncio loop.
 
     Args:
-        end: closes a connection; it is called once, unless the connection shows the key or ends before.
+        end: closes a connection; called once, unless the connection shows the key or ends earlier.
         seconds: time until a connection must show the key.
     """
 
@@ -53,7 +53,7 @@ class Strangers(Generic[Connection]):
         )
 
     def forget(self, connection: Connection) -> None:
-        """Count a connection no longer: it has shown the key, or has ended."""
+        """Stop counting a connection, because it has shown the key or has ended."""
         if (timer := self._timers.pop(connection, None)) is not None:
             timer.cancel()
 

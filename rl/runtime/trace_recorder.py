@@ -247,7 +247,7 @@ class Recorder:
         try:
             partial.write_text(text)
             os.replace(partial, f"{self._path}.json")
-        except OSError as error:  # such as a full disk, which must not end the run
+        except OSError as error:  # for example a full disk, which must not end the run
             problem = f"{len(text)} bytes, is not written and is missing ({error.strerror})"
             log.error("warning: %s.json, %s", self._path, problem)
             partial.unlink(missing_ok=True)

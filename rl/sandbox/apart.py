@@ -4,11 +4,11 @@ A program in the tests' process could read the expected values, replace `==` and
 the names that the tests use and the program defines are stand-ins: a call sends its arguments to the
 program's process and receives plain values (numbers, text, containers, and what `_WIRE` names). Objects of
 the program stay there; attributes, methods and items of them are calls too. `==` between such an object and a
-value of the tests is False, and arithmetic and order between the two fail, because the program would decide
-them with the expected value in its hands.
+value of the tests is False, and arithmetic and order between the two fail, because the program would receive
+the expected value and decide the result.
 
-Some tests cannot be run apart: they import packages outside the standard library, are asynchronous, derive
-classes from the program's, or give it functions or objects of their own. They answer TOGETHER.
+Some tests cannot run apart. For example, they import packages outside the standard library, are asynchronous,
+derive classes from the program's, or give it functions or objects of their own. Their answer is TOGETHER.
 """
 
 import json
@@ -237,7 +237,7 @@ finish(job["token"])
 def run_apart(
     run: Callable[..., Outcome], program: str, test: str, *, token: str, prelude: str, is_container: bool
 ) -> Outcome:
-    """Run test code beside a program; return the end of the tests, or that of the program if it met a limit.
+    """Run test code beside a program; return the tests' outcome, or the program's if it exceeded a limit.
 
     Args:
         run: `run_program`, or `run_program_in` for a container, with its settings.

@@ -9,11 +9,11 @@ a root directory in a user and a mount namespace; the rest is the same for each:
 - no network but its own loopback, unless `network`
 - none of the host's files, variables, processes, and objects of System V IPC; /dev has the harmless devices
 - writes go to memory, at most `disk_mib`, and end with the container
-- `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms, with what the
-  node holds for them: shared mappings (their whole size), huge pages, page tables, descriptors (1,024 per
-  process), System V IPC, and socket buffers (unless `network`); memfd_create(2) is missing
+- `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms, with the memory
+  that the node holds for them: shared mappings (their whole size), huge pages, page tables, descriptors
+  (1,024 per process), System V IPC, and socket buffers (unless `network`); memfd_create(2) is missing
 - `tasks` by setrlimit (but for root) and counted; `wall_s` and `output_bytes` per command
-- An excess ends every process
+- Exceeding a limit ends every process
 - `cpus` processors by sched_setaffinity(2), which commands then cannot call; containers may share them
 - no capabilities, no further namespaces, no system calls of `sandbox.DENIED_EVERYWHERE`, and no sockets but
   those of Unix, IP and netlink
@@ -21,7 +21,7 @@ a root directory in a user and a mount namespace; the rest is the same for each:
 It protects against accidents and against what a policy finds while it searches for reward, not against bugs
 of the kernel. The load on caches and memory bandwidth, and the share of a processor, are not limited. Between
 two counts a program can take more memory than its limit, and a shared mapping that it fills and unmaps in
-part counts with what is left of it.
+part counts only with the remaining part.
 """
 
 import base64
@@ -212,12 +212,12 @@ class Container:
         Directories beside those of the system (container_child._SYSTEM) are as commands left them.
 
         Args:
-            protected: paths beside the system's that are as they were sealed; removed if they were not there.
-            files: a file or directory that tests start from -> the path that is protected if it was a file. A
-                directory is protected itself; with each, settings of pytest in the directories above.
-            kept: paths that are as commands left them in any case.
+            protected: further paths that later commands see as sealed; removed if they did not exist then.
+            files: a file or directory from which tests start -> the path that is protected if it was a file.
+                A directory is protected itself, and so are pytest's settings in the directories above.
+            kept: paths that always stay as commands left them.
 
-        Returns the paths below which commands wrote what is no longer seen. Raises OSError if it failed.
+        Returns the paths below which later commands do not see changes. Raises OSError if it failed.
         """
         asked = {"protected": list(protected), "files": dict(files), "kept": list(kept)}
         return self._ask({"restore": asked})["unseen"]
@@ -287,7 +287,7 @@ def describe(*, runtime: str, network: bool, cpus: int, **settings: Any) -> str:
     found, program = find_runtime(runtime)
     gaps = [
         "memory and processes are counted every 50 ms, because no control group is used",
-        "a shared mapping that is filled and unmapped in part counts with what is left of it",
+        "a shared mapping that is filled and unmapped in part counts only with the rest",
         "containers of a worker process share its processors",
     ]
     if os.geteuid() == 0:

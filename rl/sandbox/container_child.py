@@ -12,7 +12,7 @@ runs a command, answered by the fields of an `Outcome`. {"renew": true} replaces
            `- runtime            bwrap, ch-run or apptainer: makes a user and a mount namespace with the image
            `- command            a fork of process 1 that enters these two and drops every right there
 
-The image is the lower layer of an overlay whose upper layer is in a tmpfs of limited size, so that writes end
+The image is the lower layer of an overlay whose upper layer is in a tmpfs of limited size, so writes vanish
 with the mount namespace. A seal puts a new upper layer over what was written so far. The runtime is started
 once with a command that only waits, and commands enter the namespaces that it made: this costs less than
 another start, and no command has a moment with rights. When standard input closes, process 1 ends, and with
@@ -78,7 +78,7 @@ _OF_PYTEST = (
 )
 """Files of the root that pytest reads for tests in every directory below."""
 _FOR_TESTS_MIB, _FOR_TESTS_FILES = 16, 1000
-"""Room that tests have in a container that is full."""
+"""Additional space and files for tests, in case the container is full."""
 START_S = 60.0
 """Limit of a runtime's start, in seconds."""
 
@@ -118,7 +118,7 @@ def build(job: dict[str, Any], image: int) -> str:
         os.chmod(f"{top}/{name}", 0o1777)
     root = overlay(top, "first", [image])
     for name in ("dev", "proc", "sys", "tmp", "etc"):  # a runtime needs these in the image
-        if os.path.islink(f"{root}/{name}"):  # it would lead out of the image here
+        if os.path.islink(f"{root}/{name}"):  # outside the container the link would lead out of the image
             os.unlink(f"{root}/{name}")
         _make(f"{root}/{name}")
     for name in ("passwd", "group", "hosts", "resolv.conf"):
@@ -156,7 +156,7 @@ def build(job: dict[str, Any], image: int) -> str:
 
 
 class Paths:
-    """Paths below a root whose content is not trusted: no link in it is followed."""
+    """Opens paths below a root of untrusted files without following links."""
 
     def __init__(self, root: str, held: contextlib.ExitStack):
         self.root, self._held = root, held
@@ -195,9 +195,9 @@ def _is(fd: int | None, *kinds: Callable[[int], bool]) -> bool:
 
 
 def show_tests(sealed: Paths, left: Paths, changes: Paths, request: dict[str, Any]) -> list[str]:
-    """Show below `sealed` what commands left in `left`, but for the system, the tests and `protected`.
+    """Show below `sealed` the files that commands left in `left`, except system, tests and `protected`.
 
-    changes: what commands wrote. Returns the paths below which they wrote what tests do not see.
+    changes: paths that commands wrote. Returns the paths below which tests do not see the changes.
     """
     protected = {path: sealed.open(path) for path in request["protected"]}
     for file, place in request["files"].items():
@@ -247,7 +247,7 @@ class ProcessOne:
         self._lower: list[int] = []
         """Descriptors of the image and of sealed layers, the uppermost first."""
         self._root = ""
-        """Root of the overlay that commands see."""
+        """Root of the overlay in which commands run."""
         self._buffer = bytearray()
         self._ended_between = ""
         """Limit that processes exceeded while no command ran."""
@@ -270,13 +270,13 @@ class ProcessOne:
         self._start_runtime(self._root)
 
     def _leave(self) -> None:
-        """Close the namespaces that commands entered, which end with this."""
+        """Close, and thereby end, the namespaces that commands entered."""
         for fd, _ in self._inside:
             os.close(fd)
         self._inside = []
 
     def seal(self) -> None:
-        """Keep the files as they are, and put a new layer over them for what later commands write."""
+        """Keep the files as they are, and put a new layer over them for later writes."""
         self.kill_all()
         self._leave()
         upper = os.path.dirname(self._root) + "/upper"

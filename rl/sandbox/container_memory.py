@@ -1,7 +1,7 @@
-"""Count what the node holds for a container's processes; imported by container_child.py without the package.
+"""Count the memory that the node holds for a container; imported by container_child.py without the package.
 
-Called in process 1 of the container, whose /proc, IPC and network namespaces are those of the processes. Not
-counted: a shared mapping that was filled and unmapped in part, but for what is left of it.
+Called in process 1 of the container, whose /proc, IPC and network namespaces are those of the processes. A
+shared mapping that was filled and unmapped in part counts only with the remaining part.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import socket
 import struct
 
 DESCRIPTORS, DESCRIPTOR_BYTES = 1024, 4096
-"""Maximum number of descriptors of a process, and what each one counts as memory: a pipe keeps two pages."""
+"""Maximum number of descriptors of a process, and the bytes that each counts: a pipe keeps two pages."""
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
@@ -21,9 +21,9 @@ def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
 
 
 def held_bytes(found: list[int], limit: int, network: bool) -> int:
-    """Return the memory that the node holds for processes; more than `limit` exactly if it is more.
+    """Return the memory that the node holds for processes. It exceeds `limit` exactly if the result does.
 
-    Pages that forks share count once, if that decides about the limit.
+    Pages that forks share count once, if this decides about the limit.
     """
     own = (b"RssAnon:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
     kept = system_v_bytes() + (0 if network else socket_bytes())
@@ -45,7 +45,7 @@ def descriptors(pid: int) -> int:
 
 
 def shared_bytes(found: list[int]) -> int:
-    """Return the size of shared mappings without a file. Pages that nobody maps any more stay in them."""
+    """Return the size of shared mappings without a file, which keep pages that no process maps any more."""
     sizes: dict[bytes, int] = {}
     for pid in found:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
@@ -76,9 +76,9 @@ def system_v_bytes() -> int:
 
 
 def socket_bytes() -> int:
-    """Return the buffers of all sockets of this network namespace, also of those in no process; sock_diag(7).
+    """Return the bytes in all socket buffers of this network namespace, also without a process; sock_diag(7).
 
-    A kind of socket that the kernel does not tell about (CONFIG_UNIX_DIAG, CONFIG_INET_DIAG) counts as 0.
+    A kind of socket that the kernel does not report (without CONFIG_UNIX_DIAG, CONFIG_INET_DIAG) counts as 0.
     """
     unix = struct.pack("BBxxIII8x", socket.AF_UNIX, 0, 0xFFFFFFFF, 0, 1 << 5)
     netlink = struct.pack("BBxxII8x", socket.AF_NETLINK, 0xFF, 0, 1)

@@ -7,8 +7,8 @@ An image is a root directory, a SIF file (Apptainer), a SquashFS file, or an arc
 Anything else is unpacked into $LOCKSTEP_IMAGES, else $TMPDIR, with this user as the owner of every file: in a
 user namespace of one user, files of others could not be written.
 
-An image may come from anybody. Links in it lead to places in it, as they would in a container, and nothing
-outside is read, linked, written or removed. Devices and setuid bits are left out. At most MAX_FILES files and
+An image may come from anybody. Its links are resolved inside the image, as in a container, so nothing outside
+is read, linked, written or removed. Devices and setuid bits are left out. At most MAX_FILES files and
 MAX_BYTES are unpacked, and at most half of what is free on the disk.
 """
 
@@ -41,10 +41,10 @@ _READY = "image.json"
 MAX_BYTES, MAX_FILES = 128 << 30, 4_000_000
 """Limits of an image that is unpacked."""
 _MAX_READ = 64 << 20
-"""Bytes that are read into memory at once: a description, or a header of an archive."""
+"""Maximum bytes read into memory at once, for a description or a header of an archive."""
 _DAMAGED = (OSError, tarfile.TarError, LookupError, ValueError, TypeError, AttributeError, RecursionError)
 _DAMAGED += (EOFError, zlib.error, lzma.LZMAError)
-"""What Python's readers raise for files that are damaged, or made to damage."""
+"""Exceptions of Python's readers for damaged or malicious files."""
 
 
 def unpack(path: str) -> Image:
@@ -128,7 +128,7 @@ def _unpack_into(root: Path, source: Path) -> dict[str, Any]:
 
 
 class Room:
-    """What an image may still take."""
+    """Files and bytes that an image may still use."""
 
     def __init__(self, place: Path):
         self._bytes = min(MAX_BYTES, shutil.disk_usage(place).free // 2)
@@ -136,7 +136,7 @@ class Room:
         self._limit = f"{self._bytes >> 20} MiB (at most half of the free disk) and {MAX_FILES} files"
 
     def take(self, size: int) -> None:
-        """Count a file. Raises ValueError if it is one too many."""
+        """Count a file. Raises ValueError if the limit is exceeded."""
         self._bytes, self._files = self._bytes - size, self._files - 1
         if self._bytes < 0 or self._files < 0:
             raise ValueError(f"it is larger than {self._limit}; set LOCKSTEP_IMAGES to a larger disk")
@@ -176,7 +176,7 @@ def _make_writable(root: Path) -> None:
 
 
 class _Bounded(io.BufferedIOBase):
-    """A file of which no header, however large it says to be, is read into memory."""
+    """A file that refuses large reads, so that no header fills the memory."""
 
     def __init__(self, file: Any):
         self._file, self.seek, self.tell = file, file.seek, file.tell
@@ -255,7 +255,7 @@ def _apply_layer(layer: tarfile.TarFile, root: Path, room: Room) -> None:
                 _remove(entry)
         elif name.startswith(".wh."):
             if (removed := name.removeprefix(".wh.")) in ("", ".", ".."):
-                raise ValueError(f"the layer has the mark {member.name!r}, which names no file")
+                raise ValueError(f"the layer has the whiteout {member.name!r}, which names no file")
             _remove(target / removed)
         else:
             existing = target / name
@@ -277,7 +277,7 @@ def _apply_layer(layer: tarfile.TarFile, root: Path, room: Room) -> None:
 
 
 def _inside(root: Path, path: str) -> Path:
-    """Return where a path of an image leads, all its links resolved as they are in a container."""
+    """Return the target of a path of an image, with all links resolved as in a container."""
     waiting, at, links = path.split("/")[::-1], root, 0
     while waiting:
         part = waiting.pop()
@@ -286,7 +286,7 @@ def _inside(root: Path, path: str) -> Path:
         elif part and (at / part).is_symlink():
             target, links = os.readlink(at / part), links + 1
             if links > 40:
-                raise ValueError(f"{path} has links that lead to each other")
+                raise ValueError(f"{path} has links that form a cycle")
             at = root if target.startswith("/") else at
             waiting += target.split("/")[::-1]
         elif part not in ("", "."):

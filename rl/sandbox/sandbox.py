@@ -57,7 +57,7 @@ name_to_handle_at 303 264, open_by_handle_at 304 265"""
 """System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
 SET_AFFINITY = "sched_setaffinity 203 122"
 MEMFD = "memfd_create 319 279, memfd_secret 447 447"
-"""System calls for memory that no process of a container need map; callers then use /dev/shm."""
+"""System calls for memory outside of mappings and files; without them programs use /dev/shm."""
 _DENIED = f"""\
 {DENIED_EVERYWHERE}
 # Sockets of every family: AF_UNIX reaches munged, dockerd and D-Bus. Without a socket, bind, connect and the
@@ -207,7 +207,7 @@ def run_program(
             it needs; None for this process's interpreter without its virtual environment.
         layers: layers of LAYERS to confine it with; None for `protections().layers`.
         allow_unprotected: run it even if nothing keeps it from the network or from files.
-        pipes: further descriptors for the program, which are its arguments; they are closed here.
+        pipes: further descriptors for the program, passed as its arguments; this process closes them.
 
     Raises:
         ValueError: `layers` is None, and network or files cannot be protected on this machine.
@@ -248,7 +248,7 @@ def run_program(
 
 
 def _start_watcher(job: dict[str, Any], pipes: tuple[int, ...]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the watcher of a job, to which its directory is added; return it, and the end of its pipe."""
+    """Start the watcher of a job, with the job's directory; return the process and its pipe's other end."""
     own = os.path.realpath(sys.executable)
     job |= {"pipes": pipes}
     job["directory"] = directory = os.path.realpath(tempfile.mkdtemp(prefix="lockstep-code-"))

@@ -32,7 +32,7 @@ def _record_sigterm(number, frame) -> None:
 def note_sigterm(note: Callable[[], None]) -> None:
     """Outside of Slurm, call `note` when SIGTERM arrives, and then end the process with code 143.
 
-    A thread does it, which Python's handler wakes by a pipe: the main thread may be in a kernel or in a
+    A thread does this; Python's handler wakes it by a pipe. The main thread may be in a kernel or a
     collective for minutes, and launchers soon send SIGKILL.
     """
     if "SLURM_JOB_ID" in os.environ:

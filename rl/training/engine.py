@@ -406,7 +406,7 @@ class TrainingEngine:
                 for name, value in zip(last.outputs, output):
                     setattr(micro, name, value)
                 value, report = consume(micro)
-                # On CUDA the schedule frees the outputs of a stage, the loss too, and refuses views.
+                # On CUDA the schedule frees the outputs of a stage, also the loss, and refuses views.
                 value = make_viewless_tensor(value, requires_grad=value.requires_grad, keep_graph=True)
                 return value, torch.zeros((), dtype=torch.int, device=device), report
 

@@ -104,9 +104,10 @@ class ReductionProbe:
     finds it. Each update watches the next weight that learns, so that all are watched in turn: biases, tied
     embeddings, routed experts, adapters.
 
-    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. It does not
-    see what Transformer Engine's products add to the gradient directly (`_accumulate_in_products`), so these
-    weights are not watched then. Building a probe is collective over the world.
+    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. This hook
+    does not see values that Transformer Engine's products add to the gradient directly
+    (`_accumulate_in_products`), so these weights are not watched then. Building a probe is collective over
+    the world.
     """
 
     def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]):
@@ -162,7 +163,7 @@ class ReductionProbe:
         return parameter, float(in_parts or tp_rank == 0)
 
     def _add(self, gradient: torch.Tensor) -> None:
-        flat = gradient.detach().reshape(-1)  # that of a product's transposed factor is not contiguous
+        flat = gradient.detach().reshape(-1)  # not contiguous for a product's transposed factor
         self._found.append(torch.stack((_weighted(flat), flat.abs().sum(dtype=torch.float64))))
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:

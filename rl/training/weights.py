@@ -146,7 +146,7 @@ def load_hf(directory: str, weight_map: WeightMap) -> None:
     """Fill this rank's parameters from a checkpoint's safetensors files. Not collective.
 
     Padding rows of the vocabulary become 0. FP8 weights with a scale per block, as in DeepSeek-V3, and
-    MXFP4 are dequantised. Raises ValueError as `tensor_files` does, and for a value that is NaN, infinite, or
+    MXFP4 are dequantised. Raises ValueError as `tensor_files`, and for a value that is NaN, infinite, or
     becomes infinite in the model's dtype.
     """
     files = tensor_files(directory, weight_map.weights)

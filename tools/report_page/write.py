@@ -145,7 +145,7 @@ def _configs(run_dir: Path) -> dict[int, dict[str, str]]:
 def _token_texts(path: Path) -> list[str]:
     texts = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(texts, list):
-        raise ValueError("it is no list of texts")
+        raise ValueError("it is not a list of texts")
     return texts
 
 

@@ -90,7 +90,7 @@ def inside(top: Path, path: Path) -> Path:
     """Return a path of a task without links. Raises ValueError if it leads out of the task's directory."""
     found = path.resolve()
     if not found.is_relative_to(top.resolve()):
-        raise ValueError(f"{path} leads out of the task's directory {top}; copy what it names into that.")
+        raise ValueError(f"{path} leads out of the task's directory {top}; copy its target there.")
     return found
 
 
@@ -257,9 +257,7 @@ class Task(ContainerEnvironment):
                 continue
             self._bytes += found.stat().st_size
             if self._bytes > self._settings["disk_mib"] << 20 or self._files > self._settings["files"]:
-                raise ValueError(
-                    f"{self._read.path} has more to copy than agents.container.disk_mib or files: raise them."
-                )
+                raise ValueError(f"{self._read.path} exceeds agents.container.disk_mib or files; raise them.")
             self._put(name, found.read_bytes(), mode=found.stat().st_mode & 0o777)
 
     def score(self) -> dict[str, float]:

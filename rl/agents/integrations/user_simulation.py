@@ -14,9 +14,9 @@ message. The conversation ends when it writes `stop`. The reward function then j
 with `judge`, the simulated user's model grades the conversation: the number from 0 to 1 in the last line of
 its reply to that instruction. "0.3/1" and "0.3 out of 1" are 0.3; a line with other numbers is a failure.
 
-The server reads special tokens in any text, and this process does not know them. A blank is therefore put
-into what has their form in texts of the policy and of the data, such as <|im_end|> or [INST], unless
-`allow_special_tokens` is true.
+The server reads special tokens in any text, and this process does not know its tokens. In texts of the policy
+and of the data, anything that looks like a special token, such as <|im_end|> or [INST], therefore gets a
+blank, unless `allow_special_tokens` is true.
 
 The server is outside of the run. The judge of the section `reward` cannot serve here: it holds the GPU's
 memory in turn with the policy, and a conversation needs both at once.
@@ -38,7 +38,7 @@ _SPECIAL = re.compile(
     r"<(?=[|\uff5c][^<>\s]*>|[^<>\s]*[|\uff5c]>|/?(?:s|[bes]o[sp]|pad|unk|mask|(?:start|end)_of_\w+)>)"
     r"|\[(?=/?(?:INST|THINK|ARGS|CALL_ID|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+|gMASK)\])"
 )
-"""First character of a text in the form of a special token."""
+"""First character of a text that looks like a special token."""
 
 
 class UserSimulation:
@@ -117,7 +117,7 @@ class UserSimulation:
 
 
 def without_special_tokens(text: str) -> str:
-    """Return a text with a blank in what has the form of a special token."""
+    """Return a text with a blank after the first character of all that looks like a special token."""
     return _SPECIAL.sub(lambda first: f"{first[0]} ", text)
 
 

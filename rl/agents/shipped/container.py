@@ -6,27 +6,27 @@
 
 A row's `extra_info` may have `image`, `setup`, `test` and `reward_file`, which replace those of the
 configuration. The score is 1 if the command `test` exits with status 0; with `reward_file` it is what that
-file of the container holds after the test: a number, or a JSON object with `reward` and other numbers. A
-file that cannot be read, or a number outside of `reward_range`, is the score 0.
+file of the container holds after the test: a number, or a JSON object with `reward` and other numbers. If
+the file cannot be read, or a number is outside of `reward_range`, the score is 0.
 
 A policy does not write its own grade:
 
-- When `setup` has ended, its processes end, and the files are sealed.
-- Before the test every process of the container ends. The test sees as sealed: the system (/usr, /bin, /sbin,
-  /lib, /etc, /run, /dev), /tests, the installations in PATH, the directory of each script that `test` starts
-  (only the script if the working directory lies there), and pytest's settings in the directories above. All
-  else is as the policy left it. HOME is an empty directory, and variables that name code to load, such as
-  PYTHONPATH, name directories of the system only.
+- After `setup`, all its processes are ended, and the files are sealed.
+- Before the test every process of the container is ended. The test sees these files as they were sealed:
+  the system (/usr, /bin, /sbin, /lib, /etc, /run, /dev), /tests, the installations in PATH, the directory of
+  each script that `test` starts (only the script if the working directory lies there), and pytest's settings
+  in the directories above. All other files are as the policy left them. HOME is an empty directory, and
+  variables that name code to load, such as PYTHONPATH, keep only directories of the system.
 - The reward file is removed before the test, and every process ends before it is read.
 - If the answer of a task belongs to the system, such as a package or a file of /etc, list its path in `kept`.
-  The log names the paths of which a test did not see the changes.
+  The log names changed paths that a test did not see.
 
 Not promised:
 
 - A program of the policy that a test runs or imports has the rights of the test.
 - `python -m` and `python -c` import from the working directory first (`python -P` does not); make, uv and npm
   obey files that they find there.
-- A script in the working directory is protected, its neighbours are not. What `kept` names is the policy's.
+- A script in the working directory is protected; files beside it are not, nor are the paths in `kept`.
 """
 
 import json
@@ -46,16 +46,16 @@ from rl.sandbox.sandbox import Outcome
 log = logging.getLogger(__name__)
 
 HOME = "/tests-home"
-"""Home directory of tests; nothing is in it before."""
+"""Home directory of tests, empty when a test starts."""
 _SYSTEM = re.compile(r"/(usr|s?bin|lib(32|64|x32)?|etc)(/|$)")
 _LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 _LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
-"""Variables that name what programs load; tests have the entries in directories of the system only."""
+"""Variables that name code that programs load; tests keep only entries in directories of the system."""
 _PROGRAMS = r"(?:python[\d.]*|bash|sh|node|perl|ruby|pytest|source|exec|env|\.)(?:\s+-\S+)*"
 _STARTED = re.compile(rf"(?:^|[;&|(]|\b{_PROGRAMS}\s)\s*(/[^\s'\";|&<>()$`]+)", re.MULTILINE)
-"""What a test's command starts: a program, or the script or directory that an interpreter is given."""
+"""Matches paths that a test's command starts: a program, or an interpreter's script or directory."""
 _told: set[str] = set()
-"""Paths of which the log has said that tests did not see the policy's changes."""
+"""Paths that were already logged because tests did not see the policy's changes to them."""
 _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /bin/sh -c "$1"', "sh"]
 
 
@@ -193,12 +193,12 @@ class ContainerEnvironment:
     ) -> dict[str, float]:
         """Run a test; return the score by its exit status, or by the first of the files that exists.
 
-        Whatever fails here may be the policy's doing and is therefore the score 0, not a failed trajectory,
-        which would be left out of training.
+        The policy may have caused a failure here, so a failure is the score 0 and not a failed trajectory,
+        which training would leave out.
 
         Args:
             wall_s: time limit of the test in seconds; None for the container's.
-            protected: further paths that are as they were before the policy's first action.
+            protected: further paths that the test sees as before the policy's first action.
             variables: environment variables of the test.
         """
         files = [path for path in reward_files if path]
@@ -223,7 +223,7 @@ class ContainerEnvironment:
         """Write the files of the test. Raises ValueError or RuntimeError if that is impossible."""
 
     def _restore(self, test: str, protected: Sequence[str], variables: Mapping[str, str]) -> None:
-        """End the policy's processes, and show the test what no action of the policy can have changed."""
+        """End the policy's processes, and show the test the files that the policy cannot have changed."""
         assert self._container is not None
         image = self._container.image
         own = {"PATH": PATH, **image.variables, **self.variables}
@@ -243,7 +243,7 @@ class ContainerEnvironment:
                 _told.add(path)
                 log.warning(
                     "the policy wrote to %s, which tests see as it was before; if it belongs to the answer, "
-                    "list it in agents.kwargs.kept, and no test is safe from what is written there.",
+                    "list it in agents.kwargs.kept (a test then trusts what the policy wrote there).",
                     path,
                 )
 
@@ -256,7 +256,7 @@ class ContainerEnvironment:
         values, (low, high) = read_reward(outcome.stdout if outcome.ok else ""), self._range
         if not low <= values["score"] <= high:
             raise ValueError(
-                f"the reward {values['score']} is outside of agents.kwargs.reward_range={[low, high]}; "
+                f"the reward {values['score']} is outside agents.kwargs.reward_range={[low, high]}; "
                 "change the test or the range."
             )
         return values | {"acc": float(values["score"] == 1.0)}
@@ -290,8 +290,8 @@ def read_reward(text: str) -> dict[str, float]:
 
 
 def _place_of(file: str, directory: str) -> str:
-    """Return the path to protect for a file that tests run: the installation of a program, its directory, or
-    itself if the working directory lies there."""
+    """Return the path to protect for a file that tests run: the installation of a program, or the file's
+    directory, or only the file if the working directory lies in this directory."""
     parent = os.path.dirname(file)
     wide = os.path.dirname(parent) if os.path.basename(parent) == "bin" else parent
     return next((p for p in (wide, parent) if p != "/" and not f"{directory}/".startswith(f"{p}/")), file)
