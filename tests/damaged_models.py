@@ -185,7 +185,7 @@ DAMAGES |= {
     ),
     "an adapter": (extra("base_model.lora_A.weight"), "does not have: base_model.lora_A"),
     "a scale": (extra(DOWN + "_scale_inv", torch.ones(2, 1)), f"{DOWN} in F32, not F8_E4M3"),
-    "frequencies": (extra(INV_FREQ, torch.ones(16)), "not the frequencies of the rotary embedding"),
+    "frequencies": (extra(INV_FREQ, torch.ones(16)), "differ from the rotary frequencies"),
     "right frequencies": (extra(INV_FREQ, 1e4 ** (-torch.arange(0, 32, 2) / 32)), ""),
     "shape": (tensors(lambda found: found.update({NORM: found[NORM][:-1]})), f"{NORM} has"),
     "missing tensor": (tensors(lambda found: found.pop(NORM)), f"lacks 1 tensors .*{NORM}"),

@@ -80,7 +80,7 @@ def refuse_sliding_window(hf: dict, family: str) -> None:
     kinds = hf.get("layer_types") or []
     if hf.get("use_sliding_window") or "sliding_attention" in kinds:
         raise ValueError(
-            f"{family} with use_sliding_window or sliding_attention in layer_types is not supported; "
+            f"{family} with use_sliding_window is not supported, nor is sliding_attention in layer_types; "
             "if no sequence exceeds the window, set the first to false and all layers to full_attention."
         )
     if kinds and len(kinds) != hf["num_hidden_layers"]:

@@ -196,7 +196,7 @@ class Scorer:
         for i, text in zip(asked, decode_responses(answers.response_ids, tokenizer, kept)):
             try:
                 grade = to_finite(found := parse(text))
-                cause = f"reward.judge.parser returned {found!r:.80}, not a finite float32"
+                cause = f"reward.judge.parser returned {found!r:.80}, not a finite number that float32 holds"
             except Exception as error:  # a user's parser may raise anything; only this sample's grade is lost
                 grade, cause = None, f"reward.judge.parser raised {type(error).__name__}: {error}"
             if grade is None:

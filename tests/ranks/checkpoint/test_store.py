@@ -157,7 +157,9 @@ def test_another_run_neither_continues_a_directory_nor_changes_its_status(config
     train(1, config, tmp_path, "run.max_steps=2")
     with pytest.raises(RanksFailed) as failure:
         train(1, config, tmp_path, "run.max_steps=1", "run.name=other")
-    assert failure.value.returncodes == [2] and "is that of another run, by its" in failure.value.stderr[0]
+    assert (
+        failure.value.returncodes == [2] and "belongs to another run (checkpoint " in failure.value.stderr[0]
+    )
     train(1, config, tmp_path, "run.max_steps=1", "training.optimizer.lr=1e-4")
     status = json.loads((tmp_path / "status.json").read_text())
     assert [status[key] for key in ("state", "step", "max_steps")] == ["finished", 2, 2]

@@ -74,7 +74,7 @@ def test_a_text_on_the_command_line_means_itself(key):
 )
 @pytest.mark.parametrize("text", ["&a [*a]", "&a {x: *a}", "!!set {a}", "[*a]", "--- [a]", "{a: &b 1}"])
 def test_marks_of_yaml_are_refused_with_their_key(key, text):
-    with pytest.raises(ConfigError, match=rf"override '{key}=.*anchors, aliases, tags and documents are"):
+    with pytest.raises(ConfigError, match=rf"override '{key}=.*anchors, aliases, tags and documents of YAML"):
         load_config(None, [f"{key}={text}"])
 
 
