@@ -332,9 +332,9 @@ class Checkpoint:
     the next steps. The checkpoint becomes valid at the end of the step in which all ranks have written it."""
     resume: str = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: begin at step
-    0; after a stop, continue the run's own checkpoints. Refused if `run.dir` holds checkpoints of a run without
-    `never`. A path: as auto, but a run whose `run.dir` holds no checkpoint begins with the named one, or with
-    the newest of the named run directory."""
+    0; after a stop, continue the run's own checkpoints. Refused if `run.dir` holds checkpoints of a run
+    without `never`. A path: as auto, but a run whose `run.dir` holds no checkpoint begins with the named one,
+    or with the newest of the named run directory."""
     accept_changes: bool = False
     """Continue from checkpoints in `run.dir` whose run had another name, algorithm, reward, data or model.
     false: refuse. Other changed keys are only printed (docs/checkpoints.md)."""

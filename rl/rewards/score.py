@@ -71,7 +71,7 @@ def to_score(result: Any) -> Score:
     if score is None:
         found = result["score"]
         raise RejectedResult(
-            f"the score must be a finite number that float32 holds, it is {type(found).__name__} {found!r:.80}"
+            f"the score must be a finite number of float32, it is {type(found).__name__} {found!r:.80}"
         )
     values = {"score": score}
     for name, value in result.items():
