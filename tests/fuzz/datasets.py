@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from rl.config.checks import check
 from rl.config.schema import load_config
+from rl.data.prompts import load_tokenizer
 from rl.engines.inputs import Inputs
 from tests.chat_templates import TOKENS, tokenizer_of
 from tests.fuzz.cases import Case, Silent
@@ -51,7 +52,8 @@ def model_directory(family: str) -> Path:
     tokenizer = tokenizer_of(family)
     tokenizer.save_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
-    model.resize_token_embeddings(len(tokenizer))
+    # As transformers reads it back: its class for Qwen 2 adds <|endoftext|> where a family has none.
+    model.resize_token_embeddings(len(load_tokenizer(directory)))
     model.config.max_position_embeddings = 16384
     model.save_pretrained(directory)
     ids = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(TOKENS[family][3])]
