@@ -23,6 +23,10 @@ class Silent(Exception):
     """The program accepted an input and lost or changed a part of it."""
 
 
+class Unnamed(Exception):
+    """A refusal names nothing of what is wrong with an input."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One input."""
@@ -45,7 +49,7 @@ class Verdict:
     seconds: float
 
 
-FAULTS = ("traceback", "silent", "hang", "died", "refused although valid", "not a sentence")
+FAULTS = ("traceback", "silent", "hang", "died", "refused although valid", "not a sentence", "names nothing")
 Kind = Callable[[random.Random, Path], Case]
 """Makes a case from random numbers, in an empty directory."""
 
@@ -101,6 +105,8 @@ def _verdict(case: Case) -> tuple[str, str, str]:
         became = case.run()
     except Silent as loss:
         return case.what, "silent", str(loss)
+    except Unnamed as refusal:
+        return case.what, "names nothing", str(refusal)
     except ValueError as refusal:
         text = str(refusal)
         if type(refusal).__name__ not in ("ValueError", "ConfigError"):

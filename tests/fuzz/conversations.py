@@ -68,7 +68,9 @@ def conversation(rng: random.Random, *, ends: str, num_deviations: int, calls: b
     if tools is not None and rng.random() < 0.3:
         tools = json.dumps(tools)
         done.append("tools as JSON text")
-    return Conversation(whole, tools, marks.words, not done and turns.count("assistant") <= 1, done)
+    held = json.dumps([messages, tools])
+    words = [word for word in marks.words if word in held]  # a deviation may have replaced a part
+    return Conversation(whole, tools, words, not done and turns.count("assistant") <= 1, done)
 
 
 def _add_calls(messages: list[dict], marks: Marks) -> list[dict]:
@@ -132,7 +134,9 @@ def _weights(rng, messages, marks):
 
 def _extra(rng, messages, marks):
     key = rng.choice(("name", "audio", "images", "metadata", "id", "refusal", "prefix", "citations", "x"))
-    _any(rng, messages)[key] = rng.choice((marks.new("extra"), {"a": 1}, [], None, 3))
+    _any(rng, messages)[key] = (
+        marks.new("extra") if rng.random() < 0.2 else rng.choice(({"a": 1}, [], None, 3))
+    )
 
 
 def _content(rng, messages, marks):
