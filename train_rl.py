@@ -45,7 +45,8 @@ def main() -> int:
     expect_signals()  # before any thread exists, which would receive the signals that this one blocks
     # torch is imported after the configuration is checked: --help and a typo take a fraction of a second.
     from rl.config.checks import check
-    from rl.config.options import ConfigError, parse_command_line, to_yaml
+    from rl.config.command_line import parse_command_line
+    from rl.config.options import ConfigError, to_yaml
     from rl.config.schema import Config, derived_keys, load_config
     from rl.config.sweep_checks import load_points
     from rl.run_directory.named_metrics import check_named_metrics

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from launch.batch_file import Resources
 from launch.schedulers import SCHEDULERS
-from rl.config.options import field_docs
+from rl.config.command_line import field_docs
 
 OPTIONS = [
     own.name for own in fields(Resources) if own.name != "scheduler" and type(own.default) in (int, str)

@@ -23,20 +23,16 @@ dataclasses ("sections"). The rules that are not obvious:
   `reward.kwargs.limit=3` sets one of its keys.
 """
 
-import argparse
-import ast
+import contextlib
 import copy
 import difflib
 import functools
-import inspect
 import json
 import math
 import re
-import shutil
 import sys
-import textwrap
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from os import PathLike
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -59,21 +55,10 @@ class Override:
     """Dotted key."""
     text: str
     """The text after the first '='."""
-    value: Any
-    """The text read as YAML, or `NotYaml`."""
 
     @property
     def source(self) -> str:
         return f"override '{cut(self.key + '=' + self.text)}'"
-
-
-@dataclass(frozen=True)
-class NotYaml:
-    """The value of an override that cannot be read as YAML."""
-
-    error: ConfigError
-    fits: tuple[Any, ...]
-    """Types that take the text literally; for other types `error` is raised."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +96,7 @@ def build(cls: type[T], raw: Raw, defaults: Mapping[str, Any] | Iterable[tuple[s
         Layer(cls, "defaults").assign(config, key, value)
     Layer(cls, raw.source).fill(config, raw.tree)
     for override in raw.overrides:
-        Layer(cls, override.source).assign(config, override.key, override.value, override.text)
+        Layer(cls, override.source).assign(config, override.key, text=override.text)
     return config
 
 
@@ -127,15 +112,15 @@ class Layer:
             self.put(section, name, value, prefix)
 
     def put(self, section: Any, name: str, value: Any, prefix: str, text: str | None = None) -> None:
-        """Set the field `name` of `section`, whose dotted key is `prefix`."""
+        """Set the field `name` of `section`, which has the dotted key `prefix`. text: see `assign`."""
         annotation = annotations(type(section)).get(name)  # type: ignore[arg-type]
         if annotation is None:
             self.unknown(prefix, name, leaf=name)
         key = join(prefix, name)
+        if text is not None:
+            value = read_value(text, annotation, self.source)
         if not is_dataclass(annotation):
-            setattr(section, name, convert(value, annotation, key=key, source=self.source, text=text))
-        elif isinstance(value, NotYaml):
-            raise value.error
+            setattr(section, name, convert(value, annotation, key=key, source=self.source))
         elif isinstance(value, dict):
             self.fill(getattr(section, name), value, key)
         elif value is None:
@@ -147,8 +132,11 @@ class Layer:
                 f"'{key}' ({self.source}) is a section and needs a mapping of its keys; found {found(value)}."
             )
 
-    def assign(self, config: Any, dotted: str, value: Any, text: str | None = None) -> None:
-        """Set one dotted key; below a dict[str, ...] field the rest of the key leads into the dict."""
+    def assign(self, config: Any, dotted: str, value: Any = None, text: str | None = None) -> None:
+        """Set one dotted key to a value, or to the `text` of an override as the type of the key reads it.
+
+        Below a dict[str, ...] field the rest of the key leads into the dict.
+        """
         section, prefix = config, ""
         *parents, leaf = dotted.split(".")
         for depth, name in enumerate(parents):
@@ -157,8 +145,8 @@ class Layer:
                 self.unknown(prefix, name, leaf=leaf)
             prefix = join(prefix, name)
             if get_origin(annotation) is dict:
-                below = [*parents[depth + 1 :], leaf]
-                value = self.dict_with(getattr(section, name), below, value, prefix, text)
+                value = value if text is None else read_value(text, Any, self.source)
+                value = self.dict_with(getattr(section, name), [*parents[depth + 1 :], leaf], value, prefix)
                 return setattr(section, name, convert(value, annotation, key=prefix, source=self.source))
             if not is_dataclass(annotation):
                 raise ConfigError(
@@ -168,7 +156,7 @@ class Layer:
             section = getattr(section, name)
         self.put(section, leaf, value, prefix, text)
 
-    def dict_with(self, old: dict, path: list[str], value: Any, prefix: str, text: str | None) -> dict:
+    def dict_with(self, old: dict, path: list[str], value: Any, prefix: str) -> dict:
         """Return a copy of `old` with `value` at the nested `path`."""
         new = copy.deepcopy(old)
         inner = new
@@ -178,7 +166,7 @@ class Layer:
                 raise ConfigError(
                     f"'{prefix}' is {found(inner)}, not a mapping, so {self.source} cannot set a key in it."
                 )
-        inner[path[-1]] = text if isinstance(value, NotYaml) and Any in value.fits else value
+        inner[path[-1]] = value
         return new
 
     def unknown(self, prefix: str, name: Any, leaf: Any) -> NoReturn:
@@ -201,9 +189,8 @@ class Layer:
 MISFIT = object()
 
 
-def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | None = None) -> Any:
-    """Return `value` as the type `annotation`, or raise ConfigError. `text` is the text of an override, None
-    for any other source."""
+def convert(value: Any, annotation: Any, *, key: str, source: str) -> Any:
+    """Return `value` as the type `annotation`, or raise ConfigError."""
     kind, optional = without_none(annotation)
     origin = get_origin(kind)
     assert kind in (int, float, bool, str, Any) or origin in (Literal, list, dict), (
@@ -211,10 +198,6 @@ def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | N
     )
     if value is None and optional:
         return None
-    if text is not None and takes_text(text, value, kind):
-        return unquoted(text, value) if kind in (str, Any) else [unquoted(text, value)]
-    if isinstance(value, NotYaml):
-        raise value.error
     if origin is list and isinstance(value, list):
         (element,) = get_args(kind)
         return [convert(v, element, key=f"{key}[{i}]", source=source) for i, v in enumerate(value)]
@@ -228,11 +211,7 @@ def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | N
             name: convert(v, get_args(kind)[1], key=join(key, name), source=source)
             for name, v in value.items()
         }
-    if origin is list and text is not None and not isinstance(value, dict):
-        element = convert_scalar(value, get_args(kind)[0], text)
-        converted = MISFIT if element is MISFIT else [element]
-    else:
-        converted = convert_scalar(value, kind, text)
+    converted = convert_scalar(value, kind)
     if converted is MISFIT:
         raise ConfigError(
             f"{key} ({source}): found {found(value)}, expected "
@@ -241,7 +220,7 @@ def convert(value: Any, annotation: Any, *, key: str, source: str, text: str | N
     return converted
 
 
-def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
+def convert_scalar(value: Any, kind: Any) -> Any:
     """Return `value` as the type `kind`, which is neither a list nor a dict; MISFIT if it is of another
     type."""
     if kind is Any:
@@ -257,22 +236,6 @@ def convert_scalar(value: Any, kind: Any, text: str | None) -> Any:
     if kind is float and isinstance(value, str):
         return number_or_misfit(value)
     return value if type(value) is kind else MISFIT
-
-
-def takes_text(text: str, value: Any, kind: Any) -> bool:
-    """Return whether a key of this type takes an override's text literally. value: the text read as YAML."""
-    if isinstance(value, NotYaml) and (kind if kind is Any else str) not in value.fits:
-        return False
-    if kind is Any:
-        return isinstance(value, NotYaml)
-    is_list = get_origin(kind) is list and get_args(kind)[0] is str and not text.lstrip().startswith("[")
-    return (kind is str or is_list) and text.strip() not in ("~", "null", "Null", "NULL")
-
-
-def unquoted(text: str, value: Any) -> str:
-    """Return the text of an override, or its value in YAML if quotes enclose the whole text."""
-    ends = text.strip()[:1] + text.strip()[-1:]
-    return value if ends in ("''", '""') and isinstance(value, str) else text
 
 
 def number_or_misfit(text: str) -> Any:
@@ -422,6 +385,7 @@ SCALARS = (
     ),
 )
 TAG = "tag:yaml.org,2002:"
+NULLS = ("~", "null", "Null", "NULL")
 
 
 class Loader(yaml.SafeLoader):
@@ -432,21 +396,12 @@ class Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, stream: Any):
-        super().__init__(stream)
-        self._open: list[str | None] = []
-        """Anchors of the nodes that are being read."""
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
-            mark: Any = event.start_mark
-            raise yaml.MarkedYAMLError(
-                problem=f"the anchor '{event.anchor}' contains itself", problem_mark=mark
-            )
-        self._open.append(event.anchor)
         node = super().compose_node(parent, index)
-        self._open.pop()
+        if node is not None and node.end_mark is None:  # an alias of a node that is still being read
+            problem = f"the anchor '{event.anchor}' contains itself"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -476,17 +431,20 @@ for _name, _first, _regexp in SCALARS:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    try:
+    with yaml_errors(source):
         return yaml.load(text, Loader)
+
+
+@contextlib.contextmanager
+def yaml_errors(source: str) -> Iterator[None]:
+    """Raise an error of YAML in the body as ConfigError."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{source}{line}: {error.problem or error.context}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_error(error, source)) from error
-
-
-def _yaml_error(error: yaml.YAMLError, source: str) -> str:
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return f"{source}: not YAML: {' '.join(str(error).split())}."
-    line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-    return f"{source}{line}: {error.problem or error.context}."
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}.") from error
 
 
 def read_file(path: str | PathLike) -> dict:
@@ -509,29 +467,40 @@ def read_override(argument: str) -> Override:
     key, equals, text = argument.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"Override '{argument}' is not of the form key=value, e.g. run.seed=2.")
-    return Override(key.strip(), text, read_value(text, f"override '{argument}'"))
+    return Override(key.strip(), text)
 
 
-def read_value(text: str, source: str) -> Any:
-    """Return the value of an override, read as YAML; a plain scalar must be the whole text."""
-    special = collection = False
+def read_value(text: str, annotation: Any, source: str) -> Any:
+    """Return the value of an override for a key of this type; the module's docstring has the rules."""
+    kind, _ = without_none(annotation)
+    is_list, bare = get_origin(kind) is list, text.strip()
+    element = get_args(kind)[0] if is_list else kind
+    takes_text = element is str and not (is_list and bare[:1] == "[") and bare not in NULLS
+    has_marks = is_collection = False
     try:
-        for event in yaml.parse(text, Loader):
-            marks = (getattr(event, name, None) for name in ("anchor", "tag"))
-            special = special or any(marks) or getattr(event, "explicit", None) is True
-            collection = collection or isinstance(event, yaml.CollectionStartEvent)
-        value = MISFIT if special else parse_yaml(text, source)
-    except (yaml.YAMLError, ConfigError) as error:
-        reason = str(error) if isinstance(error, ConfigError) else _yaml_error(error, source)
-        plain = not special and text.strip()[:1] not in tuple("[{'\"|>")
-        return NotYaml(
-            ConfigError(f'{reason} Write a text in quotes: "...".'), (str, Any) if plain else (str,)
+        with yaml_errors(source):
+            for event in yaml.parse(text, Loader):
+                marks = (getattr(event, name, None) for name in ("anchor", "tag"))
+                has_marks = has_marks or any(marks) or getattr(event, "explicit", None) is True
+                is_collection = is_collection or isinstance(event, yaml.CollectionStartEvent)
+        value = text if has_marks else parse_yaml(text, source)
+    except ConfigError as error:
+        if not takes_text and (kind is not Any or has_marks or bare[:1] in tuple("[{'\"|>")):
+            raise ConfigError(f'{error} Write a text in quotes: "...".') from error
+        value, has_marks = text, False
+    if has_marks and (is_collection or not takes_text):
+        raise ConfigError(
+            f"{source}: anchors, aliases, tags and documents of YAML are not read here; write the value."
         )
-    if special:
-        reason = f"{source}: anchors, aliases, tags and documents of YAML are not read here; write the value."
-        return NotYaml(ConfigError(reason), () if collection else (str,))
-    is_plain = isinstance(value, str) and text.strip()[:1] not in tuple("'\"|>")
-    return text.strip() if is_plain else value
+    if takes_text:
+        is_quoted = isinstance(value, str) and bare[:1] + bare[-1:] in ("''", '""')
+        return [value if is_quoted else text] if is_list else value if is_quoted else text
+    if isinstance(value, str) and bare[:1] not in tuple("'\"|>"):
+        return bare
+    if is_list and value is not None and not isinstance(value, list | dict):
+        only = convert_scalar(value, element)
+        return value if only is MISFIT else [only]
+    return value
 
 
 def as_override(key: str, value: Any) -> str:
@@ -539,7 +508,8 @@ def as_override(key: str, value: Any) -> str:
     if isinstance(value, float):
         short = f"{value:g}"
         return f"{key}={short if float(short) == value else repr(value)}"
-    if isinstance(value, str) and read_value(value, key) == value == unquoted(value, value):
+    is_plain = isinstance(value, str) and re.fullmatch(r"[\w./][\w./:=+,-]*", value)
+    if is_plain and parse_yaml(value, key) == value:
         return f"{key}={value}"
     return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
 
@@ -556,92 +526,3 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 def to_yaml(config: Any) -> str:
     """Return the whole tree as YAML; `load` reads it back to an equal tree."""
     return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-# Command line -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CommandLine:
-    config: str
-    """Path of the YAML file."""
-    overrides: list[str]
-    """Arguments of the form key=value, in their order."""
-    print_config: bool
-    """Print the resolved config and leave."""
-
-
-def parse_command_line(
-    cls: type, argv: list[str], *, program: str = "train_rl.py", description: str = ""
-) -> CommandLine:
-    """Parse `--config FILE [key=value ...] [--print-config]`, in any order.
-
-    `--help` among the arguments prints the usage and every key of `cls`, exit code 0. A usage error exits
-    with code 2.
-    """
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", required=True, help="YAML file with any of the keys below"
-    )
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2"
-    )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
-    parser.add_argument("--dry-run", action="store_true", help="estimate whether it fits: --dry-run --help")
-    parser.add_argument("-h", "--help", action="store_true", help="print this text and exit")
-    if "-h" in argv or "--help" in argv:
-        print(f"{parser.format_help()}\n{help_text(cls)}")
-        raise SystemExit(0)
-    arguments, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        hint = f"; to set a key write {unknown[0].lstrip('-')} without dashes" if "=" in unknown[0] else ""
-        parser.error(f"unknown argument {unknown[0]}{hint}")
-    for override in arguments.overrides:
-        if "=" not in override:
-            parser.error(f"argument '{override}' is not of the form key=value")
-    return CommandLine(arguments.config, arguments.overrides, arguments.print_config)
-
-
-def help_text(cls: type, width: int | None = None) -> str:
-    """Return every key with type, default and doc, grouped by section, wrapped to `width` columns (None: the
-    terminal's)."""
-    columns = min(max(width or shutil.get_terminal_size().columns, 40), 120)
-    wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
-    keys, docs, defaults = tree_keys(cls), tree_docs(cls), flatten(cls())
-    blocks = []
-    for section in ["", *(key for key, annotation in keys.items() if is_dataclass(annotation))]:
-        lines = [section or "top level"]
-        for key in (key for key in defaults if parent(key) == section):
-            about = f"{key}  ({type_name(keys[key])}; default {show(defaults[key])})"
-            lines.append(wrap(about, initial_indent="  ", subsequent_indent="    "))
-            lines.append(wrap(docs[key], initial_indent="      ", subsequent_indent="      "))
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) + "\n"
-
-
-def tree_docs(cls: type) -> dict[str, str]:
-    """Return dotted key -> doc of every section and leaf, in one line; "" where there is none."""
-    sections = {"": cls} | tree_keys(cls)
-    return {key: field_docs(sections[parent(key)]).get(last(key), "") for key in tree_keys(cls)}
-
-
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """Return field name -> doc: the string literal under the field in the source of `cls` or a base class, or
-    the field's metadata "doc"."""
-    docs = {field.name: field.metadata["doc"] for field in fields(cls) if "doc" in field.metadata}
-    for ancestor in (c for c in reversed(cls.__mro__) if is_dataclass(c)):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, following in zip(definition.body, definition.body[1:]):
-            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-                assert isinstance(statement.target, ast.Name)
-                docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
-    return docs

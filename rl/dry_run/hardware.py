@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from rl.config.options import field_docs
+from rl.config.command_line import field_docs
 from rl.runtime.peaks import BF16_TFLOPS
 
 GIB = 1 << 30

@@ -7,7 +7,8 @@ from pathlib import Path
 import yaml
 
 from rl.config.checks import check
-from rl.config.options import flatten, parse_command_line, to_yaml
+from rl.config.command_line import parse_command_line
+from rl.config.options import flatten, to_yaml
 from rl.config.schema import Config, derived_keys, load_config
 from rl.config.sweep_checks import load_points
 from rl.run_directory.named_metrics import check_named_metrics

@@ -12,7 +12,8 @@ from rl.agents.environment import load_environment
 from rl.algorithms import raft
 from rl.config.agent_plan import EnvironmentSpec
 from rl.config.checks import check
-from rl.config.options import ConfigError, help_text
+from rl.config.command_line import help_text
+from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
 from rl.models import SUPPORTED, aquila, architecture

@@ -7,7 +7,8 @@ from pathlib import Path
 
 def test_config_imports_neither_torch_nor_vllm():
     program = (
-        "import sys\nfrom rl.config.schema import Config\nfrom rl.config.options import parse_command_line\n"
+        "import sys\nfrom rl.config.schema import Config\n"
+        "from rl.config.command_line import parse_command_line\n"
         "assert not {'torch', 'vllm', 'megatron', 'numpy'} & set(sys.modules)\nparse_command_line(Config, "
         "sys.argv[1:])"
     )

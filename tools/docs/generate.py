@@ -20,9 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from rl.config import declarations  # noqa: E402
+from rl.config.command_line import tree_docs  # noqa: E402
 from rl.config.exclusions import exclusions  # noqa: E402
 from rl.config.features import algorithms_with  # noqa: E402
-from rl.config.options import flatten, last, parent, show, tree_docs, tree_keys, type_name  # noqa: E402
+from rl.config.options import flatten, last, parent, show, tree_keys, type_name  # noqa: E402
 from rl.config.schema import ADVANTAGES, LOSSES, Config, Preference  # noqa: E402
 from tools.docs.curves import draw, stored  # noqa: E402
 from tools.docs.house import house  # noqa: E402

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from rl.config import options
-from rl.config.options import ConfigError, build, flatten, help_text, load, parse_command_line, read, to_yaml
+from rl.config.command_line import CommandLine, help_text, parse_command_line, tree_docs
+from rl.config.options import ConfigError, build, flatten, load, read, to_yaml
 
 
 @dataclass
@@ -506,13 +506,13 @@ def test_help_takes_the_width_of_the_terminal(monkeypatch):
 
 
 def test_docs_of_a_base_class_are_found():
-    docs = options.tree_docs(Child)
+    docs = tree_docs(Child)
     assert docs == {"lr": "Peak learning rate.", "eps": "Added to the denominator.", "beta": "Decay."}
 
 
 def test_the_command_line_takes_overrides_in_any_place():
     line = parse_command_line(Tree, ["a=1", "--config", "x.yaml", "b.c=-2", "--print-config", "d=[e, f]"])
-    assert line == options.CommandLine("x.yaml", ["a=1", "b.c=-2", "d=[e, f]"], True)
+    assert line == CommandLine("x.yaml", ["a=1", "b.c=-2", "d=[e, f]"], True)
     assert not parse_command_line(Tree, ["--config=x.yaml"]).print_config
 
 

@@ -5,9 +5,10 @@ import re
 import pytest
 
 from rl.config.checks import check
+from rl.config.command_line import help_text, tree_docs
 from rl.config.declarations import describe
 from rl.config.layout_checks import check_layout
-from rl.config.options import ConfigError, flatten, help_text, load, to_yaml, tree_docs
+from rl.config.options import ConfigError, flatten, load, to_yaml
 from rl.config.ranges import ranges_of
 from rl.config.schema import Config, load_config, needs_early_logprobs, resolve
 from tests.configs import config_with, refusal

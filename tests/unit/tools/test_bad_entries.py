@@ -11,7 +11,7 @@ import pytest
 from launch import status, sweep_report, watch
 from rl.rollout import stored_log
 from rl.run_directory import rollout_files
-from rl.run_directory.consumed import append_consumed
+from rl.run_directory.consumed import ConsumedLog
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to
 from tests.ordinary_user import as_ordinary_user
 from tests.stored_run import save_run
@@ -142,7 +142,7 @@ def make_runs(place: Path) -> tuple[Path, Path]:
         for rank in (0, 1):
             (run / "trace" / f"step_1_rank_{rank}.json").write_text(json.dumps(event(rank)))
         for step in (1, 2):
-            append_consumed(run, step, num_drawn=step, consumed=[(step - 1, 0)], dropped=[], waiting=[])
+            ConsumedLog(run).append(step, num_drawn=step, consumed=[(step - 1, 0)], dropped=[], waiting=[])
     return good, bad
 
 

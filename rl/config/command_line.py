@@ -1,0 +1,97 @@
+"""The command line of train_rl.py, and the help with every key of an option tree."""
+
+import argparse
+import ast
+import functools
+import inspect
+import shutil
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass
+
+from rl.config.options import flatten, last, parent, show, tree_keys, type_name
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    config: str
+    """Path of the YAML file."""
+    overrides: list[str]
+    """Arguments of the form key=value, in their order."""
+    print_config: bool
+    """Print the resolved config and leave."""
+
+
+def parse_command_line(
+    cls: type, argv: list[str], *, program: str = "train_rl.py", description: str = ""
+) -> CommandLine:
+    """Parse `--config FILE [key=value ...] [--print-config]`, in any order.
+
+    `--help` among the arguments prints the usage and every key of `cls`, exit code 0. A usage error exits
+    with code 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", required=True, help="YAML file with any of the keys below"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+    parser.add_argument("--dry-run", action="store_true", help="estimate whether it fits: --dry-run --help")
+    parser.add_argument("-h", "--help", action="store_true", help="print this text and exit")
+    if "-h" in argv or "--help" in argv:
+        print(f"{parser.format_help()}\n{help_text(cls)}")
+        raise SystemExit(0)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        hint = f"; to set a key write {unknown[0].lstrip('-')} without dashes" if "=" in unknown[0] else ""
+        parser.error(f"unknown argument {unknown[0]}{hint}")
+    for override in arguments.overrides:
+        if "=" not in override:
+            parser.error(f"argument '{override}' is not of the form key=value")
+    return CommandLine(arguments.config, arguments.overrides, arguments.print_config)
+
+
+def help_text(cls: type, width: int | None = None) -> str:
+    """Return every key with type, default and doc, grouped by section, wrapped to `width` columns (None: the
+    terminal's)."""
+    columns = min(max(width or shutil.get_terminal_size().columns, 40), 120)
+    wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
+    keys, docs, defaults = tree_keys(cls), tree_docs(cls), flatten(cls())
+    blocks = []
+    for section in ["", *(key for key, annotation in keys.items() if is_dataclass(annotation))]:
+        lines = [section or "top level"]
+        for key in (key for key in defaults if parent(key) == section):
+            about = f"{key}  ({type_name(keys[key])}; default {show(defaults[key])})"
+            lines.append(wrap(about, initial_indent="  ", subsequent_indent="    "))
+            lines.append(wrap(docs[key], initial_indent="      ", subsequent_indent="      "))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def tree_docs(cls: type) -> dict[str, str]:
+    """Return dotted key -> doc of every section and leaf, in one line; "" where there is none."""
+    sections = {"": cls} | tree_keys(cls)
+    return {key: field_docs(sections[parent(key)]).get(last(key), "") for key in tree_keys(cls)}
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Return field name -> doc: the string literal under the field in the source of `cls` or a base class, or
+    the field's metadata "doc"."""
+    docs = {field.name: field.metadata["doc"] for field in fields(cls) if "doc" in field.metadata}
+    for ancestor in (c for c in reversed(cls.__mro__) if is_dataclass(c)):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:]):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
+                docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return docs
