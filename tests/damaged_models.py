@@ -5,6 +5,7 @@ pattern: the directory works.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,10 @@ def no_file(file: str, target: str | None = None) -> Damage:
         (d / file).symlink_to(target) if target else (d / file).mkdir()
 
     return damage
+
+
+def fifo(file: str) -> Damage:
+    return lambda d: ((d / file).unlink(), os.mkfifo(d / file))
 
 
 def edit(file: str, **changes) -> Damage:
@@ -109,6 +114,8 @@ for file in (CONFIG, GENERATION, TOKENIZER):
 for file in (CONFIG, GENERATION, TOKENIZER, VOCABULARY, "chat_template.jinja"):
     DAMAGES[f"{file} directory"] = no_file(file), f"{file} cannot be read: Is a directory"
     DAMAGES[f"{file} dangling"] = no_file(file, "/nowhere"), f"{file} cannot be read: No such file"
+    DAMAGES[f"{file} FIFO"] = fifo(file), f"{file} is no file but a FIFO"
+    DAMAGES[f"{file} device"] = no_file(file, "/dev/zero"), f"{file} is no file but a FIFO, socket or device"
     DAMAGES[f"{file} loop"] = no_file(file, file), f"{file} cannot be read: Too many levels"
 DAMAGES |= {
     "vocabulary cut": (cut(VOCABULARY), "no usable tokenizer"),

@@ -86,6 +86,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises ValueError that names the file, and the key if one value is wrong.
     """
+    _refuse_special(path)
     try:
         found = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -119,10 +120,17 @@ def check_files(directory: str | Path) -> None:
         if name in READ:
             read_object(path)
             continue
+        _refuse_special(path)
         try:
             path.open("rb").close()
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
+
+
+def _refuse_special(path: Path) -> None:
+    """Raise ValueError for a FIFO, socket or device, from which a read may wait for ever."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is no file but a FIFO, socket or device; put the model's file there.")
 
 
 def _short(value: Any) -> str:

@@ -72,7 +72,10 @@ def _try(kind: Kind, number: int, seed: int, directory: Path) -> Verdict:
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
         try:
-            found = _verdict(kind(random.Random(f"{seed} {number}"), inputs))
+            case = kind(random.Random(f"{seed} {number}"), inputs)
+            log.write(f"{case.what}\n")  # of a case that hangs or dies
+            log.flush()
+            found = _verdict(case)
             report.write_text(json.dumps(found))
         except BaseException:  # of the maker of cases
             traceback.print_exc()

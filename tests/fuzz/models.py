@@ -262,11 +262,12 @@ def _bytes(rng: random.Random, model: Path, damage: Damage) -> None:
     elif form == "append":
         content += rng.choice((b"\n", b"x", b"\x00" * 64, b"{}"))
     else:
-        content += content
+        content += bytes(content)
     (model / file).write_bytes(bytes(content))
     safetensors = file.endswith(".safetensors")
     names = [*_names(model)] if safetensors else []
     fatal = form == "empty" and (safetensors or file in ("config.json", "tokenizer.json"))
+    names += ["chat template"] if file == "chat_template.jinja" else []
     damage.note(f"{file}: {form} at byte {place}", file, *names, fatal=fatal)
 
 
