@@ -49,13 +49,16 @@ def parse_command_line(
     if "-h" in argv or "--help" in argv:
         print(f"{parser.format_help()}\n{help_text(cls)}")
         raise SystemExit(0)
+    files = [argument for argument in argv if argument.endswith((".yaml", ".yml")) and "=" not in argument]
+    if files and not any(argument.startswith("--config") for argument in argv):
+        parser.error(f"'{files[0]}' is not of the form key=value; write --config {files[0]}")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         hint = f"; to set a key write {unknown[0].lstrip('-')} without dashes" if "=" in unknown[0] else ""
         parser.error(f"unknown argument {unknown[0]}{hint}")
     for override in arguments.overrides:
         if "=" not in override:
-            parser.error(f"argument '{override}' is not of the form key=value")
+            parser.error(f"argument '{override}' is not of the form key=value, such as run.seed=2")
     return CommandLine(arguments.config, arguments.overrides, arguments.print_config)
 
 

@@ -35,6 +35,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -442,7 +443,9 @@ def yaml_errors(source: str) -> Iterator[None]:
         yield
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{source}{line}: {error.problem or error.context}.") from error
+        problem = error.problem or error.context or ""
+        remedy = "; indent with spaces instead of tabs" if r"'\t'" in problem else ""
+        raise ConfigError(f"{source}{line}: {problem}{remedy}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}.") from error
 
@@ -452,7 +455,10 @@ def read_file(path: str | PathLike) -> dict:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except OSError as error:
-        raise ConfigError(f"Config file {path} cannot be read: {error.strerror}.") from error
+        place = "" if Path(path).is_absolute() else f" (working directory {Path.cwd()})"
+        raise ConfigError(
+            f"Config file {path} cannot be read: {error.strerror}; correct the path{place}."
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"Config file {path} is not UTF-8 text (byte {error.start}).") from error
     tree = parse_yaml(text, str(path))

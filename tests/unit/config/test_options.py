@@ -137,18 +137,27 @@ def test_an_empty_file_changes_nothing(yaml_file):
 
 def test_a_missing_file_is_named(tmp_path):
     path = tmp_path / "absent.yaml"
-    assert message(load, Tree, path) == f"Config file {path} cannot be read: No such file or directory."
+    assert (
+        message(load, Tree, path)
+        == f"Config file {path} cannot be read: No such file or directory; correct the path."
+    )
 
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
-    assert message(load, Tree, tmp_path) == f"Config file {tmp_path} cannot be read: Is a directory."
+    assert (
+        message(load, Tree, tmp_path)
+        == f"Config file {tmp_path} cannot be read: Is a directory; correct the path."
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 def test_a_file_without_permission_is_named(yaml_file):
     path = yaml_file("name: a\n")
     path.chmod(0)
-    assert message(load, Tree, path) == f"Config file {path} cannot be read: Permission denied."
+    assert (
+        message(load, Tree, path)
+        == f"Config file {path} cannot be read: Permission denied; correct the path."
+    )
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path):
@@ -165,7 +174,7 @@ def test_a_control_character_is_an_error(yaml_file):
     "text, line, problem",
     [
         ("name: a\ntrain: [1, 2\n", 3, "expected ',' or ']'"),
-        ("name: a\n\ttrain: 1\n", 2, "'\\t'"),
+        ("name: a\n\ttrain: 1\n", 2, "indent with spaces instead of tabs"),
         ("name: a\ntrain:\n  tp: 1\n  tp: 2\n", 4, "the key 'tp' occurs twice"),
         ("name: a\ntrain: {}\nname: b\n", 3, "the key 'name' occurs twice"),
         ("name: a\n---\nname: b\n", 2, "but found another document"),
@@ -521,6 +530,7 @@ def test_the_command_line_takes_overrides_in_any_place():
     [
         ([], "required: --config"),
         (["train.tp=2"], "required: --config"),
+        (["x.yaml", "train.tp=2"], "'x.yaml' is not of the form key=value; write --config x.yaml"),
         (["--config"], "expected one argument"),
         (["--config", "x", "train.tp"], "argument 'train.tp' is not of the form key=value"),
         (

@@ -166,7 +166,7 @@ def test_every_form_of_messages_arrives_or_is_refused(tmp_path, family):
 
 
 REFUSED = [
-    ([{**USER, "role": "critic"}], "message 1 of 1 has role 'critic', which is no role of chats"),
+    ([{**USER, "role": "critic"}], "message 1 of 1 has role 'critic', which is not a known role"),
     ([{**USER, "toxic": False}], "nothing reads these keys of messages: 'toxic' of role user"),
     ([USER, {**ANSWER, "weight": 1}, USER], "'weight' of role assistant.*only in chats that are trained"),
     ([USER, calling('{"key": '), RESULT], "message 2 of 3 calls lookup with the arguments str"),

@@ -115,5 +115,7 @@ def test_marks_of_reasoning_and_calls_reach_the_reward(family):
 
 
 def test_an_unknown_special_token_is_refused_with_its_key():
-    with pytest.raises(ValueError, match="reward.keep_special_tokens has '<thinking>', which is no special"):
+    with pytest.raises(
+        ValueError, match="reward.keep_special_tokens has '<thinking>', which is not a special"
+    ):
         kept_ids(tokenizer_of("qwen3"), ["<thinking>"], key="reward.keep_special_tokens")
