@@ -68,7 +68,11 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a positive number",
         lambda v: _is_number(v) and v > 0,
     ),
-    r"temperature|top_[kp]|min_p|repetition_penalty|max_(new_tokens|length)": ("a number", _is_number),
+    r"r": ("an integer of at least 1", lambda v: _is_whole(v, 1)),
+    r"lora_alpha|temperature|top_[kp]|min_p|repetition_penalty|max_(new_tokens|length)": (
+        "a number",
+        _is_number,
+    ),
     r"use_\w+|tie_\w+|\w+_bias|norm_topk_prob|add_[be]os_token|do_sample": (
         "true or false",
         lambda v: isinstance(v, bool),

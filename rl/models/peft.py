@@ -5,7 +5,6 @@ converts experts to the fused parameters of transformers 5 when it loads them
 (peft/utils/transformers_weight_conversion.py of peft 0.21). Plain data, as `rl.models.layout`.
 """
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from rl.models.adapters import PREFIX, LowRank, adapters
 from rl.models.files import tensor_files
+from rl.models.json_files import read_object
 from rl.models.layout import TOWER, Weight
 from rl.models.placement import count_experts
 
@@ -93,12 +93,7 @@ def check_peft(directory: str, pairs: Sequence[LowRank], *, kind: str, rank: int
     file = Path(directory, CONFIG)
     if not file.is_file() or not Path(directory, TENSORS).is_file():
         raise ValueError(f"adapter.path={directory} is not a directory with {CONFIG} and {TENSORS}.")
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"adapter.path: {file} is not valid JSON: {error}; save the adapter again."
-        ) from error
+    found = read_object(file)
     for key, values in READABLE.items():
         if key in found and found[key] not in values:
             raise ValueError(
@@ -107,10 +102,10 @@ def check_peft(directory: str, pairs: Sequence[LowRank], *, kind: str, rank: int
                 "merge_and_unload, save the model and name it in model.path."
             )
     own_rank, is_dora = found.get("r"), bool(found.get("use_dora"))
-    divisor = math.sqrt(own_rank) if found.get("use_rslora") else own_rank
-    own_scale = found.get("lora_alpha", 0) / divisor
     if own_rank != rank:
         raise ValueError(f"adapter.rank={rank}, but {file} has r={own_rank}; set adapter.rank={own_rank}.")
+    divisor = math.sqrt(rank) if found.get("use_rslora") else rank
+    own_scale = (found.get("lora_alpha") or 0) / divisor
     if is_dora != (kind == "dora"):
         right = "dora" if is_dora else "lora"
         raise ValueError(

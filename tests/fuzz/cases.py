@@ -73,8 +73,7 @@ def _try(kind: Kind, number: int, seed: int, directory: Path) -> Verdict:
                 os.dup2(log.fileno(), stream)
         try:
             case = kind(random.Random(f"{seed} {number}"), inputs)
-            log.write(f"{case.what}\n")  # of a case that hangs or dies
-            log.flush()
+            os.write(1, f"{case.what}\n".encode(errors="backslashreplace"))  # for one that hangs or dies
             found = _verdict(case)
             report.write_text(json.dumps(found))
         except BaseException:  # of the maker of cases

@@ -220,6 +220,7 @@ def _edit_value(rng: random.Random, model: Path, damage: Damage) -> None:
         holder[key] = rng.choice(VALUES)
         new = repr(holder[key])
     (model / file).write_text(json.dumps(tree))
+    names += ["tokenizer of"] if file.startswith(("token", "special")) else []
     damage.note(f"{file}: {'.'.join(names)}: {old!r:.40} became {new:.60}", file, *names)
 
 

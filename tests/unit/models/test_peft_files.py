@@ -47,12 +47,24 @@ def test_written_files_are_accepted(tmp_path):
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
         ({"peft_type": "IA3"}, {}, "peft_type=IA3"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights=pissa"),
+        ({"r": None}, {}, "adapter.rank=4, .* has r=None"),
+        ({"r": "4"}, {}, f'{CONFIG}: r="4" must be an integer'),
+        ({"lora_alpha": "8"}, {}, f'{CONFIG}: lora_alpha="8" must be a number'),
+        ({"use_dora": "no"}, {}, f'{CONFIG}: use_dora="no" must be true or false'),
     ],
 )
 def test_contradictions_name_the_value_to_set(tmp_path, changes, settings, remedy):
     directory, pairs = save(tmp_path, weights_of("Qwen2ForCausalLM"), **changes)
     with pytest.raises(ValueError, match=remedy):
         check_peft(directory, pairs, **SETTINGS | settings)
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "null", "{"])
+def test_a_config_that_is_no_object_ends_in_a_traceback(tmp_path, text):
+    directory, pairs = save(tmp_path, weights_of("Qwen2ForCausalLM"))
+    (tmp_path / CONFIG).write_text(text)
+    with pytest.raises(ValueError, match=f"{CONFIG} (is not valid JSON|holds)"):
+        check_peft(directory, pairs, **SETTINGS)
 
 
 def test_other_layers_are_refused(tmp_path):
