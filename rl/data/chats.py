@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.chat_template import REASONING_KEYS, Spans, template_of
 from rl.data.completeness import LeftOut, squeeze
-from rl.data.messages import MessageReader, Messages, tools_of
+from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
 from rl.data.prompts import AGENT_COLUMNS, Prompt, data_source, extra_info, refuse_two_bos, within_limit
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import encode, show
@@ -69,7 +69,7 @@ def load_chats(
     rows = read_rows(
         files,
         required={messages_key: "name the column with the conversation in data.messages_key"},
-        optional=["data_source", "reward_model", "extra_info", "tools", *AGENT_COLUMNS],
+        optional=["data_source", "reward_model", "extra_info", *COLUMNS, *AGENT_COLUMNS],
         max_rows=max_chats,
     )
     reader = MessageReader(template_of(tokenizer), reads_weights=True)

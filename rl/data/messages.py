@@ -31,14 +31,17 @@ ALIASES = {
         + ("tool_response", "tool_result", "tool_results", "function_response"),
         "tool",
     ),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(CALL_ROLES := ("function_call", "tool_call"), "assistant"),
 }
-"""Role in data sets -> role of templates. The content of the last two is the JSON of a call."""
+"""Role in data sets -> role of templates. The content of a message of CALL_ROLES is the JSON of a call."""
 KEYS = {"from": "role", "value": "content", "text": "content", "parts": "content"}
 KEYS |= dict.fromkeys(REASONING_KEYS, REASONING_KEYS[0])
 """Key in data sets -> key of templates."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Keys that tell whether a turn of the assistant has a loss, in the order of their precedence."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+COLUMNS = ("tools", "chat_template_kwargs", *SYSTEM_COLUMNS)
+"""Columns beside the messages that belong to what the policy reads; the message of the system may be one."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
 """Keys that the comparison with the rendered text covers."""
@@ -70,12 +73,31 @@ class MessageReader:
 
         Raises ValueError, with the place of the row, for messages that cannot be read.
         """
-        if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
-            return None
+        is_chat = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
         try:
-            return self.normal(value, lambda item: without_nulls(item, row))
+            messages = self.normal(value, lambda item: without_nulls(item, row)) if is_chat else None
+            return self._with_system(messages, row)
         except ValueError as error:
             raise ValueError(f"{row.place}: column {column!r}: {error}.") from error
+
+    def _with_system(self, messages: Messages | None, row: Row) -> Messages | None:
+        """Return the messages, or None, with the system's message if it has a column of its own."""
+        if row.values.get("chat_template_kwargs"):
+            raise ValueError(
+                "the row has variables of the chat template in column 'chat_template_kwargs', which no run "
+                "reads by row; set data.template_kwargs, or remove the column"
+            )
+        name = next((name for name in SYSTEM_COLUMNS if row.values.get(name)), None)
+        if name is None or messages is not None and messages[0]["role"] == "assistant":  # a response
+            return messages
+        text = row.values[name]
+        if messages is None or not isinstance(text, str) or messages[0]["role"] == "system":
+            raise ValueError(
+                f"the column {name!r}, {describe(text)}, cannot be the first message of this chat; write the "
+                "system's message into the messages, and remove the column"
+            )
+        self._changed[f"column {name} -> message of role system"] += 1
+        return [{"role": "system", "content": text}, *messages]
 
     def normal(self, messages: Messages, clean: Callable[[Any], Any] = lambda value: value) -> Messages:
         """Return messages in the form of templates. clean: removes the keys that a file format added."""
@@ -94,7 +116,11 @@ class MessageReader:
                     open_ids.append(call["id"])
             if normal["role"] == "tool" and open_ids:
                 normal.setdefault("tool_call_id", open_ids.pop(0))
-            found.append(normal)
+            is_call = message.get("role", message.get("from")) in CALL_ROLES
+            if is_call and found and found[-1].get("tool_calls") and normal.keys() == found[-1].keys():
+                found[-1]["tool_calls"] += normal["tool_calls"]  # parallel calls, which are one turn
+            else:
+                found.append(normal)
         return found
 
     def render(self, messages: Messages, tools: list[dict], row: Row, *, column: str) -> str:
@@ -243,7 +269,7 @@ class MessageReader:
         if older := message.pop("function_call", None):
             self._changed["key function_call -> tool_calls"] += 1
             calls = [*calls, older]
-        if isinstance(role, str) and role.strip().lower() in ("function_call", "tool_call"):
+        if isinstance(role, str) and role.strip().lower() in CALL_ROLES:
             calls, message["content"] = read_json(str(message.get("content")), message.get("content")), ""
             calls = calls if isinstance(calls, list) else [calls]
         calls = read_json(calls, calls) if isinstance(calls, str) else calls

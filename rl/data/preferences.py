@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.chat_template import template_of
 from rl.data.chats import AssistantTurns, tokenize_chats
-from rl.data.messages import MessageReader, Messages, tools_of
+from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
 from rl.data.prompts import (
     data_source,
     refuse_answer,
@@ -210,7 +210,7 @@ def _load(
         required = required | {
             prompt_key: 'name the prompt\'s column in data.prompt_key ("" if only the responses have it)'
         }
-    rows = read_rows(files, required=required, optional=["data_source", "tools"], max_rows=max_rows)
+    rows = read_rows(files, required=required, optional=["data_source", *COLUMNS], max_rows=max_rows)
 
     column = prompt_key or next(iter(nouns))
     reader = MessageReader(template_of(tokenizer), reads_weights=True)

@@ -17,7 +17,7 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rl.data.chat_template import template_of, turn_marks
-from rl.data.messages import MessageReader, Messages, tools_of
+from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import encode, hide, show
 from rl.models.json_files import check_files, read_object
@@ -148,7 +148,7 @@ def load_prompts(
             "data_source",
             "reward_model",
             "extra_info",
-            "tools",
+            *COLUMNS,
             *AGENT_COLUMNS,
             *(target_path or [])[:1],
         ]
@@ -230,9 +230,9 @@ def to_messages(prompt: Any, row: Row, reader: MessageReader, *, column: str) ->
 
     Raises ValueError for any other value, and for a chat whose last message is the assistant's.
     """
-    if isinstance(prompt, str):
-        return None
     messages = reader.read(prompt, row, column)
+    if messages is None and isinstance(prompt, str):
+        return None
     if messages is None:
         raise ValueError(
             f"{row.place}: column {column!r} must be a string or a list of {{role, content}} messages, "

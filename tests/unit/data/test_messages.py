@@ -184,6 +184,40 @@ def test_what_cannot_be_read_is_a_sentence_with_its_row(tmp_path, messages, reas
         read("prompts", tokenizer_of("qwen3"), file)
 
 
+def rl_prompt(tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    options = dict(prompt_key="prompt", max_prompt_tokens=500, overlong="error")
+    return load_prompts([path], tokenizer_of("qwen2.5"), **options)[0].text
+
+
+def test_a_system_message_in_a_column_of_its_own_is_not_lost(tmp_path):
+    """LLaMA-Factory's ShareGPT and Orca's pairs hold it beside the messages."""
+    expected = rl_prompt(tmp_path, {"prompt": [SYSTEM, USER]})
+    for name in ("system", "system_prompt"):
+        assert rl_prompt(tmp_path, {"prompt": [USER], name: "sigma"}) == expected
+        assert rl_prompt(tmp_path, {"prompt": [SYSTEM, USER], name: ""}) == expected
+        for row in (
+            {"prompt": [SYSTEM, USER], name: "x"},
+            {"prompt": "text", name: "x"},
+            {"prompt": [USER], name: 3},
+        ):
+            with pytest.raises(ValueError, match=rf"rows.jsonl, row 1: .*the column '{name}'"):
+                rl_prompt(tmp_path, row)
+    with pytest.raises(ValueError, match="set data.template_kwargs"):
+        rl_prompt(tmp_path, {"prompt": [USER], "chat_template_kwargs": {"enable_thinking": False}})
+
+
+def test_parallel_calls_of_separate_messages_are_one_turn(tmp_path):
+    """ms-swift writes one message of role tool_call per call; two turns would end after the first call."""
+    calls = [{"name": name, "arguments": ARGUMENTS} for name in ("first", "second")]
+    apart = [{"role": "tool_call", "content": json.dumps(call)} for call in calls]
+    whole = {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    results = [{"role": "tool_response", "content": text} for text in ("epsilon", "zeta")]
+    rows = [[USER, *asked, *results] for asked in (apart, [whole])]
+    assert rl_prompt(tmp_path, {"prompt": rows[0]}) == rl_prompt(tmp_path, {"prompt": rows[1]})
+
+
 def test_what_was_changed_is_one_line_of_the_log(tmp_path, caplog):
     rows = [{"messages": [{"from": "human", "value": str(i)}]} for i in range(5)]
     with caplog.at_level(logging.INFO):
