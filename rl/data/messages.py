@@ -308,7 +308,8 @@ class MessageReader:
             if value and message["role"] != "assistant":
                 raise ValueError(
                     f"(role {message['role']}) has {key}={value!r}, but only turns of the assistant are "
-                    f"trained; write {key}=0, or set data.train_on=all, and remove the key"
+                    f"trained; write {key}=0, or remove the key, and to train all messages of the "
+                    "conversations in data.messages_key set data.train_on=all"
                 )
         if len(set(map(bool, weights.values()))) > 1:
             raise ValueError(f"has {weights}, which contradict each other; keep one of them")
