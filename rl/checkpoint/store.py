@@ -57,7 +57,6 @@ from rl.faults.agreement import fail_together
 from rl.run_directory.record import versions
 from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
-from rl.runtime.private_directory import make_private
 from rl.training.engine import TrainingEngine
 
 log = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ class CheckpointStore:
 
     def _make_room_for(self, save: "_Save") -> None:
         self._wait_for_removal()
-        make_private(self.directory)
+        self.directory.mkdir(mode=0o770, parents=True, exist_ok=True)
         on_disk.clear_leftovers(self.directory)
         for saved in self._damaged:
             on_disk.set_aside(saved.path)

@@ -247,6 +247,8 @@ def make_run_directory(config: Config) -> RunLock:
     with writing(directory):
         make_private(directory)
         refuse_links(directory)
+        if (directory / "checkpoints").is_dir():
+            make_private(directory / "checkpoints")
         with tempfile.TemporaryFile(dir=directory):
             pass
         lock = RunLock.take(directory, silent_s=watchdog.lost_s, watch_s=3 * watchdog.beat_s + 2)

@@ -86,7 +86,9 @@ class Prometheus:
         self.text = "\n".join(lines) + "\n"
         if self._file is not None:
             partial = self._file.with_suffix(".partial")  # the collector reads only *.prom
-            partial.write_text(self.text)
+            partial.unlink(missing_ok=True)
+            with open(partial, "x") as file:  # never through a link that another user of the directory made
+                file.write(self.text)
             partial.replace(self._file)
 
     def close(self) -> None:

@@ -11,6 +11,8 @@ import stat
 import tempfile
 from collections.abc import MutableMapping
 
+from rl.runtime.private_directory import why_untrusted
+
 log = logging.getLogger(__name__)
 
 ROOT = "LOCKSTEP_CACHE"
@@ -30,7 +32,7 @@ def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
     if not below or not (reason := _why_unsafe(root)):
         return
     fresh = tempfile.mkdtemp(prefix="lockstep-cache-")
-    log.warning("compile caches are in %s, and start empty: %s %s", fresh, root, reason)
+    log.warning("compile caches are in %s, and start empty: %s", fresh, reason)
     for name in below:
         environ[name] = fresh + environ[name].removeprefix(root)
 
@@ -38,19 +40,12 @@ def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
 def _why_unsafe(root: str) -> str:
     """Make the directory if it is missing; return why its contents cannot be trusted, or ""."""
     try:
-        above = os.stat(os.path.dirname(root))
-        if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
-            return "is in a directory in which every user can replace it"
         with contextlib.suppress(FileExistsError):
             os.mkdir(root, 0o700)
-        found = os.lstat(root)
-        if not stat.S_ISDIR(found.st_mode):
-            return "is a link or a file"
-        if found.st_uid != os.geteuid():
-            return f"belongs to user {found.st_uid}"
-        if found.st_mode & 0o022:
-            return "can be written by other users"
-        os.chmod(root, 0o700)
+        if not stat.S_ISDIR(os.lstat(root).st_mode):
+            return f"{root} is a link or a file"
+        if not (reason := why_untrusted(root)) and os.stat(root).st_uid == os.geteuid():
+            os.chmod(root, 0o700)
+        return reason
     except OSError as error:
-        return f"cannot be used: {error}"
-    return ""
+        return f"{root} cannot be used: {error}"

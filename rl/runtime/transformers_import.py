@@ -7,7 +7,6 @@ file in the user's cache directory.
 
 import contextlib
 import hashlib
-import marshal
 import os
 import sys
 import tempfile
@@ -15,6 +14,9 @@ from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from pathlib import Path
+
+from rl.runtime.plain_data import decode, encode
+from rl.runtime.private_directory import why_untrusted
 
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "create_import_structure_from_path"
 
@@ -34,14 +36,17 @@ def cached_scan(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
     times = [file.stat().st_mtime_ns for file in (directory, directory.parent / "__init__.py")]
     key = hashlib.sha256(repr((str(directory), times, sys.implementation.cache_tag)).encode()).hexdigest()
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    file = Path(root, "lockstep", "transformers-models", key)
-    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):  # absent or truncated: scan again
-        return marshal.loads(file.read_bytes())
-    found = scan(path)  # type: ignore[arg-type]
+    file = Path(root, "lockstep", "transformers-plain", key)
     with contextlib.suppress(OSError):  # with a read-only home directory, every start scans
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if why_untrusted(file.parent):  # the result names modules, which transformers then imports
+        return scan(path)  # type: ignore[arg-type]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # absent or truncated: scan again
+        return decode(file.read_bytes())
+    found = scan(path)  # type: ignore[arg-type]
+    with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
-            partial.write(marshal.dumps(found))
+            partial.write(encode(found))
         os.replace(partial.name, file)
     return found
 

@@ -45,12 +45,7 @@ UNPICKLES = {
 }
 ALLOWED = {
     # From the private socket pair of the process that started it: its own parent. Answers are JSON.
-    ("rl/workers/host.py", "pickle.load"),
-    # Megatron's own source, compiled, in the user's cache; written and read by this user, as Python's .pyc
-    # files are.
-    ("rl/training/cpu_support.py", "marshal.loads"),
-    # The result of transformers' scan of its own files, in the same cache.
-    ("rl/runtime/transformers_import.py", "marshal.loads"),
+    ("rl/workers/host.py", "pickle.load")
 }
 
 

@@ -74,9 +74,7 @@ def test_megatron_imports_and_torch_stays_as_it_was(tmp_path):
         XDG_CACHE_HOME=str(tmp_path),
     )
     assert out == "done\n"
-    cached = [path for path in (tmp_path / "lockstep" / "megatron-on-cpu").rglob("*") if path.is_file()]
-    assert len(cached) > 50  # the modules that were compiled, for the next start
-    assert not [path for path in cached if path.suffix]  # no unfinished ones
+    assert not (tmp_path / "lockstep" / "megatron-on-cpu").exists()  # no code is read from there
 
 
 def test_installing_after_megatron_is_refused():

@@ -203,3 +203,22 @@ def test_a_run_directory_that_cannot_be_made_is_named_with_its_key(config):
     config.run.dir = "/proc/x"
     with pytest.raises(ValueError, match=r"^run.dir=/proc/x cannot be written: .*; correct run.dir"):
         make_run_directory(config)
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints"])
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_a_directory_that_others_may_write_is_not_continued(name, is_mine, config):
+    directory = Path(config.run.dir)
+    (directory / "checkpoints").mkdir(parents=True)
+    if is_mine:
+        (directory / name).chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(directory / name, 64321, 64321)
+    else:
+        pytest.skip("only root can make another user's directory")
+    with pytest.raises(ValueError, match="can be written by other|belongs to user 64321"):
+        make_run_directory(config)
+    assert not (directory / FILE_NAME).exists()
+    (directory / name).chmod(0o770)
+    os.chown(directory / name, os.geteuid(), -1)
+    make_run_directory(config).release()

@@ -69,7 +69,7 @@ def test_what_another_user_could_write_is_not_used(make, tmp_path, caplog):
     make(root)
     (fresh,) = {cache.parent for cache in caches_below(root)}
     assert fresh != root and mode_of(fresh) == 0o700 and fresh.stat().st_uid == os.geteuid()
-    assert f"{fresh}, and start empty: {root} " in caplog.text
+    assert f"{fresh}, and start empty: {root.parent}" in caplog.text
     fresh.rmdir()
 
 

@@ -37,7 +37,7 @@ def test_a_scan_is_repeated_for_another_installation_or_a_broken_file(models, tm
     assert scans(models) == 1 and scans(models / "__init__.py") == 0
     os.utime(models.parent / "__init__.py", ns=(1, 1))
     assert scans(models) == 1
-    for file in (tmp_path / "cache" / "lockstep" / "transformers-models").iterdir():
+    for file in (tmp_path / "cache" / "lockstep" / "transformers-plain").iterdir():
         file.write_bytes(file.read_bytes()[:10])
     assert scans(models) == 1
 
@@ -55,3 +55,11 @@ def test_the_cached_scan_equals_that_of_transformers(tmp_path, monkeypatch):
     models = Path(import_utils.__file__).parents[1] / "models"
     first = cached_scan(scan, models)
     assert first == cached_scan(scan, models) and "Qwen2Config" in str(first["qwen2"])
+
+
+def test_a_cache_that_others_may_write_is_not_read(models, tmp_path):
+    assert scans(models) == 1
+    (tmp_path / "cache" / "lockstep").chmod(0o777)
+    assert scans(models) == 2
+    (tmp_path / "cache" / "lockstep").chmod(0o755)
+    assert scans(models) == 0

@@ -1,16 +1,13 @@
 """Megatron-core on a host without CUDA. Importing it changes the interpreter, so most of this happens in
 subprocesses."""
 
+import ast
 import importlib.util
-import marshal
-import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
 
-from rl.training.cpu_support import Adam, _Loader
+from rl.training.cpu_support import _WORDS, Adam, _Loader, _Rewrite
 from tests import bounds
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="install does nothing where there is CUDA")
@@ -24,7 +21,7 @@ def test_other_modules_are_left_to_python():
         assert finder.find_spec(name, None) is None
 
 
-# The cache of rewritten modules -----------------------------------------------------------------------------
+# The rewritten modules --------------------------------------------------------------------------------------
 
 MODULE = """
 import torch
@@ -56,81 +53,19 @@ def source(tmp_path):
     return path
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """The files of the cache, which is in XDG_CACHE_HOME."""
-    root = tmp_path / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
-    return lambda: [path for path in root.rglob("*") if path.is_file()]
-
-
-def test_rewritten_code_is_cached_in_xdg_cache_home(source, cache):
-    assert_rewritten(load(source))
-    # __pycache__ would be read by an interpreter that does not rewrite.
-    assert not (source.parent / "__pycache__").exists()
-    [file] = cache()
-    assert sys.implementation.cache_tag in file.parts
-    kept = marshal.loads(file.read_bytes())
-    assert isinstance(kept, types.CodeType)
-
-    file.write_bytes(marshal.dumps(compile("read_from_cache = True", "x", "exec")))
-    assert load(source).read_from_cache
-
-
-def test_without_xdg_cache_home_the_cache_is_in_home(source, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for value in (None, ""):
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        if value is not None:
-            monkeypatch.setenv("XDG_CACHE_HOME", value)
+def test_code_is_compiled_from_megatrons_source_and_no_cache(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for _ in range(2):
         assert_rewritten(load(source))
-    assert len([p for p in (tmp_path / "home" / ".cache" / "lockstep").rglob("*") if p.is_file()]) == 1
+    # __pycache__ would be read by an interpreter that does not rewrite.
+    assert not (source.parent / "__pycache__").exists() and not (tmp_path / "cache").exists()
 
 
-def test_changed_source_is_compiled_again(source, cache):
-    load(source)
-    source.write_text(MODULE + "\nchanged = True\n")
-    assert load(source).changed
-    assert len(cache()) == 2
-
-
-@pytest.mark.parametrize("damage", ["empty", "half", "one byte short", "zeros", "text"])
-def test_a_damaged_cache_file_is_replaced(source, cache, damage):
-    load(source)
-    [file] = cache()
-    whole = file.read_bytes()
-    file.write_bytes(
-        {
-            "empty": b"",
-            "half": whole[: len(whole) // 2],
-            "one byte short": whole[:-1],
-            "zeros": bytes(len(whole)),
-            "text": b"<html>quota exceeded</html>",
-        }[damage]
-    )
-    assert_rewritten(load(source))
-    assert file.read_bytes() == whole
-
-
-@pytest.mark.parametrize("error", [NotADirectoryError, PermissionError, OSError(30, "Read-only file system")])
-def test_a_cache_that_cannot_be_written_is_ignored(source, cache, monkeypatch, error):
-    """An error is raised in place of the file system's, which root would not meet."""
-
-    def refuse(self, data):
-        raise error
-
-    monkeypatch.setattr(Path, "write_bytes", refuse)
-    assert_rewritten(load(source))
-    assert not cache()
-
-
-def test_two_copies_of_a_module_have_own_tracebacks(tmp_path, cache):
-    """Two environments with the same Megatron share the cache."""
-    for directory in ("first", "second"):
-        path = tmp_path / directory / "example.py"
-        path.parent.mkdir()
-        path.write_text(MODULE)
-        assert load(path).where.__code__.co_filename == str(path)
+def test_lines_that_need_no_rewriting_change_nothing():
+    source = MODULE + "def other(x):\n    return x.\\\n    type()\n\nplain = [x for x in 'ab']\n"
+    lines = [source.encode().count(b"\n", 0, w.start()) + 1 for w in _WORDS.finditer(source.encode())]
+    every = list(range(1, source.count("\n") + 2))
+    assert len({ast.dump(_Rewrite(known).visit(ast.parse(source))) for known in (lines, every)}) == 1
 
 
 # Adam -------------------------------------------------------------------------------------------------------
