@@ -114,8 +114,8 @@ for file in (CONFIG, GENERATION, TOKENIZER):
 for file in (CONFIG, GENERATION, TOKENIZER, VOCABULARY, "chat_template.jinja"):
     DAMAGES[f"{file} directory"] = no_file(file), f"{file} cannot be read: Is a directory"
     DAMAGES[f"{file} dangling"] = no_file(file, "/nowhere"), f"{file} cannot be read: No such file"
-    DAMAGES[f"{file} FIFO"] = fifo(file), f"{file} is no file but a FIFO"
-    DAMAGES[f"{file} device"] = no_file(file, "/dev/zero"), f"{file} is no file but a FIFO, socket or device"
+    DAMAGES[f"{file} FIFO"] = fifo(file), f"{file} is not a file but a FIFO"
+    DAMAGES[f"{file} device"] = no_file(file, "/dev/zero"), f"{file} is not a file but a FIFO, socket or device"
     DAMAGES[f"{file} loop"] = no_file(file, file), f"{file} cannot be read: Too many levels"
 DAMAGES |= {
     "vocabulary cut": (cut(VOCABULARY), "no usable tokenizer"),
@@ -130,7 +130,7 @@ DAMAGES |= {
     "weights cut": (cut(WEIGHTS), f"{WEIGHTS} is damaged"),
     "weights empty": (content(WEIGHTS, ""), f"{WEIGHTS} is damaged"),
     "weights pointer": (content(WEIGHTS, "version https://git-lfs"), f"{WEIGHTS} is damaged"),
-    "weights directory": (no_file(WEIGHTS), f"{WEIGHTS} is no file"),
+    "weights directory": (no_file(WEIGHTS), f"{WEIGHTS} is not a file"),
     "weights dangling": (no_file(WEIGHTS, "/nowhere"), f"lacks {WEIGHTS}"),
     "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "model is not a directory"),
 }
@@ -205,7 +205,7 @@ DAMAGES |= {
     "shards without index": (shards(lambda d: (d / INDEX).unlink()), ""),
     "shard missing": (shards(lambda d: (d / SECOND).unlink()), f"lacks {SECOND}, which {INDEX} names"),
     "shard cut": (shards(cut(SECOND)), f"{SECOND} is damaged"),
-    "shard directory": (shards(no_file(SECOND)), f"{SECOND} is no file"),
+    "shard directory": (shards(no_file(SECOND)), f"{SECOND} is not a file"),
     "index elsewhere": (shards(**{NORM: "../a.safetensors"}), f"{INDEX}: weight_map.{NORM}=.* beside the"),
     "index of a number": (shards(**{NORM: 5}), f"{INDEX}: weight_map.{NORM}=5 must be a file"),
     "index of nothing": (shards(**{NORM: "x.safetensors"}), "lacks x.safetensors"),
