@@ -171,7 +171,7 @@ class Chat:
             self._completeness.check(messages, shown, text, **options)
             if shown:
                 return
-        text = "".join(text for message in messages for text in texts_of(message))
+        text = "".join(holder[key] for message in messages for holder, key in texts_of(message))
         if lost := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]:
             raise ValueError(
                 f"the policy would not see the tool {lost[0]!r}: the chat template of "

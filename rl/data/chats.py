@@ -22,8 +22,8 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.chat_template import REASONING_KEYS, Spans, template_of
-from rl.data.completeness import LeftOut, squeeze
+from rl.data.chat_template import CALL, QUESTION, REASONING_KEYS, REPLY, Spans, template_of
+from rl.data.completeness import squeeze
 from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
 from rl.data.prompts import AGENT_COLUMNS, Prompt, data_source, extra_info, refuse_two_bos, within_limit
 from rl.data.reading import Row, describe, read_rows
@@ -123,7 +123,7 @@ def load_chats(
 
 
 class Untrainable(ValueError):
-    """Raised if a turn is not rendered as the policy would generate it; the message names the difference."""
+    """Raised if a turn is not rendered as the policy would generate it; the message ends with a remedy."""
 
 
 class AssistantTurns:
@@ -191,58 +191,25 @@ class AssistantTurns:
                 raise ValueError("all turns have weight 0, so nothing would be trained; remove the row")
             else:
                 places = places[-1:] if train_on == "last" else places
-                text, spans = self._explained(messages, tools, places, row)
+                text, spans = self._trained(messages, tools, places, row)
             self._reader.compare(messages, tools, text, row, generation_prompt=False)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}.") from error
         return text, spans
 
-    def _explained(self, messages: Messages, tools: list[dict], places: list[int], row: Row) -> Chat:
-        """Return the result of `_trained`. A ValueError names the remedies that work for this chat."""
+    def _trained(self, messages: Messages, tools: list[dict], places: list[int], row: Row) -> Chat:
+        """Return the rendered chat and the parts of the turns at `places`."""
         try:
-            return self._trained(messages, tools, places)
-        except Untrainable as error:
-            try:  # a part that the policy would read is missing, too, and is the cause
-                self._reader.compare(messages, tools, None, row, generation_prompt=False)
-            except LeftOut as lost:
-                if lost.role != "assistant":
-                    raise
-            thought = [
-                {REASONING_KEYS[0]: "reason", **m} if m["role"] == "assistant" else m for m in messages
-            ]
-            trials = {
-                self._remedy: (messages, places[-1:]) if "train_on" in self._remedy else None,
-                "write the reasoning into reasoning_content instead of the content": (
-                    [_moved(message) for message in messages],
-                    places,
-                ),
-                "write the reasoning into the content, between <think> and </think>": (
-                    [_inlined(message) for message in messages],
-                    places,
-                ),
-                "give these turns their reasoning in reasoning_content": (thought, places),
-            }
-            remedies = [
-                remedy
-                for remedy, trial in trials.items()
-                if trial is None or (trial != (messages, places) and self._works(tools, *trial))
-            ]
-            marks = "use a chat_template.jinja that marks the trained parts with {% generation %}"
+            text, spans = self._marked(messages, tools, places) or self._compared(messages, tools, places)
+            self._check_parts([messages[i] for i in places], text, spans)
+        except Untrainable as error:  # if the policy would not read all of the prompt, that is the cause
+            text = self._template.render(messages, tools, generation_prompt=False)
+            options = dict(generation_prompt=False, with_turns=False)
+            self._reader.compare(messages, tools, text, row, **options)
             raise ValueError(
-                f"{error}; {', or '.join([*remedies, marks])} and keeps all parts of a turn"
+                f"{error}, or use a chat_template.jinja that marks the trained parts with {{% generation %}} "
+                "and keeps all parts of a turn"
             ) from error
-
-    def _works(self, tools: list[dict], messages: Messages, places: list[int]) -> bool:
-        try:
-            self._trained(messages, tools, places)
-        except ValueError:
-            return False
-        return True
-
-    def _trained(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat:
-        """Return the rendered chat and the parts of the turns at `places`. Raises Untrainable."""
-        text, spans = self._marked(messages, tools, places) or self._compared(messages, tools, places)
-        self._check_parts([messages[i] for i in places], text, spans)
         return text, spans
 
     def _marked(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat | None:
@@ -288,17 +255,17 @@ class AssistantTurns:
                 raise Untrainable(
                     f"the chat template of {name} renders message {place + 1} of {len(messages)} (assistant) "
                     f"not as a continuation of its generation prompt, which ends in {before[-30:]!r}, so the "
-                    "policy could not generate it"
+                    "policy could not generate it; write the turn's reasoning into reasoning_content"
                 )
             if not text.startswith(through):
                 raise Untrainable(
                     f"the chat template of {name} renders message {place + 1} of {len(messages)} (assistant) "
                     "differently when further messages follow, as templates do that drop the reasoning of "
-                    "earlier turns"
+                    f"earlier turns; {self._remedy}"
                 )
             end = len(before) + len(through[len(before) :].rstrip())
             if not through.endswith(self._ends, len(before), end):
-                token = self._reply(messages, tools) if is_last else self._token_at(text, len(through))
+                token = self._reply(messages[-1]) if is_last else self._token_at(text, len(through))
                 if token in self._ends:
                     end = len(through) + len(token)
                     text += token if is_last else ""
@@ -307,19 +274,15 @@ class AssistantTurns:
             spans.append((len(before), end))
         return text, spans
 
-    def _reply(self, messages: Messages, tools: list[dict]) -> str:
-        """Return the special token with which a reply to the last turn begins; "" if there is none.
-
-        The chat has no reasoning there, because templates drop reasoning when a reply follows.
-        """
-        plain = [_moved(message) for message in messages]
-        plain = [{key: m[key] for key in m if key != REASONING_KEYS[0]} for m in plain]
-        reply = {"role": "tool" if messages[-1].get("tool_calls") else "user", "content": ""}
+    def _reply(self, turn: dict) -> str:
+        """Return the special token with which a reply to a last turn begins; "" if there is none."""
+        answer = {"role": "assistant", "content": "answer"}
+        chat, reply = [QUESTION, answer], QUESTION
+        if turn.get("tool_calls"):
+            chat, reply = [QUESTION, {**answer, "content": "", "tool_calls": [CALL]}], REPLY
         try:
-            before, text = (
-                self._template.render(chat, tools, generation_prompt=False)
-                for chat in (plain, [*plain, reply])
-            )
+            before = self._template.render(chat, generation_prompt=False)
+            text = self._template.render([*chat, reply], generation_prompt=False)
         except ValueError:
             return ""
         return self._token_at(text, len(before)) if text.startswith(before) else ""
@@ -341,8 +304,14 @@ class AssistantTurns:
             parts |= {f"tool call {number}": call["name"] for number, call in enumerate(calls, start=1)}
             for key, part in parts.items():
                 if isinstance(part, str) and squeeze(part) not in trained:
+                    remedy = "use a template that renders it"
+                    if key == REASONING_KEYS[0]:
+                        remedy = "write the reasoning into the content, between <think> and </think>"
+                    elif key == "content" and "</think>" in part:
+                        remedy = "write the reasoning into reasoning_content instead of the content"
                     raise Untrainable(
-                        f"the chat template of {name} leaves out the {key} of a turn, {describe(part)}"
+                        f"the chat template of {name} leaves out the {key} of a turn, {describe(part)}; "
+                        f"{remedy}"
                     )
 
     def warn_of_open_turns(self, chats: Sequence[Chat]) -> None:
@@ -422,21 +391,3 @@ def _messages(row: Row, column: str, reader: MessageReader) -> Messages:
             f"{describe(value)}."
         )
     return messages
-
-
-def _moved(message: dict) -> dict:
-    """Return the assistant's message with the reasoning at the start of its content moved to its own key."""
-    thinking, tag, answer = str(message.get("content") or "").partition("</think>")
-    if message["role"] != "assistant" or not tag:
-        return message
-    thinking = thinking.strip().removeprefix("<think>").strip()
-    return {**message, REASONING_KEYS[0]: thinking, "content": answer.lstrip()}
-
-
-def _inlined(message: dict) -> dict:
-    """Return the message with its reasoning moved to the start of its content."""
-    if REASONING_KEYS[0] not in message:
-        return message
-    rest = {key: value for key, value in message.items() if key != REASONING_KEYS[0]}
-    content = f"<think>\n{message[REASONING_KEYS[0]]}\n</think>\n\n{message.get('content') or ''}"
-    return {**rest, "content": content}

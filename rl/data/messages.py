@@ -142,18 +142,22 @@ class MessageReader:
         return text
 
     def compare(
-        self, messages: Messages, tools: list[dict], text: str | None, row: Row, *, generation_prompt: bool
+        self,
+        messages: Messages,
+        tools: list[dict],
+        text: str,
+        row: Row,
+        *,
+        generation_prompt: bool,
+        with_turns: bool = True,
     ) -> None:
-        """Raise LeftOut if the rendered text lacks a part of the messages or a tool; note unread keys.
-
-        text: None if it is not rendered yet.
-        """
+        """Raise ValueError if the rendered text lacks a part of the messages or a tool; note unread keys."""
 
         def rendered(chat: Messages) -> str:
             return self.template.render(chat, tools, generation_prompt=generation_prompt)
 
-        text = rendered(messages) if text is None else text
-        self._completeness.check(messages, tools, text, generation_prompt=generation_prompt)
+        options = dict(generation_prompt=generation_prompt, with_turns=with_turns)
+        self._completeness.check(messages, tools, text, **options)
         read = READ | {"weight"} if self._reads_weights else READ
         for number, message in enumerate(messages):
             for key in message.keys() - read - (OF_TOOLS if message["role"] == "tool" else set()):
