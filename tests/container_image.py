@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 PROGRAMS = (
-    "sh bash cat ls mkdir dirname cp mv rm sleep id env ps grep test true touch chmod head seq tr printf"
+    "sh bash cat ls ln mkdir dirname cp mv rm sleep id env ps grep test true touch chmod head seq tr printf "
+    "timeout"
 )
 LEFT_OUT = ("site-packages", "test", "idlelib", "tkinter", "ensurepip", "lib2to3", "__pycache__", "*.a")
 

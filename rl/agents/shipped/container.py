@@ -13,7 +13,7 @@ A policy does not write its own grade:
 
 - After `setup`, all its processes are ended, and the files are sealed.
 - Before the test every process of the container is ended. The test sees these files as they were sealed:
-  the system (/usr, /bin, /sbin, /lib, /etc, /run, /dev), /tests, the installations in PATH, the directory of
+  the system (/usr, /bin, /sbin, /lib, /etc, /run, /dev but /dev/shm), /tests, the installations in PATH, the directory of
   each script that `test` starts (only the script if the working directory lies there), and pytest's settings
   in the directories above. All other files are as the policy left them. HOME is an empty directory, and
   variables that name code to load, such as PYTHONPATH, keep only directories of the system.
@@ -25,7 +25,10 @@ Not promised:
 
 - A program of the policy that a test runs or imports has the rights of the test.
 - `python -m` and `python -c` import from the working directory first (`python -P` does not); make, uv and npm
-  obey files that they find there.
+  obey files that they find there, and git the settings and hooks of the repository.
+- What a test starts by another form (`D=/data; python3 $D/check.py`, `cat /data/check.py | python3`), through
+  a link in its path, or by a program in PATH that is a link to another installation (uv's Python) is the
+  policy's. Files below /tests and /usr are protected in any case; /dev/shm and /tmp are as the policy left them.
 - A script in the working directory is protected; files beside it are not, nor are the paths in `kept`.
 """
 
@@ -51,9 +54,10 @@ _SYSTEM = re.compile(r"/(usr|s?bin|lib(32|64|x32)?|etc)(/|$)")
 _LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 _LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
 """Variables that name code that programs load; tests keep only entries in directories of the system."""
-_PROGRAMS = r"(?:python[\d.]*|bash|sh|node|perl|ruby|pytest|source|exec|env|\.)(?:\s+-\S+)*"
-_STARTED = re.compile(rf"(?:^|[;&|(]|\b{_PROGRAMS}\s)\s*(/[^\s'\";|&<>()$`]+)", re.MULTILINE)
-"""Matches paths that a test's command starts: a program, or an interpreter's script or directory."""
+_PROGRAMS = re.compile(
+    r"(?:.*/)?(python[\d.]*|(ba|da)?sh|node|perl|ruby|pytest|source|\.|exec|env|time(out)?|nice)"
+)
+"""Programs of a test's command that start the file that follows."""
 _told: set[str] = set()
 """Paths that were already logged because tests did not see the policy's changes to them."""
 _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /bin/sh -c "$1"', "sh"]
@@ -232,8 +236,11 @@ class ContainerEnvironment:
             name: [e for e in own[name].split(":") if _SYSTEM.match(e)] for name in _LOADED if name in own
         }
         programs = [os.path.normpath(entry) for entry in own["PATH"].split(":") if entry.startswith("/")]
-        started = [os.path.normpath(path) for path in _STARTED.findall(test)]
-        files = {f: _place_of(f, directory) for f in started if not f"{directory}/".startswith(f"{f}/")}
+        files = {
+            f: _place_of(f, directory)
+            for f in _started(test, directory)
+            if not f"{directory}/".startswith(f"{f}/")
+        }
         places = {_place_of(f"{entry}/program", directory) for entry in programs if not _SYSTEM.match(entry)}
         own |= {name: ":".join(entries) for name, entries in loaded.items()}
         self.variables = own | {"PATH": ":".join(programs), "HOME": HOME, **variables}
@@ -287,6 +294,33 @@ def read_reward(text: str) -> dict[str, float]:
         **numbers,
         "score": sum(numbers.values()) / len(numbers) if score is None and numbers else score or 0.0,
     }
+
+
+def _started(test: str, directory: str) -> list[str]:
+    """Return the files and directories that a test's command starts: the first word of each of its commands,
+    or the first one after an interpreter that looks like a path. `cd` is followed, a variable is not."""
+    lexer = shlex.shlex(test.replace("\n", " ; "), posix=True, punctuation_chars=True)
+    try:
+        words = list(lexer)
+    except ValueError:  # quotes that do not end, which the shell will refuse
+        return []
+    found, before, is_next = [], ";", True
+    for word in words:
+        if set(word) <= set("();<>|&"):
+            is_next = is_next if set(word) & set("<>&") and word != "&&" else True
+        elif before == "cd":
+            directory = os.path.normpath(os.path.join(directory, word))
+        elif _PROGRAMS.fullmatch(word):
+            found += [os.path.normpath(os.path.join(directory, word))] if "/" in word else []
+            is_next = True
+        elif is_next and " " in word:  # sh -c
+            found += _started(word, directory)
+        elif is_next and not re.match(r"-|\w+=", word) and ">" not in before:
+            if is_path := "/" in word or "." in word:
+                found.append(os.path.normpath(os.path.join(directory, word)))
+            is_next = not is_path and not (set(before) <= set("();|&"))
+        before = word
+    return found
 
 
 def _place_of(file: str, directory: str) -> str:

@@ -95,6 +95,27 @@ def test_a_right_answer_counts_beside_any_change(environment, attack):
     assert environment.score()["score"] == 1.0
 
 
+FORMS = [
+    "cd /data && python3 check.py",
+    "(cd /data; python3 ./check.py)",
+    'python3 "/data/check.py"',
+    "python3 -W ignore -X dev /data/check.py",
+    "timeout 60 python3 2>/dev/null /data/check.py",
+    "bash -c 'cd / && python3 data/check.py'",
+    "python3 < /data/check.py",
+]
+
+
+@pytest.mark.parametrize("test", FORMS)
+def test_a_test_is_protected_however_it_is_started(runtime, image, test):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
+    made = ContainerEnvironment(container=settings, setup=SETUP, test=test, reward_file="/out/reward")
+    made.reset({"prompt": "answer", "extra_info": {}})
+    made.bash(EVIL + ATTACKS["the test"])
+    assert made.score()["score"] == 0.0
+    made.close()
+
+
 def test_a_test_sees_what_a_policy_wrote_and_removed(runtime, image):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime))
     test = (
