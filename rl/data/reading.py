@@ -81,7 +81,7 @@ def read_rows(
             _decode_texts(row, mappings, required)
             rows.append(row)
         if len(rows) == num_before:
-            raise ValueError(f"data file {path} is empty: it has no rows.")
+            raise ValueError(f"data file {path} has no rows; correct the path, or write the file again.")
     if not rows:
         raise ValueError(
             "data.train is empty: name at least one .parquet, .jsonl, .json or .arrow file or directory."
@@ -114,13 +114,13 @@ def _check_kind(path: Path, name: str) -> None:
             with _reading(splits_file, "JSON"):
                 splits = list(map(str, json.loads(splits_file.read_text()).get("splits", [])))
             raise ValueError(
-                f"{name} is a DatasetDict with the splits {', '.join(splits) or '(none)'}: name "
+                f"{name} is a DatasetDict with the splits {', '.join(splits) or '(none)'}; name "
                 f"the directory of one of them, such as {path / (splits[0] if splits else 'train')}."
             )
         if not (path / "state.json").is_file():
             raise ValueError(
                 f"{name} is a directory without state.json, so save_to_disk of datasets did not "
-                "write it: name the files in it instead."
+                "write it; name the files in it instead."
             )
     elif not path.is_file():
         remedy = "correct the path"
@@ -132,8 +132,8 @@ def _check_kind(path: Path, name: str) -> None:
         raise ValueError(f"{name} does not exist (working directory {Path.cwd()}); {remedy}.")
     elif path.suffix not in _READERS:
         raise ValueError(
-            f"{name} ends in {path.suffix!r}: it must be .parquet, .jsonl, .json, .arrow, or a directory "
-            "that save_to_disk of datasets wrote."
+            f"{name} ends in {path.suffix!r}, but must be .parquet, .jsonl, .json, .arrow, or a "
+            "directory that save_to_disk of datasets wrote; convert it to one of them."
         )
 
 
@@ -312,7 +312,7 @@ def _check_columns(found: list[str], names: set[str], required: Columns, place: 
     """Return the columns to read. Raise ValueError if one is missing or exists twice."""
     for name, remedy in required.items():
         if name not in found:
-            raise ValueError(f"{place}: no column {name!r}, only {', '.join(found) or 'none'}: {remedy}.")
+            raise ValueError(f"{place}: no column {name!r}, only {', '.join(found) or 'none'}; {remedy}.")
     own = [name for name in found if name in names]
     if len(own) > len(set(own)):
         raise ValueError(f"{place}: column {max(own, key=own.count)!r} exists twice; rename one.")

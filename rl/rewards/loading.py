@@ -25,6 +25,6 @@ def load_reward_function(spec: str, *, kwargs: Mapping[str, Any], key: str = "re
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
         raise ValueError(
             f"{key}.function={spec!r} does not accept the keywords it is called with, "
-            f"{', '.join([*SAMPLE_KEYS, *kwargs])}: {error}. Accept those it does not read as **extra."
+            f"{', '.join([*SAMPLE_KEYS, *kwargs])}: {error}; add **extra for the keywords it ignores."
         ) from error
     return function

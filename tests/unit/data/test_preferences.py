@@ -164,7 +164,7 @@ def test_an_invalid_pair_is_named_with_its_row(load, prompt, chosen, rejected, m
 
 def test_a_missing_column_or_prompt_names_the_key_of_the_config(load):
     for key in ("prompt", "chosen", "rejected"):
-        message = f"no column 'x', only prompt, chosen, rejected: .*data.{key}_key"
+        message = f"no column 'x', only prompt, chosen, rejected; .*data.{key}_key"
         with pytest.raises(ValueError, match=message):
             load({"prompt": "a", "chosen": "b", "rejected": "c"}, **{f"{key}_key": "x"})
     with pytest.raises(ValueError, match="row 1: there is no prompt: .*data.prompt_key"):

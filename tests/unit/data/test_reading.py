@@ -132,7 +132,7 @@ def test_several_arrow_files_of_one_directory_are_read_in_order(tmp_path):
 
 @pytest.mark.parametrize("write, name", FORMS)
 def test_a_missing_column_is_reported_with_a_remedy(tmp_path, write, name):
-    message = rf"{name}.* no column 'question', only prompt, .*: name it in data.x"
+    message = rf"{name}.* no column 'question', only prompt, .*; name it in data.x"
     with pytest.raises(ValueError, match=message):
         read_rows([write(tmp_path / name)], required={"prompt": "no", "question": "name it in data.x"})
 
@@ -140,7 +140,7 @@ def test_a_missing_column_is_reported_with_a_remedy(tmp_path, write, name):
 def test_a_dataset_dict_names_its_splits(tmp_path):
     split = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "both")
-    message = r"both is a DatasetDict with the splits train, test: .*both/train\."
+    message = r"both is a DatasetDict with the splits train, test; .*both/train\."
     with pytest.raises(ValueError, match=message):
         read_rows([tmp_path / "both"], required=WAY_OUT)
     assert len(read_rows([tmp_path / "both/test"], required=WAY_OUT)) == 3
@@ -158,7 +158,7 @@ def test_other_directories_and_broken_arrow_data_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"without_{broken} cannot be read as Arrow"):
             read_rows([directory], required=WAY_OUT)
     datasets.Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "empty")
-    with pytest.raises(ValueError, match="empty is empty: it has no rows"):
+    with pytest.raises(ValueError, match="empty has no rows; correct the path"):
         read_rows([tmp_path / "empty"], required=WAY_OUT)
 
 
