@@ -302,7 +302,7 @@ class CheckpointStore:
         if saved is None:
             raise ConfigError(
                 f"checkpoint.resume={path} is neither a checkpoint nor the directory of a run with one; "
-                "name either, or use auto to continue from run.dir."
+                "name either, or use auto to continue in run.dir, or never to begin at step 0."
             )
         return saved
 

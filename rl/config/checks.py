@@ -6,6 +6,7 @@ the remedy. `rl.config.layout_checks` checks a configuration against the number 
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +36,8 @@ from rl.config.sweep_checks import check_points
 from rl.config.teacher_checks import check_teacher
 from rl.config.trace import check_trace
 
+MAX_NAME_BYTES = 255
+"""Maximum length of a file's name on Linux, in bytes."""
 OPTIMIZERS = ("training.optimizer", "critic.optimizer", "implicit_reward.optimizer")
 
 REQUIRED = {
@@ -78,7 +81,13 @@ def check_names(config: Config) -> None:
     name = config.run.name
     if name in ("", ".", "..") or "/" in name or name != name.strip() or not name.isprintable():
         raise ConfigError(
-            f"run.name is {show(name)}, but names a directory: use a plain name without '/', e.g. grpo-gsm8k."
+            f"run.name is {show(name)}, but names a directory; use a plain name without '/', e.g. grpo-gsm8k."
+        )
+    longest = max(len(os.fsencode(part)) for part in (name, *Path(config.run.dir).parts))
+    if longest > MAX_NAME_BYTES:
+        raise ConfigError(
+            f"run.dir={config.run.dir} has a name of {longest} bytes, more than the maximum of "
+            f"{MAX_NAME_BYTES}; use a shorter run.name or run.dir."
         )
     if not re.fullmatch(FORM, config.reward.function):
         raise ConfigError(

@@ -11,7 +11,7 @@ def seconds_of(text: str) -> int:
     match = FORM.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is no duration; write hours:minutes:seconds as in 3:50:00, or another form of "
+            f"{text!r} is not a duration; write hours:minutes:seconds as in 3:50:00, or another form of "
             "sbatch's --time."
         )
     parts = [int(part) for part in match.groups()[1:] if part is not None]

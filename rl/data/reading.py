@@ -123,7 +123,7 @@ def _check_kind(path: Path, name: str) -> None:
                 "write it; name the files in it instead."
             )
     elif not path.is_file():
-        remedy = "correct the path"
+        remedy = "correct the path" + ", or name several files as [A, B]" * ("," in str(path))
         if path.parts[:-1] and not path.suffix and not path.is_absolute():
             remedy += (
                 f", or download the data set (hf download {path} --repo-type dataset --local-dir DIR) and "

@@ -179,6 +179,11 @@ def test_a_run_name_that_is_no_plain_path_component_is_an_error(name):
     assert error.startswith("run.name is ") and "use a plain name without '/'" in error
 
 
+def test_a_name_too_long_for_a_file_system_is_an_error():
+    error = refusal(f"run.name={'x' * 300}")
+    assert error.endswith("more than the maximum of 255; use a shorter run.name or run.dir.")
+
+
 @each("function", ["", "rl.rewards.exact", "a.py:", ":f", "a.py:f()", "a:1f"])
 def test_a_reward_function_needs_a_module_and_a_name(function):
     error = refusal(f"reward.function='{function}'")

@@ -222,8 +222,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "a.jsonl, row 2: not JSON"),
         ("b.jsonl", b'["a"]\n', "b.jsonl, row 1: must be a JSON object"),
         ("c.jsonl", b'{"prompt": "\xff"}\n', "c.jsonl, row 1: not UTF-8"),
-        ("d.jsonl", b"\n", "d.jsonl is empty"),
-        ("c.parquet", empty.read_bytes(), "c.parquet is empty"),
+        ("d.jsonl", b"\n", "d.jsonl has no rows"),
+        ("c.parquet", empty.read_bytes(), "c.parquet has no rows"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
