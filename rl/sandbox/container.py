@@ -11,7 +11,8 @@ a root directory in a user and a mount namespace; the rest is the same for each:
 - writes go to memory, at most `disk_mib`, and end with the container
 - `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms, with the memory
   that the node holds for them: shared mappings (their whole size), huge pages, page tables, descriptors
-  (1,024 per process), System V IPC, and socket buffers (unless `network`); memfd_create(2) is missing
+  (1,024 per process), System V IPC, and socket buffers (unless `network`); memfd_create(2) and
+  vmsplice(2) are missing. Not counted: file locks, watches of inotify and epoll, and the records of mappings
 - `tasks` by setrlimit (but for root) and counted; `wall_s` and `output_bytes` per command
 - Exceeding a limit ends every process
 - `cpus` processors by sched_setaffinity(2), which commands then cannot call; containers may share them

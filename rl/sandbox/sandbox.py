@@ -56,7 +56,7 @@ keyctl 250 219, add_key 248 217, request_key 249 218
 name_to_handle_at 303 264, open_by_handle_at 304 265"""
 """System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
 SET_AFFINITY = "sched_setaffinity 203 122"
-MEMFD = "memfd_create 319 279, memfd_secret 447 447"
+MEMFD = "memfd_create 319 279, memfd_secret 447 447, vmsplice 278 75"
 """System calls for memory outside of mappings and files; without them programs use /dev/shm."""
 _DENIED = f"""\
 {DENIED_EVERYWHERE}

@@ -13,10 +13,10 @@ A policy does not write its own grade:
 
 - After `setup`, all its processes are ended, and the files are sealed.
 - Before the test every process of the container is ended. The test sees these files as they were sealed:
-  the system (/usr, /bin, /sbin, /lib, /etc, /run, /dev but /dev/shm), /tests, the installations in PATH, the directory of
-  each script that `test` starts (only the script if the working directory lies there), and pytest's settings
-  in the directories above. All other files are as the policy left them. HOME is an empty directory, and
-  variables that name code to load, such as PYTHONPATH, keep only directories of the system.
+  the system (/usr, /bin, /sbin, /lib, /etc, /run, /dev without /dev/shm), /tests, the installations in PATH,
+  the directory of each script that `test` starts (only the script if the working directory lies there), and
+  pytest's settings in the directories above. All other files are as the policy left them. HOME is an empty
+  directory, and variables that name code to load, such as PYTHONPATH, keep only directories of the system.
 - The reward file is removed before the test, and every process ends before it is read.
 - If the answer of a task belongs to the system, such as a package or a file of /etc, list its path in `kept`.
   The log names changed paths that a test did not see.
@@ -28,7 +28,7 @@ Not promised:
   obey files that they find there, and git the settings and hooks of the repository.
 - What a test starts by another form (`D=/data; python3 $D/check.py`, `cat /data/check.py | python3`), through
   a link in its path, or by a program in PATH that is a link to another installation (uv's Python) is the
-  policy's. Files below /tests and /usr are protected in any case; /dev/shm and /tmp are as the policy left them.
+  policy's. Files below /tests and /usr are protected in any case. /dev/shm is as the policy left it.
 - A script in the working directory is protected; files beside it are not, nor are the paths in `kept`.
 """
 

@@ -132,6 +132,11 @@ for at in range(0, 1 << 38, 1 << 21): x[at]""",
 }
 REFUSED = {
     "a file in memory": ("os.memfd_create('x')", "OSError"),
+    "pages of a mapping in a pipe": (
+        "c = ctypes.CDLL(None, use_errno=True); c.vmsplice(os.pipe()[1], None, 0, 0); "
+        "raise OSError(os.strerror(ctypes.get_errno()))",
+        "not implemented",
+    ),
     "its input": ("os.write(os.open('/proc/self/fd/0', os.O_RDWR), b'x')", "PermissionError"),
     "descriptors": ("[os.dup(0) for _ in range(5000)]", "Too many open files"),
     "sockets of the hypervisor": ("socket.socket(40, socket.SOCK_STREAM)", "not supported"),
