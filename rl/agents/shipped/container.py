@@ -287,7 +287,7 @@ def read_reward(text: str) -> dict[str, float]:
         numbers = {str(k): float(v) for k, v in found.items() if isinstance(v, int | float)}
     except (ValueError, OverflowError, RecursionError):
         return {"score": 0.0}
-    if not all(map(math.isfinite, numbers.values())):
+    if not all(map(math.isfinite, numbers.values())) or ("reward" in found and "reward" not in numbers):
         return {"score": 0.0}
     score = numbers.pop("reward", None)
     return {

@@ -140,6 +140,8 @@ UNREADABLE = [
     "\0",
     "one",
     "[1]",
+    '{"reward": "0", "tests_run": 1}',
+    '{"reward": null, "passed": 1}',
 ]
 
 
