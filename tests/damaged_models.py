@@ -115,7 +115,10 @@ for file in (CONFIG, GENERATION, TOKENIZER, VOCABULARY, "chat_template.jinja"):
     DAMAGES[f"{file} directory"] = no_file(file), f"{file} cannot be read: Is a directory"
     DAMAGES[f"{file} dangling"] = no_file(file, "/nowhere"), f"{file} cannot be read: No such file"
     DAMAGES[f"{file} FIFO"] = fifo(file), f"{file} is not a file but a FIFO"
-    DAMAGES[f"{file} device"] = no_file(file, "/dev/zero"), f"{file} is not a file but a FIFO, socket or device"
+    DAMAGES[f"{file} device"] = (
+        no_file(file, "/dev/zero"),
+        f"{file} is not a file but a FIFO, socket or device",
+    )
     DAMAGES[f"{file} loop"] = no_file(file, file), f"{file} cannot be read: Too many levels"
 DAMAGES |= {
     "vocabulary cut": (cut(VOCABULARY), "no usable tokenizer"),
@@ -235,6 +238,12 @@ DAMAGES |= {
     "temperature": (edit(GENERATION, temperature="hot"), f"{GENERATION}: temperature=.* must be a number"),
     "eos number": (edit(TOKENIZER, eos_token=5), f"{TOKENIZER}: eos_token=5 must be a text"),
     "eos unknown": (edit(TOKENIZER, eos_token="<no>"), f"{TOKENIZER} has the token '<no>' with id 102"),
+    "spaces": (
+        edit(TOKENIZER, clean_up_tokenization_spaces="no"),
+        f"{TOKENIZER}: clean_up.* must be true or",
+    ),
+    "states": (edit(GENERATION, output_hidden_states="False"), f"{GENERATION}: output_hid.* must be true or"),
+    "version": (edit(CONFIG, transformers_version={}), f"{CONFIG}: transformers_version=.* must be a text"),
     "length": (edit(TOKENIZER, model_max_length="x"), f"{TOKENIZER}: model_max_length=.* must be a positive"),
     "side": (edit(TOKENIZER, padding_side="up"), f"{TOKENIZER}: padding_side=.* must be left or right"),
     "template": (

@@ -46,7 +46,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     r"architectures": ("a list with one name", lambda v: _is_list(v, str) and len(v) == 1),
     r"layer_types": ("a list of names", lambda v: _is_list(v, str)),
     r"mlp_only_layers|no_rope_layers": ("a list of integers", lambda v: _is_list(v, int)),
-    r"model_type|hidden_act(ivation)?|tokenizer_class": ("a text", lambda v: isinstance(v, str)),
+    r"model_type|hidden_act(ivation)?|tokenizer_class|transformers_version": (
+        "a text",
+        lambda v: isinstance(v, str),
+    ),
     r"(text|vision|quantization)_config|rope_(parameters|scaling)|added_tokens_decoder": (
         "an object",
         lambda v: isinstance(v, dict),
@@ -73,10 +76,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a number",
         _is_number,
     ),
-    r"use_\w+|tie_\w+|\w+_bias|norm_topk_prob|add_[be]os_token|do_sample": (
-        "true or false",
-        lambda v: isinstance(v, bool),
-    ),
+    r"use_\w+|tie_\w+|\w+_bias|norm_topk_prob|add_[be]os_token|do_sample|output_(hidden_states|attentions|scores)"
+    r"|clean_up_tokenization_spaces|split_special_tokens": ("true or false", lambda v: isinstance(v, bool)),
     r"pad_token_id": ("a token id", lambda v: v == -1 or _is_token(v)),
     r"\w+_token_id": ("a token id, or a list of them", _is_token),
     r"chat_template": ("a text", lambda v: isinstance(v, str | dict) or _is_list(v, dict)),

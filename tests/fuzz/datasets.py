@@ -87,7 +87,8 @@ def case(rng: random.Random, directory: Path) -> Case:
     if not written:
         return Case(f"{what} (the writer refused these rows)", lambda: "nothing written")
     plain = all(chat.is_plain for chat in chats) and not notes and form in FORMATS[:5]
-    plain &= family != "mistral" or task == "prompts"  # its template joins a turn otherwise than a generation
+    # Mistral's template joins a turn otherwise than a generation; DeepSeek's opens reasoning in a generation.
+    plain &= family not in ("mistral", "deepseek-v3") or task == "prompts"
     return Case(what, lambda: _read(task, family, path, chats), valid=True if plain else None)
 
 
