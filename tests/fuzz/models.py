@@ -220,8 +220,9 @@ def _edit_value(rng: random.Random, model: Path, damage: Damage) -> None:
         holder[key] = rng.choice(VALUES)
         new = repr(holder[key])
     (model / file).write_text(json.dumps(tree))
+    where = ".".join(names)
     names += ["tokenizer of"] if file.startswith(("token", "special")) else []
-    damage.note(f"{file}: {'.'.join(names)}: {old!r:.40} became {new:.60}", file, *names)
+    damage.note(f"{file}: {where}: {old!r:.40} became {new:.60}", file, *names)
 
 
 def _add_key(rng: random.Random, model: Path, damage: Damage) -> None:
