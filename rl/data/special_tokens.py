@@ -114,6 +114,8 @@ class _Special:
 
     def hide(self, value: Any, kept: frozenset[str]) -> Any:
         if isinstance(value, str):
+            if value.isascii() and not any(first in value for first in self.first.values()):
+                return value  # the pattern finds nothing, but is slow
             return self.pattern.sub(
                 lambda found: found[0] if found[0] in kept else self._marked.get(found[0], "\ufffd"), value
             )
