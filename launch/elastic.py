@@ -308,7 +308,7 @@ class Agent:
         if is_stop and status.get("reason") not in ("SIGUSR2", "SIGTERM"):
             return self._finish(at.number + 1, 75, str(status.get("reason")))
         failed = not lost and code not in (0, 75)
-        step = self._checkpoint_step()
+        step = int(self._json(STATUS).get("checkpoint_step", 0))
         attempts = 1 if step > at.step else at.attempts + failed
         if attempts > self.max_attempts:
             return self._finish(
@@ -362,9 +362,6 @@ class Agent:
 
     def _json(self, name: str) -> dict:
         return read_object(Path(self.config.run.dir, name))  # {} before a rank has begun
-
-    def _checkpoint_step(self) -> int:
-        return int(self._json(STATUS).get("checkpoint_step", 0))
 
     def _has_stepped(self, at: Generation) -> bool:
         """Return whether this generation has taken a step."""

@@ -4,16 +4,17 @@ Reads the files of a run (`status.json`, `metrics.jsonl`, `heartbeat/`) and of t
 (`launch/jobs.jsonl`).
 """
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import slurm
 from launch.arguments import warn
 from rl.config.options import ConfigError
-from rl.run_directory.bad_entries import UNREADABLE, in_words, skip
+from rl.run_directory.bad_entries import in_words, read_each, read_lines
 from rl.run_directory.metric_log import number_of, parse_record
 from rl.run_directory.status import read_object
 
@@ -56,14 +57,9 @@ def find_runs(directory: Path) -> list[Path]:
     """Return the run directories: the directory itself and up to two levels below; all points of a sweep."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}.")
-    found: dict[Path, None] = {}
-    for place in (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/"))):
-        if place.suffix != RANK_LOGS:
-            try:
-                found |= dict.fromkeys(_runs_at(place))
-            except UNREADABLE as error:
-                skip(place, error)
-    return list(found)
+    places = (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/")))
+    found = read_each((place for place in places if place.suffix != RANK_LOGS), _runs_at)
+    return list(dict.fromkeys(itertools.chain.from_iterable(found.values())))
 
 
 def _runs_at(place: Path) -> list[Path]:
@@ -84,7 +80,7 @@ def read_sweep(directory: Path) -> dict:
         points = record["points"]
         record["points"] = [dict(name=str(p["name"]), values=dict(p["values"])) for p in points]
         return record
-    except UNREADABLE as error:
+    except Exception as error:
         raise ConfigError(f"{path} is not the record of a sweep: {in_words(error)}.") from error
 
 
@@ -96,14 +92,11 @@ def note_job(directory: Path, job: str, **facts) -> None:
 
 def noted_jobs(directory: Path) -> list[dict]:
     """Return the submissions in a `launch` directory, oldest first."""
-    path, found = directory / JOBS, []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
-        try:
-            noted = json.loads(line)
-            found.append({"tasks": [], "array": False} | noted | {"job": str(noted["job"])})
-        except UNREADABLE as error:
-            skip(path, error)
-    return found
+    path = directory / JOBS
+    if not path.is_file():
+        return []
+    usual: dict = {"tasks": [], "array": False}
+    return read_lines(path, lambda noted: usual | noted | {"job": str(noted["job"])})
 
 
 def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list[RunState]:
@@ -112,8 +105,10 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
     If Slurm does not answer, the states follow from files alone, with a warning; with `needs_queue`
     SlurmError is raised.
     """
-    reported = [_readable(directory, _reported) for directory in directories]
-    jobs = [_readable_jobs(run) for run in reported]
+    reported = [_readable(directory) for directory in directories]
+    readable = {run.directory: run for run in reported if run.state != UNREADABLE_RUN}
+    noted = read_each(readable, lambda directory: _jobs_of(readable[directory]))
+    jobs = [noted.get(run.directory, [run.job] if run.job else []) for run in reported]
     queue: dict[str, str] | None = None
     try:
         queue = slurm.states(job for some in jobs for job in some)
@@ -125,11 +120,11 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
     return [_settled(run, some, queue) for run, some in zip(reported, jobs)]
 
 
-def _readable(directory: Path, read: Callable[[Path], RunState]) -> RunState:
+def _readable(directory: Path) -> RunState:
     """Return the state of a run; UNREADABLE if its files cannot be read."""
     try:
-        return read(directory)
-    except UNREADABLE as error:
+        return _reported(directory)
+    except Exception as error:
         return RunState(directory, UNREADABLE_RUN, reason=in_words(error))
 
 
@@ -169,15 +164,6 @@ def _silence(directory: Path, otherwise: float | None) -> float | None:
             oldest.append(min(beats))
     last = max(oldest, default=otherwise)
     return None if last is None else max(0.0, time.time() - last)
-
-
-def _readable_jobs(run: RunState) -> list[str]:
-    """Return the jobs of a run; only the job of its status if files of the launch commands cannot be read."""
-    try:
-        return [] if run.state == UNREADABLE_RUN else _jobs_of(run)
-    except UNREADABLE as error:
-        skip(run.directory / DIRECTORY, error)
-        return [run.job] if run.job else []
 
 
 def _jobs_of(run: RunState) -> list[str]:

@@ -104,7 +104,7 @@ class Train:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         code = self._wait()
-        if code == STOPPED_EXIT and _is_first_rank():
+        if code == STOPPED_EXIT and os.environ.get("SLURM_PROCID", "0") == "0":
             # It stopped by itself (run.max_time); submitit requeues it as at the end of its time.
             os.kill(os.getpid(), signal.SIGUSR2)
         if code not in (0, STOPPED_EXIT):
@@ -140,7 +140,3 @@ class Train:
 def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("SLURM_PROCID", "0") == "0"

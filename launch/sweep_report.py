@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.arguments import make_parser
 from launch.runs import DIRECTORY, SWEEP, UNREADABLE_RUN, RunState, read_runs, read_sweep
 from rl.config.options import ConfigError, show
-from rl.run_directory.bad_entries import UNREADABLE, read_each, skip
+from rl.run_directory.bad_entries import read_each
 from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
 
 
@@ -49,17 +49,14 @@ def swept_values(directories: list[Path]) -> dict[Path, dict]:
     """Return the values of each run directory's point; {} for a run outside of a sweep."""
     values: dict[Path, dict] = {}
     for directory in directories:
-        try:
-            is_sweep = (directory / DIRECTORY / SWEEP).is_file()
-            points = read_sweep(directory)["points"] if is_sweep else None
-        except UNREADABLE as error:
-            skip(directory / DIRECTORY, error)
-            points = None
-        if points is None:
-            values[directory] = {}
-        else:
-            values |= {directory / point["name"]: point["values"] for point in points}
+        values |= read_each([directory], _values_at).get(directory, {directory: {}})
     return values
+
+
+def _values_at(directory: Path) -> dict[Path, dict]:
+    if not (directory / DIRECTORY / SWEEP).is_file():
+        return {directory: {}}
+    return {directory / point["name"]: point["values"] for point in read_sweep(directory)["points"]}
 
 
 def curves_of(records: dict[Path, list[dict]], metric: str) -> tuple[str, dict[Path, list[Point]]]:

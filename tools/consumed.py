@@ -9,7 +9,6 @@ of synchronous steps, before or between, are not in the file and not counted.
 """
 
 import argparse
-import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.run_directory.bad_entries import UNREADABLE, in_words, skip  # noqa: E402
+from rl.run_directory.bad_entries import read_lines  # noqa: E402
 from rl.run_directory.consumed import FILE_NAME  # noqa: E402
 from rl.run_directory.metric_log import STEP  # noqa: E402
 
@@ -51,22 +50,11 @@ class Count:
         )
 
 
-def _records(path: Path) -> list[dict]:
-    """Return the records of the file. Draws of a line that is not a record count as lost."""
-    found = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            [record[name] for name in (STEP, "drawn", "consumed", "dropped", "waiting")]
-            found.append(record)
-        except UNREADABLE as error:
-            skip(path, ValueError(f"line {number} is not a record ({in_words(error)})"))
-    return found
-
-
 def count(run_dir: Path) -> Count:
     """Return the count of a run directory. Raises OSError if the run has written no such file."""
-    records = _records(run_dir / FILE_NAME)
+    # Draws of a line that is not a record count as lost.
+    names = (STEP, "drawn", "consumed", "dropped", "waiting")
+    records = read_lines(run_dir / FILE_NAME, lambda record: {name: record[name] for name in names})
     drawn, waiting = (records[-1]["drawn"], records[-1]["waiting"]) if records else (0, [])
     gone = [pair for record in records for name in ("consumed", "dropped") for pair in record[name]]
     seen = Counter(draw for draw, _ in gone + waiting)
@@ -77,7 +65,7 @@ def count(run_dir: Path) -> Count:
             unknown |= set(range(before, min(own, default=record["drawn"])))
         step, before = record["training/global_step"], record["drawn"]
     once_waiting = [pair for record in records for pair in record["waiting"]]
-    names = Counter(draw for draw, _ in {tuple(pair) for pair in gone + once_waiting})
+    pairs = Counter(draw for draw, _ in {tuple(pair) for pair in gone + once_waiting})
     return Count(
         steps=len(records),
         drawn=drawn,
@@ -86,7 +74,7 @@ def count(run_dir: Path) -> Count:
         waiting=len(waiting),
         lost=sorted(set(range(drawn)) - seen.keys() - unknown),
         doubled=sorted(draw for draw, times in seen.items() if times > 1 or draw >= drawn),
-        renamed=sorted(draw for draw, times in names.items() if times > 1),
+        renamed=sorted(draw for draw, times in pairs.items() if times > 1),
     )
 
 

@@ -87,10 +87,9 @@ def select(
     for step, path in files.items():
         if args.step is not None and not args.step[0] <= step <= args.step[1]:
             continue
-        tables = read_each([path], lambda path: read(path, needed))
-        if path not in tables:
+        table = read_each([path], lambda path: read(path, needed)).get(path)
+        if table is None:
             continue
-        table = tables[path]
         for name, (low, high) in ranges.items():
             values = table.column(name).cast("float64")
             table = table.filter(pc.and_(pc.greater_equal(values, low), pc.less_equal(values, high)))

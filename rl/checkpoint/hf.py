@@ -63,17 +63,6 @@ class NewDirectory:
                 self._problem = str(error)
         return None
 
-    def check_space(self, num_bytes: int) -> None:
-        """Raise the error of `agree` if the disk lacks space. num_bytes: size of the files to write."""
-
-        def compare() -> None:
-            free = shutil.disk_usage(self.partial).free
-            if num_bytes > free:
-                raise OSError(f"it needs {num_bytes} bytes, but {free} bytes are free")
-
-        self.attempt(compare)
-        self.agree()
-
     def agree(self) -> None:
         """Raise ConfigError on every rank if rank 0 could not write, and remove the written files."""
         if problem := broadcast_object(self._problem):
@@ -156,7 +145,9 @@ def export_hf(
 
     exported = trainer.parts.exported_map(trainer.weight_map)
     weights = exported.weights
-    directory.check_space(sum(w.num_elements * w.bytes_per_element(exported.dtype.itemsize) for w in weights))
+    size = sum(weight.num_elements * weight.bytes_per_element(exported.dtype.itemsize) for weight in weights)
+    directory.attempt(lambda: _refuse_full(partial, size))
+    directory.agree()
     tensors = ((name, tensor.cpu()) for name, tensor in trainer.full_weights() if writes)
     for name, tensor in as_stored(weights, tensors):
         if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
@@ -171,6 +162,11 @@ def export_hf(
     raise_problem(partial, problem)
     raise_problem(partial, check(partial))
     directory.finish()
+
+
+def _refuse_full(directory: Path, num_bytes: int) -> None:
+    if (free := shutil.disk_usage(directory).free) < num_bytes:
+        raise OSError(f"it needs {num_bytes} bytes, but {free} are free")
 
 
 def _problem(directory: Path, index: dict[str, str], weights: list[Weight], expected: dict[str, int]) -> str:

@@ -79,7 +79,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        return f"{type(error).__name__}"
+        return type(error).__name__
 
 
 def wrong_forward(policy: TrainingEngine, directory: Path) -> str | None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from functools import reduce
 
 from rl.config.declarations import Formula, describe, shipped
-from rl.config.options import flatten
-from rl.config.point_names import override
+from rl.config.options import as_text, flatten
 from rl.config.schema import (
     Config,
     Preference,
@@ -271,7 +270,7 @@ def is_on(config: Config, feature: str) -> bool:
         return NAMED[feature].is_on(config)
     key, _, values = feature.partition("=")
     value = value_of(config, key)
-    return override(value) in values.split("|") if values else value != DEFAULTS[key]
+    return as_text(value) in values.split("|") if values else value != DEFAULTS[key]
 
 
 def setting(config: Config, feature: str) -> str:
@@ -283,7 +282,7 @@ def setting(config: Config, feature: str) -> str:
         return text.format(**vars(config))
     key = name.partition("=")[0]
     value = value_of(config, key)
-    return f"an empty {key}" if value in ("", []) else f"{key}={override(value)}"
+    return f"an empty {key}" if value in ("", []) else f"{key}={as_text(value)}"
 
 
 def requirement(config: Config, feature: str) -> str:

@@ -511,13 +511,19 @@ def read_value(text: str, annotation: Any, source: str) -> Any:
 
 def as_override(key: str, value: Any) -> str:
     """Return the override that gives a key this value, whatever its type."""
-    if isinstance(value, float):
-        short = f"{value:g}"
-        return f"{key}={short if float(short) == value else repr(value)}"
     is_plain = isinstance(value, str) and re.fullmatch(r"[\w./][\w./:=+,-]*", value)
-    if is_plain and parse_yaml(value, key) == value:
-        return f"{key}={value}"
-    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
+    if isinstance(value, str) and not (is_plain and parse_yaml(value, key) == value):
+        return f"{key}={json.dumps(value, ensure_ascii=False)}"
+    return f"{key}={as_text(value)}"
+
+
+def as_text(value: Any) -> str:
+    """Return a value as it is written after `key=`; a text as it stands."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

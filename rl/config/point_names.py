@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.config.options import show
+from rl.config.options import as_text
 
 LONGEST_NAME = 120
 """Maximum length of a point's name, in characters."""
@@ -33,13 +33,4 @@ def name_of(values: Mapping[str, Any], short: Mapping[str, str]) -> str:
 
 
 def _word(value: Any) -> str:
-    return re.sub(r"[^\w.+-]+", "-", override(value)).strip("-") or "empty"
-
-
-def override(value: Any) -> str:
-    """Return a value as it is written after `key=` on the command line."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return show(value, width=10**6)
+    return re.sub(r"[^\w.+-]+", "-", as_text(value)).strip("-") or "empty"

@@ -6,6 +6,7 @@ docs/extending.md has a worked example.
 """
 
 import importlib
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -99,7 +100,7 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     key: config key that the ValueError names if there is no such file. Raises ValueError as `read_object`.
     """
     path = Path(directory, "config.json")
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         if path.parent.is_dir():
             raise ValueError(
                 f"{key}={directory} has no config.json; it must be a Hugging Face checkpoint directory."

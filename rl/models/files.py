@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import stat
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
@@ -235,7 +236,7 @@ def _paths(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     """
     index_file, single = directory / INDEX, directory / "model.safetensors"
     places: dict[str, Path] = {}
-    if index_file.exists() or index_file.is_symlink():
+    if os.path.lexists(index_file):
         named = read_object(index_file).get("weight_map")
         if not isinstance(named, dict) or not named:
             raise ValueError(f"{index_file} has no weight_map from tensors to files; copy it again.")
@@ -250,9 +251,7 @@ def _paths(directory: Path) -> tuple[list[Path], dict[str, Path]]:
                 "the first file, vLLM the others; remove the old files."
             )
     else:
-        paths = (
-            [single] if single.exists() or single.is_symlink() else sorted(directory.glob("*.safetensors"))
-        )
+        paths = [single] if os.path.lexists(single) else sorted(directory.glob("*.safetensors"))
     if not paths:
         raise ValueError(
             f"model.path={directory} holds no *.safetensors file; Lockstep reads no other format, so "

@@ -5,6 +5,7 @@ Otherwise a value of a wrong type would end the run later, in a library that nam
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -91,17 +92,24 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises ValueError that names the file, and the key if one value is wrong.
     """
-    _refuse_special(path)
+    content = _read(path)
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
+        found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}; copy it again.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {_short(found)}, not a JSON object; copy it again.")
     check_types(found, path)
     return found
+
+
+def _read(path: Path) -> bytes:
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a read may wait for ever
+        raise ValueError(f"{path} is no file but a FIFO, socket or device; put the model's file there.")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
 
 
 def check_types(values: dict[str, Any], path: Path, prefix: str = "") -> None:
@@ -120,22 +128,8 @@ def check_files(directory: str | Path) -> None:
     """Raise ValueError for a file of a model directory that is unreadable or has a value of a wrong type."""
     for name in (*READ, *TEXTS):
         path = Path(directory, name)
-        if not path.is_symlink() and not path.exists():
-            continue
-        if name in READ:
-            read_object(path)
-            continue
-        _refuse_special(path)
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
-
-
-def _refuse_special(path: Path) -> None:
-    """Raise ValueError for a FIFO, socket or device, from which a read may wait for ever."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is no file but a FIFO, socket or device; put the model's file there.")
+        if os.path.lexists(path):
+            read_object(path) if name in READ else _read(path)
 
 
 def _short(value: Any) -> str:

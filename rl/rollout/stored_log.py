@@ -212,12 +212,9 @@ def store(
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
         partial.replace(path)
-    except (
-        OSError
-    ) as error:  # such as a full disk, which must not end the run; the log shows errors of all ranks
-        log.error(
-            "warning: %s, %d bytes, is not written and is missing (%s)", path, len(data), error.strerror
-        )
+    except OSError as error:  # for example a full disk, which must not end the run
+        # The log shows errors of all ranks.
+        log.error("warning: %s, %d bytes, is missing: %s", path, len(data), error.strerror)
         partial.unlink(missing_ok=True)
 
 

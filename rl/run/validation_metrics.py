@@ -94,12 +94,11 @@ def majorities(values: np.ndarray, predictions: Predictions, n: int, *, seed: in
         "one answer per sample"
     )
     chosen = _subsets(k, n, seed)
-    voted = [[answer if _votes(answer) else None for answer in answers] for answers in predictions]
+    voted = [
+        [answer if answer and answer.strip() not in ("", INVALID) else None for answer in answers]
+        for answers in predictions
+    ]
     return np.array([_majority(row, answers, chosen) for row, answers in zip(values, voted, strict=True)])
-
-
-def _votes(answer: str | None) -> bool:
-    return answer is not None and answer.strip() not in ("", INVALID)
 
 
 def validation_metrics(

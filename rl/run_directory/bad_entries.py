@@ -3,23 +3,11 @@
 Another user's directory, a file that a crash has cut off, or a stray file must not hide the other entries.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
-
-UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    NotImplementedError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""Exceptions of reading a file that has not the expected form."""
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -30,8 +18,19 @@ def read_each(paths: Iterable[Path], read: Callable[[Path], T]) -> dict[Path, T]
     for path in paths:
         try:
             found[path] = read(path)
-        except UNREADABLE as error:
+        except Exception as error:  # the content decides which
             skip(path, error)
+    return found
+
+
+def read_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
+    """Return what `read` makes of each JSON line of a file, without the lines that it cannot read."""
+    found = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        try:
+            found.append(read(json.loads(line)))
+        except Exception as error:
+            skip(path, ValueError(f"line {number} is not a record ({in_words(error)})"))
     return found
 
 

@@ -153,22 +153,19 @@ def _whole_lines(path: Path) -> list[str]:
 
 def parse_record(line: str | bytes) -> dict[str, Any] | None:
     """Return the numbers of a line by name, None for values that are not finite; None for no record."""
-    record = _parse(line)
-    return None if record is None else {name: number_of(value) for name, value in record.items()}
-
-
-def _parse(line: str | bytes) -> dict | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and number_of(record.get(STEP)) is not None else None
+    if not isinstance(record, dict) or number_of(record.get(STEP)) is None:
+        return None
+    return {name: number_of(value) for name, value in record.items()}
 
 
 def number_of(value: object) -> int | float | None:
     """Return a value of a JSON file if it is a finite number, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and abs(value) < math.inf and abs(value) < 1e300 else None
+    return value if is_number and abs(value) < 1e300 else None
 
 
 def keep_lines_up_to(path: Path, step: int | None) -> None:
@@ -179,7 +176,7 @@ def keep_lines_up_to(path: Path, step: int | None) -> None:
     kept = []
     lines = _whole_lines(path) if step is not None and path.exists() else []
     for number, line in enumerate(lines, start=1):
-        record = _parse(line)
+        record = parse_record(line)
         if record is None:
             # A node that crashed can leave such a line, which must not prevent the run from resuming.
             log.warning("%s, line %d is not a record and is dropped: %r", path, number, line[:80])

@@ -287,6 +287,14 @@ def drop_capabilities() -> None:
     syscall(call_number("capset"), "capset", ctypes.c_char_p(header), ctypes.c_char_p(none))
 
 
+def set_limits(wanted: dict[int, int]) -> None:
+    """Set both limits of each resource, at most to the hard limit of this process."""
+    for kind, value in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
 def limit_resources(limits: dict[str, Any]) -> None:
     """Set the soft and hard limits of setrlimit(2), so that the program cannot raise them."""
     mib = 1 << 20
@@ -298,10 +306,7 @@ def limit_resources(limits: dict[str, Any]) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_STACK: 8 * mib,  # default for each thread, within RLIMIT_AS
     }
-    for kind, value in wanted.items():
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+    set_limits(wanted)
     # The soft limit sends SIGXCPU, which the program may ignore; the hard one, a second later, sends SIGKILL.
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
 

@@ -51,31 +51,9 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 _READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
 """Parts of /proc that belong to the machine; root of the host could write to them."""
-_SYSTEM = (
-    "bin",
-    "boot",
-    "dev",
-    "etc",
-    "lib",
-    "lib32",
-    "lib64",
-    "libx32",
-    "proc",
-    "run",
-    "sbin",
-    "sys",
-    "usr",
-)
+_SYSTEM = tuple("bin boot dev etc lib lib32 lib64 libx32 proc run sbin sys usr".split())
 """Directories of the root that hold shells, interpreters and their settings; tests see them as sealed."""
-_OF_PYTEST = (
-    ".pytest.ini",
-    "conftest.py",
-    "pytest.ini",
-    "pytest.toml",
-    "pyproject.toml",
-    "setup.cfg",
-    "tox.ini",
-)
+_OF_PYTEST = tuple(".pytest.ini conftest.py pytest.ini pytest.toml pyproject.toml setup.cfg tox.ini".split())
 """Files of the root that pytest reads for tests in every directory below."""
 _FOR_TESTS_MIB, _FOR_TESTS_FILES = 16, 1000
 """Additional space and files for tests, in case the container is full."""
@@ -343,14 +321,7 @@ class ProcessOne:
         try:
             pid, pipes = self._fork(request)
         except OSError as error:
-            return {
-                "end": "exit",
-                "code": 127,
-                "stdout": "",
-                "stderr": str(error),
-                "seconds": 0.0,
-                "note": note,
-            }
+            return dict(end="exit", code=127, stdout="", stderr=str(error), seconds=0.0, note=note)
         output = {fd: bytearray() for fd in pipes}
         poll = select.poll()
         poll.register(0, 0)  # its end
@@ -438,10 +409,7 @@ class ProcessOne:
         memory, tasks = self._limits["memory_mib"] << 20, self._limits["tasks"]
         wanted = {resource.RLIMIT_DATA: memory, resource.RLIMIT_NPROC: tasks, resource.RLIMIT_CORE: 0}
         wanted |= {resource.RLIMIT_NOFILE: container_memory.DESCRIPTORS, resource.RLIMIT_MSGQUEUE: 1 << 16}
-        for kind, value in wanted.items():
-            hard = resource.getrlimit(kind)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(kind, (value, value))
+        child.set_limits(wanted)
         child.drop_capabilities()
         child.prctl(child._PR_SET_NO_NEW_PRIVS, "no_new_privs", 1)
         child.apply_seccomp(self._filter)

@@ -97,10 +97,7 @@ def _diagnosed_bytes(fixed: int, wanted: int, request: bytes) -> int:
             data, at = diagnosis.recv(1 << 17), 0
             while at < len(data):
                 length, kind = struct.unpack_from("IH", data, at)
-                if kind in (
-                    2,
-                    3,
-                ):  # an error, such as a kind of socket that the kernel does not have; the end
+                if kind in (2, 3):  # an error, for example for a kind that the kernel does not have; the end
                     return total
                 place, end = at + 16 + fixed, at + length
                 while place + 4 <= end:

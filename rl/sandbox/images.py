@@ -28,7 +28,6 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +41,6 @@ MAX_BYTES, MAX_FILES = 128 << 30, 4_000_000
 """Limits of an image that is unpacked."""
 _MAX_READ = 64 << 20
 """Maximum bytes read into memory at once, for a description or a header of an archive."""
-_DAMAGED = (OSError, tarfile.TarError, LookupError, ValueError, TypeError, AttributeError, RecursionError)
-_DAMAGED += (EOFError, zlib.error, lzma.LZMAError)
-"""Exceptions of Python's readers for damaged or malicious files."""
 
 
 def unpack(path: str) -> Image:
@@ -74,7 +70,7 @@ def unpack(path: str) -> Image:
                 described = _unpack_into(place / "root", source)
                 if not os.path.lexists(place / "root" / "bin"):
                     raise ValueError("it is empty, or has no bin")
-            except _DAMAGED as error:
+            except Exception as error:  # readers of damaged archives raise errors of any type
                 shutil.rmtree(place, ignore_errors=True)
                 raise ValueError(f"container.image={path!r} cannot be unpacked: {error}") from error
             (place / _READY).write_text(json.dumps(described))
@@ -194,12 +190,9 @@ def _open_tar(file: Any) -> tarfile.TarFile:
     """Open an archive, compressed or not."""
     start = file.read(2)
     file.seek(0)
-    if start == b"\x1f\x8b":
-        file = gzip.GzipFile(fileobj=file)
-    elif start in (b"BZ", b"\xfd7"):
-        file = bz2.BZ2File(file) if start == b"BZ" else lzma.LZMAFile(file)
+    openers: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}
     try:
-        return tarfile.open(fileobj=_Bounded(file), mode="r:")
+        return tarfile.open(fileobj=_Bounded(openers.get(start, lambda file: file)(file)), mode="r:")
     except tarfile.ReadError as error:
         raise ValueError(
             f"it is no directory, SIF, SquashFS, or archive of docker save or skopeo ({error})"
@@ -246,7 +239,7 @@ def _unpack_archive(archive: tarfile.TarFile, root: Path, room: Room) -> dict[st
 def _apply_layer(layer: tarfile.TarFile, root: Path, room: Room) -> None:
     """Extract a layer over the ones below. `.wh.NAME` removes NAME, and `.wh..wh..opq` all below."""
     # Marks first: they are about lower layers, wherever they stand in this one.
-    members = sorted(_owned(layer, room), key=lambda member: not _is_mark(member))
+    members = sorted(_owned(layer, room), key=lambda member: not Path(member.name).name.startswith(".wh."))
     for member in members:
         parent, name = os.path.split(os.path.normpath(f"/{member.name}"))
         target = _inside(root, parent)
@@ -264,10 +257,8 @@ def _apply_layer(layer: tarfile.TarFile, root: Path, room: Room) -> None:
             # Python before 3.11.4 has no filters, and the filter `data` refuses absolute links, which images
             # have: links in an image are resolved here, as in a container.
             own = copy.copy(member)
-            own.name, own.mode = (
-                str(existing.relative_to(root)),
-                member.mode & 0o755 | (0o700 if member.isdir() else 0),
-            )
+            own.name = str(existing.relative_to(root))
+            own.mode = member.mode & 0o755 | (0o700 if member.isdir() else 0)
             if member.islnk():
                 linked, name = os.path.split(os.path.normpath(f"/{member.linkname}"))
                 os.link(_inside(root, linked) / name, existing, follow_symlinks=False)
@@ -303,10 +294,6 @@ def _owned(layer: tarfile.TarFile, room: Room) -> Iterator[tarfile.TarInfo]:
         if member.isdir() or member.isreg() or member.issym() or member.islnk():
             member.uid, member.gid, member.uname, member.gname = os.geteuid(), os.getegid(), "", ""
             yield member
-
-
-def _is_mark(member: tarfile.TarInfo) -> bool:
-    return os.path.basename(member.name).startswith(".wh.")
 
 
 def _remove(path: Path) -> None:

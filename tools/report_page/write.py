@@ -88,10 +88,11 @@ def write_page(
             "samples": None,
             "tokens": [],
         }
-        files = read_each(stored_steps(run_dir).values(), lambda path: read(path, list(CONTENTS)) and path)
-        if files and read_each([run_dir / TOKENS_FILE], _token_texts):
-            limit, steps = sample_mib * 2**20 / len(runs), stored_steps(run_dir)
-            known = {step: path for step, path in steps.items() if path in files}
+        steps = stored_steps(run_dir)
+        readable = read_each(steps.values(), lambda path: read(path, list(CONTENTS)).num_rows)
+        if readable and read_each([run_dir / TOKENS_FILE], _token_texts):
+            known = {step: path for step, path in steps.items() if path in readable}
+            limit = sample_mib * 2**20 / len(runs)
             run["samples"], run["tokens"] = _samples(parts, number, run_dir, known, limit)
         shown.append(run)
     parts.add_json("main", {"sources": GIVEN_BY, "runs": shown})
