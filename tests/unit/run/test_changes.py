@@ -45,7 +45,7 @@ CHANGED = [
 @pytest.mark.parametrize("override", CHANGED)
 def test_the_directory_of_another_run_is_refused(override):
     store, other, key = Store(config()), config("run.dir=runs/a", override), override.partition("=")[0]
-    with pytest.raises(ConfigError, match=f"runs/a is that of another run, .*{key}: .* -> .*accept_changes"):
+    with pytest.raises(ConfigError, match=f"runs/a belongs to another run .*{key}: .* -> .*accept_changes"):
         find_checkpoint(other, store)
     accepted = config("run.dir=runs/a", override, "checkpoint.accept_changes=true")
     assert find_checkpoint(accepted, store)[0].step == 150

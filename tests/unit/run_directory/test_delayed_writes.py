@@ -24,7 +24,7 @@ def test_metrics_of_a_full_disk_are_lost_or_cut(tmp_path, caplog):
     [warning] = caplog.messages
     assert (
         f"{tmp_path}/metrics.jsonl: step 2, " in warning
-        and " bytes cannot be written (File too large)" in warning
+        and " bytes cannot be written (File too large; " in warning
     )
     metrics.write(4, {"loss": 4.0})
     assert [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 4.0]
