@@ -40,7 +40,8 @@ KEYS |= dict.fromkeys(REASONING_KEYS, REASONING_KEYS[0])
 WEIGHTS = ("weight", "train", "training", "loss")
 """Keys that tell whether a turn of the assistant has a loss, in the order of their precedence."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
-COLUMNS = ("tools", "chat_template_kwargs", *SYSTEM_COLUMNS)
+MEDIA_COLUMNS = ("images", "image", "videos", "audios")
+COLUMNS = ("tools", "chat_template_kwargs", *SYSTEM_COLUMNS, *MEDIA_COLUMNS)
 """Columns beside the messages that belong to what the policy reads; the message of the system may be one."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
@@ -63,6 +64,12 @@ class MessageReader:
         self.tokenizer, self.template = template.tokenizer, template
         self._reads_weights, self._reads_images = reads_weights, reads_images
         self._completeness = Completeness(self.template)
+        if "strftime_now" in template.text and "{% set date_string = " not in template.text:
+            log.warning(
+                "the chat template of %s writes today's date into each prompt, so a run that continues on "
+                "another day has other prompts; set data.template_kwargs={date_string: ...} if the template reads it",
+                self.tokenizer.name_or_path,
+            )
         self._changed: Counter[str] = Counter()
         self._trials: Counter[tuple[str, str]] = Counter()
         self._unread: dict[tuple[str, str], str] = {}
@@ -76,12 +83,21 @@ class MessageReader:
         is_chat = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
         try:
             messages = self.normal(value, lambda item: without_nulls(item, row)) if is_chat else None
-            return self._with_system(messages, row)
+            return self._with_columns(messages, row)
         except ValueError as error:
             raise ValueError(f"{row.place}: column {column!r}: {error}.") from error
 
-    def _with_system(self, messages: Messages | None, row: Row) -> Messages | None:
-        """Return the messages, or None, with the system's message if it has a column of its own."""
+    def _with_columns(self, messages: Messages | None, row: Row) -> Messages | None:
+        """Return the messages, or None, with the system's message if it has a column of its own.
+
+        Raises ValueError for columns that belong to the policy's input and that the run does not read.
+        """
+        media = next((name for name in MEDIA_COLUMNS if row.values.get(name)), None)
+        if media is not None and not self._reads_images:
+            raise ValueError(
+                f"the row has the column {media!r}, which the run does not read; set data.image_key for "
+                "images in prompts, or remove the column"
+            )
         if row.values.get("chat_template_kwargs"):
             raise ValueError(
                 "the row has variables of the chat template in column 'chat_template_kwargs', which no run "

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from rl.data.chat_template import template_of, turn_marks
 from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
@@ -27,6 +34,8 @@ if TYPE_CHECKING:  # runs without images do not import it
 
 log = logging.getLogger(__name__)
 
+SAMPLE = "What is 2 + 2?\n\tAnswer  at once: caf\u00e9, \u4f60\u597d, x_1=3.14; don't 1234567"
+"""Text with which a tokenizer is compared with its file."""
 AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
 """verl's columns for environments; verl also reads them from `extra_info`."""
 
@@ -105,7 +114,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         if not any(entry.is_file() for pattern in VOCABULARIES for entry in path.glob(pattern)):
             raise FileNotFoundError("there is no file with a vocabulary")  # transformers would make one up
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return _as_its_file_says(AutoTokenizer.from_pretrained(str(path), local_files_only=True), path)
     except Exception as error:  # transformers may raise anything; the user must learn which directory it was
         check_files(path)
         found = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
@@ -113,6 +122,28 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"{path} holds no usable tokenizer (tokenizer.json, tokenizer_config.json, config.json), only "
             f"{found}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
+
+
+def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, path: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, or that of tokenizer.json alone if the two split SAMPLE into other tokens.
+
+    The classes of transformers 5 replace parts of the file by their own. For example LlamaTokenizer, which
+    the config of DeepSeek-R1-Distill-Llama names, drops every space (transformers #45488).
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return tokenizer
+    own = Tokenizer.from_file(str(file))
+    own.no_truncation()
+    own.no_padding()
+    expected = own.encode(SAMPLE, add_special_tokens=False).ids
+    if tokenizer.encode(SAMPLE, add_special_tokens=False) == expected:
+        return tokenizer
+    plain = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    if plain.encode(SAMPLE, add_special_tokens=False) != expected:
+        raise ValueError("transformers splits text into other tokens than tokenizer.json does")
+    log.warning("%s: %s changes tokenizer.json; the file is used as it is", path, type(tokenizer).__name__)
+    return plain
 
 
 def load_prompts(

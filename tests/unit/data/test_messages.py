@@ -208,6 +208,13 @@ def test_a_system_message_in_a_column_of_its_own_is_not_lost(tmp_path):
         rl_prompt(tmp_path, {"prompt": [USER], "chat_template_kwargs": {"enable_thinking": False}})
 
 
+def test_images_that_no_key_reads_are_refused(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "<image>alpha"}], "images": ["a.png"]}
+    with pytest.raises(ValueError, match="column 'images', which the run does not read; set data.image_key"):
+        rl_prompt(tmp_path, row)
+    assert "alpha" in rl_prompt(tmp_path, row | {"images": []})
+
+
 def test_parallel_calls_of_separate_messages_are_one_turn(tmp_path):
     """ms-swift writes one message of role tool_call per call; two turns would end after the first call."""
     calls = [{"name": name, "arguments": ARGUMENTS} for name in ("first", "second")]

@@ -9,6 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from rl.data.prompts import load_prompts, load_tokenizer
+from tests.chat_templates import tokenizer_of
 from tests.timing import assert_linear
 
 ADDITION = {
@@ -259,6 +260,21 @@ def test_loading_a_tokenizer_opens_no_connection(tokenizer_dir, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert len(load_tokenizer(tokenizer_dir)) == 102
+
+
+def test_a_class_that_changes_the_file_of_a_tokenizer_is_not_used(tmp_path, caplog):
+    """transformers #45488: LlamaTokenizer over the file of a byte-level tokenizer drops every space."""
+    tokenizer_of("llama3.1").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
+        "tokenizer_class": "LlamaTokenizerFast"
+    }
+    config.pop("backend", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "What is 2 + 2?\nAnswer at once."
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert "changes tokenizer.json" in caplog.text
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
