@@ -67,7 +67,7 @@ class MessageReader:
         if "strftime_now" in template.text and "{% set date_string = " not in template.text:
             log.warning(
                 "the chat template of %s writes today's date into each prompt, so a run that continues on "
-                "another day has other prompts; set data.template_kwargs={date_string: ...} if the template reads it",
+                "another day has other prompts; set data.template_kwargs={date_string: ...} if it reads that",
                 self.tokenizer.name_or_path,
             )
         self._changed: Counter[str] = Counter()
