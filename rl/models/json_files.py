@@ -106,7 +106,9 @@ def read_object(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> bytes:
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # a read may wait for ever
-            raise ValueError(f"{path} is no file but a FIFO, socket or device; put the model's file there.")
+            raise ValueError(
+                f"{path} is not a file but a FIFO, socket or device; put the model's file there."
+            )
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
