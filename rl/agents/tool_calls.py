@@ -125,8 +125,9 @@ def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
 def _typed(pairs: Sequence[tuple[str, str]], name: str, tools: Sequence[dict]) -> dict[str, Any]:
     """Return arguments that were written as text. The tool's schema tells which arguments are strings."""
     schemas = [tool["function"] for tool in tools if tool["function"]["name"] == name]
-    parameters = schemas[0].get("parameters") or {} if schemas else {}
-    properties = parameters.get("properties") or {}
+    parameters = schemas[0].get("parameters") if schemas else None
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    properties = properties if isinstance(properties, dict) else {}
     return {
         key: value if _takes_text(properties.get(key)) else read_json(_OF_PYTHON.get(value, value), value)
         for key, value in pairs

@@ -368,7 +368,9 @@ def tools_of(row: Row) -> list[dict]:
             f"{row.place}: column 'tools' must be a list of tool schemas, or JSON of one, not "
             f"{describe(row.values['tools'])}."
         )
-    return tools
+    # OpenAI's newer interface has flat schemas.
+    flat = [{key: item for key, item in tool.items() if key != "type"} for tool in tools]
+    return [t if "function" in t else {"type": "function", "function": f} for t, f in zip(tools, flat)]
 
 
 def _is_tool(tool: Any) -> bool:
