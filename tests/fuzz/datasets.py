@@ -122,6 +122,8 @@ def _write(rng: random.Random, form: str, rows: list[dict], directory: Path) -> 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # Both libraries take the columns of the first row.
+    with_all_columns = [dict.fromkeys(name for each in rows for name in each) | row for row in rows]
     try:
         if form in ("jsonl", "jsonl with BOM"):
             path = directory / "rows.jsonl"
@@ -136,9 +138,9 @@ def _write(rng: random.Random, form: str, rows: list[dict], directory: Path) -> 
             path.write_text("\n".join(["prompt", *(json.dumps(row) for row in rows)]))
         elif form == "parquet":
             path = directory / "rows.parquet"
-            pq.write_table(pa.Table.from_pylist(rows), path)
+            pq.write_table(pa.Table.from_pylist(with_all_columns), path)
         else:
-            made = datasets.Dataset.from_list(rows)
+            made = datasets.Dataset.from_list(with_all_columns)
             path = directory / {"datasets parquet": "rows.parquet", "saved": "saved", "arrow": "made"}[form]
             if form == "datasets parquet":
                 made.to_parquet(str(path))
