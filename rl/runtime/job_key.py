@@ -13,14 +13,13 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl.runtime.private_directory import make_private
+from rl.runtime.private_directory import make_private, read_private
 
 KEY_VARIABLE = "LOCKSTEP_JOB_KEY"
 MIN_CHARACTERS = 32
@@ -92,20 +91,12 @@ def _read(path: Path) -> bytes:
     deadline = time.monotonic() + VISIBLE_S
     while True:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            secret = read_private(path, limit=NUM_BYTES + 1, remedy=f"set {KEY_VARIABLE} on all ranks")
             break
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
-    with os.fdopen(descriptor, "rb") as file:
-        found, secret = os.fstat(file.fileno()), file.read(NUM_BYTES + 1)
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
-        raise ValueError(
-            f"{path} has owner={found.st_uid} and mode={stat.S_IMODE(found.st_mode):04o}; the job's key must "
-            "be this user's with mode 0600; remove the file, or, on a file system without owners and modes, "
-            f"set {KEY_VARIABLE} on all ranks."
-        )
     if len(secret) != NUM_BYTES:
         raise ValueError(f"{path} has {len(secret)} bytes; a key has {NUM_BYTES}; remove the file.")
     return secret

@@ -35,6 +35,22 @@ def make_private(directory: Path) -> None:
     )
 
 
+def read_private(path: Path, *, limit: int, remedy: str) -> bytes:
+    """Return the first `limit` bytes of a file that holds a secret, which only this user can read or write.
+
+    Raises OSError if it cannot be read, and ValueError, which ends with the remedy, if others could have.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        found, content = os.fstat(file.fileno()), file.read(limit)
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+        raise ValueError(
+            f"{path} has owner={found.st_uid} and mode={stat.S_IMODE(found.st_mode):04o}; it must be "
+            "this user's with mode 0600; remove the file, or, on a file system without owners and modes, "
+            f"{remedy}."
+        )
+    return content
+
+
 def why_untrusted(directory: str | os.PathLike) -> str:
     """Return why others may change what is read from a directory, such as code; "" if nobody else may.
 

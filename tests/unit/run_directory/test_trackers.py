@@ -155,6 +155,15 @@ def test_prometheus_answers_those_who_can_read_the_token(tmp_path):
     tracker.close()
 
 
+def test_a_token_that_others_could_read_is_refused(tmp_path):
+    path, config = tmp_path / "prometheus_token", Config()
+    path.write_text("planted")
+    path.chmod(0o644)
+    config.logging.prometheus_port = 1
+    with pytest.raises(ValueError, match="prometheus_token has owner=.* mode=0644; it must be this user's"):
+        Prometheus(config).open(tmp_path, {})
+
+
 def test_idle_connections_do_not_take_the_ranks_files_or_its_page(tmp_path):
     """4,300 of them ended a run: each had a thread and an open file on rank 0."""
     tracker = Prometheus(Config())

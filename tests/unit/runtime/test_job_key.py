@@ -23,7 +23,7 @@ def test_all_ranks_read_the_key_of_the_first(tmp_path):
 def test_a_key_that_others_could_know_is_refused(tmp_path):
     key = share_file(tmp_path, "a")
     key.path.chmod(0o640)
-    with pytest.raises(ValueError, match="mode=0640; the job's key must be this user's with mode 0600"):
+    with pytest.raises(ValueError, match="mode=0640; it must be this user's with mode 0600"):
         share_file(tmp_path, "a")
     key.path.unlink()
     target = tmp_path / "target"
