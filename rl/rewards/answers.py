@@ -18,6 +18,7 @@ KEYS = ("target", "answers", "answer", "text", "value", "aliases")
 SHOWN_CHARS = 200
 """Maximum characters of a truth in an error."""
 
+_ASCII = {0x2212: "-", 0x3000: " ", **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}}
 # The start of a list or mapping of texts. Other brackets may be an answer: [1, 2] or {1, 2}.
 _CONTAINER = re.compile(r"\s*(?:\[\s*)*[\[{]\s*['\"]")
 
@@ -93,9 +94,10 @@ def plain(value: Any) -> Any:
     )
 
 
-def ascii_minus(text: str) -> str:
-    """Return the text with U+2212, the minus sign of typeset mathematics, as `-`."""
-    return text.replace("\u2212", "-")
+def ascii_signs(text: str) -> str:
+    """Return the text with U+2212, the minus sign of typeset mathematics, as `-`, and with the fullwidth
+    digits, letters and signs of Chinese and Japanese text as those of ASCII."""
+    return text.translate(_ASCII)
 
 
 def _read(value: Any) -> list[str]:

@@ -9,7 +9,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-from rl.rewards.answers import ascii_minus, container, decoded, plain
+from rl.rewards.answers import ascii_signs, container, decoded, plain
 from rl.rewards.format import last_answer, last_line
 
 MAX_CHARS = 500
@@ -114,5 +114,5 @@ def _split_equation(text: str, target: int) -> tuple[str, bool]:
         return "", False
     for sign, ascii_sign in zip(_SIGNS[::2], _SIGNS[1::2]):
         text = text.replace(sign, ascii_sign)
-    expression, equals, right = ascii_minus(text).partition("=")
+    expression, equals, right = ascii_signs(text).partition("=")
     return expression.strip(), not equals or right.strip() == str(target)

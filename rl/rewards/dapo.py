@@ -15,7 +15,7 @@ unwrapped. With `bare_box` a response without `Answer:` is judged by its last bo
 import re
 from typing import Any
 
-from rl.rewards.answers import ascii_minus, refusal, single
+from rl.rewards.answers import ascii_signs, refusal, single
 from rl.rewards.score import INVALID
 
 TAIL_CHARS = 300
@@ -80,7 +80,7 @@ def score(
 
     Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """
-    truth, response = check_truth(ground_truth), ascii_minus(response)
+    truth, response = check_truth(ground_truth), ascii_signs(response)
     answers = [] if strict_box else _ANSWER.findall(response[-TAIL_CHARS:])
     found = _boxed(response[-STRICT_TAIL_CHARS:]) if strict_box or (bare_box and not answers) else None
     if answers:
@@ -92,8 +92,12 @@ def score(
 
 
 def check_truth(ground_truth: Any, **kwargs: Any) -> str:
-    """Return the answer of a truth. Raises ValueError if there is none, or its normal form is empty."""
-    truth = ascii_minus(single(ground_truth))
+    """Return the answer of a truth, of a solution its last box.
+
+    Raises ValueError if there is none, or its normal form is empty.
+    """
+    text = ascii_signs(single(ground_truth))
+    truth = _boxed(text) or text
     if not normalize(truth):
         raise refusal(ground_truth, "its normal form by Minerva's rules is empty")
     return truth

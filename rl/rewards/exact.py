@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rl.rewards.answers import accepted, ascii_minus
+from rl.rewards.answers import accepted, ascii_signs
 
 
 def score(
@@ -33,4 +33,4 @@ def check_truth(ground_truth: Any, *, literal: bool = False, **kwargs: Any) -> l
 
 
 def _stripped(text: str) -> str:
-    return ascii_minus(text).strip()
+    return ascii_signs(text).strip()

@@ -13,7 +13,7 @@ from collections import deque
 from decimal import Decimal
 from typing import Any
 
-from rl.rewards.answers import ascii_minus, single
+from rl.rewards.answers import ascii_signs, single
 
 # Linear time: no quantifier can match what follows it, so the matcher never backtracks. The sign may stand
 # before or after the dollar sign. A hyphen after a digit, a letter or a bracket is not a sign: 10-5, x-5.
@@ -49,7 +49,7 @@ def score(
 
 def check_truth(ground_truth: Any, **kwargs: Any) -> Decimal:
     """Return the number of a ground truth. Raises ValueError if it is not a number."""
-    match = _FLEXIBLE.fullmatch(ascii_minus(single(ground_truth)).strip())
+    match = _FLEXIBLE.fullmatch(ascii_signs(single(ground_truth)).strip())
     truth = _to_decimal(match) if match else None
     if truth is None:
         raise ValueError(
@@ -61,7 +61,7 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> Decimal:
 
 def last_number(response: str, *, strict: bool) -> Decimal | None:
     """Return the last number of a response (`strict`: the last directly after `####`), or None. Linear."""
-    last = deque((_STRICT if strict else _FLEXIBLE).finditer(ascii_minus(response)), maxlen=1)
+    last = deque((_STRICT if strict else _FLEXIBLE).finditer(ascii_signs(response)), maxlen=1)
     return _to_decimal(last[0]) if last else None
 
 

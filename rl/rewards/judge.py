@@ -2,7 +2,7 @@
 
 import re
 
-from rl.rewards.answers import ascii_minus
+from rl.rewards.answers import ascii_signs
 
 _GRADE = re.compile(r"grade\s{0,3}[:=]\s{0,3}\*{0,2}\s{0,3}(\S{0,40})", re.IGNORECASE)
 _NUMBER = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(?:/10)?[.,;:!)\]}>*_'\"]*")
@@ -13,7 +13,7 @@ def grade(text: str) -> float:
 
     Raises ValueError if there is none, or if the last grade is not such a number (nan, 1e39, -3, 7/20, 11).
     """
-    found = _GRADE.findall(ascii_minus(text))
+    found = _GRADE.findall(ascii_signs(text))
     if not found:
         raise ValueError("the judge's answer has no 'Grade: <number>'")
     number = _NUMBER.fullmatch(found[-1])

@@ -10,7 +10,7 @@ is 1.5.
 import re
 from fractions import Fraction
 
-from rl.rewards.answers import ascii_minus
+from rl.rewards.answers import ascii_signs
 
 # \text{...} at the end, but not "or less", "and 4", "p.m.", nor one with a number that is no exponent; or
 # several with nothing but signs between them, as in \text{ m}/\text{s}^2.
@@ -25,43 +25,36 @@ _ORDINAL = re.compile(r"(?<=[0-9])(?:\^?\{?\\text\{(?:st|nd|rd|th)\}\}?)")
 _DEGREES = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degrees?(?![a-zA-Z])|\u00b0")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\in(?![a-zA-Z])")
 _NAME = re.compile(
+    r"\([a-z](?:, ?[a-z])+\)|(?:m ?)?\\angle ?[A-Z]{1,3}|"
     r"(?:\\text\{[^{}]*\}|[A-Za-z]{1,2}'?(?:_(?:\w|\{\w+\}))?|\\[a-z]+)(?:\((?:[^()=<>{}]|\\text\{[^{}]*\})*\))?"
 )
+_USUAL_UNITS = (
+    "mm millimeter millimetre ; cm centimeter centimetre ; m meter metre ; km kilometer kilometre ; "
+    "in inch inches ; ft foot feet ; mi mile ; mi/h mph ; g gram ; kg kilogram ; s second sec ; min minute ; "
+    "h hour hr ; $ dollar ; % percent ; degree deg ; / per ; 2 square squared sq ; 3 cubic cubed cu"
+)
 _UNIT_WORDS = {
-    word: usual
-    for usual, words in {
-        "mm": "millimeter millimetre",
-        "cm": "centimeter centimetre",
-        "m": "meter metre",
-        "km": "kilometer kilometre",
-        "in": "inch inches",
-        "ft": "foot feet",
-        "mi": "mile",
-        "mi/h": "mph",
-        "g": "gram",
-        "kg": "kilogram",
-        "s": "second sec",
-        "min": "minute",
-        "h": "hour hr",
-        "$": "dollar",
-        "%": "percent",
-        "degree": "deg",
-        "/": "per",
-        "2": "square squared sq",
-        "3": "cubic cubed cu",
-        "": "unit st nd rd th and or of the",
-    }.items()
-    for word in words.split()
+    word: usual for row in _USUAL_UNITS.split(";") for usual, *words in [row.split()] for word in words
 }
+_UNIT_WORDS |= dict.fromkeys("unit st nd rd th and or of the".split(), "")
 """Words of units by their usual spelling; a word without a usual spelling stands for itself."""
 _FACTORS = set("pair dozen score hundred thousand million billion trillion".split())
-_UNIT_FONT = re.compile(r"\\(?:mathrm|mbox) ?\{(?:[~ ]|\\[,;: ])*([a-zA-Z]{2,})\}")
+_UNIT_FONT = re.compile(
+    r"\\(?:mathrm|mbox) ?\{(?:(?:[~ ]|\\[,;: ])+(?=[a-zA-Z])|(?=[a-zA-Z]{2}|[a-zA-Z]/))"
+    r"([a-zA-Z]+(?:/[a-zA-Z]+)*)\}"
+)
+_TEMPERATURE = re.compile(
+    r"(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|\u00b0)(?:\s|\\[,;: ])*"
+    r"(?:\\(?:text|mathrm) ?\{ *([CF]) *\}|([CF]))\s*(?=[.$]*$)"
+)
+_BOLD = re.compile(r"\\(?:textbf|mathbf|boldsymbol) ?\{ *(\([A-J]\)|-?[0-9.]+) *\}|\\textbf ?\{ *([A-J]) *\}")
+"""A number or a choice in bold. A letter in bold differs from the plain one, as a vector does."""
 _BARE_UNIT = re.compile(r"(?<=[0-9}]) *([a-zA-Z]{2,})(?=$|\^)")
 _SIGNS = (
     "\u00d7 \\times \u00f7 \\div \u00b7 \\cdot \u22c5 \\cdot \u03c0 \\pi \u221e \\infty \u222a \\cup "
     "\u2264 \\le \u2265 \\ge \u2260 \\ne \u00b0 ^\\circ \\lvert | \\rvert | \\dfrac \\frac \\tfrac \\frac "
     "\\cfrac \\frac \\dbinom \\binom \\tbinom \\binom \\leq \\le \\leqslant \\le \\geq \\ge \\geqslant \\ge "
-    "\\neq \\ne \\lt < \\gt > \\ast \\cdot"
+    "\\neq \\ne \\varnothing \\emptyset \\lt < \\gt > \\ast \\cdot"
 ).split()
 """Signs and commands, each followed by the command that is parsed."""
 _SPELLINGS = [
@@ -69,12 +62,15 @@ _SPELLINGS = [
     for old, new in zip(_SIGNS[::2], _SIGNS[1::2])
 ]
 _MARKS = re.compile(r"\\(?:displaystyle|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
+_ANGLE = re.compile(r"(?<![0-9.,^_])([0-9]+(?:\.[0-9]+)?) *\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
+"""An angle in degrees within a trigonometric function; elsewhere the degree sign is a unit."""
 _SPACE = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
 _JOINED = re.compile(r"\\text\{ *,? *(?:or|and) *\}")
 _FONT = re.compile(r"\\(?:mathrm|mathit|text|textit|operatorname) ?\{ *([^{}]*?) *\}")
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split()
 _ONE = r"([0-9a-zA-Z])"
 _ARGUMENTS = (
+    (re.compile(r"\\frac *\\pi(?![a-zA-Z]) *"), r"\\frac{\\pi}"),
     (re.compile(rf"\\(frac|binom) *{_ONE} *{_ONE}"), r"\\\1{\2}{\3}"),
     (re.compile(rf"\\(frac|binom) *{_ONE} *(?=\{{)"), r"\\\1{\2}"),
     (re.compile(rf"(\\frac *\{{[^{{}}]*\}}) *{_ONE}"), r"\1{\2}"),
@@ -84,6 +80,8 @@ _THOUSANDS = re.compile(
     r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+(?!,?[0-9])|(?: +[0-9]{3})+(?! *[0-9]))"
 )
 _MIXED = re.compile(r"([0-9]+) +([0-9]+)/([0-9]+)(?![0-9.])")
+_DOTS = re.compile(r"(?<=[.0-9])\\dot ?\{([0-9])\}(?:([0-9]*)\\dot ?\{([0-9])\})?")
+"""The first and the last repeating digit."""
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar) ?\{([0-9]+)\}")
 _SCIENTIFIC = re.compile(
     r"(?<![0-9.a-zA-Z])([0-9]+\.[0-9]+|[0-9]+(?=[eE]\+?[0-9]|E-))[eE]([+-]?[0-9]{1,3})(?![0-9.a-zA-Z])"
@@ -98,6 +96,7 @@ _COMMANDS = (
     ).split()
 )
 _KNOWN = re.compile(
+    rf"\\sqrt *\[[0-9a-zA-Z]+\](?= *\{{)|"
     rf"\\(?:{'|'.join(_COMMANDS)})(?![a-zA-Z])|\\mathbb\{{[RZQNC]\}}|\\(?:begin|end)\{{[pb]?matrix\}}"
 )
 _PLAIN = re.compile(r"(?:\s|[0-9a-zA-Z]|\\[\\{}]|[-+*/^=<>()\[\]{}|,;:!&@])*")
@@ -107,6 +106,7 @@ _UNCLEAR = re.compile(
     r"|!\s*!"  # x!!
     r"|\^\s*\{?\s*(?:[THC](?![a-zA-Z])|[-+*/]?\s*(?:[\]})|,=]|$)|[*+/])"  # A^T, x^+, x^{*}
     r"|[a-zA-Z]{3}|[0-9][eE][-+]?[0-9]"  # words, and 1e-5, which may be e - 5
+    r"|\[[^\[\],]*\]|[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]+/[0-9]+/[0-9]"  # [x], 2020-01-02, 2/4/2020
     r"|[0-9)\]}]\s*[\[]|\]\s*[0-9a-zA-Z(]"  # 2[3], [x]y
     r"|/\s*[0-9]+\s*[a-zA-Z\\(]"  # 1/2x
     r"|(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|:[^:]*:"  # 12:30, 1:2:3
@@ -119,6 +119,7 @@ def read(answer: str) -> str | None:
     text = answer
     for spelling, usual in _SPELLINGS:
         text = spelling.sub(lambda _: usual, text)  # noqa: B023
+    text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
     text = _SPACE.sub(" ", _MARKS.sub("", _JOINED.sub(",", text)))
     text = _FONT.sub(lambda found: _letters(found[1]), text).replace("**", "^")
     for shorthand, full in _ARGUMENTS:
@@ -151,6 +152,7 @@ def _with_exact_numbers(text: str) -> str:
     if not re.search(r"[()\[\]]|\\\{", text):
         text = _THOUSANDS.sub(lambda found: re.sub("[, ]", "", found[0]), text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _DOTS.sub(lambda found: f"\\overline{{{''.join(filter(None, found.groups()))}}}", text)
     text = _REPEATING.sub(lambda found: _exact(_repeating(*found.groups())), text)
     text = _SCIENTIFIC.sub(lambda found: f"{found[1]}\\cdot 10^{{{int(found[2])}}}", text)
     return _DECIMAL.sub(lambda found: _exact(Fraction(found[0])), text)
@@ -174,7 +176,7 @@ def _exact(number: Fraction) -> str:
 def strip(answer: str) -> str:
     """Remove signs without a meaning: dollar signs, line breaks, negative space. Write units as m/s."""
     text = (
-        ascii_minus(answer)
+        ascii_signs(answer)
         .replace("\\$", "")
         .replace("\\!", "")
         .replace("\n", " ")
@@ -182,6 +184,10 @@ def strip(answer: str) -> str:
         .strip("$")
         .strip()
     )
+    text = re.sub(r"^\\([(\[])(.*)\\[)\]]$", r"\2", text).strip()
+    text = _SPACE.sub(" ", _BOLD.sub(lambda found: found[1] or found[2], text))
+    text = re.sub(r"\\mathbb *([A-Z])", r"\\mathbb{\1}", text)
+    text = _TEMPERATURE.sub(lambda found: f"\\text{{ degree {found[1] or found[2]}}}", text)
     text = _UNIT_FONT.sub(lambda found: found[0] if found[1] in _FUNCTIONS else f"\\text{{{found[1]}}}", text)
     text = _BARE_UNIT.sub(lambda found: f"\\text{{ {found[1]}}}" if _unit_word(found[1]) else found[0], text)
     return _UNIT_FRACTION.sub(r"\1/\2", text)
@@ -209,9 +215,9 @@ def unit_of(answer: str) -> str:
     """Return the unit of an answer in one spelling, also `%`, `degree` or `$`; empty if it has none."""
     if "%" in answer:
         return "%"
-    if _DEGREES.search(answer):
-        return "degree"
     found = unit(text := strip(answer))
+    if _DEGREES.search(text):
+        return "degree"
     if found is None or not text[: found.start()].rstrip(" ,"):
         return "$" if "\\$" in answer else ""
     words = re.findall(r"[a-z]+|-?[0-9]|/", re.sub(r"\\[a-zA-Z]+", "", found[0]).lower())
@@ -239,7 +245,7 @@ def split_name(answer: str) -> tuple[str, str]:
     Without such a name, as in 2x = 6, the name is empty and the rest is the whole answer.
     """
     parts = _EQUALS.split(answer)
-    name = parts[0].strip(" $") if len(parts) == 2 else ""
+    name = re.sub(r"(?<=,) ", "", parts[0].strip(" $")) if len(parts) == 2 else ""
     return (name, parts[1]) if _NAME.fullmatch(name) else ("", answer)
 
 

@@ -25,6 +25,8 @@ _NOON = re.compile(r"\\text\{ *([apAP])\.?[mM]\.? *\}")
 _SPELLINGS = (
     (re.compile(r"<=|\u2264|\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le "),
     (re.compile(r">=|\u2265|\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
+    (re.compile(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\pmod *([0-9a-zA-Z]+)"), r"\\pmod{\1}"),
     (re.compile(r"!=|\u2260|\\neq(?![a-zA-Z])"), r"\\ne "),
 )
 _VARIABLE = re.compile(r"^\s*[A-Za-z][A-Za-z0-9']?\s*=")
@@ -36,7 +38,7 @@ def score(
     """Return `score` and `acc` (1.0 if the last box holds the answer, else 0.0) and its content as `pred`.
 
     Args:
-        ground_truth: the answer in LaTeX, or a solution with the answer in its last box.
+        ground_truth: the answer in LaTeX, or a solution with the answer in its last box or after ####.
         symbolic: also compare as expressions. Without math-verify this is skipped, and logged once.
 
     Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
@@ -75,7 +77,7 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> str:
     """Return the answer of a truth. Raises ValueError if there is none, or its normal form is empty."""
     text = single(ground_truth)
     boxed = last_boxed(text)
-    truth = text if boxed is None else boxed
+    truth = text.rpartition("####")[2].strip() if boxed is None else boxed
     if not normalize(truth):
         raise refusal(ground_truth, "it is empty without units and signs of typesetting")
     return truth
@@ -91,6 +93,11 @@ def is_equivalent(answer: str, truth: str, *, symbolic: bool = True) -> bool:
     if normal == normalize(truth) and (names[0] == names[1] or not all(names)):
         return bool(normal)
     # The original answers, because normalisation removes what a parser needs (\\ in matrices, \pi r).
+    if any(re.fullmatch(r"\s*\\text\{[^{}]*\}[\s.]*", text) for text in (answer, truth)):
+        # The first letter of a word may be a capital: \text{Yes} and yes.
+        first, other = (normalize(text) for text in (answer, truth))
+        if min(len(first), len(other)) > 1 and first[0].lower() + first[1:] == other[0].lower() + other[1:]:
+            return True
     return symbolic and compare_symbolically(answer, truth)
 
 
@@ -111,7 +118,7 @@ def normalize(answer: str) -> str:
     text = strip(answer).replace("\\\\", "\\").removesuffix(".")
     # {,} in a number is a decimal comma (1{,}5) or separates thousands (1{,}500).
     text = re.sub(r"(?<=[0-9])\{,\}(?=[0-9](?![0-9]{2}(?![0-9])))", ".", text).replace("{,}", ",")
-    text = re.sub(r"^\\(?:text|mathrm|textbf)\{([^{}]*)\}$", r"\1", text)
+    text = re.sub(r"^\\(?:text|mathrm)\{([^{}]*)\}$", r"\1", text)
     text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", text)  # not of \leftarrow
     text = _NOON.sub(lambda found: found[1].lower() + "m", text)

@@ -10,7 +10,7 @@ import string
 from collections import Counter
 from typing import Any, Literal
 
-from rl.rewards.answers import accepted, ascii_minus, refusal
+from rl.rewards.answers import accepted, ascii_signs, refusal
 from rl.rewards.format import last_answer, last_line
 
 MAX_ANSWER_CHARS = 2000
@@ -64,7 +64,7 @@ def normalize(text: str) -> str:
 
     A text of articles alone, such as the choice "A", keeps them.
     """
-    words = ascii_minus(text).lower().translate(_NO_PUNCTUATION)
+    words = ascii_signs(text).lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", words).split() or words.split())
 
 

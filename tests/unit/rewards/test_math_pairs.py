@@ -79,7 +79,10 @@ DIFFERENT = rows(r"""
     x^2=-1 => x^2=-2 ;; f(2)=3 => f(3)=3 ;; 0=1 => 0=2 ;; 1/0 => 2/0 ;; f^{-1}(x) => \frac{1}{f(x)} ;;
     5\Omega => 5\omega ;; 1:2:3 => \frac16 ;; \mathbf{v} => v ;; x+y=1 => x+y=2 ;;
     \begin{vmatrix}1&2\\3&4\end{vmatrix} => \begin{pmatrix}1&2\\3&4\end{pmatrix} ;; 5\text{ million} => 5 ;;
-    2,2 => 2
+    2,2 => 2 ;; 2020-01-02 => 2017 ;; 2/4/2020 => \frac{1}{4040} ;; [\frac{n}{2}] => \frac{n}{2} ;;
+    25^\circ\text{C} => 25^\circ\text{F} ;; 25^\circ C => 25^\circ\mathrm{F} ;; (x,y)=(1,2) => (y,x)=(1,2) ;;
+    \sin 30^\circ => \sin 30 ;; 0.1\dot{2} => 0.\dot{1}\dot{2} ;; 5\mathrm{~m} => 5\mathrm{~s} ;;
+    5\mathrm{m/s} => 5\mathrm{m/h} ;; \text{AB} => \text{Ab} ;; \textbf{v} => v ;; \emptyset => \{0\}
     """)
 EQUAL = rows(r"""
     0.25 => \frac14 ;; 1{,}000 => 1000 ;; 1\,000 => 1,000 ;; 1 000 => 1000 ;; 1{,}5 => 1.5 ;;
@@ -92,7 +95,15 @@ EQUAL = rows(r"""
     2 3/4 => 2.75 ;; 3(4) => 12 ;; x+y=1 => y=1-x ;; \log_2 8 => 3 ;; 10^{-7} => 0.0000001 ;; x_1 => x_{1} ;;
     101_2 => 101_{2} ;; \pm 3 => 3, -3 ;; x=2, y=3 => (2, 3) ;; \{3\} => 3 ;;
     \begin{pmatrix}0.5\\2\end{pmatrix} => \begin{pmatrix}\frac12\\2\end{pmatrix} ;;
-    \sin^2 x + \cos^2 x => 1 ;; b => B
+    \sin^2 x + \cos^2 x => 1 ;; b => B ;;
+    \textbf{(B)} => B ;; \mathbf{5} => 5 ;; \(\frac12\) => 0.5 ;;
+    12\ \text{cm}^2 => 12 ;; 5\text{ m/s} => 5\ \mathrm{m/s} ;; 5\mathrm{~m} => 5 ;;
+    25^\circ\mathrm{C} => 25 ;;
+    0.\dot{3} => \frac13 ;; 0.1\dot{2}\dot{3} => \frac{122}{990} ;; \sin 30^\circ => \frac12 ;;
+    \cos^2 45^{\circ} => 0.5 ;; \frac\pi3 => \frac{\pi}{3} ;; \mathbb R => \mathbb{R} ;;
+    \{\} => \varnothing ;;
+    (x, y) = (1, 2) => (1,2) ;; \angle A = 30^\circ => 30 ;; \text{Yes} => yes ;; \sqrt[3]{8} => 2 ;;
+    x\equiv 3\pmod{7} => x \equiv 3 \pmod 7
     """)
 
 
@@ -113,6 +124,8 @@ def test_typeset_signs_are_read():
         ("2\u03c0", "2\\pi"),
         ("\u22127", "-7"),
         ("90\u00b0", "90"),
+        ("\uff11\uff12\uff0e\uff15", "12.5"),
+        ("\uff081\uff0c2\uff09", "(1,2)"),
     ]
     for answer, truth in signs:
         assert is_equivalent(answer, truth), answer
