@@ -275,7 +275,7 @@ BROKEN = rows("""
     import time; time.sleep(1000) => was not ready after 1 s ;; 1 / 0 => ZeroDivisionError ;;
     raise SystemExit(2) => SystemExit: 2 ;; import os; os._exit(7) => exit status 7 ;;
     def other(**extra): return 0.0 => has no 'score', only other ;;
-    def score(prompt): return 0.0 => add **extra for the keywords ;; data = bytearray(3 << 30) => MemoryError
+    def score(prompt): return 0.0 => for the keywords it ignores ;; data = bytearray(3 << 30) => MemoryError
     """)
 
 
