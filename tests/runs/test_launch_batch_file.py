@@ -163,7 +163,7 @@ def test_what_another_scheduler_lacks_is_refused(wrong, words, tmp_path):
     "wrong, words",
     [
         (dict(nodes=0), "nodes=0"),
-        (dict(gpus_per_node=0), "CPU node"),
+        (dict(gpus_per_node=0), "set e.g. ranks_per_node=2"),
         (dict(gpus_per_node=8, ranks_per_node=2), "rank per GPU"),
         (dict(time="tomorrow"), "tomorrow"),
         (dict(time="00:05:00"), "before it starts"),
