@@ -46,6 +46,8 @@ def _why_unsafe(root: str) -> str:
             return f"{root} is a link or a file"
         if not (reason := why_untrusted(root)) and os.stat(root).st_uid == os.geteuid():
             os.chmod(root, 0o700)
+        if not reason and not os.access(root, os.W_OK):
+            return f"{root} cannot be written"
         return reason
     except OSError as error:
         return f"{root} cannot be used: {error}"
