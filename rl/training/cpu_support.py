@@ -148,7 +148,7 @@ class Adam(torch.optim.Optimizer):
 
 
 _WORDS = re.compile(rb"cuda|pin_memory|\.[\s\\]*type\b")
-"""What a line contains that `_Rewrite` changes."""
+"""Pattern of the lines that `_Rewrite` changes."""
 
 
 class _Rewrite(ast.NodeTransformer):

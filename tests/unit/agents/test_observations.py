@@ -1,4 +1,4 @@
-"""What environments and tools return, as the content that the policy reads."""
+"""Results of environments and tools become the content that the policy reads."""
 
 import asyncio
 import dataclasses

@@ -27,7 +27,7 @@ CONTENTS = {
     "binary": b"\xff\x00\x81PAR1",
     "other": '{"a": {"b": [1e999, NaN, "x"]}}',
 }
-"""What a file that should hold JSON, YAML or parquet has in its place."""
+"""Damaged contents of a file that should hold JSON, YAML or parquet."""
 FILES = (
     "status.json",
     "metrics.jsonl",
