@@ -34,6 +34,6 @@ if [ $# = 0 ] || [ "$*" = --slow ]; then
     cores="$(env -u OMP_NUM_THREADS nproc)" # nproc heeds that variable
     memory="$(awk '/^MemTotal/ {print int($2 / 8388608)}' /proc/meminfo)"
     workers=$((memory < cores ? memory : cores))
-    [ "$workers" -lt 2 ] || side_by_side=(--numprocesses "$workers" --dist loadfile --no-loadscope-reorder)
+    [ "$workers" -lt 2 ] || side_by_side=(--numprocesses "$workers" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder)
 fi
 exec python -m pytest "${side_by_side[@]}" "$@"

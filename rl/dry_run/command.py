@@ -57,7 +57,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--config", metavar="FILE", required=True, help="YAML file of the run")
     add("overrides", metavar="key=value", nargs="*", help="set one key over the file")
     add("--dry-run", action="store_true", help="(this)")
-    ranks = int(os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or 1)
+    ranks = os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or "1"
     ranks_help = f"number of ranks, one GPU each ({ranks})"
     add("--world-size", metavar="N", type=int, default=ranks, help=ranks_help)
     shape_help = "config.json to use instead of model.path's (configs/models has some)"

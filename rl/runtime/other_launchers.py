@@ -94,10 +94,21 @@ def refuse_unknown(env: Mapping[str, str]) -> None:
             )
 
 
-def _count(env: Mapping[str, str], name: str) -> int:
-    if not env[name].isdecimal() or not int(env[name]):
-        raise ValueError(f"{name}={env[name]} is no number of ranks or nodes; unset it, or correct it.")
-    return int(env[name])
+def read_number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0) -> int:
+    """Return the whole number in a variable of the environment, or `default` if the variable is not set.
+
+    Raises KeyError if it is not set and has no default, ValueError if it is not a whole number of at least
+    `least`.
+    """
+    if name not in env and default is not None:
+        return default
+    text = env[name]
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise ValueError(
+            f"{name}={text!r} is not a whole number of at least {least}, which launchers set; unset {name}, "
+            "or correct it."
+        )
+    return int(text)
 
 
 def sizes_and_address(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, int, str]:
@@ -105,11 +116,11 @@ def sizes_and_address(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, 
 
     Raises ValueError if the address is unknown or a number is none.
     """
-    world_size = _count(env, launcher.world_size)
+    world_size = read_number(env, launcher.world_size, least=1)
     if launcher.local_world_size:
-        local = _count(env, launcher.local_world_size)
+        local = read_number(env, launcher.local_world_size, least=1)
     else:
-        local, rest = divmod(world_size, _count(env, launcher.num_nodes))
+        local, rest = divmod(world_size, read_number(env, launcher.num_nodes, least=1))
         if rest:
             raise ValueError(
                 f"{world_size} tasks on {env[launcher.num_nodes]} nodes are not equally many on each; use "

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rl.runtime.job_key import KEY_VARIABLE, JobKey, key_from
-from rl.runtime.other_launchers import refuse_unknown, sizes_and_address, started_by
+from rl.runtime.other_launchers import read_number, refuse_unknown, sizes_and_address, started_by
 
 HOST_BYTES = 256
 """Size of the buffer for a host's name, in bytes."""
@@ -97,9 +97,9 @@ def _discover(env: Mapping[str, str]) -> Ranks:
         return _from_slurm(env)
     if launcher := started_by(env):
         world_size, local_world_size, first = sizes_and_address(launcher, env)
-        rank, local_rank = int(env[launcher.rank]), int(env[launcher.local_rank])
+        rank, local_rank = read_number(env, launcher.rank), read_number(env, launcher.local_rank)
         return Ranks(rank, world_size, local_rank, local_world_size, launcher.name, first)
-    if int(env.get("SLURM_NTASKS", "1")) > 1:
+    if read_number(env, "SLURM_NTASKS", 1) > 1:
         raise ValueError(
             f"SLURM_NTASKS={env['SLURM_NTASKS']}, but this is a batch script, not a step: start the program "
             "with `srun python train_rl.py ...`, or unset SLURM_NTASKS to run one process."
@@ -120,15 +120,15 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
         raise ValueError(
             f"RANK and WORLD_SIZE are set but {', '.join(missing)} is not; torchrun sets all of them."
         )
-    rank, world_size, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"])
+    rank, world_size, local_rank = (read_number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        local_world_size=read_number(env, "LOCAL_WORLD_SIZE", local_rank + 1),
         launcher="torchrun",
         master_addr=env["MASTER_ADDR"],
-        master_port=int(env["MASTER_PORT"]),
+        master_port=read_number(env, "MASTER_PORT"),
     )
 
 
@@ -146,7 +146,7 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
             "or use torchrun or srun."
         ) from error
     world = MPI.COMM_WORLD
-    expected = int(env.get("OMPI_COMM_WORLD_SIZE") or env.get("PMI_SIZE") or world.size)
+    expected = read_number(env, "OMPI_COMM_WORLD_SIZE", read_number(env, "PMI_SIZE", world.size))
     if world.size != expected:
         # Otherwise each process would be a run of its own, in the same run directory.
         raise ValueError(
@@ -163,8 +163,8 @@ def _from_mpi(env: Mapping[str, str]) -> Ranks:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Ranks:
-    rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    nodes, node = tasks_of_nodes(env), int(env["SLURM_NODEID"])
+    rank, world_size = read_number(env, "SLURM_PROCID"), read_number(env, "SLURM_STEP_NUM_TASKS")
+    nodes, node = tasks_of_nodes(env), read_number(env, "SLURM_NODEID")
     if node >= len(nodes):
         raise ValueError(
             f"SLURM_NODEID={node}, but the step has {len(nodes)} nodes ({', '.join(nodes)}); unset the "
@@ -174,7 +174,7 @@ def _from_slurm(env: Mapping[str, str]) -> Ranks:
     return Ranks(
         rank=rank,
         world_size=world_size,
-        local_rank=int(env["SLURM_LOCALID"]),
+        local_rank=read_number(env, "SLURM_LOCALID"),
         local_world_size=list(nodes.values())[node],
         launcher="slurm",
         master_addr=first,
@@ -192,7 +192,7 @@ def tasks_of_nodes(env: Mapping[str, str]) -> dict[str, int]:
     counts = dict(zip(nodes, tasks))
     ordered = [
         node
-        for component in range(int(env.get("SLURM_HET_SIZE", "0")))
+        for component in range(read_number(env, "SLURM_HET_SIZE", 0))
         for node in expand_hostlist(env[f"SLURM_JOB_NODELIST_HET_GROUP_{component}"])
         if node in counts
     ]
@@ -205,7 +205,14 @@ def tasks_of_nodes(env: Mapping[str, str]) -> dict[str, int]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Expand `2(x3),1`, the form of SLURM_TASKS_PER_NODE, to [2, 2, 2, 1]."""
+    """Expand `2(x3),1`, the form of SLURM_TASKS_PER_NODE, to [2, 2, 2, 1].
+
+    Raises ValueError for another form.
+    """
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        raise ValueError(
+            f"{text!r} is not a list of tasks per node such as 2(x3),1; unset the variable with it."
+        )
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
@@ -217,7 +224,12 @@ def expand_hostlist(text: str) -> list[str]:
     """Expand Slurm's `gpu[01-03,7],login` to ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login'].
 
     `scontrol show hostnames` does the same, but containers often lack it.
+    Raises ValueError if a bracket is open or holds something else than numbers.
     """
+    if not re.fullmatch(r"(?:[^\[\]]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])*", text):
+        raise ValueError(
+            f"{text!r} is not a list of hosts such as gpu[01-03,7],login; unset the variable with it."
+        )
     return [host for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expand(part)]
 
 

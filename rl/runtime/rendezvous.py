@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.runtime.job_key import NUM_BYTES, JobKey, is_proof, nonce, proof, share_file
-from rl.runtime.other_launchers import LAUNCHERS
+from rl.runtime.other_launchers import LAUNCHERS, read_number
 from rl.runtime.ranks import Ranks, tasks_of_nodes
 from rl.runtime.strangers import most_strangers
 
@@ -188,7 +188,7 @@ def listen_anywhere(backlog: int, host: str) -> socket.socket:
 def _join_step(ranks: Ranks, env: Mapping[str, str], timeout: float) -> Ranks:
     assert ranks.key is not None
     secret, attempt = ranks.key.secret, attempt_of(ranks, env)
-    ports = [int(env["MASTER_PORT"])] if "MASTER_PORT" in env else candidate_ports(attempt, secret)
+    ports = [read_number(env, "MASTER_PORT")] if "MASTER_PORT" in env else candidate_ports(attempt, secret)
     if ranks.rank == 0:
         listener = listen(outside_ephemeral_range(ports), ranks.world_size, address_to_bind(ranks))
         if listener is None:

@@ -311,8 +311,11 @@ def test_an_unknown_first_node_is_refused(env):
             {k: v for k, v in node(0, 0, MASTER_ADDR="n1").items() if k != "LOCKSTEP_LOCAL_RANK"},
             "LOCKSTEP_LOCAL_RANK is not set",
         ),
-        (flux_run(0, 0, nodes="0", MASTER_ADDR="n1"), "FLUX_JOB_NNODES=0 is no number of ranks or nodes"),
-        (jsrun(0, 0, MASTER_ADDR="n1", JSM_NAMESPACE_SIZE="four"), "JSM_NAMESPACE_SIZE=four is no number"),
+        (flux_run(0, 0, nodes="0", MASTER_ADDR="n1"), "FLUX_JOB_NNODES='0' is not a whole number"),
+        (
+            jsrun(0, 0, MASTER_ADDR="n1", JSM_NAMESPACE_SIZE="four"),
+            "JSM_NAMESPACE_SIZE='four' is not a whole number",
+        ),
         (pals(0, 0, "/nowhere") | {"PMI_SIZE": "4"}, "pals started 4 ranks without the address"),
     ],
 )
@@ -423,6 +426,24 @@ def test_hostlists_are_expanded(text, hosts):
 )
 def test_tasks_per_node_are_expanded(text, counts):
     assert expand_tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize("text", ["n[1-2", "n1-2]", "n[a-b]", "n[]", "n[1-]"])
+def test_a_damaged_hostlist_is_no_list_of_other_hosts(text):
+    with pytest.raises(ValueError, match="is not a list of hosts"):
+        expand_hostlist(text)
+
+
+@pytest.mark.parametrize("text", ["", "2(x", "2x3", "two"])
+def test_damaged_tasks_per_node_are_refused(text):
+    with pytest.raises(ValueError, match="is not a list of tasks per node"):
+        expand_tasks_per_node(text)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_named(name):
+    with pytest.raises(ValueError, match=f"{name}='x' is not a whole number"):
+        discover(TORCHRUN | {name: "x"})
 
 
 def test_groups_split_from_the_world_are_refused(monkeypatch):
