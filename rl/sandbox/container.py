@@ -206,22 +206,21 @@ class Container:
         self._ask({"seal": True})
 
     def restore(
-        self, *, protected: Sequence[str], files: Mapping[str, str], kept: Sequence[str]
-    ) -> list[str]:
-        """End every process and show later commands the sealed files, or the image's if nothing was sealed.
-
-        Directories beside those of the system (container_child._SYSTEM) are as commands left them.
+        self, *, kept: Sequence[str], protected: Sequence[str], programs: Sequence[str]
+    ) -> tuple[list[str], list[str]]:
+        """End every process, and show later commands the sealed files, or the image's if nothing was sealed.
 
         Args:
-            protected: further paths that later commands see as sealed; removed if they did not exist then.
-            files: a file or directory from which tests start -> the path that is protected if it was a file.
-                A directory is protected itself, and so are pytest's settings in the directories above.
-            kept: paths that always stay as commands left them.
+            kept: paths that later commands see as earlier ones left them; "/" is none.
+            protected: paths below them that stay sealed.
+            programs: directories of PATH. Installations (`venv` for `venv/bin`) stay sealed, too.
 
-        Returns the paths below which later commands do not see changes. Raises OSError if it failed.
+        Returns the paths below which later commands do not see changes, and `programs` without those that
+        cannot stay sealed, because the installation is one of `kept`. Raises OSError if it failed.
         """
-        asked = {"protected": list(protected), "files": dict(files), "kept": list(kept)}
-        return self._ask({"restore": asked})["unseen"]
+        asked = {"kept": list(kept), "protected": list(protected), "programs": list(programs)}
+        answer = self._ask({"restore": asked})
+        return answer["unseen"], answer["programs"]
 
     def end_processes(self) -> None:
         """End every process of the container."""

@@ -25,6 +25,7 @@ user_namespaces(7), pid_namespaces(7), mount_namespaces(7) and Documentation/fil
 
 import base64
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -37,7 +38,6 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I leaves it out
@@ -47,14 +47,13 @@ import container_memory
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWNET = 0x20000, 0x04000000, 0x08000000, 0x10000000, 0x40000000
 _NOSUID, _NODEV, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 1 << 5, 1 << 12, 1 << 14, 1 << 18
+_OPENAT2, _NO_MAGIC_LINKS, _NO_LINKS, _IN_ROOT = 437, 2, 4, 16
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 _READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
 """Parts of /proc that belong to the machine; root of the host could write to them."""
-_SYSTEM = tuple("bin boot dev etc lib lib32 lib64 libx32 proc run sbin sys usr".split())
-"""Directories of the root that hold shells, interpreters and their settings; tests see them as sealed."""
-_OF_PYTEST = tuple(".pytest.ini conftest.py pytest.ini pytest.toml pyproject.toml setup.cfg tox.ini".split())
-"""Files of the root that pytest reads for tests in every directory below."""
+_OWN = {"dev", "proc", "sys", "tmp"}
+"""Directories of the root whose changes are nobody's answer."""
 _FOR_TESTS_MIB, _FOR_TESTS_FILES = 16, 1000
 """Additional space and files for tests, in case the container is full."""
 START_S = 60.0
@@ -77,7 +76,7 @@ def _make(path: str, text: str | None = None) -> None:
 
 def overlay(top: str, name: str, lower: list[int]) -> str:
     """Mount directories, the uppermost first, below a new one for writes in `top`; return their root."""
-    for part in ("upper", "work", "root"):
+    for part in ("upper", "work", "root", "shm"):
         os.makedirs(f"{top}/{name}/{part}")
     root, upper = f"{top}/{name}/root", f"upperdir={top}/{name}/upper,workdir={top}/{name}/work,userxattr"
     layers = ":".join(f"/proc/self/fd/{fd}" for fd in lower)  # a path may hold colons or commas
@@ -90,10 +89,7 @@ def build(job: dict[str, Any], image: int) -> str:
     top, limits = job["scratch"], job["limits"]
     size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
     child._mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, size)
-    for name in ("dev", "tmp", "shm"):
-        os.mkdir(f"{top}/{name}")
-    for name in ("tmp", "shm"):
-        os.chmod(f"{top}/{name}", 0o1777)
+    os.mkdir(f"{top}/dev")
     root = overlay(top, "first", [image])
     for name in ("dev", "proc", "sys", "tmp", "etc"):  # a runtime needs these in the image
         if os.path.islink(f"{root}/{name}"):  # outside the container the link would lead out of the image
@@ -112,7 +108,6 @@ def build(job: dict[str, Any], image: int) -> str:
     for name in ("pts", "shm", "mqueue"):
         os.mkdir(f"{top}/dev/{name}")
     child._set_read_only(f"{top}/dev", 0)  # its links, such as /dev/stdout, are for the tests too
-    child._mount(f"{top}/shm", f"{top}/dev/shm", None, _BIND)
     child._mount("devpts", f"{top}/dev/pts", "devpts", _NOSUID, "newinstance,ptmxmode=0666,mode=620,max=64")
     child._mount(f"{top}/dev", "/dev", None, _BIND | _RECURSIVE)
     for path in filter(os.path.exists, ("/etc/hosts", "/etc/resolv.conf")):
@@ -120,7 +115,6 @@ def build(job: dict[str, Any], image: int) -> str:
             _make(f"{top}/{os.path.basename(path)}", file.read())
         child._mount(f"{top}/{os.path.basename(path)}", path, None, _BIND)
         child._set_read_only(path, 0)
-    child._mount(f"{top}/tmp", "/tmp", None, _BIND)
     child._mount("proc", "/proc", "proc", _NOSUID | _NODEV)
     for path in filter(os.path.exists, _READ_ONLY):
         child._mount(path, path, None, _BIND | _RECURSIVE)
@@ -133,69 +127,77 @@ def build(job: dict[str, Any], image: int) -> str:
 # ---- what tests see ----
 
 
-class Paths:
-    """Opens paths below a root of untrusted files without following links."""
+class Root:
+    """A root directory of untrusted files; no path or link leads out of it."""
 
-    def __init__(self, root: str, held: contextlib.ExitStack):
-        self.root, self._held = root, held
+    def __init__(self, path: str, held: contextlib.ExitStack):
+        self.path, self._held = path, held
+        self._fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        held.callback(os.close, self._fd)
 
-    def open(self, path: str) -> int | None:
-        """Open a path with O_PATH until the end of `held`; None if there is none."""
-        fd = os.open(self.root, os.O_PATH | os.O_CLOEXEC)
-        for part in filter(None, path.split("/")):
-            self._held.callback(os.close, fd)
+    def open(self, path: str, *, through_links: bool = False) -> int | None:
+        """Open a path with O_PATH until the end of `held`; None if there is none; openat2(2)."""
+        resolve = _IN_ROOT | _NO_MAGIC_LINKS | (0 if through_links else _NO_LINKS)
+        how = ctypes.c_char_p(struct.pack("QQQ", os.O_PATH | os.O_CLOEXEC, 0, resolve))
+        while True:
             try:
-                fd = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+                fd = child.syscall(_OPENAT2, path, self._fd, ctypes.c_char_p(os.fsencode(path)), how, 24)
+            except BlockingIOError:  # something on this machine was renamed meanwhile
+                continue
             except OSError:
                 return None
-        self._held.callback(os.close, fd)
-        return fd
+            self._held.callback(os.close, fd)
+            return fd
+
+    def real(self, path: str) -> str:
+        """Return a path without links; of one that does not exist, the part that does is without links."""
+        if (fd := self.open(path, through_links=True)) is not None:
+            return os.readlink(f"/proc/self/fd/{fd}").removeprefix(self.path) or "/"
+        parent, name = os.path.split(os.path.normpath(path))
+        return os.path.join(self.real(parent), name)
 
     def show(self, shown: int | None, path: str) -> None:
-        """Bind an opened file or directory to a path; None removes what is there."""
-        parts, at = [part for part in path.split("/") if part], self.root
+        """Bind an opened file or directory to a path without links; anything else removes what is there."""
+        parts, at = [part for part in path.split("/") if part], self.path
+        kind = stat.S_IFMT(os.fstat(shown).st_mode) if shown is not None else 0
         for number, part in enumerate(parts, 1):
-            at, is_last = f"{at}/{part}", number == len(parts)
-            wanted = stat.S_ISREG if is_last and _is(shown, stat.S_ISREG) else stat.S_ISDIR
-            found = os.lstat(at).st_mode if os.path.lexists(at) else None
-            if found is not None and (not wanted(found) or (is_last and shown is None)):
-                child.remove_directory(at) if stat.S_ISDIR(found) else os.unlink(at)
-                found = None
-            if found is None and shown is None:
+            at, wanted = f"{at}/{part}", kind if number == len(parts) else stat.S_IFDIR
+            found = stat.S_IFMT(os.lstat(at).st_mode) if os.path.lexists(at) else None
+            if found is not None and found != wanted:
+                child.remove_directory(at) if found == stat.S_IFDIR else os.unlink(at)
+            if wanted not in (stat.S_IFDIR, stat.S_IFREG):
                 return
-            if found is None:
-                _make(at, "" if wanted is stat.S_ISREG else None)
+            if found != wanted:
+                _make(at, "" if wanted == stat.S_IFREG else None)
         child._mount(f"/proc/self/fd/{shown}", at, None, _BIND | _RECURSIVE)
 
 
-def _is(fd: int | None, *kinds: Callable[[int], bool]) -> bool:
-    return fd is not None and any(kind(os.fstat(fd).st_mode) for kind in kinds)
+def show_tests(sealed: Root, left: Root, changes: Root, request: dict[str, Any]) -> dict[str, list[str]]:
+    """Show below `sealed`, at the paths `kept`, what commands left there; see `Container.restore`.
 
-
-def show_tests(sealed: Paths, left: Paths, changes: Paths, request: dict[str, Any]) -> list[str]:
-    """Show below `sealed` the files that commands left in `left`, except system, tests and `protected`.
-
-    changes: paths that commands wrote. Returns the paths below which tests do not see the changes.
+    changes: the files that commands wrote.
     """
-    protected = {path: sealed.open(path) for path in request["protected"]}
-    for file, place in request["files"].items():
-        if _is(fd := sealed.open(file), stat.S_ISREG, stat.S_ISDIR):
-            at = place if _is(fd, stat.S_ISREG) else file
-            above = ["/".join(at.split("/")[:depth]) for depth in range(2, at.count("/") + 1)]
-            for path in (at, *(f"{directory}/{name}" for directory in above for name in _OF_PYTEST)):
-                protected[path] = sealed.open(path)
-    hidden = {path.strip("/") for path in protected} | {*_SYSTEM, *_OF_PYTEST}
-    for name in sorted({*os.listdir(sealed.root), *os.listdir(left.root)} - hidden):
-        fd = left.open(name)
-        if fd is None or _is(fd, stat.S_ISDIR, stat.S_ISREG):
-            sealed.show(fd, name)
-    for path, fd in protected.items():
-        if path.strip("/").partition("/")[0] not in hidden:
-            sealed.show(fd, path)
-    for path in request["kept"]:
+    kept = sorted({sealed.real(path) for path in request["kept"]} - {"/"})
+
+    def is_kept(path: str) -> bool:
+        return any(f"{path}/".startswith(f"{place}/") for place in kept)
+
+    programs, protected = [], {sealed.real(path) for path in request["protected"]}
+    for entry in request["programs"]:
+        at = sealed.real(entry)
+        place = os.path.dirname(at) if os.path.basename(at) == "bin" else at
+        if place not in kept:
+            programs.append(entry)
+            protected.add(place)
+    shown = {path: sealed.open(path) for path in sorted(protected) if is_kept(path)}
+    for path in kept:
         sealed.show(left.open(path), path)
-    unseen = [f"/{name}" for name in _SYSTEM] + list(protected)
-    return [path for path in unseen if path not in request["kept"] and changes.open(path) is not None]
+    for path, fd in shown.items():
+        sealed.show(fd, path)
+    above = {path.split("/")[1] for path in kept} | _OWN
+    unseen = [f"/{name}" for name in os.listdir(changes.path) if name not in above]
+    unseen += [path for path in shown if changes.open(path) is not None]
+    return {"unseen": unseen, "programs": programs}
 
 
 def raise_loopback() -> None:
@@ -243,6 +245,7 @@ class ProcessOne:
         os.chdir("/")
         self._lower = [os.open(self._job["image"], os.O_PATH | os.O_CLOEXEC)]
         self._root = build(self._job, self._lower[0])
+        self._add_layer()
         if not self._job["network"]:
             raise_loopback()
         self._start_runtime(self._root)
@@ -257,13 +260,17 @@ class ProcessOne:
         """Keep the files as they are, and put a new layer over them for later writes."""
         self.kill_all()
         self._leave()
+        self._add_layer()
+        self._start_runtime(self._root)
+
+    def _add_layer(self) -> None:
+        """Put a new upper layer over what was written so far."""
         upper = os.path.dirname(self._root) + "/upper"
         self._lower.insert(0, os.open(upper, os.O_PATH | os.O_CLOEXEC))
         self._root = overlay(self._job["scratch"], f"layer{len(self._lower)}", self._lower)
-        self._start_runtime(self._root)
 
-    def restore(self, request: dict[str, Any]) -> list[str]:
-        """End every process and show tests the sealed files; see `show_tests`."""
+    def restore(self, request: dict[str, Any]) -> dict[str, list[str]]:
+        """End every process and show tests the sealed files; see `Container.restore`."""
         self.kill_all()
         self._leave()
         top, limits = self._job["scratch"], self._limits
@@ -273,12 +280,15 @@ class ProcessOne:
         left, self._root = self._root, overlay(top, f"tests{time.monotonic_ns()}", self._lower)
         with contextlib.ExitStack() as held:
             roots = self._root, left, os.path.dirname(left) + "/upper"
-            unseen = show_tests(*(Paths(root, held) for root in roots), request)
+            answer = show_tests(*(Root(root, held) for root in roots), request)
         self._start_runtime(self._root)
-        return unseen
+        return answer
 
     def _start_runtime(self, root: str) -> None:
         """Run the runtime with a command that waits, and open the namespaces that it made."""
+        for source, target in ((f"{root}/tmp", "/tmp"), (os.path.dirname(root) + "/shm", "/dev/shm")):
+            os.chmod(source, 0o1777)
+            child._mount(source, target, None, _BIND | _RECURSIVE)
         arguments = [part.replace("{root}", root) for part in self._job["runtime"]]
         (lines, out), (given, held) = os.pipe(), os.pipe()
         pid = os.fork()
@@ -462,7 +472,7 @@ class ProcessOne:
         if "arguments" in request:
             return self.run(request)
         if "restore" in request:
-            return {"unseen": self.restore(request["restore"])}
+            return self.restore(request["restore"])
         {"renew": self.renew, "seal": self.seal, "end": self.kill_all}[next(iter(request))]()
         return {}
 

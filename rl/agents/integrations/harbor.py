@@ -201,22 +201,25 @@ class Task(ContainerEnvironment):
         images: Mapping[str, str] | None = None,
         reward_range: Sequence[float] = (0.0, 1.0),
         kept: Sequence[str] = (),
+        protected: Sequence[str] = (),
     ) -> None:
-        super().__init__(container=container, reward_range=reward_range, kept=kept)
+        super().__init__(container=container, reward_range=reward_range, kept=kept, protected=protected)
         self._images = images or {}
         self._files = self._bytes = 0
 
     def reset(self, row: dict[str, Any]) -> Any:
-        task = self._read = read_task(Path(task_of(row)["task"]))
+        given = task_of(row)
+        task = self._read = read_task(Path(given["task"]))
         name = next((name for name in (*task.built, task.base) if name in self._images), "")
         stated = {key: getattr(task, key) for key in ("memory_mib", "disk_mib", "cpus")}
         limits = {key: min(value, self._settings[key] or value) for key, value in stated.items() if value}
         self._is_short = any(limits[key] < stated[key] for key in limits)
-        self._start(self._images.get(name) or self._settings["image"], **limits)
+        self._begin(given, self._images.get(name) or self._settings["image"], **limits)
         is_built = name in task.built
         for kind, arguments in task.steps:
             self._carry_out(kind, arguments, is_built)
         self._container.seal()
+        self._places_of_answer()
         return [{"role": "user", "content": task.instruction}]
 
     def _carry_out(self, kind: str, arguments: str, is_built: bool) -> None:
@@ -263,11 +266,7 @@ class Task(ContainerEnvironment):
     def score(self) -> dict[str, float]:
         task = self._read
         values = self._judge(
-            task.test,
-            task.reward_files,
-            wall_s=task.test_s or None,
-            protected=["/logs"],
-            variables=task.variables,
+            task.test, task.reward_files, wall_s=task.test_s or None, variables=task.variables
         )
         return {**values, "limits_below_task": float(self._is_short)}
 

@@ -2,34 +2,33 @@
 
     agents:
       container: {image: /images/python.sif}      # names this environment, unless another one is named
-      kwargs: {setup: "cp -r /data /app", test: "python3 /data/check.py"}
+      kwargs: {setup: "cp -r /data /app", directory: /app, test: "python3 /data/check.py"}
 
-A row's `extra_info` may have `image`, `setup`, `test` and `reward_file`, which replace those of the
-configuration. The score is 1 if the command `test` exits with status 0; with `reward_file` it is what that
-file of the container holds after the test: a number, or a JSON object with `reward` and other numbers. If
-the file cannot be read, or a number is outside of `reward_range`, the score is 0.
+`directory` is the working directory after `setup`; without it, it is the image's. `image`, `setup`,
+`directory`, `test`, `reward_file` and `kept` in a row's `extra_info` replace those of the configuration. The
+score is 1 if the command `test` exits with status 0; with `reward_file` it is what that file of the
+container holds after the test: a number, or a JSON object with `reward` and other numbers. If the file cannot
+be read, or a number is outside of `reward_range`, the score is 0.
 
 A policy does not write its own grade:
 
 - After `setup`, all its processes are ended, and the files are sealed.
-- Before the test every process of the container is ended. The test sees these files as they were sealed:
-  the system (/usr, /bin, /sbin, /lib, /etc, /run, /dev without /dev/shm), /tests, the installations in PATH,
-  the directory of each script that `test` starts (only the script if the working directory lies there), and
-  pytest's settings in the directories above. All other files are as the policy left them. HOME is an empty
-  directory, and variables that name code to load, such as PYTHONPATH, keep only directories of the system.
+- Before the test every process of the container is ended. The test sees the sealed files, however it is
+  started: shell, interpreters, libraries, /tests, /tmp, and all others. Only the working directory and the
+  paths in `kept` are as the policy left them, except the paths in `protected` and the installations in PATH
+  (/app/venv for /app/venv/bin). HOME and /dev/shm are empty directories, and variables that name code to
+  load, such as PYTHONPATH, keep only directories of the system.
 - The reward file is removed before the test, and every process ends before it is read.
-- If the answer of a task belongs to the system, such as a package or a file of /etc, list its path in `kept`.
-  The log names changed paths that a test did not see.
+- If the answer of a task lies elsewhere, such as a file of /etc, list its path in `kept`. The log names
+  changed paths that a test did not see.
 
 Not promised:
 
 - A program of the policy that a test runs or imports has the rights of the test.
-- `python -m` and `python -c` import from the working directory first (`python -P` does not); make, uv and npm
-  obey files that they find there, and git the settings and hooks of the repository.
-- What a test starts by another form (`D=/data; python3 $D/check.py`, `cat /data/check.py | python3`), through
-  a link in its path, or by a program in PATH that is a link to another installation (uv's Python) is the
-  policy's. Files below /tests and /usr are protected in any case. /dev/shm is as the policy left it.
-- A script in the working directory is protected; files beside it are not, nor are the paths in `kept`.
+- What lies in the working directory is the policy's: tests and their settings (conftest.py, pytest.ini) too,
+  unless `protected` lists them, and modules that an installation takes from there (`pip install -e`).
+- `python -m`, `python -c` and `python < FILE` import from the directory in which they start (`python -P` does
+  not); make, uv and npm obey files that they find there, and git the settings and hooks of the repository.
 """
 
 import json
@@ -54,10 +53,6 @@ _SYSTEM = re.compile(r"/(usr|s?bin|lib(32|64|x32)?|etc)(/|$)")
 _LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 _LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
 """Variables that name code that programs load; tests keep only entries in directories of the system."""
-_PROGRAMS = re.compile(
-    r"(?:.*/)?(python[\d.]*|(ba|da)?sh|node|perl|ruby|pytest|source|\.|exec|env|time(out)?|nice)"
-)
-"""Programs of a test's command that start the file that follows."""
 _told: set[str] = set()
 """Paths that were already logged because tests did not see the policy's changes to them."""
 _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /bin/sh -c "$1"', "sh"]
@@ -74,19 +69,17 @@ class ContainerEnvironment:
         *,
         container: Mapping[str, Any],
         setup: str = "",
+        directory: str = "",
         test: str = "",
         reward_file: str = "",
         reward_range: Sequence[float] = (0.0, 1.0),
         kept: Sequence[str] = (),
+        protected: Sequence[str] = (),
     ) -> None:
-        self._settings, self._range, self._kept = container, reward_range, kept
+        self._settings, self._range, self._protected = container, reward_range, protected
         self._container: Container | None = None
-        self._defaults = {
-            "image": container["image"],
-            "setup": setup,
-            "test": test,
-            "reward_file": reward_file,
-        }
+        self._defaults = {"image": container["image"], "setup": setup, "directory": directory, "test": test}
+        self._defaults |= {"reward_file": reward_file, "kept": kept}
         self.directory = ""
         self.variables: dict[str, str] = {}
 
@@ -103,22 +96,45 @@ class ContainerEnvironment:
 
     def reset(self, row: dict[str, Any]) -> Any:
         task = task_of(row)
-        self._task = {key: task.get(key) or value for key, value in self._defaults.items()}
-        self._start(self._task["image"])
+        self._begin(task, task.get("image") or self._defaults["image"])
         if self._task["setup"]:
             self._check(self._command(self._task["setup"]), "setup")
+        if directory := self._task["directory"]:
+            self._check(self._command(f"mkdir -p -- {shlex.quote(directory)}"), "directory")
+            self.directory = directory
+        if self._task["setup"]:
             self._container.seal()
+        if self._task["test"]:
+            self._places_of_answer()
         return row.get("messages") or row["prompt"]
 
-    def _start(self, image: str, **limits: int) -> None:
-        """Start the trajectory's container. Raises ValueError for a bad image.
+    def _begin(self, task: Mapping[str, Any], image: str, **limits: int) -> None:
+        """Start a trajectory's container. Raises ValueError for a bad image.
 
-        limits: limits in place of those of `agents.container`.
+        Args:
+            task: what the row says.
+            image: path of its image.
+            limits: limits in place of those of `agents.container`.
         """
+        self._task = {key: task.get(key) or value for key, value in self._defaults.items()}
+        self.directory = ""
         if not image:
             raise ValueError("the row has no extra_info.image; set it, or agents.container.image.")
         self._stock = stock(tuple({**self._settings, **limits}.items()))
         self._container = self._stock.take(unpack(image))
+
+    def _places_of_answer(self) -> list[str]:
+        """Return the paths of which a test sees what the policy left. Raises ValueError if there is none."""
+        assert self._container is not None
+        at = os.path.join("/", self.directory or self._container.image.directory)
+        places = [path for path in map(os.path.normpath, (at, *self._task["kept"])) if path != "/"]
+        if not places:
+            raise ValueError(
+                "the working directory is /, and a test would see nothing that the policy writes; set "
+                "agents.kwargs.directory or extra_info.directory (WORKDIR of an image or of a task), or list "
+                "the paths of the answer in kept."
+            )
+        return places
 
     def _command(self, command: str, *, wall_s: float | None = None) -> Outcome:
         """Run a command with bash, or sh if there is none; standard error is in `stdout` too.
@@ -192,7 +208,6 @@ class ContainerEnvironment:
         reward_files: Sequence[str],
         *,
         wall_s: float | None = None,
-        protected: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
         """Run a test; return the score by its exit status, or by the first of the files that exists.
@@ -202,13 +217,12 @@ class ContainerEnvironment:
 
         Args:
             wall_s: time limit of the test in seconds; None for the container's.
-            protected: further paths that the test sees as before the policy's first action.
             variables: environment variables of the test.
         """
         files = [path for path in reward_files if path]
         values = {"acc": 0.0, "test_s": 0.0, "test_timeout": 0.0}
         try:
-            self._restore(test, protected, variables or {})
+            self._restore(variables or {})
             self._put_tests()
             assert self._container is not None
             self._check(self._command(f"mkdir -p {HOME}; rm -rf -- {shlex.join(files)}"), "test")
@@ -226,33 +240,24 @@ class ContainerEnvironment:
     def _put_tests(self) -> None:
         """Write the files of the test. Raises ValueError or RuntimeError if that is impossible."""
 
-    def _restore(self, test: str, protected: Sequence[str], variables: Mapping[str, str]) -> None:
+    def _restore(self, variables: Mapping[str, str]) -> None:
         """End the policy's processes, and show the test the files that the policy cannot have changed."""
         assert self._container is not None
-        image = self._container.image
-        own = {"PATH": PATH, **image.variables, **self.variables}
-        directory = os.path.normpath(os.path.join("/", self.directory or image.directory))
-        loaded = {
-            name: [e for e in own[name].split(":") if _SYSTEM.match(e)] for name in _LOADED if name in own
-        }
+        own = {"PATH": PATH, **self._container.image.variables, **self.variables}
+        for name in own.keys() & _LOADED:
+            own[name] = ":".join(entry for entry in own[name].split(":") if _SYSTEM.match(entry))
         programs = [os.path.normpath(entry) for entry in own["PATH"].split(":") if entry.startswith("/")]
-        files = {
-            f: _place_of(f, directory)
-            for f in _started(test, directory)
-            if not f"{directory}/".startswith(f"{f}/")
-        }
-        places = {_place_of(f"{entry}/program", directory) for entry in programs if not _SYSTEM.match(entry)}
-        own |= {name: ":".join(entries) for name, entries in loaded.items()}
-        self.variables = own | {"PATH": ":".join(programs), "HOME": HOME, **variables}
-        everything = sorted({*places, *protected, "/tests", HOME} - {"/"})
-        for path in self._container.restore(protected=everything, files=files, kept=self._kept):
-            if path not in _told:
-                _told.add(path)
-                log.warning(
-                    "the policy wrote to %s, which tests see as it was before; if it belongs to the answer, "
-                    "list it in agents.kwargs.kept (a test then trusts what the policy wrote there).",
-                    path,
-                )
+        unseen, programs = self._container.restore(
+            kept=self._places_of_answer(), protected=self._protected, programs=programs
+        )
+        self.variables = {**own, "PATH": ":".join(programs) or PATH, "HOME": HOME, **variables}
+        for path in set(unseen) - _told:
+            _told.add(path)
+            log.warning(
+                "the policy wrote to %s, which tests see as it was before; if it belongs to the answer, "
+                "list it in agents.kwargs.kept (a test then trusts what the policy wrote there).",
+                path,
+            )
 
     def _read_reward(self, files: Sequence[str]) -> dict[str, float]:
         assert self._container is not None
@@ -294,38 +299,3 @@ def read_reward(text: str) -> dict[str, float]:
         **numbers,
         "score": sum(numbers.values()) / len(numbers) if score is None and numbers else score or 0.0,
     }
-
-
-def _started(test: str, directory: str) -> list[str]:
-    """Return the files and directories that a test's command starts: the first word of each of its commands,
-    or the first one after an interpreter that looks like a path. `cd` is followed, a variable is not."""
-    lexer = shlex.shlex(test.replace("\n", " ; "), posix=True, punctuation_chars=True)
-    try:
-        words = list(lexer)
-    except ValueError:  # quotes that do not end, which the shell will refuse
-        return []
-    found, before, is_next = [], ";", True
-    for word in words:
-        if set(word) <= set("();<>|&"):
-            is_next = is_next if set(word) & set("<>&") and word != "&&" else True
-        elif before == "cd":
-            directory = os.path.normpath(os.path.join(directory, word))
-        elif _PROGRAMS.fullmatch(word):
-            found += [os.path.normpath(os.path.join(directory, word))] if "/" in word else []
-            is_next = True
-        elif is_next and " " in word:  # sh -c
-            found += _started(word, directory)
-        elif is_next and not re.match(r"-|\w+=", word) and ">" not in before:
-            if is_path := "/" in word or "." in word:
-                found.append(os.path.normpath(os.path.join(directory, word)))
-            is_next = not is_path and not (set(before) <= set("();|&"))
-        before = word
-    return found
-
-
-def _place_of(file: str, directory: str) -> str:
-    """Return the path to protect for a file that tests run: the installation of a program, or the file's
-    directory, or only the file if the working directory lies in this directory."""
-    parent = os.path.dirname(file)
-    wide = os.path.dirname(parent) if os.path.basename(parent) == "bin" else parent
-    return next((p for p in (wide, parent) if p != "/" and not f"{directory}/".startswith(f"{p}/")), file)

@@ -255,7 +255,7 @@ def test_the_environment_has_tools_and_a_score(runtime, image):
     settings = asdict(Settings(image=str(image), runtime=runtime, reuse=2))
     environment = ContainerEnvironment(
         container=settings,
-        setup="mkdir /work",
+        directory="/work",
         test="cat /work/result >/work/reward",
         reward_file="/work/reward",
     )

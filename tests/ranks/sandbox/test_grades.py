@@ -3,10 +3,12 @@
 Not covered: a test that runs the policy's program gives it the test's own rights (docs/agents.md#containers).
 """
 
+import re
 from dataclasses import asdict
 
 import pytest
 
+from rl.agents.shipped import container
 from rl.agents.shipped.container import ContainerEnvironment, read_reward
 from rl.config.container import Container as Settings
 from tests.ranks.sandbox.test_container import image, runtime  # noqa: F401  (fixtures)
@@ -23,6 +25,8 @@ mkdir -p /data /work /opt/tool/bin; echo 42 > /work/task
 printf '%s' '{CHECK.replace("'", '"')}' > /data/check.py
 echo 'def passes(text): return text == "42"' > /data/rules.py
 printf '#!/bin/sh\\nexit 0\\n' > /opt/tool/bin/step; chmod +x /opt/tool/bin/step
+printf '#!/bin/sh\\npython3 /data/check.py\\n' > /data/start; chmod +x /data/start
+ln -s data /linked; echo where=/data > /data/settings
 """
 EVIL = """
 mkdir -p /out /work/out; echo 1 > /work/out/reward; cd /work; printf wrong > answer
@@ -72,7 +76,11 @@ ATTACKS = {
 def environment(runtime, image):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
     made = ContainerEnvironment(
-        container=settings, setup=SETUP, test="step && python3 /data/check.py", reward_file="/out/reward"
+        container=settings,
+        setup=SETUP,
+        directory="/work",
+        test="step && python3 /data/check.py",
+        reward_file="/out/reward",
     )
     made.variables = {"PATH": "/opt/tool/bin:/usr/local/bin:/usr/bin:/bin"}
     made.reset({"prompt": "answer", "extra_info": {}})
@@ -95,6 +103,15 @@ def test_a_right_answer_counts_beside_any_change(environment, attack):
     assert environment.score()["score"] == 1.0
 
 
+BESIDE = """
+for d in / /data /tmp /root /dev/shm /linked; do
+    for f in conftest sitecustomize usercustomize os json genericpath; do cp evil.py $d/$f.py; done
+    printf '[pytest]\naddopts = -p evil\n' > $d/pytest.ini; cp evil $d/.bashrc; cp evil $d/python3
+done
+rm /linked; ln -s /work /linked
+for f in /etc/bash.bashrc /etc/profile /etc/environment /data/settings /data/start; do cp evil $f; done
+"""
+"""What a policy puts beside tests, and in the places where shells and Python look at their start."""
 FORMS = [
     "cd /data && python3 check.py",
     "(cd /data; python3 ./check.py)",
@@ -102,31 +119,103 @@ FORMS = [
     "python3 -W ignore -X dev /data/check.py",
     "timeout 60 python3 2>/dev/null /data/check.py",
     "bash -c 'cd / && python3 data/check.py'",
-    "python3 < /data/check.py",
+    "cd /data && python3 < check.py",
+    "D=/data; python3 $D/check.py",
+    "d=data c=check; python3 /$d/$c.py",
+    "cd /; cat data/check.py | PYTHONPATH=/data python3",
+    "cd / && PYTHONPATH=/data python3 - <<END\nexec(open('/data/check.py').read())\nEND",
+    "eval $(printf 'python3 /%s/check.py' data)",
+    "python3 /linked/check.py",
+    "/linked/../data/start",
+    "sh /data/start",
+    "BASH_ENV=/data/settings bash -c 'python3 $where/check.py'",
 ]
 
 
 @pytest.mark.parametrize("test", FORMS)
 def test_a_test_is_protected_however_it_is_started(runtime, image, test):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
-    made = ContainerEnvironment(container=settings, setup=SETUP, test=test, reward_file="/out/reward")
-    made.reset({"prompt": "answer", "extra_info": {}})
-    made.bash(EVIL + ATTACKS["the test"])
-    assert made.score()["score"] == 0.0
-    made.close()
+    made = ContainerEnvironment(
+        container=settings, setup=SETUP, directory="/work", test=test, reward_file="/out/reward"
+    )
+    for attack, answer in (ATTACKS["the test"], "wrong"), (BESIDE, "wrong"), (BESIDE, "42"):
+        made.reset({"prompt": "answer", "extra_info": {}})
+        made.bash(f"{EVIL}\n{attack}\nprintf {answer} > /work/answer")
+        assert made.score()["score"] == float(answer == "42"), (attack, answer)
+        made.close()
 
 
-def test_a_test_sees_what_a_policy_wrote_and_removed(runtime, image):  # noqa: F811
+def test_a_test_sees_what_a_policy_wrote_and_removed(runtime, image, caplog, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(container, "_told", set())
     settings = asdict(Settings(image=str(image), runtime=runtime))
     test = (
         "test -f /work/new/x && test -f /made && test ! -e /work/old && test ! -e /gone && test -f /etc/mine"
     )
+    kept = ["/etc/mine", "/made", "/gone"]
     made = ContainerEnvironment(
-        container=settings, setup="mkdir -p /work/old /gone", test=test, kept=["/etc/mine"]
+        container=settings, setup="mkdir -p /work/old /gone", directory="/work", test=test, kept=kept
     )
-    made.reset({"prompt": "answer", "extra_info": {}})
-    made.bash("mkdir /work/new; echo > /work/new/x; echo > /made; rm -r /work/old /gone; echo > /etc/mine")
-    assert made.score()["score"] == 1.0
+    wanted = "mkdir /work/new; echo > /work/new/x; echo > /made; rm -r /work/old /gone; echo > /etc/mine"
+    for more, unseen in ("", set()), ("; mkdir /var; echo > /app/x", {"/var", "/app"}):
+        made.reset({"prompt": "answer", "extra_info": {}})
+        made.bash(wanted + more)
+        assert made.score()["score"] == 1.0
+        assert set(re.findall(r"wrote to (\S+),", caplog.text)) == unseen
+        made.close()
+
+
+def test_nothing_of_the_working_directory_starts_with_the_test(runtime, image):  # noqa: F811
+    """Not what an image has there for its programs, and not what its variables name."""
+    setup = f"""{SETUP}
+mkdir -p /work/env/bin /work/bin; cp -r /usr/lib /work/env/lib; cp /usr/bin/python3 /work/env/bin
+ln -s /work/env /opt/env; ln -s /opt/env/bin/python3 /usr/bin/python; cp /data/*.py /work/env
+"""
+    names = ("BASH_ENV", "ENV", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP")
+    settings = asdict(Settings(image=str(image), runtime=runtime, files=60_000))
+    for test in "python3 /data/check.py", "python /data/check.py", "cd env && python3 check.py":
+        made = ContainerEnvironment(
+            container=settings, setup=setup, directory="/work", test=test, reward_file="/out/reward"
+        )
+        made.reset({"prompt": "answer", "extra_info": {}})
+        made.variables = dict.fromkeys(names, "/work/evil") | {
+            "PATH": "bin:/work:/work/bin:/opt/env/bin:/usr/bin"
+        }
+        for answer in "wrong", "42":
+            attack = """for d in . bin env/bin; do for f in python3 python bash; do cp evil $d/$f; done; done
+for d in env/lib/python3*; do cp evil.py $d/sitecustomize.py; done; cp evil.py env/check.py"""
+            shell = ["/usr/bin/bash", "-c", f"{EVIL}\n{attack}\nprintf {answer} > answer"]
+            path = {"PATH": "/usr/bin"}
+            assert made._container.run(shell, directory="/work", variables=path).ok
+            assert made.score()["score"] == float(answer == "42"), (test, answer)
+            made._container.renew() if answer == "42" else None
+        made.close()
+
+
+def test_a_test_in_the_working_directory_is_protected_if_it_is_listed(runtime, image):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime))
+    made = ContainerEnvironment(
+        container=settings,
+        setup=f"{SETUP}cp -r /data /work/tests",
+        directory="/work",
+        test="python3 tests/check.py && test ! -e conftest.py && test -e new",
+        reward_file="/out/reward",
+        protected=["/work/tests", "/work/conftest.py"],
+    )
+    for answer in "wrong", "42":
+        made.reset({"prompt": "answer", "extra_info": {}})
+        made.bash(
+            f"{EVIL}cp evil.py tests/rules.py; cp evil.py conftest.py; printf {answer} > answer; echo > new"
+        )
+        assert made.score()["score"] == float(answer == "42")
+        made.close()
+
+
+def test_a_task_without_a_place_for_its_answer_is_refused(runtime, image):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime))
+    made = ContainerEnvironment(container=settings, test="true")
+    with pytest.raises(ValueError, match="agents.kwargs.directory"):
+        made.reset({"prompt": "answer", "extra_info": {}})
+    made.reset({"prompt": "answer", "extra_info": {"kept": ["/made"]}})
     made.close()
 
 
@@ -153,7 +242,8 @@ def test_a_reward_file_without_a_number_is_zero(text):
 @pytest.mark.parametrize("text", ["1.5", "-1", "1e39", '{"a": 3}'])
 def test_a_reward_outside_of_its_range_fails(runtime, image, text):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime))
-    made = ContainerEnvironment(container=settings, test=f"echo '{text}' > /reward", reward_file="/reward")
+    test = f"echo '{text}' > /reward"
+    made = ContainerEnvironment(container=settings, directory="/work", test=test, reward_file="/reward")
     made.reset({"prompt": "answer", "extra_info": {}})
     assert made.score()["score"] == 0.0
     made.close()
