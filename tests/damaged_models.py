@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl.models.json_files import POINTER
+
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 VOCABULARY, WEIGHTS, INDEX = "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
 SECOND = "model-00002-of-00002.safetensors"
@@ -129,6 +131,10 @@ DAMAGES |= {
     ),
     "generation missing": (lambda d: (d / GENERATION).unlink(), ""),
     "config missing": (lambda d: (d / CONFIG).unlink(), "has no config.json"),
+    "weights of Git LFS": (
+        lambda d: (d / WEIGHTS).write_text(POINTER.decode() + "v1\noid sha256:0\nsize 9\n"),
+        "model.safetensors is a Git LFS pointer .*git lfs pull",
+    ),
     "weights missing": (lambda d: (d / WEIGHTS).unlink(), "holds no .*safetensors"),
     "weights cut": (cut(WEIGHTS), f"{WEIGHTS} is damaged"),
     "weights empty": (content(WEIGHTS, ""), f"{WEIGHTS} is damaged"),

@@ -92,14 +92,28 @@ def _from_object(value: dict) -> ToolCall:
 
 
 def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """Return the text outside of the blocks, and the text within each. The last block may lack its end."""
-    outside, *pieces = text.split(begin)
+    """Return the text outside of the blocks, and the text within each. The last block may lack its end.
+
+    A block that begins with JSON may hold begin and end in its strings.
+    """
+    outside, mark, text = text.partition(begin)
     blocks = []
-    for piece in pieces:
-        block, _, after = piece.partition(end)
-        blocks.append(block)
+    while mark:
+        stop = text.find(end, _json_end(text))
+        stop = len(text) if stop < 0 else stop
+        blocks.append(text[:stop])
+        after, mark, text = text[stop + len(end) :].partition(begin)
         outside += after
     return outside, blocks
+
+
+def _json_end(text: str) -> int:
+    """Return the end of the JSON value with which a text begins, blanks aside; 0 if there is none."""
+    start = len(text) - len(text.lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return 0
 
 
 def _parse_hermes(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
@@ -124,29 +138,47 @@ def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
 
 def _typed(pairs: Sequence[tuple[str, str]], name: str, tools: Sequence[dict]) -> dict[str, Any]:
     """Return arguments that were written as text. The tool's schema tells which arguments are strings."""
-    schemas = [tool["function"] for tool in tools if tool["function"]["name"] == name]
-    parameters = schemas[0].get("parameters") if schemas else None
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    properties = properties if isinstance(properties, dict) else {}
-    return {
-        key: value if _takes_text(properties.get(key)) else read_json(_OF_PYTHON.get(value, value), value)
-        for key, value in pairs
-    }
+    whole = next(
+        (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name), {}
+    )
+    properties = [schema.get("properties") for schema in _combined([whole], whole)]
+
+    def read(key: str, value: str) -> Any:
+        schemas = [each.get(key) for each in properties if isinstance(each, dict)]
+        if any(map(_takes_text, _combined(schemas, whole))):
+            return value
+        return read_json(_OF_PYTHON.get(value, value), value)
+
+    return {key: read(key, value) for key, value in pairs}
 
 
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 """Values in templates that do not write JSON -> JSON."""
 
 
-def _takes_text(schema: Any) -> bool:
-    """Return whether a parameter's schema allows a string."""
-    if not isinstance(schema, dict):
-        return False
-    kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    texts = [isinstance(value, str) for value in schema.get("enum") or []]
-    options = [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]
-    return "string" in kinds or (bool(texts) and all(texts)) or any(map(_takes_text, options))
+def _combined(schemas: list, whole: Any) -> list[dict]:
+    """Return schemas with all schemas that they combine or, by $ref within the whole schema, refer to."""
+    found: list[dict] = []
+    left = [*schemas]
+    while left:
+        schema = left.pop()
+        if isinstance(schema, dict) and not any(schema is known for known in found):
+            found.append(schema)
+            left += [one for key in ("allOf", "anyOf", "oneOf") for one in _listed(schema.get(key))]
+            target = whole
+            for name in str(schema.get("$ref", "#/")).split("/")[1:]:
+                target = target.get(name) if isinstance(target, dict) else None
+            left.append(target)
+    return found
+
+
+def _takes_text(schema: dict) -> bool:
+    """Return whether a schema names strings as its type or as all its values."""
+    return "string" in _listed(schema.get("type")) or set(map(type, _listed(schema.get("enum")))) == {str}
+
+
+def _listed(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 _FUNCTION = re.compile(
@@ -243,11 +275,7 @@ def _parse_llama(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]
     body = text.removeprefix("<|python_tag|>").strip()
     if not re.match(r'\{\s*"(type|name|function)"', body):
         return text, []
-    try:
-        _, end = json.JSONDecoder().raw_decode(body)
-    except (ValueError, RecursionError):
-        end = len(body)
-    return "", [_from_json(body[:end])]
+    return "", [_from_json(body[: _json_end(body) or len(body)])]
 
 
 def _parse_deepseek(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:

@@ -3,8 +3,8 @@
 import functools
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -101,53 +101,71 @@ class ChatTemplate:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """Render messages. No tools are None: templates treat [] as tools.
+        """Render messages. Raises ValueError if the template rejects them."""
+        options = self.kwargs if kwargs is None else kwargs
+        hidden = self._hidden(messages), hide(list(tools), self.tokenizer)
+        return self._apply(*hidden, add_generation_prompt=generation_prompt, **options)[0]
 
-        Raises ValueError if the template rejects the messages.
-        """
-        with self._refusals():
-            return self.tokenizer.apply_chat_template(
-                self._hidden(messages),
-                tools=hide(list(tools), self.tokenizer) or None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **(self.kwargs if kwargs is None else kwargs),
-            )
+    def marked(self, messages: Sequence[dict], tools: Sequence[dict] = ()) -> Spans:
+        """Return the parts of the rendered messages that the template marks as generated."""
+        hidden = self._hidden(messages), hide(list(tools), self.tokenizer)
+        return self._apply(*hidden, return_assistant_tokens_mask=True, **self.kwargs)[1]
 
-    def render_marked(self, messages: Sequence[dict], tools: Sequence[dict] = ()) -> tuple[str, Spans]:
-        """Return the rendered messages, and the parts that the template marks as generated.
+    def _apply(self, messages: list[dict], tools: list[dict], **options: Any) -> tuple[str, Spans]:
+        """Return the messages as the template renders them without any change, and the marked parts.
 
-        Raises ValueError if the template rejects the messages.
+        No tools are None, because templates treat [] as tools. Raises ValueError if it rejects the messages.
         """
         tokenizer = self.tokenizer
-        with self._refusals():
+        try:
             # What apply_chat_template calls, which returns the parts in tokens instead of characters.
             texts, spans = render_jinja_template(
-                [self._hidden(messages)],
-                tools=hide(list(tools), tokenizer) or None,
-                chat_template=tokenizer.get_chat_template(tools=list(tools) or None),
-                return_assistant_tokens_mask=True,
-                **{**tokenizer.special_tokens_map, **self.kwargs},
+                [messages],
+                tools=tools or None,
+                chat_template=tokenizer.get_chat_template(tools=tools or None),
+                **{**tokenizer.special_tokens_map, **options},
             )
-        return texts[0], spans[0]
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
         except (jinja2.TemplateError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"the chat template of {self.tokenizer.name_or_path} rejects the messages: {error}"
+                f"the chat template of {tokenizer.name_or_path} rejects the messages: {error}"
             ) from error
+        return texts[0], spans[0] if spans else []
 
     def show(self, text: str) -> str:
         """Return a rendered text without marks, as the model reads it."""
         return show(text, self.tokenizer)
 
     def _hidden(self, messages: Sequence[dict]) -> list[dict]:
+        """Return messages in the template's form, with special tokens marked as text.
+
+        In the assistant's content, special tokens around reasoning and calls may stay special.
+        """
         adapted = [self.adapt(message) for message in messages]
-        hides = hide_messages if self._keeps_marks else hide
-        return hides(adapted, self.tokenizer)
+        hidden = hide(adapted, self.tokenizer)
+        for changed, message in zip(hidden, adapted):
+            content = message.get("content")
+            if self._keeps_marks and message.get("role") == "assistant" and changed.get("content") != content:
+                changed["content"] = hide(content, self.tokenizer, self.turn_marks[1])
+        return hidden
+
+    # What the template does with examples -----------------------------------------------------------------
+
+    def _try(self, messages: Sequence[dict], tools: Sequence[dict] = (), **options: Any) -> str:
+        """Return the rendered messages; "" if the template rejects them."""
+        adapted = [self._with_calls(message) for message in messages]
+        try:
+            return self._apply(adapted, list(tools), **{**self.kwargs, **options})[0]
+        except ValueError:
+            return ""
+
+    def _find_call_form(self) -> tuple[str | None, bool] | None:
+        forms = [(empty, as_text) for as_text in (False, True) for empty in ("", None)]
+        for form, call in [(form, call) for call in (CALL, NAMED_CALL) for form in forms]:
+            self.call_form = form
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            if CALL["function"]["name"] in self._try([QUESTION, turn], add_generation_prompt=True):
+                return form
+        return None
 
     @functools.cached_property
     def reasoning_key(self) -> str | None:
@@ -155,11 +173,7 @@ class ChatTemplate:
         mark, calls = "~reasoning~", {"tool_calls": [CALL]}
         for key in REASONING_KEYS if self.text else ():
             turn = {"role": "assistant", "content": "answer", key: mark}
-            turns = [
-                turn,
-                self._with_calls({**turn, **calls}),
-                self._with_calls({**turn, **calls, "content": ""}),
-            ]
+            turns = [turn, {**turn, **calls}, {**turn, **calls, "content": ""}]
             if any(mark in self._try([QUESTION, turn]) for turn in turns):
                 return key
         return None
@@ -187,13 +201,53 @@ class ChatTemplate:
             )
         return self._roles[role]
 
-    def _try(self, messages: Sequence[dict], tools: Sequence[dict] = ()) -> str:
-        """Return the messages as the template renders them without any change; "" if it rejects them."""
-        options = {"tools": list(tools) or None, **self.kwargs}
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except (jinja2.TemplateError, TypeError, AttributeError):
+    @functools.cached_property
+    def clock(self) -> str:
+        """What the template writes into each prompt: "the time of day", "today's date", or "" for neither."""
+
+        def rendered(*time: int) -> list[str]:
+            options = {"strftime_now": datetime(*time).strftime}
+            return [self._try([QUESTION], tools, **options) for tools in ((), [TOOL])]
+
+        if "strftime_now" not in self.text:
             return ""
+        morning = rendered(2001, 1, 1)
+        if rendered(2001, 1, 1, 13, 59, 59) != morning:
+            return "the time of day"
+        return "today's date" if rendered(2012, 12, 30) != morning else ""
+
+    @functools.cached_property
+    def turn_marks(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The special tokens that the template writes in the assistant's turns, and the ones that it writes
+        in no other turn.
+
+        Examples: <think> and </think>; of gpt-oss also <|start|>, which lies between two channels of a turn.
+        """
+        tokenizer = self.tokenizer
+        special = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
+        if not self.text:
+            return frozenset(), frozenset()
+
+        def tokens(text: str) -> set[str]:
+            return {token for token in special if token in text}
+
+        user, prompt = (self._try([QUESTION], [TOOL], add_generation_prompt=own) for own in (False, True))
+        opening = prompt.removeprefix(user) if prompt.startswith(user) else ""
+        roles = tokens(self._try([QUESTION])) | {token for token in special if opening.startswith(token)}
+        found = tokens(opening) - roles
+        answer = {"role": "assistant", "content": "answer"}
+        thought = answer | {self.reasoning_key or REASONING_KEYS[0]: "reason"}
+        calls = [{**thought, "content": "", "tool_calls": [call]} for call in (CALL, NAMED_CALL)]
+        for turn in (answer, thought, *calls):
+            text = self._try([QUESTION, turn], [TOOL])
+            own = tokens(text.removeprefix(prompt).removeprefix(user))
+            found |= own if text.startswith(prompt) else own - roles
+        found |= {mark for mark in UNRENDERED if mark in self.text} & special
+        found |= {mark.replace("/", "", 1) for mark in found} & special
+        found -= {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token}
+        return frozenset(found), frozenset(found - roles)
+
+    # Messages in the template's form ----------------------------------------------------------------------
 
     def adapt(self, message: dict) -> dict:
         """Return the message in the form that the template takes."""
@@ -225,19 +279,6 @@ class ChatTemplate:
             ],
         }
 
-    def _find_call_form(self) -> tuple[str | None, bool] | None:
-        forms = [(empty, as_text) for as_text in (False, True) for empty in ("", None)]
-        for form, call in [(form, call) for call in (CALL, NAMED_CALL) for form in forms]:
-            self.call_form = form
-            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                text = self.render([QUESTION, turn])
-            except ValueError:
-                continue
-            if CALL["function"]["name"] in text:
-                return form
-        return None
-
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Return the template of a tokenizer; it is tried on example chats once."""
@@ -268,23 +309,6 @@ def read_json(text: str, default: Any = None) -> Any:
     return value if is_within(value, MAX_LEVELS) else default
 
 
-# ---- special tokens of the template ----
-
-
-def hide_messages(messages: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """Return messages with special tokens marked as text (`rl.data.special_tokens`), for the policy's prompt.
-
-    In the assistant's content, special tokens around reasoning and calls stay special.
-    """
-    hidden = []
-    for message in messages:
-        changed, content = hide(message, tokenizer), message.get("content")
-        if message.get("role") == "assistant" and changed.get("content") != content:
-            changed["content"] = hide(content, tokenizer, turn_marks(tokenizer)[1])
-        hidden.append(changed)
-    return hidden
-
-
 def kept_ids(
     tokenizer: PreTrainedTokenizerBase, names: Sequence[str], ends: Collection[int] = (), *, key: str = ""
 ) -> frozenset[int]:
@@ -296,6 +320,7 @@ def kept_ids(
 
     Raises ValueError that begins with the config's `key` for a name that is not a special token.
     """
+    auto = template_of(tokenizer).turn_marks[0]
     known = {tokenizer.convert_ids_to_tokens(id): id for id in special_ids(tokenizer)}
     chosen: set[str] = set()
     for name in names:
@@ -304,51 +329,6 @@ def kept_ids(
                 f"{key} has {name!r}, which is not a special token of {tokenizer.name_or_path}; use auto, "
                 f"all or some of {', '.join(sorted(known)[:20])}."
             )
-        chosen |= turn_marks(tokenizer)[0] if name == "auto" else known.keys() if name == "all" else {name}
+        chosen |= auto if name == "auto" else known.keys() if name == "all" else {name}
     never = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, *ends}
     return frozenset({known[token] for token in chosen} - never)
-
-
-def turn_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the special tokens that the chat template writes in the assistant's turns, and the ones that it
-    writes in no other turn.
-
-    Examples: <think> and </think>; of gpt-oss also <|start|>, which lies between two channels of a turn.
-    """
-    if tokenizer.chat_template is None:
-        return frozenset(), frozenset()
-    return _marks_of(tokenizer, len(tokenizer), tokenizer.get_chat_template(tools=[TOOL]))
-
-
-@functools.lru_cache(maxsize=8)
-def _marks_of(
-    tokenizer: PreTrainedTokenizerBase, size: int, template: str
-) -> tuple[frozenset[str], frozenset[str]]:
-    special = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
-
-    def render(*turns: dict, **options: Any) -> str:
-        try:
-            messages = [QUESTION, *turns]
-            return tokenizer.apply_chat_template(messages, tokenize=False, **{"tools": [TOOL], **options})
-        except (jinja2.TemplateError, TypeError, AttributeError):
-            return ""
-
-    def tokens(text: str) -> set[str]:
-        return {token for token in special if token in text}
-
-    user, prompt = render(), render(add_generation_prompt=True)
-    opening = prompt.removeprefix(user) if prompt.startswith(user) else ""
-    roles = tokens(render(tools=None)) | {token for token in special if opening.startswith(token)}
-    found = tokens(opening) - roles
-    answer = {"role": "assistant", "content": "answer", "reasoning_content": "reason", "thinking": "reason"}
-    calls = [CALL, {**CALL, "function": {**CALL["function"], "arguments": '{"key": "a"}'}}]
-    turns = [answer, {"role": "assistant", "content": "answer"}]
-    turns += [{**answer, "content": empty, "tool_calls": [call]} for call in calls for empty in ("", None)]
-    for turn in turns:
-        text = render(turn)
-        own = tokens(text.removeprefix(prompt).removeprefix(user))
-        found |= own if text.startswith(prompt) else own - roles
-    found |= {mark for mark in UNRENDERED if mark in template} & special
-    found |= {mark.replace("/", "", 1) for mark in found} & special
-    found -= {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token}
-    return frozenset(found), frozenset(found - roles)

@@ -22,11 +22,10 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.chat_template import CALL, QUESTION, REASONING_KEYS, REPLY, Spans, template_of
-from rl.data.completeness import squeeze
+from rl.data.chat_template import CALL, QUESTION, REPLY, Spans, template_of
 from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
 from rl.data.prompts import AGENT_COLUMNS, Prompt, data_source, extra_info, refuse_two_bos, within_limit
-from rl.data.reading import Row, describe, read_rows
+from rl.data.reading import Row, read_rows
 from rl.data.special_tokens import encode, show
 
 log = logging.getLogger(__name__)
@@ -74,10 +73,11 @@ def load_chats(
     )
     reader = MessageReader(template_of(tokenizer), reads_weights=True)
     turns = AssistantTurns(reader, end_token_ids)
-    chats = [
-        turns.find(_messages(row, messages_key, reader), tools_of(row), row, train_on=train_on)
-        for row in rows
-    ]
+    chats = []
+    for row in rows:
+        messages = reader.read(row, messages_key, is_text=False)
+        assert isinstance(messages, list)
+        chats.append(turns.find(messages, tools_of(row), row, train_on=train_on))
     reader.finish(", ".join(map(str, files)))
     tokenized = tokenize_chats(chats, tokenizer, rows)
     lengths = np.array([len(ids) for ids, _ in tokenized])
@@ -120,10 +120,6 @@ def load_chats(
     if train_on != "all":
         turns.warn_of_open_turns(chats)
     return samples
-
-
-class Untrainable(ValueError):
-    """Raised if a turn is not rendered as the policy would generate it; the message ends with a remedy."""
 
 
 class AssistantTurns:
@@ -178,53 +174,42 @@ class AssistantTurns:
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
         places = [i for i in turns if messages[i].get("weight") != 0]
         try:
-            if train_on == "all":
-                if len(places) < len(turns):
-                    raise ValueError(
-                        "a turn has weight 0, but data.train_on=all trains all; use data.train_on=assistant"
-                    )
-                text = self._template.render(messages, tools, generation_prompt=False)
-                spans = [(0, len(text))]
-            elif not turns:
+            if not turns and train_on != "all":
                 raise ValueError("no message is the assistant's, so nothing would be trained; remove the row")
-            elif not places:
+            if not places and train_on != "all":
                 raise ValueError("all turns have weight 0, so nothing would be trained; remove the row")
-            else:
-                places = places[-1:] if train_on == "last" else places
-                text, spans = self._trained(messages, tools, places, row)
+            text = self._template.render(messages, tools, generation_prompt=False)
             self._reader.compare(messages, tools, text, row, generation_prompt=False)
+            if train_on != "all":
+                return self._trained(messages, tools, text, places[-1:] if train_on == "last" else places)
+            if len(places) < len(turns):
+                raise ValueError(
+                    "a turn has weight 0, but data.train_on=all trains all; use data.train_on=assistant"
+                )
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}.") from error
+        return text, [(0, len(text))]
+
+    def _trained(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> Chat:
+        """Return the rendered chat and the parts of the turns at `places`, which hold all of the turns."""
+        if self._template.marks_turns:
+            spans = self._marked(messages, tools, text, places)
+        else:
+            text, spans = self._compared(messages, tools, text, places)
+        trained = "".join(text[start:end] for start, end in spans)
+        self._reader.completeness.check_turns(messages, places, trained)
         return text, spans
 
-    def _trained(self, messages: Messages, tools: list[dict], places: list[int], row: Row) -> Chat:
-        """Return the rendered chat and the parts of the turns at `places`."""
-        try:
-            text, spans = self._marked(messages, tools, places) or self._compared(messages, tools, places)
-            self._check_parts([messages[i] for i in places], text, spans)
-        except Untrainable as error:  # if the policy would not read all of the prompt, that is the cause
-            text = self._template.render(messages, tools, generation_prompt=False)
-            options = dict(generation_prompt=False, with_turns=False)
-            self._reader.compare(messages, tools, text, row, **options)
-            raise ValueError(
-                f"{error}, or use a chat_template.jinja that marks the trained parts with {{% generation %}} "
-                "and keeps all parts of a turn"
-            ) from error
-        return text, spans
-
-    def _marked(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat | None:
+    def _marked(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> Spans:
         """Return the parts that the template marks in the messages at `places`.
 
-        A token that ends the generation right after a part belongs to it. None: the template marks no part of
-        any chat.
+        A token that ends the generation right after a part belongs to it.
         """
-        if not self._template.marks_turns:
-            return None
-        text, spans = self._template.render_marked(messages, tools)
+        spans = self._template.marked(messages, tools)
 
         def count(end: int) -> int:
             # Spans are counted, because an earlier turn may be rendered differently there.
-            return len(self._template.render_marked(messages[:end], tools)[1]) if end else 0
+            return len(self._template.marked(messages[:end], tools)) if end else 0
 
         turns = [i for i in range(places[0], len(messages)) if messages[i]["role"] == "assistant"]
         if places == turns:
@@ -238,12 +223,11 @@ class AssistantTurns:
                 self._after = self._after or token
                 end += len(token) if token in self._ends else 0
             found += [(start, end)] if start < end else []
-        return text, found
+        return found
 
-    def _compared(self, messages: Messages, tools: list[dict], places: list[int]) -> Chat:
-        """Return the parts between renderings of the chat's beginnings."""
+    def _compared(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> Chat:
+        """Return the parts between renderings of the chat's beginnings, and the text with its last end."""
         render, name = self._template.render, self.tokenizer.name_or_path
-        text = render(messages, tools, generation_prompt=False)
         spans: Spans = []
         for place in places:
             if not place:
@@ -251,17 +235,22 @@ class AssistantTurns:
             is_last = place == len(messages) - 1
             before = render(messages[:place], tools)
             through = text if is_last else render(messages[: place + 1], tools, generation_prompt=False)
+            problem = ""
             if not through.startswith(before):
-                raise Untrainable(
-                    f"the chat template of {name} renders message {place + 1} of {len(messages)} (assistant) "
+                problem = (
                     f"not as a continuation of its generation prompt, which ends in {before[-30:]!r}, so the "
                     "policy could not generate it; write the turn's reasoning into reasoning_content"
                 )
-            if not text.startswith(through):
-                raise Untrainable(
-                    f"the chat template of {name} renders message {place + 1} of {len(messages)} (assistant) "
+            elif not text.startswith(through):
+                problem = (
                     "differently when further messages follow, as templates do that drop the reasoning of "
                     f"earlier turns; {self._remedy}"
+                )
+            if problem:
+                raise ValueError(
+                    f"the chat template of {name} renders message {place + 1} of {len(messages)} (assistant) "
+                    f"{problem}, or use a chat_template.jinja that marks the trained parts with "
+                    "{% generation %} and keeps all parts of a turn"
                 )
             end = len(before) + len(through[len(before) :].rstrip())
             if not through.endswith(self._ends, len(before), end):
@@ -291,28 +280,6 @@ class AssistantTurns:
         """Return the special token at a position of a text; "" if there is none."""
         tokens = (*self._ends, *self._special)
         return next((token for token in tokens if text.startswith(token, position)), "")
-
-    def _check_parts(self, turns: Messages, text: str, spans: Spans) -> None:
-        """Raise Untrainable if a part of the trained messages is not in their rendered text."""
-        name = self.tokenizer.name_or_path
-        text = self._template.show(text)
-        # Without spaces, which templates strip and add.
-        trained = squeeze("".join(text[start:end] for start, end in spans))
-        for message in turns:
-            calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-            parts = {"content": message.get("content"), "reasoning_content": message.get("reasoning_content")}
-            parts |= {f"tool call {number}": call["name"] for number, call in enumerate(calls, start=1)}
-            for key, part in parts.items():
-                if isinstance(part, str) and squeeze(part) not in trained:
-                    remedy = "use a template that renders it"
-                    if key == REASONING_KEYS[0]:
-                        remedy = "write the reasoning into the content, between <think> and </think>"
-                    elif key == "content" and "</think>" in part:
-                        remedy = "write the reasoning into reasoning_content instead of the content"
-                    raise Untrainable(
-                        f"the chat template of {name} leaves out the {key} of a turn, {describe(part)}; "
-                        f"{remedy}"
-                    )
 
     def warn_of_open_turns(self, chats: Sequence[Chat]) -> None:
         """Log a warning, with its remedy, if turns end without a token that ends the generation."""
@@ -380,14 +347,3 @@ def excerpt(text: str, spans: Spans, *, width: int = 60) -> str:
         parts += [short(text[position:start]), f"[[{short(text[start:end])}]]"]
         position = end
     return "".join(parts) + ("" if position == len(text) else " ...")
-
-
-def _messages(row: Row, column: str, reader: MessageReader) -> Messages:
-    value = row.values[column]
-    messages = reader.read(value, row, column)
-    if messages is None:
-        raise ValueError(
-            f"{row.place}: column {column!r} must be a list of {{role, content}} messages, not "
-            f"{describe(value)}."
-        )
-    return messages

@@ -15,7 +15,7 @@ is allowed, if the template renders reasoning at all.
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from rl.data.chat_template import ChatTemplate
@@ -25,9 +25,10 @@ SWITCH = re.compile(r"/(no_?)?think")
 """Words that turn reasoning on or off in a user's message; some templates remove them."""
 REMEDIES = {
     "content": "give the message a role that the template renders, or move its text to a message of the user",
+    "content with </think>": "write the reasoning into reasoning_content instead",
     "content beside calls": "move it to a message of its own, or use a template that renders both",
-    "reasoning_content": "remove it, or use a template that renders it",
-    "call": "use a template with calls of tools",
+    "reasoning_content": "write the reasoning into the content, between <think> and </think>",
+    "call": "use a template with calls of tools, or write the call into the content",
     "tool": "use a template with tools, or describe the tools in a message and remove them here",
 }
 
@@ -67,19 +68,31 @@ class Completeness:
         generation_prompt: whether the text ends with the generation prompt. with_turns: whether messages of
             the assistant are compared, too.
         """
+        only = None if with_turns else [i for i, m in enumerate(messages) if m["role"] != "assistant"]
         kind = (*map(_kind, messages), len(tools), generation_prompt, with_turns)
         if kind not in self._known:
-            self._check_kind(*copy.deepcopy((messages, tools)), text, generation_prompt, with_turns)
+            self._check_kind(*copy.deepcopy((messages, tools)), text, generation_prompt, only)
             self._known.add(kind)
-        for part in self._parts(messages, (), with_turns):
+        for part in self._parts(messages, (), only):
             if part.kind != "call":
                 self._check_part(part, part.text, text)
 
+    def check_turns(self, messages: Sequence[dict], numbers: Collection[int], text: str) -> None:
+        """Raise ValueError if the text lacks a part of one of the messages with these numbers."""
+        for part in self._parts(messages, (), numbers):
+            if part.kind != "call" or part.key == "name":
+                self._check_part(part, part.text, text)
+
     def _check_kind(
-        self, messages: Sequence[dict], tools: Sequence[dict], text: str, generation_prompt: bool, turns: bool
+        self,
+        messages: Sequence[dict],
+        tools: Sequence[dict],
+        text: str,
+        generation_prompt: bool,
+        only: Collection[int] | None,
     ) -> None:
         """Raise ValueError if the template leaves out a part of such a chat. Changes messages and tools."""
-        parts = [*self._parts(messages, tools, turns)]
+        parts = [*self._parts(messages, tools, only)]
         words = [f"part{number}of" for number in range(len(parts))]
         for part, word in zip(parts, words):
             thinking, tag, _ = str(part.holder[part.key]).rpartition("</think>")
@@ -98,23 +111,38 @@ class Completeness:
         shown = "" if part.kind in ("tool", "call") else f", {describe(part.text)}"
         raise ValueError(
             f"the chat template of {self._template.tokenizer.name_or_path} leaves out {part.owner}{shown}; "
-            f"{REMEDIES[part.kind]}"
+            f"{self._remedy(part.kind)}"
         )
 
-    def _parts(self, messages: Sequence[dict], tools: Sequence[dict], with_turns: bool) -> Iterator[Part]:
-        """Yield the parts that the text must contain."""
+    def _remedy(self, kind: str) -> str:
+        template = self._template
+        works = {
+            "reasoning_content": "</think>" not in template.text,  # otherwise it may strip such a content
+            "content with </think>": template.reasoning_key is not None,
+        }
+        return REMEDIES[kind] if works.get(kind, True) else "remove it, or use a template that renders it"
+
+    def _parts(
+        self, messages: Sequence[dict], tools: Sequence[dict], only: Collection[int] | None
+    ) -> Iterator[Part]:
+        """Yield the parts that the text must contain.
+
+        only: numbers of messages that it must contain whole; None: all messages, without what templates drop
+            by design.
+        """
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant" and not with_turns:
-                continue
+        for i in range(len(messages)) if only is None else only:
+            message = messages[i]
+            is_turn = message["role"] == "assistant"
             name = f"message {i + 1} of {len(messages)} (role {message['role']})"
             calls = message.get("tool_calls") or []
-            kind = "content beside calls" if calls else "content"
-            may_drop = message["role"] == "assistant" and i <= last
+            may_drop = is_turn and i <= last and only is None
             for holder, key in texts_of(message):
                 content = holder[key]
                 if may_drop and "</think>" in self._template.text:
                     content = content.rpartition("</think>")[2]
+                kind = "content beside calls" if calls else "content"
+                kind = "content with </think>" if is_turn and "</think>" in content else kind
                 if content.strip():
                     yield Part(kind, f"the content of {name}", holder, key, content)
             key = "reasoning_content"

@@ -189,22 +189,22 @@ class ImageReader:
         owner = f"{row.place}: image {number} of column {self.column!r}"
         return read_image(item, self.format, owner, directory=row.path.parent)
 
-    def anchored(self, messages: list[dict] | None, images: Sequence[Image], row: Row) -> list[dict] | None:
-        """Return the messages with a part {type: image} in place of each anchor; text without images.
+    def anchored(self, prompt: list[dict] | str, images: Sequence[Image], row: Row) -> list[dict] | str:
+        """Return messages with a part {type: image} in place of each anchor; without images unchanged.
 
         Raises ValueError if the numbers of anchors and images differ, and for parts of another type.
         """
-        if messages is None and images:
+        if isinstance(prompt, str) and images:
             raise ValueError(
                 f"{row.place}: a prompt with images must be a list of messages, because the chat template "
                 "writes the tokens around an image."
             )
-        if not images and not any(isinstance(message.get("content"), list) for message in messages or ()):
-            return messages
+        if isinstance(prompt, str):
+            return prompt
+        if not images and not any(isinstance(message.get("content"), list) for message in prompt):
+            return prompt
         split = ANCHOR if images else None
-        found = [
-            {**message, "content": _parts(message.get("content"), split, row)} for message in messages or ()
-        ]
+        found = [{**message, "content": _parts(message.get("content"), split, row)} for message in prompt]
         count = sum(part["type"] == "image" for message in found for part in message["content"])
         if count != len(images):
             raise ValueError(

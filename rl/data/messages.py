@@ -63,29 +63,38 @@ class MessageReader:
     def __init__(self, template: ChatTemplate, *, reads_weights: bool = False, reads_images: bool = False):
         self.tokenizer, self.template = template.tokenizer, template
         self._reads_weights, self._reads_images = reads_weights, reads_images
-        self._completeness = Completeness(self.template)
-        if "strftime_now" in template.text and "{% set date_string = " not in template.text:
-            log.warning(
-                "the chat template of %s writes today's date into each prompt, so a run that continues on "
-                "another day has other prompts; set data.template_kwargs={date_string: ...} if it reads that",
-                self.tokenizer.name_or_path,
+        self.completeness = Completeness(template)
+        if template.clock:
+            text = (
+                f"the chat template of {self.tokenizer.name_or_path} writes {template.clock} into each "
+                "prompt, so a run that continues later has other prompts; fix the time in "
+                "chat_template.jinja, or in a variable that it reads, such as "
+                "data.template_kwargs={date_string: ...}"
             )
+            if template.clock == "the time of day":
+                raise ValueError(f"{text}.")
+            log.warning(text)
         self._changed: Counter[str] = Counter()
         self._trials: Counter[tuple[str, str]] = Counter()
         self._unread: dict[tuple[str, str], str] = {}
         """Role and key that no rendering has shown -> the first place where they occur."""
 
-    def read(self, value: Any, row: Row, column: str) -> Messages | None:
-        """Return the messages of a column in the form of templates, without empty keys; None if none.
+    def read(self, row: Row, column: str, *, is_text: bool = True) -> Messages | str:
+        """Return the messages of a column in the form of templates, without empty keys, or its text.
 
-        Raises ValueError, with the place of the row, for messages that cannot be read.
+        is_text: whether a text is allowed. Raises ValueError, with the place of the row, for other values.
         """
+        value = row.values[column]
         is_chat = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
         try:
             messages = self.normal(value, lambda item: without_nulls(item, row)) if is_chat else None
-            return self._with_columns(messages, row)
+            messages = self._with_columns(messages, row)
         except ValueError as error:
             raise ValueError(f"{row.place}: column {column!r}: {error}.") from error
+        if messages is None and not (is_text and isinstance(value, str)):
+            kinds = f"{'a string or ' if is_text else ''}a list of {{role, content}} messages"
+            raise ValueError(f"{row.place}: column {column!r} must be {kinds}, not {describe(value)}.")
+        return value if messages is None else messages
 
     def _with_columns(self, messages: Messages | None, row: Row) -> Messages | None:
         """Return the messages, or None, with the system's message if it has a column of its own.
@@ -158,22 +167,14 @@ class MessageReader:
         return text
 
     def compare(
-        self,
-        messages: Messages,
-        tools: list[dict],
-        text: str,
-        row: Row,
-        *,
-        generation_prompt: bool,
-        with_turns: bool = True,
+        self, messages: Messages, tools: list[dict], text: str, row: Row, *, generation_prompt: bool
     ) -> None:
         """Raise ValueError if the rendered text lacks a part of the messages or a tool; note unread keys."""
 
         def rendered(chat: Messages) -> str:
             return self.template.render(chat, tools, generation_prompt=generation_prompt)
 
-        options = dict(generation_prompt=generation_prompt, with_turns=with_turns)
-        self._completeness.check(messages, tools, text, **options)
+        self.completeness.check(messages, tools, text, generation_prompt=generation_prompt)
         read = READ | {"weight"} if self._reads_weights else READ
         for number, message in enumerate(messages):
             for key in message.keys() - read - (OF_TOOLS if message["role"] == "tool" else set()):

@@ -34,15 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.chat_template import template_of
 from rl.data.chats import AssistantTurns, tokenize_chats
 from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
-from rl.data.prompts import (
-    data_source,
-    refuse_answer,
-    render,
-    to_messages,
-    tokenize,
-    tokenize_targets,
-    within_limit,
-)
+from rl.data.prompts import data_source, read_prompt, refuse_answer, render, tokenize_targets, within_limit
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import show
 
@@ -215,11 +207,8 @@ def _load(
     column = prompt_key or next(iter(nouns))
     reader = MessageReader(template_of(tokenizer), reads_weights=True)
     split = [_split(row, tuple(nouns), prompt_key, reader) for row in rows]
-    templated = [not isinstance(prompt, str) for prompt, _ in split]
     tools = [tools_of(row) for row in rows]
-    prompts = [None if isinstance(prompt, str) else prompt for prompt, _ in split]
-    texts = render(prompts, [str(prompt) for prompt, _ in split], tools, rows, reader, column=column)
-    prompt_ids = tokenize(texts, templated, tokenizer, rows, column=column)
+    texts, prompt_ids = render([prompt for prompt, _ in split], tools, rows, reader, column=column)
     responses = []
     for number in range(len(nouns)):
         answers = [answers[number] for _, answers in split]
@@ -292,11 +281,11 @@ Split = tuple[Messages | str, list[Messages] | list[str]]
 
 
 def _split(row: Row, columns: tuple[str, ...], prompt_column: str, reader: MessageReader) -> Split:
-    values = [_response(row, column, reader) for column in columns]
-    prompt: Messages | str | None = None
-    if prompt_column:
-        messages = to_messages(row.values[prompt_column], row, reader, column=prompt_column)
-        prompt = row.values[prompt_column] if messages is None else messages
+    values = [reader.read(row, column) for column in columns]
+    for value, column in zip(values, columns, strict=True):
+        if isinstance(value, list) and value[-1]["role"] != "assistant":
+            raise _not_a_text(row, column, value[-1])
+    prompt = read_prompt(row, prompt_column, reader) if prompt_column else None
     sizes = [_num_repeated(value, values, prompt) for value in values]
     befores = [value[:size] if size else [] for value, size in zip(values, sizes, strict=True)]
     if befores[0] != befores[-1]:
@@ -309,22 +298,6 @@ def _split(row: Row, columns: tuple[str, ...], prompt_column: str, reader: Messa
         return prompt, [value[size:] for value, size in zip(values, sizes, strict=True)]
     parts = zip(values, sizes, columns, strict=True)
     return prompt, [_text(value, size, row, column=column) for value, size, column in parts]
-
-
-def _response(row: Row, column: str, reader: MessageReader) -> Messages | str:
-    """Return the response in a column, and the messages before it."""
-    value = row.values[column]
-    if isinstance(value, str):
-        return value
-    messages = reader.read(value, row, column)
-    if messages is None:
-        raise ValueError(
-            f"{row.place}: column {column!r} must be a string or messages that end with the response, "
-            f"not {describe(value)}."
-        )
-    if messages[-1]["role"] != "assistant":
-        raise _not_a_text(row, column, messages[-1])
-    return messages
 
 
 def _num_repeated(value: Messages | str, values: list[Messages | str], prompt: Messages | str | None) -> int:

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rl.data.chat_template import template_of, turn_marks
+from rl.data.chat_template import template_of
 from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import encode, hide, show
@@ -187,16 +187,14 @@ def load_prompts(
         max_rows=max_prompts,
     )
     reader = MessageReader(template_of(tokenizer), reads_images=images is not None)
-    messages = [to_messages(row.values[prompt_key], row, reader, column=prompt_key) for row in rows]
+    chats = [read_prompt(row, prompt_key, reader) for row in rows]
     pictures: list[Sequence[Image]] = [images.of(row) if images else () for row in rows]
     if images:
-        messages = [images.anchored(*each) for each in zip(messages, pictures, rows)]
+        chats = [images.anchored(*each) for each in zip(chats, pictures, rows)]
         if not any(pictures):
             log.warning("no row of %s has images in column %r", ", ".join(map(str, files)), images.column)
     tools = [tools_of(row) for row in rows]
-    texts = render(messages, [row.values[prompt_key] for row in rows], tools, rows, reader, column=prompt_key)
-    templated = [chat is not None for chat in messages]
-    token_ids = tokenize(texts, templated, tokenizer, rows, column=prompt_key)
+    texts, token_ids = render(chats, tools, rows, reader, column=prompt_key)
     if images:
         expanded = [images.expanded(*each) for each in zip(token_ids, pictures, rows)]
         token_ids, pictures = [ids for ids, _ in expanded], [placed for _, placed in expanded]
@@ -215,7 +213,7 @@ def load_prompts(
             ground_truth=(rows[index].values.get("reward_model") or {}).get("ground_truth"),
             extra_info=extra_info(rows[index]),
             response_ids=response_ids[index],
-            messages=messages[index],
+            messages=chat if isinstance(chat := chats[index], list) else None,
             tools=tuple(tools[index]),
             source=rows[index].source,
             place=rows[index].place,
@@ -256,26 +254,16 @@ def _content(prompt: Prompt) -> bytes:
 # ---- messages and text ----
 
 
-def to_messages(prompt: Any, row: Row, reader: MessageReader, *, column: str) -> Messages | None:
-    """Return the chat in a column as `rl.data.messages` reads it; return None for a string.
-
-    Raises ValueError for any other value, and for a chat whose last message is the assistant's.
-    """
-    messages = reader.read(prompt, row, column)
-    if messages is None and isinstance(prompt, str):
-        return None
-    if messages is None:
-        raise ValueError(
-            f"{row.place}: column {column!r} must be a string or a list of {{role, content}} messages, "
-            f"not {describe(prompt)}."
-        )
-    refuse_answer(messages, row, column=column)
-    return messages
+def read_prompt(row: Row, column: str, reader: MessageReader) -> Messages | str:
+    """Return the chat or the text in a column. Raises ValueError for a chat that ends with the assistant."""
+    prompt = reader.read(row, column)
+    refuse_answer(prompt, row, column=column)
+    return prompt
 
 
-def refuse_answer(messages: Messages, row: Row, *, column: str) -> None:
+def refuse_answer(prompt: Messages | str, row: Row, *, column: str) -> None:
     """Raise ValueError for a prompt whose last message is the assistant's."""
-    if messages[-1]["role"] == "assistant":
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"{row.place}: column {column!r} must not end with a message of the assistant; remove that "
             "message, or move it to a column that sft reads by data.response_key."
@@ -283,28 +271,43 @@ def refuse_answer(messages: Messages, row: Row, *, column: str) -> None:
 
 
 def render(
-    messages: Sequence[Messages | None],
-    texts: Sequence[str],
+    prompts: Sequence[Messages | str],
     tools: Sequence[list[dict]],
     rows: Sequence[Row],
     reader: MessageReader,
     *,
     column: str,
-) -> list[str]:
-    """Return the prompts as texts: chats rendered with the generation prompt; `texts` without a chat.
+) -> tuple[list[str], list[np.ndarray]]:
+    """Return the texts, with the generation prompt after chats, and the token ids, int32 [P], of all prompts.
 
-    Raises ValueError if there is no template, or if it rejects messages or leaves out a part or a tool.
+    Special tokens are added only to prompts that are texts and do not begin with the BOS token; a chat
+    template writes its own.
+
+    Raises ValueError if there is no template, if it rejects messages or leaves out a part or a tool, and for
+    a prompt without tokens or with two BOS tokens.
     """
-    found = []
-    for chat, text, schemas, row in zip(messages, texts, tools, rows, strict=True):
-        if chat is None and schemas:
+    texts = []
+    for prompt, schemas, row in zip(prompts, tools, rows, strict=True):
+        if isinstance(prompt, str) and schemas:
             raise ValueError(
                 f"{row.place}: column 'tools' needs messages in column {column!r}, because the chat template "
                 "renders tools; write the prompt as messages, or rename the column tools."
             )
-        found.append(text if chat is None else reader.render(chat, schemas, row, column=column))
+        is_text = isinstance(prompt, str)
+        texts.append(prompt if is_text else reader.render(prompt, schemas, row, column=column))
     reader.finish(", ".join(sorted({str(row.path) for row in rows})))
-    return found
+    bos = reader.tokenizer.bos_token
+    bare = [isinstance(prompt, str) and not (bos and prompt.startswith(bos)) for prompt in prompts]
+    token_ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(texts)
+    for is_bare in (False, True):
+        indices = [i for i in range(len(texts)) if bare[i] == is_bare]
+        encoded, _ = encode([texts[i] for i in indices], reader.tokenizer, add_special_tokens=is_bare)
+        for i, ids in zip(indices, encoded, strict=True):
+            if len(ids) == 0:
+                raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty.")
+            refuse_two_bos(ids, reader.tokenizer, f"{rows[i].place}: the prompt in column {column!r}")
+            token_ids[i] = ids
+    return texts, token_ids
 
 
 # ---- tokens ----
@@ -321,35 +324,6 @@ def end_token_ids(model: str) -> set[int]:
     else:
         value = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
     return set(value if isinstance(value, list) else [] if value is None else [value])
-
-
-def tokenize(
-    texts: Sequence[str],
-    templated: Sequence[bool],
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    *,
-    column: str,
-) -> list[np.ndarray]:
-    """Return the token ids of all prompts, np.int32 [P] each.
-
-    Special tokens are added only to string prompts that do not begin with the BOS token; a chat template
-    writes its own. Raises ValueError for a prompt without tokens, or with two BOS tokens.
-    """
-    bare = [
-        not from_template and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        for text, from_template in zip(texts, templated, strict=True)
-    ]
-    token_ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(texts)
-    for add_special_tokens in (False, True):
-        indices = [i for i in range(len(texts)) if bare[i] == add_special_tokens]
-        encoded, _ = encode([texts[i] for i in indices], tokenizer, add_special_tokens=add_special_tokens)
-        for i, ids in zip(indices, encoded, strict=True):
-            if len(ids) == 0:
-                raise ValueError(f"{rows[i].place}: the prompt in column {column!r} is empty.")
-            refuse_two_bos(ids, tokenizer, f"{rows[i].place}: the prompt in column {column!r}")
-            token_ids[i] = ids
-    return token_ids
 
 
 def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
@@ -374,7 +348,8 @@ def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase)
     eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
     end = tokenizer.eos_token
     texts = [text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text for text in targets]
-    texts = [hide(text, tokenizer, turn_marks(tokenizer)[0]) for text in texts]
+    marks = template_of(tokenizer).turn_marks[0]
+    texts = [hide(text, tokenizer, marks) for text in texts]
     return [np.concatenate([ids, eos]) for ids in encode(texts, tokenizer)[0]]
 
 

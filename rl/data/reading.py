@@ -16,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rl.models.json_files import refuse_pointer
+
 log = logging.getLogger(__name__)
 
 Columns = Mapping[str, str]
@@ -67,12 +69,11 @@ def read_rows(
     Raises ValueError for an empty list, a missing, unreadable, empty or unsupported file, a column that is
     missing or exists twice, and text without the expected object or messages.
     """
-    paths = [Path(file) for file in files]
-    check_data_files(paths)
+    check_data_files(files)
     rows: list[Row] = []
     names = {*required, *optional}
     mappings = [name for name in MAPPINGS if name in names]
-    for source, path in enumerate(paths):
+    for source, path in enumerate(map(Path, files)):
         num_before = len(rows)
         for number, values in _reader(path)(path, names, required):
             if max_rows and len(rows) == max_rows:
@@ -104,11 +105,14 @@ def first_line(error: Exception) -> str:
 
 def check_data_files(files: Sequence[str | Path], *, key: str = "") -> None:
     """Raise ValueError for a file that does not exist or has an unsupported form. key: its config key."""
-    for path in map(Path, files):
-        _check_kind(path, f"{key}={path}" if key else f"data file {path}")
+    for file in files:
+        _check_kind(Path(file), f"{key}={file}" if key else f"data file {file}")
 
 
 def _check_kind(path: Path, name: str) -> None:
+    if "://" in name:
+        raise ValueError(f"{name} is a URL, and Lockstep reads files; download it, and name the file.")
+    refuse_pointer(path)
     if path.is_dir():
         if (splits_file := path / "dataset_dict.json").is_file():
             with _reading(splits_file, "JSON"):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl.models.boxes import Box, index
-from rl.models.json_files import INDEX, read_object
+from rl.models.json_files import INDEX, read_object, refuse_pointer
 from rl.models.layout import FP8_BLOCK, Stored, Weight
 from rl.models.rope import frequencies
 from rl.models.sizes import PREDICTING, is_tied
@@ -121,6 +121,7 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is not a file; put the model's file there.")
+        refuse_pointer(path)
         try:
             with safe_open(path, framework="pt") as opened:
                 for name in opened.keys():

@@ -3,6 +3,7 @@
 Otherwise a value of a wrong type would end the run later, in a library that names no file and no key.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,8 @@ READ = (
     *("processor_config.json", "chat_template.json"),
 )
 """Files with a JSON object that transformers or vLLM read if they exist."""
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of the text with which Git stands for a file in its large file storage."""
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 TEXTS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 """More files that they read if they exist; they treat a file that cannot be opened as missing."""
@@ -104,6 +107,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes:
+    refuse_pointer(path)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # a read may wait for ever
             raise ValueError(
@@ -112,6 +116,15 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ValueError for a file that Git LFS has not fetched; a file that cannot be opened passes."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.open("rb").read(len(POINTER)) == POINTER:
+            raise ValueError(
+                f"{path} is a Git LFS pointer instead of the file; run git lfs pull in its directory."
+            )
 
 
 def check_types(values: dict[str, Any], path: Path, prefix: str = "") -> None:

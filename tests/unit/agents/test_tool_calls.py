@@ -76,15 +76,20 @@ def test_parameters_in_tags_have_the_types_of_the_schema():
         "a": {"type": "string"},
         "b": {"type": ["integer", "null"]},
         "c": {"anyOf": [{"type": "boolean"}]},
+        "f": {"allOf": [{"$ref": "#/$defs/Text"}, {"maxLength": 9}]},
+        "g": {"$ref": "#/$defs/Loop"},
+        "h": {"enum": ["1", "2"]},
     }
-    schema = {"type": "object", "properties": kinds}
+    named = {"Text": {"type": "string"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "null"}]}}
+    schema = {"$ref": "#/$defs/All", "$defs": named | {"All": {"type": "object", "properties": kinds}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    values = {"a": "12", "b": "None", "c": "True", "d": '{"e": 1}'}
+    values = {"a": "12", "b": "None", "c": "True", "d": '{"e": 1}', "f": "12", "g": "null", "h": "1"}
     body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     family = next(family for family in FAMILIES if family.name == "xml")
     text = f"I look.\n<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
     content, (call,) = parse_calls(family, text, [tool], 0)
-    assert (content, call.arguments) == ("I look.", {"a": "12", "b": None, "c": True, "d": {"e": 1}})
+    expected = {"a": "12", "b": None, "c": True, "d": {"e": 1}, "f": "12", "g": None, "h": "1"}
+    assert (content, call.arguments) == ("I look.", expected)
     for broken in (f"<tool_call><function=f>{body}<parameter=g>", "<tool_call>f(1)"):
         (call,) = parse_calls(family, broken, [tool], 0)[1]
         assert isinstance(call.arguments, str)
@@ -94,6 +99,7 @@ FORMS = [
     '{"name": "lookup", "arguments": {"key": "a"}}',
     '{"name": "lookup", "parameters": {"key": "a"}}',
     json.dumps({"name": "lookup", "arguments": json.dumps({"key": "a"})}),
+    '{"name": "lookup", "arguments": {"key": "</tool_call> <tool_call>"}}',
 ]
 
 
@@ -106,7 +112,8 @@ def test_calls_are_read_alike_with_and_without_renderers(uses_renderer):
         (call,) = chat.parse(
             ids_of(tokenizer, f"<think>\nb\n</think>\n\n{text}<|im_end|>"), [TOOL], 0
         ).tool_calls
-        assert (call.name, call.arguments) == ("lookup", {"key": "a"})
+        value = "</tool_call> <tool_call>" if "</" in form else "a"
+        assert (call.name, call.arguments) == ("lookup", {"key": value})
         assert not chat.parse(ids_of(tokenizer, f"<think>\nb\n{text}<|im_end|>"), [TOOL], 0).tool_calls
 
 

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from rl.data.chat_template import QUESTION, set_variables
+from rl.data.chat_template import QUESTION, ChatTemplate, set_variables
+from rl.data.messages import MessageReader
 from tests.chat_templates import tokenizer_of
 
 OWN = """
@@ -33,3 +34,24 @@ def test_variables_of_the_config_reach_the_template(family):
     assert plain.apply_chat_template([QUESTION], **options) != expected
     with pytest.raises(ValueError, match="data.template_kwargs has enable_thought=False, but the chat temp"):
         set_variables(changed, {"enable_thought": False}, key="data.template_kwargs")
+
+
+CLOCKS = {"%H:%M": "the time of day", "%S": "the time of day", "%d %b %Y": "today's date", "always": ""}
+
+
+@pytest.mark.parametrize("form", CLOCKS)
+def test_prompts_do_not_depend_on_the_time_of_their_rendering(form, caplog):
+    """A run that continues would have other prompts than before."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    now = "{% set now = now or strftime_now('" + form + "') %}{{ now }}"
+    tokenizer.chat_template = now + tokenizer.chat_template
+    template = ChatTemplate(tokenizer)
+    assert template.clock == CLOCKS[form]
+    if template.clock == "the time of day":
+        with pytest.raises(ValueError, match="writes the time of day into each prompt.*template_kwargs="):
+            MessageReader(template)
+    else:
+        MessageReader(template)
+        assert ("writes today's date into each prompt" in caplog.text) == bool(template.clock)
+    set_variables(tokenizer, {"now": "12:00"}, key="data.template_kwargs")
+    assert ChatTemplate(tokenizer).clock == ""

@@ -163,9 +163,10 @@ def test_reasoning_that_a_template_drops_is_refused(tmp_path):
 
     thought = {"messages": [USER, {**ANSWER, "content": "<think>\nreason\n</think>\n\nanswer"}]}
     with pytest.raises(ValueError, match="not as a continuation of its generation prompt.*<think>"):
-        load(tmp_path, tokenizer_of("deepseek-v3"), thought)
-    with pytest.raises(ValueError, match="leaves out the content of a turn.*<think>"):
-        load(tmp_path, marked("deepseek-v3"), thought)
+        load(tmp_path, tokenizer_of("deepseek-v3"), {"messages": PLAIN})
+    for tokenizer in (tokenizer_of("deepseek-v3"), marked("deepseek-v3")):
+        with pytest.raises(ValueError, match="leaves out the content of message 2.*<think>.*; remove it"):
+            load(tmp_path, tokenizer, thought)
     (sample,) = load(tmp_path, marked("deepseek-v3"), {"messages": PLAIN})
     assert len(trained_text(tokenizer_of("deepseek-v3"), sample)) == 2
     with pytest.raises(ValueError, match="leaves out the reasoning_content"):
@@ -183,7 +184,7 @@ def test_parts_without_a_place_in_the_template_are_refused(tmp_path):
         ({"messages": [USER, ANSWER], "tools": "lookup"}, "column 'tools' must be a list"),
         (
             {"messages": [USER, {**CALLING, "content": "say"}], "tools": [TOOL]},
-            "the content of a turn, str 'say'",
+            "the content of message 2 of 2 (role assistant), str 'say'",
         ),
     ):
         tokenizer = tokenizer_of("llama3.1") if "say" in message else chatml
@@ -257,13 +258,19 @@ REASONS = [
         "qwen2.5",
         KEYED,
         [USER, INLINE],
-        "the content of a turn.*; write the reasoning into reasoning_content inst",
+        "the content of message 2.*; write the reasoning into reasoning_content inst",
     ),
     (
         "mistral",
         template("mistral"),
         [SYSTEM, USER, ANSWER],
         "leaves out the content of message 1 of 3 .*system",
+    ),
+    (
+        "qwen3",
+        template("qwen3").replace("tool_calls", "no_calls"),
+        [USER, CALLING, REPLY, ANSWER],
+        "leaves out the tool call 1 of message 2 .*; use a template with calls of tools, or write the call",
     ),
     ("qwen3", template("qwen3"), [USER, THOUGHT, USER, THOUGHT], "message 2 of 4.*; set data.train_on=last"),
 ]

@@ -144,7 +144,7 @@ WRONG = [  # prompt, chosen, rejected, the error
     ([USER], [USER, GOOD], "three", "differ between column 'chosen' and column 'rejected'"),
     ([USER], [GOOD, USER], "three", "'chosen' must end with a text message of the assistant"),
     ([USER], [CALL], "three", "'chosen' must end with a text message of the assistant"),
-    ([USER], "2", [], "column 'rejected' must be a string or messages .* not list"),
+    ([USER], "2", [], "column 'rejected' must be a string or a list .* not list"),
     ([USER], None, "three", "column 'chosen' must be a string .* not missing"),
     ([USER], "2", 3, "column 'rejected' must be a string .* not int 3"),
     ([USER, GOOD], "2", "3", "must not end with a message of the assistant"),

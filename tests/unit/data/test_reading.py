@@ -9,6 +9,7 @@ import pytest
 
 from rl.data.prompts import load_prompts
 from rl.data.reading import check_data_files, read_rows
+from rl.models.json_files import POINTER
 
 ROWS = [
     {"prompt": [{"role": "user", "content": c}], "reward_model": {"ground_truth": str(i + 1)}, "other": i}
@@ -240,3 +241,8 @@ def test_a_missing_file_is_named_with_its_key_and_the_remedy(tmp_path):
         check_data_files([tmp_path / "none.parquet"], key="data.val")
     with pytest.raises(ValueError, match=r"data.train=openai/gsm8k .*hf download openai/gsm8k --repo-type"):
         check_data_files(["openai/gsm8k"], key="data.train")
+    with pytest.raises(ValueError, match=r"^data.train=https://a.b/c.jsonl is a URL.*; download it"):
+        check_data_files(["https://a.b/c.jsonl"], key="data.train")
+    (tmp_path / "a.parquet").write_bytes(POINTER + b"v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ValueError, match=r"a.parquet is a Git LFS pointer .*git lfs pull"):
+        read_rows([tmp_path / "a.parquet"], required=WAY_OUT)
