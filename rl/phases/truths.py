@@ -1,13 +1,18 @@
 """Checks before training that reward functions can grade their ground truths."""
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
+from rl.config.agent_plan import AgentPlan
+from rl.config.functions import companion
 from rl.config.schema import Config, generates_held_out, scores_training
 from rl.data.prompts import Prompt
 from rl.engines.inputs import Inputs
-from rl.rewards.mixture import Mixture
+from rl.rewards.mixture import Mixture, read_truth
 from rl.rewards.pool.pool import ScoringPool
 
 log = logging.getLogger(__name__)
@@ -19,20 +24,29 @@ TRIED = 128
 def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
     """Raise ValueError, with file and row, for a ground truth that cannot be graded or would grade wrongly.
 
-    Each rank checks its share of the rows: every row by `check_truth` of its reward functions, which reads
-    the truth, and TRIED rows by `try_truth` in the workers, which may run it. A run with environments is
-    not checked, because their scores may replace the reward function's. Not collective.
+    Each rank checks its share of the rows: every row by `check_truth` of its reward functions, or beside its
+    environment, which reads the truth, and TRIED rows by `try_truth` in the workers, which may run it. The
+    reward functions do not check the rows of environments, whose scores may replace theirs. Not collective.
     """
     rows = [
         *(inputs.prompts if scores_training(config) else ()),
         *inputs.held_out * generates_held_out(config),
     ]
     prompts = [row for row in rows if isinstance(row, Prompt)]
-    agents = config.agents
-    if agents.environment or agents.sources or agents.container.image or not prompts:
+    plan, checks = config.agents.plan, dict[str, Callable[..., Any] | None]()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    environments = [_environment(plan, prompt) for prompt in prompts]
+    for prompt, environment in list(zip(prompts, environments))[rank::world]:
+        if environment and environment not in checks:
+            checks[environment] = None if config.agents.interpreter else _check_beside(environment)
+        if check := checks.get(environment):
+            with at(prompt.place):
+                read_truth(check, prompt.ground_truth, environment)
+    prompts = [prompt for prompt, environment in zip(prompts, environments) if not environment]
+    if not prompts:
         return
     assert inputs.rewards is not None
-    rank, world, mixture = dist.get_rank(), dist.get_world_size(), Mixture(inputs.rewards)
+    mixture = Mixture(inputs.rewards)
     if rank == 0 and all(prompt.ground_truth is None for prompt in prompts):
         log.warning(
             "none of the %d rows that are scored has a reward_model.ground_truth; the reward function gets "
@@ -40,15 +54,36 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
             len(prompts),
         )
     for prompt in prompts[rank::world]:
-        try:
+        with at(prompt.place):
             mixture.check_truth(prompt.ground_truth, prompt.data_source)
-        except ValueError as error:
-            raise ValueError(f"{prompt.place}: {error}") from error
     tried = [prompt for prompt in prompts if mixture.tries_truths(prompt.data_source)]
     tried = tried[:: -(-len(tried) // TRIED) or 1][rank::world]
     pool.score([arguments(prompt, None) for prompt in tried], logs=False)
     for number, reason in pool.failures.items():
         raise ValueError(f"{tried[number].place}: {reason.removeprefix('ValueError: ')}")
+
+
+def _environment(plan: AgentPlan, prompt: Prompt) -> str:
+    """Return the class that scores a prompt; empty if reward functions do, also beside tools."""
+    name = plan.name_for({**prompt.extra_info, "data_source": prompt.data_source})
+    return (plan.sources[name] if name else plan.default).environment
+
+
+def _check_beside(environment: str) -> Callable[..., Any] | None:
+    """Return `check_truth` in the module of an environment; None if this process cannot import it."""
+    try:
+        return companion(environment, "check_truth")
+    except ImportError:  # reported with its key by the workers, which import it, too
+        return None
+
+
+@contextlib.contextmanager
+def at(place: str) -> Iterator[None]:
+    """Prefix a ValueError of the body with the place of its row."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def arguments(prompt: Prompt, response: str | None) -> dict:

@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -129,9 +129,10 @@ def score(
         timed_out += outcome.end == "time"
         if not right and not partial:
             break
-    if passed == len(cases) or tries:
+    if passed == len(cases) or tries or (partial and passed):
         proof_deadline = max(deadline, time.monotonic() + PROOF_S)
-        _prove(cases, ground_truth, lambda stub, case: run(stub, case, proof_deadline)[1])
+        counts = any if partial else all
+        _prove(cases, ground_truth, lambda stub, case: run(stub, case, proof_deadline)[1], counts)
     fraction, acc = passed / len(cases), float(passed == len(cases))
     return {
         "score": fraction if partial else acc,
@@ -172,20 +173,28 @@ _proved: set[int] = set()
 """Hashes of the tests that this process has seen fail without a solution."""
 
 
-def _prove(cases: Sequence[Case], ground_truth: Any, passes: Callable[[str, Case], bool]) -> None:
-    """Raise ValueError if all tests pass with an empty program, or with functions of two different values.
+def _prove(
+    cases: Sequence[Case],
+    ground_truth: Any,
+    passes: Callable[[str, Case], bool],
+    counts: Callable[[Iterable[bool]], bool],
+) -> None:
+    """Raise ValueError if tests pass with an empty program, or with functions of two different values.
 
     A test that passes with both values ignores the result; a test for None passes only with None.
+
+    counts: `all`, or `any` if a response is paid for each test.
     """
-    key = zlib.crc32(repr(cases).encode("utf-8", "replace"))
+    key = zlib.crc32(f"{counts}{cases!r}".encode("utf-8", "replace"))
     if key in _proved:
         return
-
-    if all(passes("pass", case) for case in cases):
-        raise refusal(ground_truth, "its tests pass without any program; they must fail without a solution")
+    which = "its tests pass" if counts is all else "with partial=true one of its tests passes"
+    if counts(passes("pass", case) for case in cases):
+        raise refusal(ground_truth, f"{which} without any program; they must fail without a solution")
     calls = [case for case in cases if case.stdin is None]
-    if calls == cases and all(passes(stub(case, value), case) for value in STUB_VALUES for case in cases):
-        raise refusal(ground_truth, "its tests pass with functions that do nothing; they must check results")
+    ignores = (all(passes(stub(case, value), case) for value in STUB_VALUES) for case in calls)
+    if (calls == cases or counts is any) and counts(ignores):
+        raise refusal(ground_truth, f"{which} with functions that do nothing; they must check results")
     _proved.add(key)
 
 

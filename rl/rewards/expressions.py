@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from rl.rewards.latex import has_decimals, has_words, read, split_name, strip, without_unit
+from rl.rewards.latex import INEQUALITY, has_decimals, has_words, read, split_name, strip, without_unit
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,11 @@ COMPARE_CPU_S = 2.0
 # sympy would evaluate these term by term.
 _UNBOUNDED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|cdots|ldots|dots)(?![a-zA-Z])")
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose")
+_FACTORIAL = re.compile(r"(?:(?<![0-9!)}^])([0-9]+|[a-z])|(?<!\^)(\([0-9a-z+ -]+\)))!(?!!)")
 _NUMBER = re.compile(r"[0-9]+")
 _SCIENTIFIC = re.compile(r"[0-9.][eE][+-]?[0-9]{4,}")
-_INEQUALITY = re.compile(
-    r"[<>\u2260\u2264\u2265]|!=|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq|not)(?![a-zA-Z])"
-)
-_SET = re.compile(r"[(\[{]|\\in(?![a-zA-Z])")
 _TOKEN = re.compile(r"-?(?:[0-9.]+|\\[a-zA-Z]+|.)(?:\^.*)?", re.DOTALL)
+_COMPLEX = re.compile(r"(?<![a-zA-Z\\])i(?![a-zA-Z])|\\mathbb\{C\}")
 _TINY = re.compile(r"\^\s*\{?\s*-\s*[0-9]{2}")
 
 
@@ -50,12 +48,12 @@ def compare_symbolically(answer: str, truth: str) -> bool:
     """
     percents = ["%" in text for text in (answer, truth)]
     answer, truth = strip(answer), strip(truth)
-    # Words are compared as strings only.
-    if has_words(answer) or has_words(truth) or _is_bound(answer, truth) or _is_bound(truth, answer):
+    # Words are compared as strings only, and so are inequalities without a left side.
+    if any(has_words(text) or INEQUALITY.match(text) for text in (answer, truth)):
         return False
     (name, value), (other_name, other) = split_name(answer), split_name(truth)
-    # One name may be left out, but x=5 is not y=5.
-    if name == other_name or "=" not in (truth if name else answer):
+    # One name may be left out, but x=5 is not y=5, and x \\in (0,1) is not 0<y<1.
+    if name == other_name or not re.search(r"=|" + INEQUALITY.pattern, truth if name else answer):
         answer, truth = value, other
     if is_costly(answer) or is_costly(truth):
         return False
@@ -63,6 +61,8 @@ def compare_symbolically(answer: str, truth: str) -> bool:
     if not found or not gold or _differ_in_case(found, gold) or (functions := _math_verify()) is None:
         return False
     parse, verify = functions
+    is_real = not (_COMPLEX.search(found) or _COMPLEX.search(gold))
+    parse = functools.partial(parse, is_real=is_real)
     equal = _Comparison(parse, verify, approximates=has_decimals(answer) != has_decimals(truth)).equal
     try:
         with _cpu_limit(COMPARE_CPU_S):
@@ -91,6 +91,8 @@ class _Comparison:
 
     def equal(self, found: str, gold: str) -> bool:
         """Compare lists, sets, points and intervals element by element, and others as one expression."""
+        if "".join(found.split()) == "".join(gold.split()):
+            return True
         (opened, ours), (other, theirs) = _elements(found), _elements(gold)
         if opened == other == "\\{\\}" or (ours and theirs):
             is_ordered = opened[:1] in ("(", "[") or other[:1] in ("(", "[")
@@ -104,6 +106,12 @@ class _Comparison:
             r"[<>=]|\\(?:le|ge|ne|in|infty|pm|mp|cup|cap|setminus)", found + gold
         ):
             return len(ours + theirs) == 1 and self.equal(*(ours or [found]), *(theirs or [gold]))
+        if INEQUALITY.search(found) or INEQUALITY.search(gold):
+            return self._same_solutions(found, gold)
+        for sign in ("\\cup", "\\cap"):  # letters, which the parser does not read, or intervals
+            ours, theirs = _split(found, sign), _split(gold, sign)
+            if len(ours) == len(theirs) > 1 and self._unordered(ours, theirs):
+                return True
         return self._same(found, gold)
 
     def _ordered(self, ours: list[str], theirs: list[str]) -> bool:
@@ -138,7 +146,35 @@ class _Comparison:
         # math-verify rounds absolutely, so it would find two tiny numbers equal.
         if _TINY.search(found) or _TINY.search(gold):
             return ours == theirs
-        return self._verify(theirs, ours, numeric_precision=100, timeout_seconds=None)
+        return self._verify(theirs, ours)
+
+    def _same_solutions(self, found: str, gold: str) -> bool:
+        """Compare inequalities with each other as written, and those in one variable also as sets."""
+        from sympy import S
+
+        (names, ours), (other_names, theirs) = map(self._solutions, (found, gold))
+        if names and other_names and names != other_names:
+            return False
+        if ours is None or theirs is None:
+            return "\\cup" not in found + gold and self._verify(self._parse(gold), self._parse(found))
+        # Inequalities that hold nowhere or everywhere are not equal for this.
+        return ours == theirs and ours not in (S.EmptySet, S.Reals)
+
+    def _solutions(self, text: str) -> tuple[Any, Any]:
+        """Return the variables of a text and the set of its solutions, None without one variable."""
+        from sympy import Eq, Set, Union
+        from sympy.logic.boolalg import Boolean
+
+        values = [self._parse(part) for part in _split(text, "\\cup")]
+        names = set().union(*(value.free_symbols for value in values))
+        sets = []
+        for value in values:
+            if isinstance(value, Eq) and isinstance(value.rhs, Set):  # x in a set
+                value = value.rhs
+            elif isinstance(value, Boolean) and len(names) == 1:
+                value = value.as_set()
+            sets.append(value if isinstance(value, Set) else None)
+        return names, None if None in sets else Union(*sets)
 
 
 def _same_number(found: Any, gold: Any, approximates: bool) -> bool:
@@ -177,17 +213,17 @@ def _elements(text: str) -> tuple[str, list[str]]:
     return "", []
 
 
-def _split(text: str) -> list[str]:
-    """Return the parts between commas outside of brackets; none if brackets do not match."""
+def _split(text: str, separator: str = ",") -> list[str]:
+    """Return the parts between separators outside of brackets; none if brackets do not match."""
     parts, depth = [""], 0
-    for token in re.findall(r"\\[{}]|[\s\S]", text):
+    for token in re.findall(r"\\(?:[a-zA-Z]+|[{}])|[\s\S]", text):
         depth += (token in ("(", "[", "{", "\\{")) - (token in (")", "]", "}", "\\}"))
         if depth < 0:
             return []
-        parts[-1] += token
-        if token == "," and depth == 0:
-            parts[-1] = parts[-1][:-1]
+        if token == separator and depth == 0:
             parts.append("")
+        else:
+            parts[-1] += token
     return parts
 
 
@@ -202,10 +238,11 @@ def is_costly(expression: str) -> bool:
     if _UNBOUNDED.search(expression) or _SCIENTIFIC.search(expression):
         return True
     numbers = [int(number) for number in _NUMBER.findall(expression)]
-    if "!" in expression:
-        plain = re.findall(r"(?<![0-9!)}^])([0-9]+)!(?!!)", expression)
-        if expression.count("!") != len(plain) or any(int(number) > 1000 for number in plain):
-            return True
+    factorials = [number or group for number, group in _FACTORIAL.findall(expression)]
+    if expression.count("!") != len(factorials) or any(int(n) > 1000 for n in factorials if n.isdigit()):
+        return True
+    if not all(n.isdigit() for n in factorials) and any(number > 20 for number in numbers):
+        return True
     if _BINOMIAL.search(expression) and any(number > 1000 for number in numbers):
         return True
     return _max_digits(expression) > MAX_DIGITS
@@ -253,14 +290,6 @@ def _end_of_group(expression: str, start: int) -> int:
     return len(expression)
 
 
-def _is_bound(answer: str, other: str) -> bool:
-    """Return whether an inequality has no left side, or has one although the other answer is neither an
-    inequality nor a set."""
-    if _INEQUALITY.match(answer):
-        return True
-    return bool(_INEQUALITY.search(answer)) and not (_INEQUALITY.search(other) or _SET.search(other))
-
-
 def _differ_in_case(found: str, gold: str) -> bool:
     """Return whether two expressions have a letter in different cases, which the parser ignores: r and R.
 
@@ -278,7 +307,7 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     try:
         from latex2sympy2_extended import latex2sympy
         from math_verify import verify
-        from math_verify.grader import should_treat_as_complex
+        from sympy import I
     except ImportError as error:
         log.warning(
             "answers are compared as strings only (0.25 and 1/4 differ): %s. To compare expressions: "
@@ -289,11 +318,11 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     # math-verify would warn in every process that its timeouts are disabled.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def parse(text: str) -> Any:
-        is_real = not should_treat_as_complex(text)
-        return latex2sympy(text, is_real=is_real, convert_degrees=False, normalization_config=None)
+    def parse(text: str, is_real: bool) -> Any:
+        value = latex2sympy(text, is_real=is_real or None, convert_degrees=False, normalization_config=None)
+        return value if is_real else value.subs({s: I for s in value.free_symbols if s.name == "i"})
 
-    return parse, verify
+    return parse, functools.partial(verify, numeric_precision=100, timeout_seconds=None)
 
 
 class _TookTooLong(BaseException):

@@ -4,7 +4,7 @@ Parsers of LaTeX skip unknown parts: 101_2 becomes 101, 1+2\mathrm{i} becomes 3,
 Therefore `read` accepts a text only if it knows every token, and writes the numbers as exact fractions. A
 comma between digits separates thousands if it is outside of brackets and three digits follow (1,500);
 otherwise it separates elements (1,5 are two). {,} is the comma within a number: 1{,}500 is 1500, and 1{,}5
-is 1.5.
+is 1.5. A number in another base is a name: 101_2 is neither 5 nor 101.
 """
 
 import re
@@ -24,7 +24,7 @@ _NO_WORDS = {"", "or", "and", "st", "nd", "rd", "th"}
 _ORDINAL = re.compile(r"(?<=[0-9])(?:\^?\{?\\text\{(?:st|nd|rd|th)\}\}?)")
 _DEGREES = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degrees?(?![a-zA-Z])|\u00b0")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\in(?![a-zA-Z])")
-_NAME = re.compile(
+NAME = re.compile(
     r"\([a-z](?:, ?[a-z])+\)|(?:m ?)?\\angle ?[A-Z]{1,3}|"
     r"(?:\\text\{[^{}]*\}|[A-Za-z]{1,2}'?(?:_(?:\w|\{\w+\}))?|\\[a-z]+)(?:\((?:[^()=<>{}]|\\text\{[^{}]*\})*\))?"
 )
@@ -38,7 +38,12 @@ _UNIT_WORDS = {
 }
 _UNIT_WORDS |= dict.fromkeys("unit st nd rd th and or of the".split(), "")
 """Words of units by their usual spelling; a word without a usual spelling stands for itself."""
-_FACTORS = set("pair dozen score hundred thousand million billion trillion".split())
+_FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3} | {
+    f"{name}illion": 10 ** (6 + 3 * power) for power, name in enumerate(("m", "b", "tr"))
+}
+_FACTOR = re.compile(
+    rf"(?<=[0-9}}]) *(?:\\text\{{ *({'|'.join(_FACTORS)})s?(?![a-z])|({'|'.join(_FACTORS)})s?(?![a-z]))"
+)
 _UNIT_FONT = re.compile(
     r"\\(?:mathrm|mbox) ?\{(?:(?:[~ ]|\\[,;: ])+(?=[a-zA-Z])|(?=[a-zA-Z]{2}|[a-zA-Z]/))"
     r"([a-zA-Z]+(?:/[a-zA-Z]+)*)\}"
@@ -47,20 +52,66 @@ _TEMPERATURE = re.compile(
     r"(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|\u00b0)(?:\s|\\[,;: ])*"
     r"(?:\\(?:text|mathrm) ?\{ *([CF]) *\}|([CF]))\s*(?=[.$]*$)"
 )
-_BOLD = re.compile(r"\\(?:textbf|mathbf|boldsymbol) ?\{ *(\([A-J]\)|-?[0-9.]+) *\}|\\textbf ?\{ *([A-J]) *\}")
-"""A number or a choice in bold. A letter in bold differs from the plain one, as a vector does."""
-_BARE_UNIT = re.compile(r"(?<=[0-9}]) *([a-zA-Z]{2,})(?=$|\^)")
+_BARE_UNIT = re.compile(r"(?<=[0-9}]) *([a-zA-Z]{2,}|k?m/(?:s|h|min))(?=$|\^)")
 _SIGNS = (
     "\u00d7 \\times \u00f7 \\div \u00b7 \\cdot \u22c5 \\cdot \u03c0 \\pi \u221e \\infty \u222a \\cup "
     "\u2264 \\le \u2265 \\ge \u2260 \\ne \u00b0 ^\\circ \\lvert | \\rvert | \\dfrac \\frac \\tfrac \\frac "
     "\\cfrac \\frac \\dbinom \\binom \\tbinom \\binom \\leq \\le \\leqslant \\le \\geq \\ge \\geqslant \\ge "
-    "\\neq \\ne \\varnothing \\emptyset \\lt < \\gt > \\ast \\cdot"
+    "\\neq \\ne \\varnothing \\emptyset \\lt < \\gt > \\ast \\cdot \\lg \\log_{10}"
 ).split()
 """Signs and commands, each followed by the command that is parsed."""
 _SPELLINGS = [
     (re.compile(re.escape(old) + r"(?![a-zA-Z])" * old.startswith("\\")), new + " " * new[-1:].isalpha())
     for old, new in zip(_SIGNS[::2], _SIGNS[1::2])
 ]
+_REWRITES = [
+    (re.compile(pattern), usual)
+    for pattern, usual in (
+        (r"\\\$|\\!", ""),
+        (r"\s+", " "),
+        (r"^[ $]+|[ $]+$", ""),
+        (r"^\\[(\[] ?(.*?) ?\\[)\]]$", r"\1"),
+        (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (r"\\(?:left|right)(?![a-zA-Z])", ""),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"^= *", ""),
+        (r"\\(?:text(?:rm|up|normal|it)|mbox) *\{", r"\\text{"),
+        (r"\\textbf *\{([a-zA-Z]{2,})\}", r"\\text{\1}"),
+        # A number or a choice in bold. A letter in bold differs from the plain one, as a vector does.
+        (r"\\(?:textbf|mathbf|boldsymbol) ?\{ *(\([A-J]\)|-?[0-9.]+) *\}", r"\1"),
+        (r"(?:\\textbf|(?<=\()\\text) ?\{ *([A-J]) *\}", r"\1"),
+        (r"^\\text\{ *([0-9][^{}]*)\}$", r"\1"),
+        (r"\\mathbb *([A-Z])", r"\\mathbb{\1}"),
+        # Matrices, numbers of combinations, and numbers in other bases.
+        (r"\\begin\{bmatrix\}", r"\\begin{pmatrix}"),
+        (r"\\end\{bmatrix\}", r"\\end{pmatrix}"),
+        (
+            r"(?<!\|)(?<!\| )[(\[] ?\\begin\{array\} ?\{[lcr ]*\}(.*?)\\end\{array\} ?[)\]]",
+            r"\\begin{pmatrix}\1\\end{pmatrix}",
+        ),
+        (r"^\\begin\{array\} ?\{([lcr ]{2,})\}(.*)\\end\{array\}$", r"\\begin{pmatrix}\2\\end{pmatrix}"),
+        (r"\{ *([^{}]+?) *\\choose *([^{}]+?) *\}", r"\\binom{\1}{\2}"),
+        (
+            r"(?<![a-zA-Z\\{])(?:\\mathrm ?\{C\}|C)_\{?([0-9n]+)\}?\^\{?([0-9kmr]+)\}?(?![0-9])",
+            r"\\binom{\1}{\2}",
+        ),
+        (r"_ ?(?:\{ ?\(([0-9]+)\) ?\}|\(([0-9]+)\))", r"_{\1\2}"),
+        (r"_ ?\{ ?\\text ?\{ ?two ?\} ?\}", "_2"),
+        (r"^\(([0-9A-F]+)\)(?=_)", r"\1"),
+        # Integer parameters, and moduli: the brackets around them are usual.
+        (r"[ ,]*\( ?([a-z] ?\\in ?(?:\\mathbb\{[NZ]\}|Z))(?:_\+|\^\+)? ?\)$", r",\1"),
+        (r"\(? ?\\[bp]?mod *(?:\{([^{}]*)\}|([0-9a-z]+)) ?\)?$", r"\\pmod{\1\2}"),
+    )
+]
+"""Spellings, each with the usual one, in the order of their use."""
+_LISTS = re.compile(
+    r"(?:\\\{ ?)?\\begin\{array\} ?\{[lcr]\}(.*?)\\end\{array\}\.?|\\begin\{cases\}(.*?)\\end\{cases\}"
+)
+_OR = re.compile(r"\\text\{ *,? *(or)\b *\}|\\text\{[^{}]*\}|\b(or)\b")
+INEQUALITY = re.compile(
+    r"[<>\u2260\u2264\u2265]|!=|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq|not)(?![a-zA-Z])"
+)
 _MARKS = re.compile(r"\\(?:displaystyle|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
 _ANGLE = re.compile(r"(?<![0-9.,^_])([0-9]+(?:\.[0-9]+)?) *\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
 """An angle in degrees within a trigonometric function; elsewhere the degree sign is a unit."""
@@ -108,7 +159,7 @@ _UNCLEAR = re.compile(
     r"|[a-zA-Z]{3}|[0-9][eE][-+]?[0-9]"  # words, and 1e-5, which may be e - 5
     r"|\[[^\[\],]*\]|[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]+/[0-9]+/[0-9]"  # [x], 2020-01-02, 2/4/2020
     r"|[0-9)\]}]\s*[\[]|\]\s*[0-9a-zA-Z(]"  # 2[3], [x]y
-    r"|/\s*[0-9]+\s*[a-zA-Z\\(]"  # 1/2x
+    r"|/\s*[0-9]+\s*(?:[a-zA-Z(]|\\(?!\\))"  # 1/2x
     r"|(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|:[^:]*:"  # 12:30, 1:2:3
     r"|[a-zA-Z]\s*\^\s*\{\s*-\s*1\s*\}\s*\("  # f^{-1}(x)
 )
@@ -131,7 +182,7 @@ def read(answer: str) -> str | None:
     if is_word or "@" in text or not _PLAIN.fullmatch(rest) or _UNCLEAR.search(rest):
         return None
     # Numbers side by side would be added, as in 3\frac{1}{2}.
-    return re.sub(r"(?<=[0-9)])\s*(?=\()", r"\\cdot ", text).strip()
+    return re.sub(r"(?<=[0-9)])\s*(?=\()|(?<=\))\s*(?=\\frac|[0-9])", r"\\cdot ", text).strip()
 
 
 def has_decimals(answer: str) -> bool:
@@ -174,23 +225,32 @@ def _exact(number: Fraction) -> str:
 
 
 def strip(answer: str) -> str:
-    """Remove signs without a meaning: dollar signs, line breaks, negative space. Write units as m/s."""
-    text = (
-        ascii_signs(answer)
-        .replace("\\$", "")
-        .replace("\\!", "")
-        .replace("\n", " ")
-        .strip()
-        .strip("$")
-        .strip()
-    )
-    text = re.sub(r"^\\([(\[])(.*)\\[)\]]$", r"\2", text).strip()
-    text = _SPACE.sub(" ", _BOLD.sub(lambda found: found[1] or found[2], text))
-    text = re.sub(r"\\mathbb *([A-Z])", r"\\mathbb{\1}", text)
+    """Return an answer in one spelling: no signs without a meaning, units as m/s, matrices as pmatrix."""
+    text = ascii_signs(answer)
+    for pattern, usual in _REWRITES:
+        text = pattern.sub(usual, text)
+    text = _LISTS.sub(lambda found: _lines(found[0], found[1] or found[2]), text)
+    text = _FACTOR.sub(lambda found: _factor(found[1] or found[2]) + "\\text{" * bool(found[1]), text)
     text = _TEMPERATURE.sub(lambda found: f"\\text{{ degree {found[1] or found[2]}}}", text)
     text = _UNIT_FONT.sub(lambda found: found[0] if found[1] in _FUNCTIONS else f"\\text{{{found[1]}}}", text)
     text = _BARE_UNIT.sub(lambda found: f"\\text{{ {found[1]}}}" if _unit_word(found[1]) else found[0], text)
+    # Alternatives: solutions of inequalities form a union, values a list.
+    either = "\\cup " if INEQUALITY.search(text) else "\\text{ or }"
+    text = _OR.sub(lambda found: either if found[1] or found[2] else found[0], text)
+    # Semicolons separate elements, and so do commas, unless both do: 1,5; 2,5.
+    if "," not in re.sub(r"\([^();]*\)|\{,\}", "", text):
+        text = text.replace(";", ",")
     return _UNIT_FRACTION.sub(r"\1/\2", text)
+
+
+def _lines(text: str, content: str) -> str:
+    """Return the lines of a system of equations as a list; an array with columns or brackets is a matrix."""
+    lines = [line.strip(" ,;") for line in content.split("\\\\")]
+    return text if "&" in content else ", ".join(filter(None, lines))
+
+
+def _factor(word: str) -> str:
+    return f"\\cdot {_FACTORS[word]}"
 
 
 def unit(text: str) -> re.Match[str] | None:
@@ -203,12 +263,7 @@ def _unit_word(word: str) -> str:
     """Return the usual spelling of a unit's word; "" if the word is not a unit."""
     word = word.lower()
     usual = _UNIT_WORDS.get(word) or _UNIT_WORDS.get(word.removesuffix("s"), "")
-    return usual or word * (len(word) > 1 and word in _UNIT_WORDS.values())
-
-
-def multiplies(unit: str) -> bool:
-    """Return whether a unit changes the number before it, as in 5 million."""
-    return not _FACTORS.isdisjoint(unit.split())
+    return usual or word * ("/" in word or len(word) > 1 and word in _UNIT_WORDS.values())
 
 
 def unit_of(answer: str) -> str:
@@ -246,7 +301,7 @@ def split_name(answer: str) -> tuple[str, str]:
     """
     parts = _EQUALS.split(answer)
     name = re.sub(r"(?<=,) ", "", parts[0].strip(" $")) if len(parts) == 2 else ""
-    return (name, parts[1]) if _NAME.fullmatch(name) else ("", answer)
+    return (name, parts[1]) if NAME.fullmatch(name) else ("", answer)
 
 
 def has_words(answer: str) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 
 from rl.rewards.answers import refusal, single
 from rl.rewards.expressions import compare_symbolically
-from rl.rewards.latex import multiplies, split_name, strip, unit, unit_of, without_degrees
+from rl.rewards.latex import NAME, split_name, strip, unit, unit_of, without_degrees
 
 MAX_ANSWER_CHARS = 1000
 """Maximum length of a box that counts as an answer, in characters; the longest in MATH-500 has 159."""
+_ABOUT = re.compile(r"\u2248|\\approx(?![a-zA-Z])")
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _MENTION = re.compile(r"\s*\{\s*\}|(?! *\{)(?! +(?:[-+\\(0-9.]|[A-Za-z]\s*(?:[$.\n]|$)))")
 """Text after the word `\\boxed` where it gives no answer: empty braces, or no number or single letter."""
@@ -47,7 +48,7 @@ def score(
     answer = last_boxed(response)
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "pred": ""}
-    acc = float(is_equivalent(answer, truth, symbolic=symbolic))
+    acc = float(any(is_equivalent(answer, value, symbolic=symbolic) for value in _values(truth)))
     return {"score": acc, "acc": acc, "pred": normalize(answer)}
 
 
@@ -74,19 +75,23 @@ def last_boxed(text: str) -> str | None:
 
 
 def check_truth(ground_truth: Any, **kwargs: Any) -> str:
-    """Return the answer of a truth. Raises ValueError if there is none, or its normal form is empty."""
+    """Return the answer of a truth. Raises ValueError if there is none, or no box could hold an equal one."""
     text = single(ground_truth)
     boxed = last_boxed(text)
     truth = text.rpartition("####")[2].strip() if boxed is None else boxed
     if not normalize(truth):
         raise refusal(ground_truth, "it is empty without units and signs of typesetting")
+    if last_boxed(f"\\boxed{{{truth}}}") != truth:
+        raise refusal(
+            ground_truth, f"no box holds it: braces do not match, or it is over {MAX_ANSWER_CHARS} characters"
+        )
     return truth
 
 
 def is_equivalent(answer: str, truth: str, *, symbolic: bool = True) -> bool:
     """Return whether two answers in LaTeX are equal as normalised strings or (`symbolic`) as expressions."""
     units = unit_of(answer), unit_of(truth)
-    if units[0] != units[1] and (all(units) or any(map(multiplies, units))):
+    if units[0] != units[1] and all(units):
         return False
     names = split_name(strip(answer))[0], split_name(strip(truth))[0]
     normal = normalize(answer)
@@ -99,6 +104,14 @@ def is_equivalent(answer: str, truth: str, *, symbolic: bool = True) -> bool:
         if min(len(first), len(other)) > 1 and first[0].lower() + first[1:] == other[0].lower() + other[1:]:
             return True
     return symbolic and compare_symbolically(answer, truth)
+
+
+def _values(truth: str) -> list[str]:
+    r"""Return a truth, and of x = \sqrt2 \approx 1.41 also the exact and the rounded value."""
+    parts = _ABOUT.split(truth)
+    if len(parts) == 1:
+        return parts
+    return [truth, *(part for part in parts if normalize(part) and not NAME.fullmatch(part.strip()))]
 
 
 # ---- as strings ----

@@ -54,15 +54,7 @@ class Mixture:
         """Raise ValueError if `check_truth` of a function rejects the truth."""
         for scorer in self._of(data_source):
             if scorer.check_truth is not None:
-                try:
-                    scorer.check_truth(ground_truth, **scorer.kwargs)
-                except ValueError:
-                    raise
-                except Exception as error:  # a form that check_truth does not expect
-                    raise ValueError(
-                        f"reward_model.ground_truth={ground_truth!r:.200} cannot be read by the function "
-                        f"{scorer.name} ({type(error).__name__}: {error}); write it in a form that it reads."
-                    ) from error
+                read_truth(scorer.check_truth, ground_truth, scorer.name, **scorer.kwargs)
 
     def tries_truths(self, data_source: str) -> bool:
         """Return whether a function of this source has `try_truth`."""
@@ -70,6 +62,19 @@ class Mixture:
 
     def _of(self, data_source: Any) -> "list[_Scorer]":
         return self._sources.get(data_source, self._default)
+
+
+def read_truth(check: Callable[..., Any], ground_truth: Any, name: str, **kwargs: Any) -> None:
+    """Raise ValueError if `check` raises for a truth; name: of what it belongs to."""
+    try:
+        check(ground_truth, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:  # a form that check_truth does not expect
+        raise ValueError(
+            f"reward_model.ground_truth={ground_truth!r:.200} cannot be read by {name} "
+            f"({type(error).__name__}: {error}); write it in a form that it reads."
+        ) from error
 
 
 class _Scorer(NamedTuple):

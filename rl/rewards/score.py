@@ -59,7 +59,8 @@ def to_score(result: Any) -> Score:
     """Convert the result of a reward function, a number or a dict with the key `score`, to a Score.
 
     A dict's other finite numbers under printable names (they become metric names) and the strings under
-    `pred` and `feedback` are kept; the rest is dropped. Raises RejectedResult if there is no finite score.
+    `pred` and `feedback` are kept; the rest is dropped. Raises RejectedResult if there is no finite score, or
+    an `acc` that is not finite, because a share of the samples would look like the accuracy of all.
     """
     if not isinstance(result, Mapping):
         result = {"score": result}
@@ -67,13 +68,13 @@ def to_score(result: Any) -> Score:
         raise RejectedResult(
             f"the returned dict has no 'score', only {', '.join(map(repr, result)) or 'nothing'}"
         )
-    score = to_finite(result["score"])
-    if score is None:
-        found = result["score"]
-        raise RejectedResult(
-            f"the score must be a finite number of float32, it is {type(found).__name__} {found!r:.80}"
-        )
-    values = {"score": score}
+    for name in ("score", "acc"):
+        if name in result and to_finite(found := result[name]) is None:
+            raise RejectedResult(
+                f"the {name} must be a finite number of float32, it is {type(found).__name__} {found!r:.80}"
+                + "; leave out `acc` for a sample that has none" * (name == "acc")
+            )
+    values = {}
     for name, value in result.items():
         number = to_finite(value)
         if number is not None and isinstance(name, str) and name.isprintable():

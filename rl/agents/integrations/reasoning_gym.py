@@ -57,10 +57,23 @@ def score(prompt: str, response: str, ground_truth: str, **extra: Any) -> dict[s
     Raises ValueError for a ground truth that is not a `pack`.
     """
     answer = reasoning_gym.utils.extract_answer(response)
-    puzzle = ast.literal_eval(ground_truth)
+    puzzle = check_truth(ground_truth)
     scorer = _scorer(puzzle["task"], repr(puzzle["config"]))
     value = float(scorer.score_answer(answer, puzzle["entry"]))
     return {"score": value, "acc": float(value == 1.0), "pred": answer or ""}
+
+
+def check_truth(ground_truth: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the puzzle of a `pack`. Raises ValueError for anything else."""
+    try:
+        puzzle = ast.literal_eval(ground_truth)
+        puzzle["task"], puzzle["config"], puzzle["entry"]
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
+        raise ValueError(
+            f"reward_model.ground_truth={ground_truth!r:.200} must be a puzzle; write the rows by "
+            "tools/make_tasks.py reasoning-gym."
+        ) from error
+    return puzzle
 
 
 @lru_cache

@@ -10,6 +10,7 @@ The score is 1 if the number in the last message, or else the last one that was 
 
 from typing import Any
 
+from rl.rewards.gsm8k import check_truth as check_truth
 from rl.rewards.gsm8k import last_number, score
 
 

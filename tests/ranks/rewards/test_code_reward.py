@@ -183,6 +183,21 @@ def test_tests_that_pass_without_a_solution_are_refused_and_earn_nothing(confine
         reward("def f(x): return 7" if "inputs" not in ground_truth else "x = 1", ground_truth)
 
 
+@pytest.mark.parametrize(
+    "empty", ["f(1)", "def g(): f(1)\ng", "try: assert f(1) == 2\nexcept Exception: pass"]
+)
+def test_one_empty_test_among_others_earns_no_fraction(confined, empty):
+    tests = ["assert f(1) == 2", empty]
+    try_truth(tests)  # all or nothing: the other test decides
+    assert reward("def f(x): return 7", tests)["score"] == 0.0
+    for call in (
+        lambda: try_truth(tests, partial=True),
+        lambda: reward("def f(x): return 7", tests, partial=True),
+    ):
+        with pytest.raises(ValueError, match="with partial=true one of its tests passes"):
+            call()
+
+
 def test_the_pool_tries_truths_without_a_response(confined):
     plan = make_plan("rl.rewards.code:score", {}, {})
     sample = {"prompt": "", "response": None, "data_source": "code", "extra_info": {}}

@@ -65,7 +65,7 @@ def test_a_function_of_ones_own_may_check_and_try_truths(monkeypatch, tmp_path):
     assert 64 <= len(pool.truths) <= 128
     for truths, message in (
         ([7], r"^a.jsonl, row 1: 7 is not graded, with \{'strict': True\}"),
-        ([{"key": 1}, "text"], r"^a.jsonl, row 2: .*cannot be read by the function own \(TypeError"),
+        ([{"key": 1}, "text"], r"^a.jsonl, row 2: .*cannot be read by own \(TypeError"),
         ([{"key": 1}, {"key": 2}], "^a.jsonl, row 2: it passes"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -82,3 +82,12 @@ def test_rows_without_any_truth_give_one_warning(monkeypatch, caplog):
 
 def test_the_truths_of_environments_are_their_own(monkeypatch):
     check(monkeypatch, [None], "rl.rewards.exact:score", overrides=["agents.environment=a.b:C"])
+    gsm8k = "rl.agents.shipped.gsm8k:Gsm8k"
+    for key in ("agents.environment", "agents.sources.toy"):
+        check(monkeypatch, ["72"], "rl.rewards.exact:score", overrides=[f"{key}={gsm8k}"])
+        with pytest.raises(ValueError, match="^a.jsonl, row 2: reward_model.ground_truth.*must be a number"):
+            check(monkeypatch, ["72", "many"], "rl.rewards.exact:score", overrides=[f"{key}={gsm8k}"])
+    # Tools have no score, and neither has another source's environment.
+    for other in ("agents.tools=[rl.agents.shipped.calculator:calculate]", f"agents.sources.b={gsm8k}"):
+        with pytest.raises(ValueError, match="^a.jsonl, row 1: reward_model.ground_truth is missing"):
+            check(monkeypatch, [None], "rl.rewards.exact:score", overrides=[other])

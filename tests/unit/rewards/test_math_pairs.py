@@ -79,6 +79,15 @@ DIFFERENT = rows(r"""
     x^2=-1 => x^2=-2 ;; f(2)=3 => f(3)=3 ;; 0=1 => 0=2 ;; 1/0 => 2/0 ;; f^{-1}(x) => \frac{1}{f(x)} ;;
     5\Omega => 5\omega ;; 1:2:3 => \frac16 ;; \mathbf{v} => v ;; x+y=1 => x+y=2 ;;
     \begin{vmatrix}1&2\\3&4\end{vmatrix} => \begin{pmatrix}1&2\\3&4\end{pmatrix} ;; 5\text{ million} => 5 ;;
+    x<2 => (-\infty,2] ;; x<2 => (2,\infty) ;; y<2 => x\in(-\infty,2) ;; y<2 => x<2 ;; 1<x<3 => [1,3) ;;
+    1<x<3 => 1,3 ;; 1<x<3 => \{1,3\} ;; x\ne2 => x=2 ;; x<2 \text{ or } x>3 => (-\infty,2) ;;
+    x<2 \text{ or } y>3 => (-\infty,2)\cup(3,\infty) ;; a<x<b => (a,b) ;; x^2<-1 => x^2<-2 ;;
+    x<2 \text{ or } 5 => x<2 ;; 0<x<y<1 => (0,1) ;; C_5^2 => 25 ;; C_2^5 => 32 ;; (2n)! => 2n! ;; n! => n ;;
+    4\cdot i => 4 ;; i^2 => 1 ;; 5\text{ million} => 5 ;; 1,5;2,5 => 1,5,2,5 ;; (1;2) => (2;1) ;;
+    5 or 6 => 5 ;; \text{5 or 6} => 5 ;; \text{15 cm} => 15\text{ m} ;; 3 m/s => 3 m/h ;; (101)_2 => 101_3 ;;
+    n \equiv 1 \pmod{3} => n \equiv 1 \mod 4 ;; k\pi (k\in\mathbb{Z}) => k\pi ;; (1)\frac12 => \frac32 ;;
+    \begin{cases}x=1\\y=2\end{cases} => (2,1) ;; A \cup B => A \cup C ;;
+    |\begin{array}{cc}1&2\\3&4\end{array}| => \begin{pmatrix}1&2\\3&4\end{pmatrix} ;;
     2,2 => 2 ;; 2020-01-02 => 2017 ;; 2/4/2020 => \frac{1}{4040} ;; [\frac{n}{2}] => \frac{n}{2} ;;
     25^\circ\text{C} => 25^\circ\text{F} ;; 25^\circ C => 25^\circ\mathrm{F} ;; (x,y)=(1,2) => (y,x)=(1,2) ;;
     \sin 30^\circ => \sin 30 ;; 0.1\dot{2} => 0.\dot{1}\dot{2} ;; 5\mathrm{~m} => 5\mathrm{~s} ;;
@@ -103,7 +112,19 @@ EQUAL = rows(r"""
     \cos^2 45^{\circ} => 0.5 ;; \frac\pi3 => \frac{\pi}{3} ;; \mathbb R => \mathbb{R} ;;
     \{\} => \varnothing ;;
     (x, y) = (1, 2) => (1,2) ;; \angle A = 30^\circ => 30 ;; \text{Yes} => yes ;; \sqrt[3]{8} => 2 ;;
-    x\equiv 3\pmod{7} => x \equiv 3 \pmod 7
+    x\equiv 3\pmod{7} => x \equiv 3 \pmod 7 ;;
+    x<2 => (-\infty,2) ;; x \geq 2 => [2, +\infty) ;; 1<x\le 3 => (1,3] ;; 3 \ge x > 1 => x \in (1,3] ;;
+    x\ne 2 => (-\infty,2)\cup(2,\infty) ;; x<2 \text{ or } x>3 => (-\infty,2)\cup(3,\infty) ;;
+    x<-1 \text{ or } x>1 => x>1 or x<-1 ;; -2<x<2 => |x|<2 ;; 0\le\theta\le\pi => \theta\in[0,\pi] ;;
+    C_5^2 => 10 ;; \mathrm{C}_{5}^{2} => 10 ;; {5 \choose 2} => 10 ;; 4\cdot i => 4i ;; (1+i)^2 => 2i ;;
+    e^{i\pi} => -1 ;; (n+1)! => (n+1) \cdot n! ;; \frac{n!}{k!(n-k)!} => \binom{n}{k} ;;
+    \left(\begin{array}{cc}1&2\\3&4\end{array}\right) => \begin{bmatrix}1&2\\3&4\end{bmatrix} ;;
+    \begin{pmatrix} 1/2 \\ 3 \end{pmatrix} => \begin{pmatrix} 0.5 \\ 3 \end{pmatrix} ;;
+    \left\{\begin{array}{l}x=1\\y=2\end{array}\right. => x=1, y=2 ;; (\text{A}) => A ;; \textbf{yes} => yes ;;
+    A \cup B => B \cup A ;; (101)_2 => 101_{(2)} ;; 101_{\text{two}} => 101_2 ;; 5 million => 5000000 ;;
+    3 m/s => 3 ;; \text{15 cm} => 15 ;; 3\textrm{ cm} => 3 ;; (1;2) => (1,2) ;; (-\infty;2] => (-\infty,2] ;;
+    1;2 => 1, 2 ;; \lbrace 1,2\rbrace => \{2,1\} ;; \lg 100 => 2 ;; n\equiv1(\bmod 3) => n \equiv 1 \mod 3 ;;
+    \frac{\pi}{2}+k\pi,k\in\mathbb{Z} => k\pi+\frac{\pi}{2} (k\in\mathbb{Z})
     """)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rl.rewards import expressions
 from rl.rewards.expressions import MAX_EXPRESSION_CHARS, compare_symbolically, is_costly
-from rl.rewards.math import MAX_ANSWER_CHARS, is_equivalent, last_boxed, normalize, score
+from rl.rewards.math import MAX_ANSWER_CHARS, check_truth, is_equivalent, last_boxed, normalize, score
 from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
@@ -75,6 +75,25 @@ def test_the_last_box_is_compared_and_given_as_prediction():
     assert reward("\\boxed{7}", "The whole solution, \\boxed{6}, that is \\boxed{7}.")["score"] == 1.0
     with pytest.raises(ValueError, match="reward_model.ground_truth is missing"):
         reward("\\boxed{7}", None)
+
+
+def test_a_truth_that_no_box_can_hold_is_refused():
+    for truth in (r"\frac{1}{2", r"\boxed{3", "a}", "7" * (MAX_ANSWER_CHARS + 1)):
+        with pytest.raises(ValueError, match="no box holds it"):
+            check_truth(truth)
+
+
+def test_an_exact_and_a_rounded_truth_are_both_right():
+    truth = r"x = \sqrt2 \approx 1.41"
+    for answer, expected in (
+        (r"\sqrt{2}", 1.0),
+        ("1.41", 1.0),
+        (r"\approx 1.41", 0.0),
+        ("1.4", 0.0),
+        ("x", 0.0),
+    ):
+        assert reward(f"\\boxed{{{answer}}}", truth)["score"] == expected, answer
+    assert reward("\\boxed{3.1}", r"\approx 3.1")["score"] == 1.0
 
 
 @needs_math_verify
@@ -150,7 +169,7 @@ def test_other_forms_of_an_answer_are_right(answer, truth):
 COSTLY = cells(r"""
     10^{10^{10}} ;; 10**10**10 ;; 9^9^9 ;; 2^{10}^{10} ;; (10^{10})^{10^{5}} ;; ((10^{100})^{100})^{100} ;;
     10^{10 \cdot 10^9} ;; 10^{1000000} ;; 10^10000000 ;; 10^(10^10) ;; x^{-10^{10^{2}}} + 10^{9^9} ;;
-    \frac{1}{10^{9999999}} ;; 100000! ;; ((10!)!)! ;; 3!!! ;; (10^5)! ;; x! ;;
+    \frac{1}{10^{9999999}} ;; 100000! ;; ((10!)!)! ;; 3!!! ;; (10^5)! ;; (x+10^9)! ;; (x+99)! ;;
     \binom{1000000000}{100000000} ;; \sum_{i=1}^{1000000000} i ;; \prod_{i=1}^{100000} i ;; \int x dx ;;
     \lim_{x \to 0} x ;; 1e1000000000
     """) + ["1" * 301, "(" * 100_000, "^{9" * 99]

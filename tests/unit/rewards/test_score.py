@@ -97,11 +97,12 @@ def test_the_string_under_pred_is_the_prediction():
 
 NO_SCORE = [None, "1.0", math.nan, math.inf, [1.0], 10**400, 1e39, -1e39, 1j, Decimal("NaN"), ValueError()]
 NO_SCORE += [{}, {"acc": 1.0}, {"score": None}, {"score": math.nan}]
+NO_SCORE += [{"score": 1.0, "acc": None}, {"score": 1.0, "acc": math.nan}, {"score": 1.0, "acc": "no"}]
 
 
 @pytest.mark.parametrize("result", NO_SCORE)
 def test_a_result_without_a_finite_score_is_rejected(result):
-    with pytest.raises(RejectedResult, match="the score must be a finite number|has no 'score'"):
+    with pytest.raises(RejectedResult, match="the (score|acc) must be a finite number|has no 'score'"):
         to_score(result)
 
 
