@@ -11,6 +11,8 @@ import struct
 
 DESCRIPTORS, DESCRIPTOR_BYTES = 1024, 4096
 """Maximum number of descriptors of a process, and the bytes that each counts: a pipe keeps two pages."""
+RECORD_BYTES = 256
+"""Bytes that the kernel's record of a mapping, of a file's lock, and of a watch (epoll, inotify) counts."""
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
@@ -27,9 +29,9 @@ def held_bytes(found: list[int], limit: int, network: bool) -> int:
     """
     own = (b"RssAnon:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
     kept = system_v_bytes() + (0 if network else socket_bytes())
-    kept += sum(descriptors(pid) for pid in found) * DESCRIPTOR_BYTES
+    kept += sum(map(descriptor_bytes, found))
     if sum(_sum_of(f"/proc/{pid}/status", (b"VmSize:",)) for pid in found) + kept > limit:
-        kept += shared_bytes(found)
+        kept += mapping_bytes(found)  # records of smaller mappings are below a sixteenth of the limit
     total = kept + sum(_sum_of(f"/proc/{pid}/status", own) for pid in found)
     if total > limit:
         total = kept + sum(_sum_of(f"/proc/{pid}/status", own[2:]) for pid in found)
@@ -37,25 +39,32 @@ def held_bytes(found: list[int], limit: int, network: bool) -> int:
     return total
 
 
-def descriptors(pid: int) -> int:
-    """Return the number of a process's descriptors; 0 if it has ended."""
+def descriptor_bytes(pid: int) -> int:
+    """Return what a process's descriptors count, with locks and watches; 0 if it has ended."""
+    total, kinds = 0, (b"lock:", b"tfd:", b"inotify ", b"fanotify ")
     with contextlib.suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    return 0
+        for fd in os.listdir(f"/proc/{pid}/fdinfo"):
+            total += DESCRIPTOR_BYTES
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/fdinfo/{fd}", "rb") as file:
+                total += RECORD_BYTES * sum(line.startswith(kinds) for line in file)
+    return total
 
 
-def shared_bytes(found: list[int]) -> int:
-    """Return the size of shared mappings without a file, which keep pages that no process maps any more."""
+def mapping_bytes(found: list[int]) -> int:
+    """Return the bytes of records of mappings, and the size of shared mappings without a file, which keep
+    pages that no process maps any more."""
     sizes: dict[bytes, int] = {}
+    records = 0
     for pid in found:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
             for line in file:
+                records += RECORD_BYTES
                 if line.endswith((b"/dev/zero (deleted)\n", b"/dev/zero\n")):
                     span, rights, offset, _, inode, _ = line.split(None, 5)
                     begin, end = (int(place, 16) for place in span.split(b"-"))
                     if rights.endswith(b"s"):
                         sizes[inode] = max(sizes.get(inode, 0), int(offset, 16) + end - begin)
-    return sum(sizes.values())
+    return records + sum(sizes.values())
 
 
 def system_v_bytes() -> int:

@@ -129,6 +129,25 @@ for _ in range(300):
 x = mmap.mmap(-1, 1 << 38, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, mmap.PROT_READ)
 x.madvise(15)
 for at in range(0, 1 << 38, 1 << 21): x[at]""",
+    "many small mappings": """
+x, libc.mmap.restype = b"x" * (40 * mib), ctypes.c_void_p
+for _ in range(6):
+    if os.fork() == 0: break
+at = libc.mmap(None, ctypes.c_size_t(1 << 28), 0, 0x22, -1, 0)
+for place in range(at, at + (1 << 28), 8192): libc.mprotect(ctypes.c_void_p(place), 4096, 1)""",
+    "locks of files": """
+import fcntl
+x, files = b'x' * (85 * mib), [open(f'/app/{n}', 'w') for n in range(40)]
+for n in range(4500):
+    for file in files: fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * n)""",
+    "watches of epoll": """
+import select
+x, watched = b'x' * (85 * mib), [os.eventfd(0) for _ in range(500)]
+for one in (polls := [select.epoll() for _ in range(500)]): [one.register(fd) for fd in watched]""",
+    "watches of inotify": """
+x, paths = b'x' * (100 * mib), [f'{at}/{f}'.encode() for at, _, fs in os.walk('/usr/lib') for f in fs]
+for fd in (libc.inotify_init1(0) for _ in range(120)):
+    for path in paths: libc.inotify_add_watch(fd, path, 2)""",
 }
 REFUSED = {
     "a file in memory": ("os.memfd_create('x')", "OSError"),
