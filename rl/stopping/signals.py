@@ -48,14 +48,24 @@ def note_sigterm(note: Callable[[], None]) -> None:
         finally:
             os._exit(128 + signal.SIGTERM)
 
+    masks = threading.local()
+
+    def hold() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
     def forget() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        release()
 
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=forget)  # a child shares the pipe
+    # A child shares the pipe: a SIGTERM that it handled before `forget` would end this process.
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=forget)
 
 
 def end_on_closed_pipe() -> None:

@@ -21,7 +21,7 @@ SERVERS = (
 POOLS = (
     "tests/ranks/rewards/test_code_reward.py tests/ranks/agents/test_environment_pool.py "
     "tests/ranks/sandbox/test_container.py tests/ranks/sandbox/test_grades.py "
-    "tests/ranks/sandbox/test_images.py"
+    "tests/ranks/sandbox/test_image_archives.py"
 )
 
 
