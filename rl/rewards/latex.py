@@ -18,7 +18,7 @@ _ONE_UNIT = (
     r"\\text\{(?=( )?)(?! *(?:or|and|[apAP]\.?[mM])\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
 )
 _UNIT = re.compile(rf"{_ONE_UNIT}(?:(?:[\s/.]|\\cdot|\\[,;! ])*{_ONE_UNIT})*(?:\s|\\[,;! ])*$")
-_UNIT_FRACTION = re.compile(r"\\[dt]?frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}")
+_UNIT_FRACTION = re.compile(r"\\frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _NO_WORDS = {"", "or", "and", "st", "nd", "rd", "th"}
 _ORDINAL = re.compile(r"(?<=[0-9])(?:\^?\{?\\text\{(?:st|nd|rd|th)\}\}?)")
@@ -41,9 +41,7 @@ _UNIT_WORDS |= dict.fromkeys("unit st nd rd th and or of the".split(), "")
 _FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3} | {
     f"{name}illion": 10 ** (6 + 3 * power) for power, name in enumerate(("m", "b", "tr"))
 }
-_FACTOR = re.compile(
-    rf"(?<=[0-9}}]) *(?:\\text\{{ *({'|'.join(_FACTORS)})s?(?![a-z])|({'|'.join(_FACTORS)})s?(?![a-z]))"
-)
+_FACTOR = re.compile(rf"(?<=[0-9}}]) *(\\text\{{ *)?({'|'.join(_FACTORS)})s?(?![a-z])")
 _UNIT_FONT = re.compile(
     r"\\(?:mathrm|mbox) ?\{(?:(?:[~ ]|\\[,;: ])+(?=[a-zA-Z])|(?=[a-zA-Z]{2}|[a-zA-Z]/))"
     r"([a-zA-Z]+(?:/[a-zA-Z]+)*)\}"
@@ -53,17 +51,15 @@ _TEMPERATURE = re.compile(
     r"(?:\\(?:text|mathrm) ?\{ *([CF]) *\}|([CF]))\s*(?=[.$]*$)"
 )
 _BARE_UNIT = re.compile(r"(?<=[0-9}]) *([a-zA-Z]{2,}|k?m/(?:s|h|min))(?=$|\^)")
+_ONE = r"([0-9a-zA-Z])"
 _SIGNS = (
     "\u00d7 \\times \u00f7 \\div \u00b7 \\cdot \u22c5 \\cdot \u03c0 \\pi \u221e \\infty \u222a \\cup "
     "\u2264 \\le \u2265 \\ge \u2260 \\ne \u00b0 ^\\circ \\lvert | \\rvert | \\dfrac \\frac \\tfrac \\frac "
     "\\cfrac \\frac \\dbinom \\binom \\tbinom \\binom \\leq \\le \\leqslant \\le \\geq \\ge \\geqslant \\ge "
-    "\\neq \\ne \\varnothing \\emptyset \\lt < \\gt > \\ast \\cdot \\lg \\log_{10}"
+    "\\neq \\ne \\varnothing \\emptyset \\lt < \\gt > \\ast \\cdot \\lg \\log_{10} \\lbrace \\{ \\rbrace \\} "
+    "<= \\le >= \\ge != \\ne \\{\\} \\emptyset"
 ).split()
 """Signs and commands, each followed by the command that is parsed."""
-_SPELLINGS = [
-    (re.compile(re.escape(old) + r"(?![a-zA-Z])" * old.startswith("\\")), new + " " * new[-1:].isalpha())
-    for old, new in zip(_SIGNS[::2], _SIGNS[1::2])
-]
 _REWRITES = [
     (re.compile(pattern), usual)
     for pattern, usual in (
@@ -72,9 +68,20 @@ _REWRITES = [
         (r"^[ $]+|[ $]+$", ""),
         (r"^\\[(\[] ?(.*?) ?\\[)\]]$", r"\1"),
         (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
-        (r"\\(?:left|right)(?![a-zA-Z])", ""),
-        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
-        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\(?:displaystyle|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
+        *(
+            (
+                re.escape(old) + r"(?![a-zA-Z])" * old[-1].isalpha(),
+                new.replace("\\", "\\\\") + " " * new[-1].isalpha(),
+            )
+            for old, new in zip(_SIGNS[::2], _SIGNS[1::2])
+        ),
+        # Arguments without braces.
+        (r"\\frac *\\pi(?![a-zA-Z]) *", r"\\frac{\\pi}"),
+        (rf"\\(frac|binom) *{_ONE} *{_ONE}", r"\\\1{\2}{\3}"),
+        (rf"\\(frac|binom) *{_ONE} *(?=\{{)", r"\\\1{\2}"),
+        (rf"(\\frac *\{{[^{{}}]*\}}) *{_ONE}", r"\1{\2}"),
+        (rf"\\sqrt *{_ONE}", r"\\sqrt{\1}"),
         (r"^= *", ""),
         (r"\\(?:text(?:rm|up|normal|it)|mbox) *\{", r"\\text{"),
         (r"\\textbf *\{([a-zA-Z]{2,})\}", r"\\text{\1}"),
@@ -109,24 +116,12 @@ _LISTS = re.compile(
     r"(?:\\\{ ?)?\\begin\{array\} ?\{[lcr]\}(.*?)\\end\{array\}\.?|\\begin\{cases\}(.*?)\\end\{cases\}"
 )
 _OR = re.compile(r"\\text\{ *,? *(or)\b *\}|\\text\{[^{}]*\}|\b(or)\b")
-INEQUALITY = re.compile(
-    r"[<>\u2260\u2264\u2265]|!=|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq|not)(?![a-zA-Z])"
-)
-_MARKS = re.compile(r"\\(?:displaystyle|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
+INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne|not)(?![a-zA-Z])")
 _ANGLE = re.compile(r"(?<![0-9.,^_])([0-9]+(?:\.[0-9]+)?) *\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
 """An angle in degrees within a trigonometric function; elsewhere the degree sign is a unit."""
-_SPACE = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
 _JOINED = re.compile(r"\\text\{ *,? *(?:or|and) *\}")
 _FONT = re.compile(r"\\(?:mathrm|mathit|text|textit|operatorname) ?\{ *([^{}]*?) *\}")
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split()
-_ONE = r"([0-9a-zA-Z])"
-_ARGUMENTS = (
-    (re.compile(r"\\frac *\\pi(?![a-zA-Z]) *"), r"\\frac{\\pi}"),
-    (re.compile(rf"\\(frac|binom) *{_ONE} *{_ONE}"), r"\\\1{\2}{\3}"),
-    (re.compile(rf"\\(frac|binom) *{_ONE} *(?=\{{)"), r"\\\1{\2}"),
-    (re.compile(rf"(\\frac *\{{[^{{}}]*\}}) *{_ONE}"), r"\1{\2}"),
-    (re.compile(rf"\\sqrt *{_ONE}"), r"\\sqrt{\1}"),
-)
 _THOUSANDS = re.compile(
     r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+(?!,?[0-9])|(?: +[0-9]{3})+(?! *[0-9]))"
 )
@@ -167,14 +162,9 @@ _UNCLEAR = re.compile(
 
 def read(answer: str) -> str | None:
     """Return an answer without words and units as LaTeX with exact numbers; None if any part is unknown."""
-    text = answer
-    for spelling, usual in _SPELLINGS:
-        text = spelling.sub(lambda _: usual, text)  # noqa: B023
-    text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
-    text = _SPACE.sub(" ", _MARKS.sub("", _JOINED.sub(",", text)))
+    text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", answer)
+    text = _JOINED.sub(",", text)
     text = _FONT.sub(lambda found: _letters(found[1]), text).replace("**", "^")
-    for shorthand, full in _ARGUMENTS:
-        text = shorthand.sub(full, text)
     text = _with_exact_numbers(text)
     text = re.sub(r"(?<=[_^])([0-9a-zA-Z])(?![0-9])", r"{\1}", text)
     rest = _KNOWN.sub(" @ ", _SUBSCRIPT.sub(r"\1 ", text))
@@ -230,7 +220,7 @@ def strip(answer: str) -> str:
     for pattern, usual in _REWRITES:
         text = pattern.sub(usual, text)
     text = _LISTS.sub(lambda found: _lines(found[0], found[1] or found[2]), text)
-    text = _FACTOR.sub(lambda found: _factor(found[1] or found[2]) + "\\text{" * bool(found[1]), text)
+    text = _FACTOR.sub(lambda found: f"\\cdot {_FACTORS[found[2]]}" + "\\text{" * bool(found[1]), text)
     text = _TEMPERATURE.sub(lambda found: f"\\text{{ degree {found[1] or found[2]}}}", text)
     text = _UNIT_FONT.sub(lambda found: found[0] if found[1] in _FUNCTIONS else f"\\text{{{found[1]}}}", text)
     text = _BARE_UNIT.sub(lambda found: f"\\text{{ {found[1]}}}" if _unit_word(found[1]) else found[0], text)
@@ -247,10 +237,6 @@ def _lines(text: str, content: str) -> str:
     """Return the lines of a system of equations as a list; an array with columns or brackets is a matrix."""
     lines = [line.strip(" ,;") for line in content.split("\\\\")]
     return text if "&" in content else ", ".join(filter(None, lines))
-
-
-def _factor(word: str) -> str:
-    return f"\\cdot {_FACTORS[word]}"
 
 
 def unit(text: str) -> re.Match[str] | None:

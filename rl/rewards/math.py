@@ -23,13 +23,6 @@ _MENTION = re.compile(r"\s*\{\s*\}|(?! *\{)(?! +(?:[-+\\(0-9.]|[A-Za-z]\s*(?:[$.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _NOON = re.compile(r"\\text\{ *([apAP])\.?[mM]\.? *\}")
-_SPELLINGS = (
-    (re.compile(r"<=|\u2264|\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le "),
-    (re.compile(r">=|\u2265|\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge "),
-    (re.compile(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}"), r"\\emptyset "),
-    (re.compile(r"\\pmod *([0-9a-zA-Z]+)"), r"\\pmod{\1}"),
-    (re.compile(r"!=|\u2260|\\neq(?![a-zA-Z])"), r"\\ne "),
-)
 _VARIABLE = re.compile(r"^\s*[A-Za-z][A-Za-z0-9']?\s*=")
 
 
@@ -132,8 +125,6 @@ def normalize(answer: str) -> str:
     # {,} in a number is a decimal comma (1{,}5) or separates thousands (1{,}500).
     text = re.sub(r"(?<=[0-9])\{,\}(?=[0-9](?![0-9]{2}(?![0-9])))", ".", text).replace("{,}", ",")
     text = re.sub(r"^\\(?:text|mathrm)\{([^{}]*)\}$", r"\1", text)
-    text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
-    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", text)  # not of \leftarrow
     text = _NOON.sub(lambda found: found[1].lower() + "m", text)
     text = without_degrees(text)
     found = unit(text)
@@ -141,11 +132,6 @@ def normalize(answer: str) -> str:
     text = text.replace("\\%", "").replace("%", "")
     text = re.sub(r"(^|[ {(\[,+-])\.(?=[0-9])", r"\g<1>0.", text)
     text = _VARIABLE.sub("", text) if text.count("=") == 1 else text
-    for spelling, usual in _SPELLINGS:
-        text = spelling.sub(usual, text)
-    text = re.sub(r"\\sqrt *([0-9a-zA-Z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"\\frac *([0-9a-zA-Z]) *([0-9a-zA-Z])", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac *([0-9a-zA-Z]) *(?=\{)", r"\\frac{\1}", text)
     text = re.sub(r"_\{([0-9a-zA-Z])\}", r"_\1", text)
     # 12 34 is not 1234, but 12 345 is 12345.
     text = re.sub(r"(?<=[0-9])\s+(?=[0-9]{3}(?![0-9]))", "", text)

@@ -8,7 +8,9 @@ value of the tests is False, and arithmetic and order between the two fail, beca
 the expected value and decide the result.
 
 Some tests cannot run apart. For example, they import packages outside the standard library, are asynchronous,
-derive classes from the program's, or give it functions or objects of their own. Their answer is TOGETHER.
+derive classes from the program's, or give it functions or objects of their own. Their answer is TOGETHER. The
+program must not be able to cause it: names that the tests import, classes of Python and what the program
+raised do not count.
 """
 
 import json
@@ -133,6 +135,9 @@ answers, asks = os.fdopen(heard, "r"), os.fdopen(said, "w")
 def other(value):
     if isinstance(value, Remote):
         return ["o", object.__getattribute__(value, "_number")]
+    kind = value if isinstance(value, type) else type(value)
+    if kind.__module__ == "__main__" or (isinstance(value, BaseException) and kind.__module__ != "tests"):
+        raise TypeError("the program does not get back what it raised")  # it would choose to run together
     if isinstance(value, range):
         return ["r", value.start, value.stop, value.step]
     if isinstance(value, (type({}.keys()), type({}.values()), type({}.items()))):
@@ -200,6 +205,8 @@ modules |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFr
 modules = {name.partition(".")[0] for name in modules} - {"solution"}
 stored = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
 stored |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+stored |= {alias.asname or alias.name for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))
+           for alias in node.names if getattr(node, "module", "") != "solution"}
 free = {node.id for node in nodes if isinstance(node, ast.Name)} - stored
 free |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "solution"
          for alias in node.names}
@@ -219,7 +226,7 @@ def defined(wanted):
 # A name of the prelude or of Python means the program's only if the tests use nothing else of it.
 layers = free - set(names) - set(vars(builtins)), free & set(names), free & set(vars(builtins))
 found = next(filter(None, map(defined, layers)), {})
-is_derived = bool(bases & {name for name, value in found.items() if isinstance(value, Remote)})
+is_derived = bool(bases & layers[0] & {name for name, value in found.items() if isinstance(value, Remote)})
 if modules - sys.stdlib_module_names or is_async or is_derived:
     finish("TOGETHER")
 solution = sys.modules["solution"] = types.ModuleType("solution")

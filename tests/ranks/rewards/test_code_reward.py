@@ -330,6 +330,41 @@ def test_asserts(confined):
     assert reward("def add(a, b):\n    return a", whole)["score"] == 0.0
 
 
+TOGETHER_AND_PASS = """
+import os, sys
+frame = sys._getframe()
+while frame:
+    token = frame.f_globals.get("job", {}).get("token")
+    for fd in range(20 if token else 0):
+        try:
+            os.write(fd, token.encode())
+        except OSError:
+            pass
+    if token:
+        os._exit(0)
+    frame = frame.f_back
+"""
+PROVOKED = [
+    ("class TestCase: pass", "from unittest import TestCase\nclass T(TestCase): pass\nassert f(1) == 2"),
+    ("class Exception: pass", "class E(Exception): pass\nassert f(1) == 2"),
+    ("class Own(BaseException): pass\ndef f(x): return Own\ng = f", "x = f(1)\nassert g(x) == 2"),
+    (
+        "import os\ndef f(x): raise KeyError\ng = f",
+        "try: x = f(1)\nexcept Exception as e: x = e\nassert g(x) == 2",
+    ),
+    (
+        "import os\ndef f(x): os._exit(0)\ng = f",
+        "try: x = f(1)\nexcept Exception as e: x = e\nassert g(x) == 2",
+    ),
+]
+
+
+@pytest.mark.parametrize("program, tests", PROVOKED)
+def test_a_program_cannot_choose_the_process_of_its_tests(confined, program, tests):
+    assert reward(f"{TOGETHER_AND_PASS}\n{program}", tests)["score"] == 0.0
+    assert reward("def f(x): return 2\ndef g(x): return 2", tests)["score"] == 1.0
+
+
 def test_leaving_before_the_asserts_does_not_pass_them(confined):
     for leave in ("import sys; sys.exit(0)", "import os; os._exit(0)", "print('token'); exit()", "quit()"):
         for program in (f"{leave}\ndef add(a, b):\n    return 0", f"def add(a, b):\n    {leave}"):
