@@ -26,7 +26,7 @@ the end-of-sequence token.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -39,21 +39,14 @@ from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import show
 
 
-@dataclass(frozen=True, eq=False)  # eq would compare arrays, which has no single truth value
-class Preference:
-    """One prompt with a preferred and a rejected response."""
+@dataclass(frozen=True, eq=False, kw_only=True)  # eq would compare arrays, which has no single truth value
+class Asked:
+    """One prompt of such a row."""
 
     index: int
-    """Row in the concatenation of the files, counted before any pair was dropped."""
+    """Row in the concatenation of the files, counted before any was dropped."""
     prompt_ids: np.ndarray
     """np.int32 [P]: after the chat template with generation prompt, after truncation."""
-    chosen_ids: np.ndarray
-    """np.int32 [R]: the preferred response and the end-of-sequence token, after truncation."""
-    chosen_mask: np.ndarray
-    """np.float32 [R]: 0 for tokens that are given to the policy, such as the output of a tool, else 1."""
-    rejected_ids: np.ndarray
-    """np.int32 [R']: the rejected response in the same form."""
-    rejected_mask: np.ndarray
     text: str
     """The rendered prompt before truncation."""
     data_source: str
@@ -62,67 +55,50 @@ class Preference:
     """Index of its file in `files`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Labelled:
-    """One prompt with a response and its label. The other fields are as in Preference."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Preference(Asked):
+    """One prompt with a preferred and a rejected response."""
 
-    index: int
-    prompt_ids: np.ndarray
+    chosen_ids: np.ndarray
+    """np.int32 [R]: the preferred response and the end-of-sequence token, after truncation."""
+    chosen_mask: np.ndarray
+    """np.float32 [R]: 0 for tokens that are given to the policy, such as the output of a tool, else 1."""
+    rejected_ids: np.ndarray
+    """np.int32 [R']: the rejected response in the same form."""
+    rejected_mask: np.ndarray
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Labelled(Asked):
+    """One prompt with a response, in the form of a preferred one, and its label."""
+
     response_ids: np.ndarray
     response_mask: np.ndarray
     label: bool
     """Whether the response is desirable."""
-    text: str
-    data_source: str
-    source: int
 
 
 def load_preferences(
     files: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    prompt_key: str,
     chosen_key: str,
     rejected_key: str,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    overlong: str,
-    end_token_ids: Collection[int] = (),
-    max_pairs: int = 0,
+    **options: Any,
 ) -> list[Preference]:
-    """Read `files` in order and tokenize the pairs.
-
-    prompt_key: column with the prompt, or "" if the prompt is only in the messages of both responses.
-    max_response_tokens: maximum tokens of a response, including its end-of-sequence token.
-    overlong: what to do with a pair whose prompt or response exceeds its limit: "error", "drop", or
-        "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. The
-        response then lacks its end-of-sequence token, as a sample that reached the limit.
-    end_token_ids: ids at which generation stops, besides the tokenizer's eos.
-    max_pairs: maximum number of rows to read, before any is dropped; 0 reads all.
-
-    Raises ValueError for an invalid file, a missing column, a prompt or response that is not text,
-    conversations that disagree, a tokenizer that cannot render messages or has no eos_token, a template for
-    which `rl.data.chats` raises it, and overlong pairs according to `overlong`.
-    """
+    """Read `files` in order and tokenize the pairs. options, and what raises ValueError: see `_load`."""
     required = {chosen_key: "name the column with the preferred response in data.chosen_key"}
     required[rejected_key] = "name the column with the rejected response in data.rejected_key"
-    options = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
-    options |= dict(overlong=overlong, end_token_ids=end_token_ids, max_rows=max_pairs)
     nouns = {chosen_key: "chosen responses", rejected_key: "rejected responses"}
-    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, **options)
     return [
         Preference(
-            index=index,
-            prompt_ids=prompt_ids,
+            **asked,
             chosen_ids=chosen.ids,
             chosen_mask=chosen.mask,
             rejected_ids=rejected.ids,
             rejected_mask=rejected.mask,
-            text=text,
-            data_source=data_source(rows[index]),
-            source=rows[index].source,
         )
-        for index, text, prompt_ids, (chosen, rejected) in kept
+        for _, asked, (chosen, rejected) in _load(files, tokenizer, nouns, required, **options)
     ]
 
 
@@ -130,36 +106,22 @@ def load_labelled(
     files: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    prompt_key: str,
     response_key: str,
     label_key: str,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    overlong: str,
-    end_token_ids: Collection[int] = (),
+    **options: Any,
 ) -> list[Labelled]:
-    """Read `files` in order and tokenize prompts and responses; arguments and errors are those of pairs.
+    """Read `files` in order and tokenize prompts and responses. options: see `_load`.
 
-    Also raises ValueError for a label that is neither a bool nor 0 or 1.
+    Raises ValueError as `_load`, and for a label that is neither a bool nor 0 or 1.
     """
     required = {response_key: "name the column with the response in data.response_key"}
     required[label_key] = "name the column with the label in data.label_key"
-    options = dict(max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
-    options |= dict(overlong=overlong, end_token_ids=end_token_ids)
-    nouns = {response_key: "responses"}
-    rows, kept = _load(files, tokenizer, nouns, required, prompt_key, **options)
+    loaded = _load(files, tokenizer, {response_key: "responses"}, required, **options)
     return [
         Labelled(
-            index=index,
-            prompt_ids=prompt_ids,
-            response_ids=response.ids,
-            response_mask=response.mask,
-            label=_label(rows[index], label_key),
-            text=text,
-            data_source=data_source(rows[index]),
-            source=rows[index].source,
+            **asked, response_ids=response.ids, response_mask=response.mask, label=_label(row, label_key)
         )
-        for index, text, prompt_ids, (response,) in kept
+        for row, asked, (response,) in loaded
     ]
 
 
@@ -185,24 +147,34 @@ def _load(
     tokenizer: PreTrainedTokenizerBase,
     nouns: dict[str, str],
     required: dict[str, str],
-    prompt_key: str,
     *,
+    prompt_key: str,
     max_prompt_tokens: int,
     max_response_tokens: int,
     overlong: str,
-    end_token_ids: Collection[int],
-    max_rows: int = 0,
-) -> tuple[list[Row], list[tuple[int, str, np.ndarray, list[_Response]]]]:
-    """Return all rows, and of each row within the limits (its index, rendered prompt, prompt ids, and its
-    responses).
+    end_token_ids: Collection[int] = (),
+    max_pairs: int = 0,
+) -> list[tuple[Row, dict[str, Any], list[_Response]]]:
+    """Return, of each row within the limits, the row, the fields of `Asked` and the responses.
 
     nouns: column of a response -> name of such responses in messages.
+    prompt_key: column with the prompt, or "" if the prompt is only in the messages of the responses.
+    max_response_tokens: maximum tokens of a response, including its end-of-sequence token.
+    overlong: what to do with a row whose prompt or response exceeds its limit: "error", "drop", or
+        "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. The
+        response then lacks its end-of-sequence token, as a sample that reached the limit.
+    end_token_ids: ids at which generation stops, besides the tokenizer's eos.
+    max_pairs: maximum number of rows to read, before any is dropped; 0 reads all.
+
+    Raises ValueError for an invalid file, a missing column, a prompt or response that is not text,
+    conversations that disagree, a tokenizer that cannot render messages or has no eos_token, a template for
+    which `rl.data.chats` raises it, and overlong rows according to `overlong`.
     """
     if prompt_key:
         required = required | {
             prompt_key: 'name the prompt\'s column in data.prompt_key ("" if only the responses have it)'
         }
-    rows = read_rows(files, required=required, optional=["data_source", *COLUMNS], max_rows=max_rows)
+    rows = read_rows(files, required=required, optional=["data_source", *COLUMNS], max_rows=max_pairs)
 
     column = prompt_key or next(iter(nouns))
     reader = MessageReader(template_of(tokenizer), reads_weights=True)
@@ -238,15 +210,18 @@ def _load(
             "data.overlong_prompts=drop would drop all. Raise data.max_prompt_tokens or "
             "rollout.max_response_tokens, or choose truncate_left."
         )
-    return rows, [
-        (
-            index,
-            show(texts[index], tokenizer),
-            prompt_ids[index][-max_prompt_tokens:],
-            [found[index].cut(0, max_response_tokens) for found in responses],
+    loaded = []
+    for index in np.flatnonzero(kept).tolist():
+        asked = dict(
+            index=index,
+            prompt_ids=prompt_ids[index][-max_prompt_tokens:],
+            text=show(texts[index], tokenizer),
+            data_source=data_source(rows[index]),
+            source=rows[index].source,
         )
-        for index in np.flatnonzero(kept).tolist()
-    ]
+        answers = [found[index].cut(0, max_response_tokens) for found in responses]
+        loaded.append((rows[index], asked, answers))
+    return loaded
 
 
 def _conversations(

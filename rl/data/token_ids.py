@@ -22,12 +22,14 @@ def check_model_ids(path: str, num_tokens: int) -> None:
     for file in (Path(path, "config.json"), Path(path, "generation_config.json")):
         found = read_object(file) if file.exists() else {}
         for key, value in (found | found.get("text_config", {})).items():
-            ids = value if isinstance(value, list) else [value]
-            if (
-                key.endswith("_token_id")
-                and max((id for id in ids if id is not None), default=0) >= num_tokens
-            ):
-                raise ValueError(f"{file}: {key}={value} {_lacks_a_row(num_tokens)}; correct it.")
+            if key.endswith("_token_id"):
+                ids = value if isinstance(value, list) else [value]
+                _check(ids, f"{file}: {key}={value}", num_tokens, "correct it")
+
+
+def check_stops(ids: Sequence[int], num_tokens: int) -> None:
+    """Raise ValueError if `rollout.stop_token_ids` has a token without a row in the embedding."""
+    _check(ids, f"rollout.stop_token_ids={list(ids)}", num_tokens, "correct it")
 
 
 def check_tokenizer(
@@ -43,15 +45,15 @@ def check_tokenizer(
             f"{path} holds no vocabulary, only {len(added)} added tokens; copy the tokenizer's files "
             "(tokenizer.json, or vocab.json with merges.txt) from the published checkpoint."
         )
+    remedy = (
+        "remove the token, or enlarge the embedding and lm_head (resize_token_embeddings of transformers)"
+    )
     for token, id in vocabulary.items():
-        if not 0 <= id < num_tokens and token not in unread:
+        if id >= num_tokens and token not in unread:
             quoted = json.dumps(token)[1:-1]
             files = [file for file in sorted(Path(path).glob("*token*.json")) if quoted in file.read_text()]
             where = files[-1] if files else f"the tokenizer of {path}"
-            raise ValueError(
-                f"{where} has the token {token!r} with id {id}, which {_lacks_a_row(num_tokens)}; remove the "
-                "token, or enlarge the embedding and lm_head (resize_token_embeddings of transformers)."
-            )
+            _check([id], f"{where} has the token {token!r} with id {id}, which", num_tokens, remedy)
 
 
 def check_rows(key: str, rows: Iterable[Any], tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> None:
@@ -63,24 +65,15 @@ def check_rows(key: str, rows: Iterable[Any], tokenizer: PreTrainedTokenizerBase
         return
     for row in rows:
         for name, ids in vars(row).items():
-            if (
-                name.endswith("_ids")
-                and ids is not None
-                and len(ids)
-                and (most := int(ids.max())) >= num_tokens
-            ):
-                token = tokenizer.convert_ids_to_tokens(most)
-                raise ValueError(
-                    f"row {row.index} of {key} has the token {token!r} with id {most}, which "
-                    f"{_lacks_a_row(num_tokens)}; remove this text from the row."
-                )
+            if name.endswith("_ids") and ids is not None and len(ids):
+                token = tokenizer.convert_ids_to_tokens(int(ids.max()))
+                owner = f"row {row.index} of {key} has the token {token!r} with id {ids.max()}, which"
+                _check([ids.max()], owner, num_tokens, "remove this text from the row")
 
 
-def check_stops(ids: Sequence[int], num_tokens: int) -> None:
-    """Raise ValueError if `rollout.stop_token_ids` has a token without a row in the embedding."""
-    if max(ids, default=0) >= num_tokens:
-        raise ValueError(f"rollout.stop_token_ids={list(ids)} {_lacks_a_row(num_tokens)}; correct it.")
-
-
-def _lacks_a_row(num_tokens: int) -> str:
-    return f"is not below vocab_size={num_tokens}, the number of rows of the embedding"
+def _check(ids: Iterable[int | None], owner: str, num_tokens: int, remedy: str) -> None:
+    """Raise ValueError, with the owner as its subject, if an id has no row in the embedding."""
+    if any(id is not None and id >= num_tokens for id in ids):
+        raise ValueError(
+            f"{owner} is not below vocab_size={num_tokens}, the number of rows of the embedding; {remedy}."
+        )

@@ -1,5 +1,6 @@
 """The input of a run, read before any model is built, so that invalid input is refused within seconds."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from rl.config.schema import (
 )
 from rl.data.chat_template import kept_ids, set_variables
 from rl.data.curriculum import CurriculumOrder, load_order
-from rl.data.preferences import load_labelled, load_preferences
+from rl.data.preferences import Labelled, Preference, load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.reading import check_data_files
@@ -94,13 +95,10 @@ class Inputs:
             self.judge_parser = load_function(judge.parser, key="reward.judge.parser")
         others = models.keys() & {"reward_model", "judge"}
         self.tokenizers = {name: load_tokenizer(models[name].path) for name in others}
-        self.prompts = (
-            self._preferences()
-            if "pairs" in needs
-            else self._labelled()
-            if "labels" in needs
-            else self._prompts(config.data.train, responses=learns_from_data(config))
-        )
+        if "pairs" in needs or "labels" in needs:
+            self.prompts: list = self._pairs(needs)
+        else:
+            self.prompts = self._prompts(config.data.train, responses=learns_from_data(config))
         if uses_teacher(config):
             check_sources(config, self.prompts)
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
@@ -111,9 +109,8 @@ class Inputs:
                 config.data.val, responses=config.validation.loss, max_prompts=config.validation.max_prompts
             )
         for key, rows in {"data.train": self.prompts, "data.val": self.held_out}.items():
-            prompts = [
-                row for row in rows if isinstance(row, Prompt)
-            ]  # not pairs, which have rules of their own
+            # Pairs have rules of their own.
+            prompts = [row for row in rows if isinstance(row, Prompt)]
             check_rows(key, rows, self.tokenizer, own["vocab_size"])
             check_rendering(prompts, self.tokenizer, key=key, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rewards: RewardPlan | None = None
@@ -242,30 +239,21 @@ class Inputs:
 
         return ImageReader(data.image_key, image_format(model.path, model.hf, max_pixels=data.max_pixels))
 
-    def _preferences(self):
+    def _pairs(self, needs: Collection[str]) -> list[Preference] | list[Labelled]:
+        """Return pairs of responses, or responses with labels."""
         data = self.config.data
-        return load_preferences(
-            data.train,
-            self.tokenizer,
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            **self._limits(),
-        )
-
-    def _labelled(self):
-        data = self.config.data
-        keys = dict(response_key=data.response_key, label_key=data.label_key)
-        return load_labelled(data.train, self.tokenizer, **keys, **self._limits())
-
-    def _limits(self) -> dict:
-        data = self.config.data
-        return dict(
+        limits = dict(
             prompt_key=data.prompt_key,
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=self.config.rollout.max_response_tokens,
             overlong=data.overlong_prompts,
             end_token_ids=end_token_ids(self.config.model.path),
         )
+        if "labels" in needs:
+            keys = dict(response_key=data.response_key, label_key=data.label_key)
+            return load_labelled(data.train, self.tokenizer, **keys, **limits)
+        keys = dict(chosen_key=data.chosen_key, rejected_key=data.rejected_key)
+        return load_preferences(data.train, self.tokenizer, **keys, **limits)
 
 
 def check_class(path: str, hf: dict) -> None:
