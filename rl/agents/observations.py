@@ -10,7 +10,7 @@ import base64
 import dataclasses
 import io
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -181,29 +181,28 @@ def is_observation(answer: Any) -> bool:
     return False
 
 
-def content(answer: dict[str, Any], text: str) -> str | list[dict[str, str]]:
-    """Return the content of a message: the images of an answer, then a text unless it is empty."""
-    if not answer["image"]:
-        return text
-    return [*map(image_part, answer["image"]), *([{"type": "text", "text": text}] if text else [])]
+def content(answer: Any, shown: Callable[[str], str] = str) -> str | list[dict[str, Any]]:
+    """Return an answer as the content of a message: a text, or parts if it has images.
+
+    shown: returns the text of a part as the policy reads it. Raises the errors of `parts_of`.
+    """
+    parts = parts_of(answer)
+    if all(part["type"] == "text" for part in parts):
+        return shown("\n".join(part["text"] for part in parts))
+    return [part if part["type"] == "image" else _text(shown(part["text"])) for part in parts]
 
 
 def with_uris(message: dict) -> dict:
-    """Return a message with content parts as `parts_of` gives them, and anchors of images unchanged.
+    """Return a message with content parts as `parts_of` gives them; anchors of images stay unchanged.
 
     Raises ValueError for an image in another form.
     """
     if not isinstance(parts := message.get("content"), list):
         return message
-    given = [part.get("image") for part in parts]
-    if odd := [image for image in given if image is not None and not _is_image(image)]:
-        raise ValueError(
-            f"an image of a message must be one of Pillow, an array, bytes or a data URI, not {odd[0]!r:.80}"
-        )
     found = []
-    for part, image in zip(parts, given):
-        if image is not None:
-            found.append(image_part(image))
+    for part in parts:
+        if isinstance(part, dict) and part.get("image") is not None:
+            found.append(image_part(part["image"]))
         else:
             found += _of_part(part) if _is_part(part) else [part]
     return {**message, "content": found}
@@ -216,7 +215,14 @@ def _is_image(value: Any) -> bool:
 
 
 def image_part(value: Any) -> dict[str, str]:
-    """Return the part {type, image} of a message's content, with the image as a data URI."""
+    """Return the part {type, image} of a message's content, with the image as a data URI.
+
+    Raises ValueError for a value that is not an image.
+    """
+    if not _is_image(value):
+        raise ValueError(
+            f"an image of a message must be one of Pillow, an array, bytes or a data URI, not {value!r:.80}"
+        )
     if isinstance(value, str):
         return {"type": "image", "image": value}
     if not isinstance(value, bytes):

@@ -43,7 +43,7 @@ from rl.agents.environment import (
     answer_digest,
     load_environment,
 )
-from rl.agents.observations import content, is_observation, parts_of, with_uris
+from rl.agents.observations import content, is_observation, with_uris
 from rl.config.agent_plan import AgentPlan
 from rl.rewards.score import to_finite, to_score
 from rl.workers.host import Host
@@ -195,7 +195,7 @@ class Session:
         if hasattr(self._instance, "reset"):
             start = await self._call(self._instance.reset, dict(self._row))
         if is_observation(start):
-            start = [{"role": "user", "content": content(start, start.get("text") or "")}]
+            start = [{"role": "user", "content": content(start)}]
         messages = [{"role": "text", "content": start}] if isinstance(start, str) else start
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise ValueError(f"reset must return a text or a list of messages, not {start!r:.80}")
@@ -223,7 +223,7 @@ class Session:
             number = to_finite(reward)
             if number is None:
                 raise ValueError(f"step must return (text, reward, done) with a number, not {reward!r:.80}")
-            message = {"role": "user", "content": self._content(text)}
+            message = {"role": "user", "content": content(text, self._text)}
             return {"messages": [message], "reward": number, "done": bool(done)}
         if isinstance(action, Run):
             arguments = (action.base_url, action.api_key, dict(self._row))
@@ -263,7 +263,7 @@ class Session:
             else:
                 known = ", ".join([*self._tools, *self._listed]) or "none"
                 raise ValueError(f"there is no tool {call.name:.200}; the tools are: {known}")
-            return self._content(await self._call(function)), False
+            return content(await self._call(function), self._text), False
         except TOOL_ERRORS as error:
             name = "" if type(error) is ValueError else f"{type(error).__name__}: "
             return self._text(f"Error: {name}{error}"), True
@@ -271,13 +271,6 @@ class Session:
     @property
     def _done(self) -> bool:
         return bool(getattr(self._instance, "done", False))
-
-    def _content(self, result: Any) -> str | list[dict]:
-        """Return the content of a message: the text of a result, or parts if it has images."""
-        parts = parts_of(result)
-        if all(part["type"] == "text" for part in parts):
-            return self._text("\n".join(part["text"] for part in parts))
-        return [p if p["type"] == "image" else {**p, "text": self._text(p["text"])} for p in parts]
 
     def _text(self, result: str) -> str:
         """Return a text, shortened to the limit."""

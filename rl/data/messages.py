@@ -258,27 +258,24 @@ class MessageReader:
             return content
         parts = content if isinstance(content, list) else []
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-        kinds = [_kind(part) for part in parts]
-        if kinds and all(kind in TEXT_PARTS for kind in kinds):
+        kinds = list(map(_kind, parts))
+        known = (*TEXT_PARTS, "image") if self._reads_images else TEXT_PARTS
+        if kinds and all(kind in known for kind in kinds):
+            if "image" in kinds:
+                return [
+                    p if k == "image" else {"type": "text", "text": p["text"]} for p, k in zip(parts, kinds)
+                ]
             self._changed["parts of text joined"] += 1
-            return "".join(str(part["text"]) for part in parts)
-        if self._reads_images and kinds and all(kind in (*TEXT_PARTS, "image") for kind in kinds):
-            return [
-                part if _kind(part) == "image" else {"type": "text", "text": part["text"]} for part in parts
-            ]
+            return "".join(part["text"] for part in parts)
         if role == "tool" and not any(kinds):  # a result that is not a list of parts
             self._changed["results of tools written as JSON"] += 1
             return json.dumps(content, ensure_ascii=False)
-        strange = [kind for kind in kinds if kind and kind not in TEXT_PARTS]
-        if strange:
-            reads = (
-                "set data.image_key" if "image" in strange[0] else "leave the part out, or write it as text"
-            )
-            if self._reads_images and "image" in strange[0]:
-                reads = "write {type: image} there, and the image in the column of data.image_key"
-            raise ValueError(
-                f"(role {role}) has a part of type {strange[0]!r}, which cannot be read; {reads}"
-            )
+        for kind in kinds:
+            if kind and kind not in known:
+                remedy = "leave the part out, or write it as text"
+                if "image" in kind:
+                    remedy = "set data.image_key, and write {type: image} there and the image in that column"
+                raise ValueError(f"(role {role}) has a part of type {kind!r}, which cannot be read; {remedy}")
         raise ValueError(
             f"(role {role}) has the content {describe(content)}; it must be a text, or a list of parts "
             "{type: text, text: ...}"
@@ -323,19 +320,22 @@ class MessageReader:
     def _weighed(self, message: dict) -> dict:
         """Return a message in which `weight` is 0 if the turn has no loss, otherwise absent."""
         weights = {key: message.pop(key) for key in WEIGHTS if key in message}
-        for key, value in weights.items():
-            if value not in (0, 1):
-                raise ValueError(f"has {key}={value!r}; a turn is trained or not, so write 1 or 0")
-            if value and message["role"] != "assistant":
-                raise ValueError(
-                    f"(role {message['role']}) has {key}={value!r}, but only turns of the assistant are "
-                    f"trained; write {key}=0, or remove the key, and to train all messages of the "
-                    "conversations in data.messages_key set data.train_on=all"
-                )
-        if len(set(map(bool, weights.values()))) > 1:
-            raise ValueError(f"has {weights}, which contradict each other; keep one of them")
-        unweighted = message["role"] == "assistant" and 0 in weights.values()
-        return message | {"weight": 0} if unweighted else message
+        if any(value not in (0, 1) for value in weights.values()):
+            raise ValueError(f"has {_pairs(weights)}; a turn is trained or not, so write 1 or 0")
+        if len(set(weights.values())) > 1:
+            raise ValueError(f"has {_pairs(weights)}, which contradict each other; keep one of them")
+        is_turn = message["role"] == "assistant"
+        if not is_turn and 1 in weights.values():
+            raise ValueError(
+                f"(role {message['role']}) has {_pairs(weights)}, but only turns of the assistant are "
+                "trained; write 0, or remove the key, and to train all messages of the conversations in "
+                "data.messages_key set data.train_on=all"
+            )
+        return message | {"weight": 0} if is_turn and 0 in weights.values() else message
+
+
+def _pairs(values: dict) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
 def without_nulls(value: Any, row: Row) -> Any:
@@ -356,7 +356,8 @@ def _kind(part: Any) -> str:
     """Return the type of a part of a content; "" if it is not a part."""
     if not isinstance(part, dict):
         return ""
-    return "text" if set(part) == {"text"} else str(part.get("type") or "")
+    kind = "text" if set(part) == {"text"} else str(part.get("type") or "")
+    return "" if kind in TEXT_PARTS and not isinstance(part.get("text"), str) else kind
 
 
 def tools_of(row: Row) -> list[dict]:

@@ -47,7 +47,7 @@ def hide(value: Any, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] =
 
 def show(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the original of a text in which `hide` has marked special tokens."""
-    return text.translate(_special(tokenizer, len(tokenizer)).first)
+    return text if text.isascii() else text.translate(_special(tokenizer, len(tokenizer)).first)
 
 
 def encode(
@@ -78,7 +78,7 @@ def encode(
     places = [np.array(p, np.int64).reshape(-1, 2) for p in encoded["offset_mapping"]] if offsets else []
     special = _special(tokenizer, len(tokenizer))
     for number, text in enumerate(texts):
-        if special.marks.search(text):
+        if not text.isascii() and special.marks.search(text):
             ids[number], place = special.encode(text, add_special_tokens)
             places[number : number + 1] = [place] if offsets else []
     return ids, places
