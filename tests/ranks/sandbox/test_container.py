@@ -168,9 +168,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("kept", KEEPS)
 def test_memory_counts_wherever_the_node_holds_it(runtime, image, kept):
-    limits = Limits(wall_s=30, memory_mib=128, disk_mib=8, files=100, tasks=8, output_bytes=10_000)
+    limits = Limits(wall_s=200, memory_mib=128, disk_mib=8, files=100, tasks=8, output_bytes=10_000)
     with Container(Image(str(image)), runtime=runtime, limits=limits) as small:
-        outcome = small.run(["python3", "-c", f"{HELD}{KEEPS[kept]}\ntime.sleep(60)"], merge=True)
+        outcome = small.run(["python3", "-c", f"{HELD}{KEEPS[kept]}\ntime.sleep(300)"], merge=True)
         assert outcome.end == "memory", outcome
         assert small.run(["sh", "-c", "echo alive"]).stdout == "alive\n"
 
