@@ -222,9 +222,9 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
 
     in_order: whether a GPU runs all work in the order of its launches.
     """
-    from rl.runtime.private_directory import socket_directory
     from rl.runtime.proxies import without_proxies
     from rl.runtime.rendezvous import address_of_host
+    from rl.sandbox.private_directory import socket_directory
 
     ranks.export()
     os.environ.update(without_proxies(ranks, address_of_host(ranks)))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rl.runtime.private_directory import make_private
+from rl.sandbox.private_directory import make_private
 
 DIRECTORY = "elastic"
 FORGET_S = 3600.0

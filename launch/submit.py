@@ -20,7 +20,7 @@ from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.report import report, verdict
-from rl.runtime.private_directory import make_private
+from rl.sandbox.private_directory import make_private
 
 
 def main(argv: list[str]) -> int:

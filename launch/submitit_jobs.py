@@ -28,6 +28,7 @@ from launch import slurm
 from launch.batch_file import ROOT
 from rl.config.options import ConfigError
 from rl.config.schema import load_config
+from rl.sandbox.private_directory import make_private
 
 STOPPED_EXIT = 75
 """Exit code of train_rl.py for a run that stopped and can continue."""
@@ -66,6 +67,7 @@ def executor(
         ) from None
     if not slurm.available():
         raise ConfigError("there is no Slurm on this machine; submit from a login node of a cluster.")
+    make_private(Path(folder.partition("%")[0]))  # `%j` is submitit's job
     made = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_restarts)
     options: dict[str, Any] = dict(
         nodes=nodes,

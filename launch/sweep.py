@@ -24,7 +24,7 @@ from rl.config.paths import expand_paths, literal
 from rl.config.schema import Config, load_config
 from rl.config.sweep_checks import load_points
 from rl.run_directory.named_metrics import check_named_metrics
-from rl.runtime.private_directory import make_private
+from rl.sandbox.private_directory import make_private
 
 
 @dataclass
@@ -177,11 +177,11 @@ def joint_overrides(sweep: SweepFile, directory: Path, points: list[Point]) -> l
 def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list[Point]:
     """Write the points; return them by task number. Points of an earlier call keep their numbers."""
     place = directory / DIRECTORY
+    make_private(directory)
     before = read_sweep(directory)["points"] if (place / SWEEP).is_file() else []
     known = [Point(**point) for point in before]
     names = {point.name for point in known}
     every = known + [point for point in points if point.name not in names]
-    make_private(directory)
     (place / "points").mkdir(parents=True, exist_ok=True)
     tasks = {point.name: task for task, point in enumerate(every)}
     for point in points:  # also earlier ones, whose common overrides may have changed

@@ -61,9 +61,11 @@ def replay(ranks, args: argparse.Namespace) -> int:
     from rl.run_directory.record import config_of_step
     from rl.runtime.collectives import gather_objects
     from rl.runtime.session import session
+    from rl.sandbox.private_directory import refuse_untrusted
     from rl.training.grid import build_grid
 
     with session(ranks) as device:
+        refuse_untrusted(args.run_dir)  # its config may name code
         config = load_config(Config, config_of_step(args.run_dir, args.step))
         run = replace(config.run, dir=args.run_dir)  # it may have moved
         model = replace(config.model, path=args.weights or config.model.path)

@@ -24,7 +24,7 @@ from rl.faults.heartbeat import heartbeat_path
 from rl.faults.process import process_from, this_process
 from rl.run_directory.record import writing
 from rl.run_directory.status import FILE_NAME as STATUS
-from rl.runtime.private_directory import make_private
+from rl.sandbox.private_directory import make_private
 
 FILE_NAME = "lock.json"
 

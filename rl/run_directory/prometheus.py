@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.schema import Config
-from rl.runtime.private_directory import read_private
 from rl.runtime.strangers import Strangers
+from rl.sandbox.private_directory import read_private
 
 SERIES = {
     "lockstep_metric": "Last value of a metric of docs/metrics.md.",

@@ -1,4 +1,4 @@
-"""The directory of compile caches on the node's own disk, whose name other users of the node can predict.
+"""Directories of compile caches. The default one's name on the node's own disk can be predicted by others.
 
 Later runs unpickle and execute what compilers store there. A directory that another user made, or can
 write to, is therefore not used.
@@ -11,30 +11,44 @@ import stat
 import tempfile
 from collections.abc import MutableMapping
 
-from rl.runtime.private_directory import why_untrusted
+from rl.sandbox.private_directory import why_untrusted
 
 log = logging.getLogger(__name__)
 
 ROOT = "LOCKSTEP_CACHE"
 """Environment variable that names the directory; slurm/job.sh sets it."""
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable whose default is a predictable name in the temporary directory; Triton's and vLLM's
-defaults are in the home directory."""
-CACHES = ("TRITON_CACHE_DIR", INDUCTOR, "VLLM_CACHE_ROOT")
+"""Environment variable whose default is a predictable name in the temporary directory."""
+CACHES = {
+    INDUCTOR: "",
+    "XDG_CACHE_HOME": "~/.cache",
+    "TRITON_CACHE_DIR": "~/.triton/cache",
+    "VLLM_CACHE_ROOT": "{XDG_CACHE_HOME}/vllm",
+}
+"""Environment variables that name caches, each with its default."""
 
 
 def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make the directory of caches for this user alone; use a new one if others could have written to it."""
-    default = os.path.join(tempfile.gettempdir(), f"lockstep-cache-{os.geteuid()}")
-    root = environ.get(ROOT) or default
+    """Make the directory of caches for this user alone; use a new one for caches that others could write.
+
+    Raises ValueError if others could replace a new one, too.
+    """
+    temporary = tempfile.gettempdir()
+    if reason := why_untrusted(temporary, trusts_group=True, is_shared=True):
+        raise ValueError(
+            f"TMPDIR={temporary}: {reason}, who could replace what programs write there and execute; set "
+            "TMPDIR to a directory of yours, or `chmod +t` it."
+        )
+    root = environ.get(ROOT) or os.path.join(temporary, f"lockstep-cache-{os.geteuid()}")
     environ.setdefault(INDUCTOR, f"{root}/inductor")
-    below = [name for name in CACHES if environ.get(name, "").startswith(f"{root}/")]
-    if not below or not (reason := _why_unsafe(root)):
-        return
-    fresh = tempfile.mkdtemp(prefix="lockstep-cache-")
-    log.warning("compile caches are in %s, and start empty: %s", fresh, reason)
-    for name in below:
-        environ[name] = fresh + environ[name].removeprefix(root)
+    fresh, known = "", {}
+    for name, default in CACHES.items():
+        place = known[name] = environ.get(name) or os.path.expanduser(default.format_map(known))
+        is_below = place.startswith(f"{root}/")
+        if reason := _why_unsafe(root) if is_below else why_untrusted(place):
+            fresh = fresh or tempfile.mkdtemp(prefix="lockstep-cache-")
+            known[name] = environ[name] = fresh + (place.removeprefix(root) if is_below else f"/{name}")
+            log.warning("%s: compile caches are in %s, and start empty: %s", name, fresh, reason)
 
 
 def _why_unsafe(root: str) -> str:

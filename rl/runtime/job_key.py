@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl.runtime.private_directory import make_private, read_private
+from rl.sandbox.private_directory import make_private, read_private
 
 KEY_VARIABLE = "LOCKSTEP_JOB_KEY"
 MIN_CHARACTERS = 32

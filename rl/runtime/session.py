@@ -80,14 +80,14 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
         logging.getLogger().setLevel(logging.ERROR)  # their warnings would repeat rank 0's
         logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # each rank scores its own samples
         warnings.simplefilter("ignore")
-    use_private_caches()
     # These warnings are meant for the libraries' developers.
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
         warnings.filterwarnings("ignore", module=module)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # their states are part of a checkpoint
         seed(0)
-    joined = join_ranks(ranks)
+    joined = join_ranks(ranks)  # may use a file in XDG_CACHE_HOME, which the next line may replace
+    use_private_caches()
     _initialise(joined, device.backend, timeout)
     global _gloo_group, _job
     _gloo_group = dist.new_group(backend="gloo", timeout=timeout)

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from rl.runtime.plain_data import decode, encode
-from rl.runtime.private_directory import why_untrusted
+from rl.sandbox.private_directory import why_untrusted
 
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "create_import_structure_from_path"
 

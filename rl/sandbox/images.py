@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.sandbox.container import Image
+from rl.sandbox.private_directory import why_untrusted
 
 _ALIGNMENT, _SEARCHED = 4096, 64 << 20
 """Bytes between places of a SIF file where its SquashFS may begin, and bytes that are searched for it."""
@@ -83,9 +84,10 @@ def _store() -> Path:
     store = Path(parent, f"lockstep-images-{os.geteuid()}")
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = store.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    reason = why_untrusted(store, trusts_group=True)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077 or reason:
         raise ValueError(
-            f"{store} is not a private directory of this user; remove it, or set LOCKSTEP_IMAGES."
+            f"{reason or store} is not a private directory of this user; remove it, or set LOCKSTEP_IMAGES."
         )
     return store
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from rl.config.durations import seconds_of
 from rl.runtime import session
+from rl.sandbox.private_directory import refuse_untrusted
 from rl.stopping import deadline
 from rl.stopping.signals import requested_signal
 
@@ -154,4 +155,5 @@ def refuse_if_stopped_by_hand(run_dir: str) -> None:
     """Raise ValueError if the file that stopped the run still exists. For rank 0."""
     path = Path(run_dir, STOP_FILE)
     if path.exists():
+        refuse_untrusted(path.parent)  # in a directory of somebody else the file means nothing
         raise ValueError(f"{path} exists, which stopped this run; remove it to continue the run.")

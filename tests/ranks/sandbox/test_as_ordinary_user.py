@@ -15,7 +15,7 @@ SANDBOX = (
 )
 SERVERS = (
     "tests/unit/agents/test_endpoint.py tests/unit/agents/test_endpoint_strangers.py "
-    "tests/unit/runtime/test_cache_directories.py "
+    "tests/unit/runtime/test_cache_directories.py tests/unit/sandbox/test_private_directory.py "
     "tests/unit/runtime/test_job_key.py tests/ranks/runtime/test_job_store.py"
 )
 POOLS = (

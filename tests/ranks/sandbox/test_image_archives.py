@@ -262,3 +262,15 @@ def test_copies_are_bounded(task):
         file.truncate(1 << 40)
     with pytest.raises(ValueError, match="disk_mib"):
         Copies(task)._carry_out("COPY", "data /x/", False)
+
+
+def test_a_store_that_others_could_replace_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("LOCKSTEP_IMAGES", str(tmp_path / "store/images"))
+    (tmp_path / "image.tar").write_bytes(b"")
+    (tmp_path / "store").chmod(0o777)
+    with pytest.raises(ValueError, match="store can be written by other users.*LOCKSTEP_IMAGES"):
+        unpack(str(tmp_path / "image.tar"))
+    (tmp_path / "store").chmod(0o1777)
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        unpack(str(tmp_path / "image.tar"))

@@ -17,22 +17,23 @@ SOCKET_PATH, SOCKET_NAME = 107, 37
 def make_private(directory: Path) -> None:
     """Make a directory that only its user and, if the umask allows it, its group can enter.
 
-    A directory that exists keeps its mode: `chmod o+rx` opens a run to everybody. Raises ValueError if it
-    belongs to somebody else, or users outside its group may write to it.
+    A directory that exists keeps its mode: `chmod o+rx` opens a run to everybody. Raises as
+    `refuse_untrusted`.
     """
-    directory.mkdir(mode=0o770, parents=True, exist_ok=True)
-    found = directory.stat()
-    reason = _why_foreign(directory, found, 0o002)
-    if not reason:
-        return
-    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=directory) as file:
-        fresh = os.fstat(file.fileno())  # a file system without owners and modes gives all files the same
-        if found.st_uid in (fresh.st_uid, *_trusted()) and not found.st_mode & ~fresh.st_mode & 0o002:
-            return
-    raise ValueError(
-        f"{reason}, who may have put there what is in it; use another directory, or make it yours alone by "
-        "chown and `chmod o-w`."
-    )
+    for parent in (*reversed(directory.parents), directory):
+        with contextlib.suppress(FileExistsError):
+            if not parent.is_dir():
+                parent.mkdir(mode=0o770 if parent == directory else 0o775)
+    refuse_untrusted(directory)
+
+
+def refuse_untrusted(directory: str | os.PathLike) -> None:
+    """Raise ValueError if a directory's plain data may come from users outside its group; `why_untrusted`."""
+    if reason := why_untrusted(directory, trusts_group=True):
+        raise ValueError(
+            f"{reason}, who may have put there what is in it; use another directory, or make it yours alone "
+            "by chown and `chmod o-w`."
+        )
 
 
 def read_private(path: Path, *, limit: int, remedy: str) -> bytes:
@@ -51,34 +52,52 @@ def read_private(path: Path, *, limit: int, remedy: str) -> bytes:
     return content
 
 
-def why_untrusted(directory: str | os.PathLike) -> str:
+def why_untrusted(
+    directory: str | os.PathLike, *, trusts_group: bool = False, is_shared: bool = False
+) -> str:
     """Return why others may change what is read from a directory, such as code; "" if nobody else may.
 
     It and every directory and link that leads to it belong to this user or to the system. Nobody else may
-    write to it; to a directory above it only with the sticky bit, which keeps others from renaming.
+    write to it; to a directory above it only with the sticky bit, which keeps others from renaming. Of a
+    directory that does not exist, the nearest above it is meant.
+
+    Args:
+        trusts_group: for plain data. A directory's group, and owners of directories above, may write.
+        is_shared: others may write to the directory itself, too, if it has the sticky bit, as /tmp has.
     """
     path = Path(os.path.abspath(directory))
+    while not os.path.lexists(path):
+        path = path.parent
     try:
         os.stat(path)  # raises for links that lead to each other
         for place in (*reversed(path.parents), path):
-            found = os.lstat(place)
-            if stat.S_ISLNK(found.st_mode):
-                target = place.parent / os.readlink(place) / path.relative_to(place)
-                return _why_foreign(place, found, 0) or why_untrusted(target)
-            is_kept = place != path and found.st_mode & stat.S_ISVTX
-            if reason := _why_foreign(place, found, 0 if is_kept else 0o022):
+            found, is_above = os.lstat(place), is_shared or place != path
+            is_link, owner = stat.S_ISLNK(found.st_mode), found.st_uid
+            writers = 0 if is_link or (is_above and found.st_mode & stat.S_ISVTX) else 0o022
+            if trusts_group or _has_one_member(found.st_gid):
+                writers &= 0o002
+            reason = ""
+            if owner not in _trusted() and not (trusts_group and is_above):
+                reason = f"{place} belongs to user {owner}"
+            elif found.st_mode & writers:
+                reason = f"{place} can be written by other users"
+            if reason and not (trusts_group and _has_no_owners(path, found)):
                 return reason
+            if is_link:
+                target = place.parent / os.readlink(place) / path.relative_to(place)
+                return why_untrusted(target, trusts_group=trusts_group, is_shared=is_shared)
     except OSError as error:
         return f"{path} cannot be used: {error.strerror}"
     return ""
 
 
-def _why_foreign(place: Path, found: os.stat_result, writers: int) -> str:
-    """Return why a directory is not this user's alone. writers: bits of a mode that nobody else may have."""
-    if found.st_uid not in _trusted():
-        return f"{place} belongs to user {found.st_uid}"
-    own = 0o020 if _has_one_member(found.st_gid) else 0
-    return f"{place} can be written by other users" if found.st_mode & writers & ~own else ""
+def _has_no_owners(path: Path, found: os.stat_result) -> bool:
+    """Return whether a place is on a directory's file system, which gives all files one owner and mode."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path) as file:
+        fresh = os.fstat(file.fileno())
+        is_common = found.st_uid in (fresh.st_uid, *_trusted()) and not found.st_mode & ~fresh.st_mode & 0o002
+        return is_common and found.st_dev == fresh.st_dev
+    return False
 
 
 def _trusted() -> set[int]:

@@ -1,0 +1,106 @@
+"""Directories that others made, may write to, or may replace."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rl.runtime.compile_caches import CACHES, use_private_caches
+from rl.sandbox.private_directory import make_private, why_untrusted
+from rl.stopping.requests import refuse_if_stopped_by_hand
+
+OTHER = 64321
+
+
+def chown(path, uid, gid=-1):
+    if os.geteuid() != 0:
+        pytest.skip("only root can make another user's directory")
+    os.chown(path, uid, gid)
+
+
+@pytest.fixture
+def above(tmp_path):
+    (tmp_path / "above").mkdir()
+    return tmp_path / "above"
+
+
+@pytest.mark.parametrize("depth", ["run", "group/run", "group/user/run"])
+def test_a_run_directory_that_others_could_replace_is_refused(depth, above):
+    directory = above / depth
+    directory.mkdir(parents=True)
+    above.chmod(0o777)
+    with pytest.raises(ValueError, match=f"{above} can be written by other users.*chmod o-w"):
+        make_private(directory)
+    (above.parent / "link").symlink_to(above)
+    assert str(above) in why_untrusted(above.parent / "link" / depth, trusts_group=True)
+    above.chmod(0o1777)
+    make_private(directory)
+
+
+def test_directories_of_a_project_and_of_its_owner_hold_runs_and_no_code(above):
+    above.chmod(0o2770)
+    chown(above, OTHER, OTHER)
+    directory = above / "me" / "run"
+    make_private(directory)
+    directory.chmod(0o2770)
+    make_private(directory)
+    assert f"{above} belongs to user {OTHER}" in why_untrusted(directory)
+    chown(above, 0)
+    assert "can be written by other users" in why_untrusted(directory)
+    above.chmod(0o3770)
+    directory.chmod(0o700)
+    assert why_untrusted(directory) == ""
+
+
+def test_directories_above_a_run_are_not_made_open_to_everybody(above):
+    before = os.umask(0)
+    make_private(above / "user" / "runs" / "a")
+    os.umask(before)
+    made = [above / "user" / "runs" / "a", above / "user" / "runs", above / "user"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o770, 0o775, 0o775]
+
+
+def test_a_stop_file_in_the_directory_of_somebody_else_is_not_believed(above):
+    (above / "stop").touch()
+    with pytest.raises(ValueError, match="which stopped this run"):
+        refuse_if_stopped_by_hand(str(above))
+    above.chmod(0o777)
+    with pytest.raises(ValueError, match="can be written by other users"):
+        refuse_if_stopped_by_hand(str(above))
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_cache_that_others_could_replace_is_not_used(name, is_there, above, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (above / "cache").mkdir() if is_there else None
+    above.chmod(0o777)
+    environ = {name: str(above / "cache")}
+    use_private_caches(environ)
+    fresh = Path(environ[name]).parent
+    assert fresh.parent == tmp_path and fresh.name.startswith("lockstep-cache-")
+    above.chmod(0o755)
+    environ = {name: str(above / "cache")}
+    use_private_caches(environ)
+    assert environ[name] == str(above / "cache")
+
+
+def test_a_cache_in_an_open_home_is_not_used(above, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(above))
+    above.chmod(0o777)
+    environ: dict[str, str] = {}
+    use_private_caches(environ)
+    assert environ.keys() == CACHES.keys() - {"VLLM_CACHE_ROOT"}  # its default is in XDG_CACHE_HOME
+    assert not any(str(above) in place for place in environ.values())
+
+
+def test_a_temporary_directory_whose_entries_others_may_replace_is_refused(above, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(above))
+    above.chmod(0o777)
+    with pytest.raises(ValueError, match=rf"TMPDIR={above}: .*chmod \+t"):
+        use_private_caches({})
+    above.chmod(0o1777)
+    use_private_caches({})
