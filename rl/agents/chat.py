@@ -37,7 +37,7 @@ from rl.data.chat_template import (
     ChatTemplate,
     kept_ids,
 )
-from rl.data.completeness import Completeness, texts_of
+from rl.data.completeness import texts_of
 from rl.data.messages import MessageReader
 from rl.data.special_tokens import decode_responses, encode, hide
 
@@ -98,7 +98,6 @@ class Chat:
         self._family, self._reads_calls = HERMES, True
         self._takes_reasoning = self._template.reasoning_key is not None
         self._reader = MessageReader(self._template, reads_images=True)
-        self._completeness = Completeness(self._template)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._opens_thinking = self._thinks = False
         self._tags = next((tags for tags in TAGS if tags[1] in self._template.text), TAGS[0])
@@ -165,10 +164,9 @@ class Chat:
         policy's own turns are not compared, because their tokens are in the context.
         """
         if not self._is_plain(messages):
-            shown = self._shown(tools)
+            shown = tools if self._template.shows_tools else ()
             text = self._template.render(messages, shown)
-            options = dict(generation_prompt=True, with_turns=False)
-            self._completeness.check(messages, shown, text, **options)
+            self._reader.completeness.check(messages, shown, text, generation_prompt=True, with_turns=False)
             if shown:
                 return
         text = "".join(holder[key] for message in messages for holder, key in texts_of(message))
@@ -178,10 +176,6 @@ class Chat:
                 f"{self.tokenizer.name_or_path} leaves tools out, and the first messages do not name it; use "
                 "a template with tools, or describe the tools in the messages of reset"
             )
-
-    def _shown(self, tools: Sequence[dict]) -> Sequence[dict]:
-        """Return the tools if the template renders tools, otherwise none."""
-        return tools if self._template.shows_tools else ()
 
     def as_messages(self, token_ids: np.ndarray) -> Messages:
         """Return a context as one text, for a conversation whose messages are unknown."""

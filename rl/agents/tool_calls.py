@@ -70,25 +70,20 @@ def find_family(text: str, tools: Sequence[dict], call: dict) -> Family | None:
 
 
 def _from_json(text: str) -> ToolCall:
-    """Read {"name": ..., "arguments" or "parameters": {...}}, with or without an id."""
-    value = read_json(text)
-    if isinstance(value, dict) and isinstance(value.get("name"), str):
-        return _from_object(value)
-    name = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
-    return ToolCall("", name[1] if name else "", text.strip())
+    return _from_value(read_json(text), text)
 
 
-def _from_object(value: dict) -> ToolCall:
+def _from_value(value: Any, text: str) -> ToolCall:
+    """Read {"name": ..., "arguments" or "parameters": {...}}, with or without an id, from its JSON text."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        name = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
+        return ToolCall("", name[1] if name else "", text.strip())
     arguments = value.get("arguments", value.get("parameters"))
-    arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
-        return ToolCall("", value["name"], read_arguments(arguments))
-    id = value.get("id")
-    return ToolCall(
-        id if isinstance(id, str) else "",
-        value["name"],
-        arguments if isinstance(arguments, dict) else json.dumps(arguments),
-    )
+        arguments = read_arguments(arguments)
+    elif not isinstance(arguments, dict):
+        arguments = {} if arguments is None else json.dumps(arguments)
+    return ToolCall(id if isinstance(id := value.get("id"), str) else "", value["name"], arguments)
 
 
 def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
@@ -118,7 +113,7 @@ def _json_end(text: str) -> int:
 
 def _parse_hermes(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
     content, blocks = _blocks(text, "<tool_call>", "</tool_call>")
-    return content, [_from_json(block) for block in blocks]
+    return content, list(map(_from_json, blocks))
 
 
 def _parse_glm(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
@@ -264,9 +259,7 @@ def _parse_mistral(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall
             name, _, id = head.partition("[CALL_ID]")
             calls.append(ToolCall(id.strip(), name.strip(), read_arguments(body)))
             continue
-        for value in read_json(piece, [None]):
-            is_call = isinstance(value, dict) and isinstance(value.get("name"), str)
-            calls.append(_from_object(value) if is_call else _from_json(piece))
+        calls += [_from_value(value, piece) for value in read_json(piece, [None])]
     return content, calls
 
 

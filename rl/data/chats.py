@@ -23,8 +23,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.chat_template import CALL, QUESTION, REPLY, Spans, template_of
-from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
-from rl.data.prompts import AGENT_COLUMNS, Prompt, data_source, extra_info, refuse_two_bos, within_limit
+from rl.data.messages import MessageReader, Messages, tools_of
+from rl.data.prompts import OPTIONAL, Prompt, fields_of, refuse_two_bos, within_limit
 from rl.data.reading import Row, read_rows
 from rl.data.special_tokens import encode, show
 
@@ -68,7 +68,7 @@ def load_chats(
     rows = read_rows(
         files,
         required={messages_key: "name the column with the conversation in data.messages_key"},
-        optional=["data_source", "reward_model", "extra_info", *COLUMNS, *AGENT_COLUMNS],
+        optional=OPTIONAL,
         max_rows=max_chats,
     )
     reader = MessageReader(template_of(tokenizer), reads_weights=True)
@@ -91,18 +91,15 @@ def load_chats(
     for index in np.flatnonzero(kept).tolist():
         ids, mask = (part[:max_tokens] for part in tokenized[index])
         first, last = np.flatnonzero(mask)[[0, -1]]
-        row = rows[index]
+        text, spans = chats[index]
         samples.append(
             Prompt(
                 index=index,
                 token_ids=ids[:first],
-                text=show(chats[index][0][: chats[index][1][0][0]], tokenizer),
-                data_source=data_source(row),
-                ground_truth=(row.values.get("reward_model") or {}).get("ground_truth"),
-                extra_info=extra_info(row),
+                text=show(text[: spans[0][0]], tokenizer),
                 response_ids=ids[first : last + 1],
                 response_mask=mask[first : last + 1],
-                source=row.source,
+                **fields_of(rows[index]),
             )
         )
     if not samples:

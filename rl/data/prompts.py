@@ -38,6 +38,8 @@ SAMPLE = "What is 2 + 2?\n\tAnswer  at once: caf\u00e9, \u4f60\u597d, x_1=3.14; 
 """Text with which a tokenizer is compared with its file."""
 AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
 """verl's columns for environments; verl also reads them from `extra_info`."""
+OPTIONAL = ("data_source", "reward_model", "extra_info", *COLUMNS, *AGENT_COLUMNS)
+"""Columns beside the prompt or conversation that are read if they exist."""
 
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files that may hold a tokenizer's vocabulary."""
@@ -175,15 +177,7 @@ def load_prompts(
     rows = read_rows(
         files,
         required={prompt_key: "name the column with the prompt in data.prompt_key"},
-        optional=[
-            "data_source",
-            "reward_model",
-            "extra_info",
-            *COLUMNS,
-            *AGENT_COLUMNS,
-            *(target_path or [])[:1],
-        ]
-        + ([images.column] if images else []),
+        optional=[*OPTIONAL, *(target_path or [])[:1], *([images.column] if images else [])],
         max_rows=max_prompts,
     )
     reader = MessageReader(template_of(tokenizer), reads_images=images is not None)
@@ -209,25 +203,26 @@ def load_prompts(
             index=index,
             token_ids=token_ids[index][-max_prompt_tokens:],
             text=show(texts[index], tokenizer),
-            data_source=data_source(rows[index]),
-            ground_truth=(rows[index].values.get("reward_model") or {}).get("ground_truth"),
-            extra_info=extra_info(rows[index]),
             response_ids=response_ids[index],
             messages=chat if isinstance(chat := chats[index], list) else None,
             tools=tuple(tools[index]),
-            source=rows[index].source,
-            place=rows[index].place,
             images=tuple(pictures[index]),
+            **fields_of(rows[index]),
         )
         for index in np.flatnonzero(kept).tolist()
     ]
 
 
-def extra_info(row: Row) -> dict[str, Any]:
-    """Return column `extra_info` of a row, with the columns of AGENT_COLUMNS that it has."""
-    columns = {name: row.values.get(name) for name in AGENT_COLUMNS}
-    found = {name: value for name, value in columns.items() if value is not None}
-    return {**(row.values.get("extra_info") or {}), **found}
+def fields_of(row: Row) -> dict[str, Any]:
+    """Return the fields of a row's Prompt that are not tokenized."""
+    agent = {name: row.values[name] for name in AGENT_COLUMNS if row.values.get(name) is not None}
+    return dict(
+        data_source=data_source(row),
+        ground_truth=(row.values.get("reward_model") or {}).get("ground_truth"),
+        extra_info={**(row.values.get("extra_info") or {}), **agent},
+        source=row.source,
+        place=row.place,
+    )
 
 
 def data_source(row: Row) -> str:
