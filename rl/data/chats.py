@@ -208,13 +208,8 @@ class AssistantTurns:
             # Spans are counted, because an earlier turn may be rendered differently there.
             return len(self._template.marked(messages[:end], tools)) if end else 0
 
-        turns = [i for i in range(places[0], len(messages)) if messages[i]["role"] == "assistant"]
-        if places == turns:
-            chosen = spans[count(places[0]) :]
-        else:
-            chosen = [span for i in places for span in spans[count(i) : count(i + 1)]]
         found: Spans = []
-        for start, end in chosen:
+        for start, end in [span for i in places for span in spans[count(i) : count(i + 1)]]:
             if start < end and not text.endswith(self._ends, start, end):
                 token = self._token_at(text, end)
                 self._after = self._after or token

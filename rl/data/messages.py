@@ -41,7 +41,9 @@ WEIGHTS = ("weight", "train", "training", "loss")
 """Keys that tell whether a turn of the assistant has a loss, in the order of their precedence."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 MEDIA_COLUMNS = ("images", "image", "videos", "audios")
-COLUMNS = ("tools", "chat_template_kwargs", *SYSTEM_COLUMNS, *MEDIA_COLUMNS)
+UNREAD_COLUMNS = dict.fromkeys(MEDIA_COLUMNS, "set data.image_key for images in prompts")
+UNREAD_COLUMNS["chat_template_kwargs"] = "set data.template_kwargs for all rows"
+COLUMNS = ("tools", *SYSTEM_COLUMNS, *UNREAD_COLUMNS)
 """Columns beside the messages that belong to what the policy reads; the message of the system may be one."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
@@ -101,17 +103,12 @@ class MessageReader:
 
         Raises ValueError for columns that belong to the policy's input and that the run does not read.
         """
-        media = next((name for name in MEDIA_COLUMNS if row.values.get(name)), None)
-        if media is not None and not self._reads_images:
-            raise ValueError(
-                f"the row has the column {media!r}, which the run does not read; set data.image_key for "
-                "images in prompts, or remove the column"
-            )
-        if row.values.get("chat_template_kwargs"):
-            raise ValueError(
-                "the row has variables of the chat template in column 'chat_template_kwargs', which no run "
-                "reads by row; set data.template_kwargs, or remove the column"
-            )
+        for name, remedy in UNREAD_COLUMNS.items():
+            if row.values.get(name) and not (self._reads_images and name in MEDIA_COLUMNS):
+                raise ValueError(
+                    f"the row has the column {name!r}, which the run does not read; {remedy}, or remove the "
+                    "column"
+                )
         name = next((name for name in SYSTEM_COLUMNS if row.values.get(name)), None)
         if name is None or messages is not None and messages[0]["role"] == "assistant":  # a response
             return messages

@@ -69,13 +69,12 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     r"shared_(expert_)?intermediate_size": ("an integer of at least 0", _is_whole),
     r"num_(attention|key_value)_heads|(hidden|vocab|patch|\w*intermediate|\w*merge)_size|(\w+_)?head_dim"
     r"|max_position_embeddings|full_attention_interval|linear_(num_(key|value)_heads|conv_kernel_dim)"
-    r"|\w+_lora_rank|sliding_window|rotary_dim": ("an integer of at least 1", lambda v: _is_whole(v, 1)),
+    r"|\w+_lora_rank|sliding_window|rotary_dim|r": ("an integer of at least 1", lambda v: _is_whole(v, 1)),
     r"\w+_eps|rope_theta|rope_local_base_freq|factor|\w+_(multiplier|scaling_factor|rotary_factor)"
     r"|logits_scaling|original_max_position_embeddings|query_pre_attn_scalar|swiglu_limit|model_max_length": (
         "a positive number",
         lambda v: _is_number(v) and v > 0,
     ),
-    r"r": ("an integer of at least 1", lambda v: _is_whole(v, 1)),
     r"lora_alpha|temperature|top_[kp]|min_p|repetition_penalty|max_(new_tokens|length)": (
         "a number",
         _is_number,
