@@ -2,7 +2,7 @@
 
     from launch.submitit_jobs import Train, executor
 
-    jobs = executor("runs/jobs", nodes=2, ranks_per_node=8, gpus_per_node=8, minutes=240, at_a_time=4)
+    jobs = executor("runs/jobs", nodes=2, ntasks_per_node=8, gpus_per_node=8, time=240)
     job = jobs.submit(Train(), "configs/quickstart.yaml", ["run.name=a"])
     many = jobs.map_array(Train(), ["configs/quickstart.yaml"] * 2, [["run.name=b"], ["run.name=c"]])
     print(job.result())                 # {'state': 'finished', 'step': 150, ...}: the run's status.json
@@ -38,26 +38,14 @@ class RunFailed(RuntimeError):
     """Raised when train_rl.py ended with an error, which is in the task's log."""
 
 
-def executor(
-    folder: str,
-    *,
-    nodes: int = 1,
-    ranks_per_node: int = 1,
-    gpus_per_node: int = 0,
-    cpus_per_rank: int = 1,
-    minutes: int = 60,
-    at_a_time: int = 0,
-    signal_lead_s: int = 90,
-    partition: str = "",
-    max_restarts: int = 100,
-    sbatch: dict[str, Any] | None = None,
-):
+def executor(folder: str, *, max_restarts: int = 100, **parameters: Any):
     """Return a submitit executor for Slurm. Raises ConfigError if submitit or Slurm is missing.
 
     folder: for submitit's pickles and logs, on a disk that all nodes share.
-    at_a_time: largest number of an array's tasks that run at once; 0: no limit.
-    signal_lead_s: seconds before the end of the time limit at which the ranks receive the signal.
-    max_restarts: how often a job is requeued after its time limit. sbatch: further options by name.
+    max_restarts: how often a job is requeued after its time limit.
+    parameters: of submitit's SlurmExecutor, such as nodes, ntasks_per_node (ranks), gpus_per_node, time (in
+        minutes), array_parallelism and signal_delay_s, by which the ranks get the signal before the time
+        limit; `additional_parameters` holds further options of sbatch.
     """
     try:
         import submitit
@@ -69,20 +57,11 @@ def executor(
         raise ConfigError("there is no Slurm on this machine; submit from a login node of a cluster.")
     make_private(Path(folder.partition("%")[0]))  # `%j` is submitit's job
     made = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_restarts)
-    options: dict[str, Any] = dict(
-        nodes=nodes,
-        ntasks_per_node=ranks_per_node,
-        cpus_per_task=cpus_per_rank,
-        time=minutes,
-        signal_delay_s=signal_lead_s,
-    )
-    optional = {"gpus_per_node": gpus_per_node, "array_parallelism": at_a_time, "partition": partition}
-    options |= {name: value for name, value in optional.items() if value}
+    more = {"requeue": True, **parameters.pop("additional_parameters", {})}
     # As in slurm/job.sh: a rank that fails ends all, and each rank sees all GPUs of its node.
-    srun = ["--kill-on-bad-exit=1", *(["--gpu-bind=none"] if gpus_per_node else [])]
-    made.update_parameters(
-        **options, srun_args=srun, additional_parameters={"requeue": True, **(sbatch or {})}
-    )
+    srun = ["--kill-on-bad-exit=1", *(["--gpu-bind=none"] if parameters.get("gpus_per_node") else [])]
+    defaults = {"nodes": 1, "ntasks_per_node": 1, "time": 60, "signal_delay_s": 90}
+    made.update_parameters(srun_args=srun, additional_parameters=more, **{**defaults, **parameters})
     return made
 
 

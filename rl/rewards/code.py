@@ -18,8 +18,8 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -73,22 +73,44 @@ os.write(answer, text.encode())
 """
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Keyword arguments of the reward (`reward.kwargs`)."""
+
+    partial: bool = False
+    """Use `passed` as the score. Otherwise the score is `acc` and testing stops at the first failure; the
+    remaining tests count as not passed and not timed out."""
+    max_cases: int | None = None
+    """Run only the first `max_cases` tests, 1 or more."""
+    total_s: float = 25.0
+    """Seconds for all tests of a response; unfinished tests are not passed. Keep it some seconds below
+    reward.timeout_s, which would end the whole call and cost the sample its score."""
+    wall_s: float = 12.0
+    """With cpu_s and memory_mib: limits of one test, see sandbox.Limits."""
+    cpu_s: float = 6
+    memory_mib: int = 1024
+    interpreter: str | None = None
+    """Python that runs the programs, see sandbox.run_program."""
+    allow_unprotected: bool = False
+    """Run programs even if nothing keeps them from the network and the user's files."""
+    container: Mapping[str, Any] | None = None
+    """Settings of `rl.config.container.Container`: each test runs in a fresh container, by its `python3`, or
+    by `interpreter`, a path in the image. Its limits replace `cpu_s` and `memory_mib`."""
+
+    def __post_init__(self) -> None:
+        if self.max_cases is not None and (not isinstance(self.max_cases, int) or self.max_cases < 1):
+            raise ValueError(
+                f"reward.kwargs.max_cases={self.max_cases} must be 1 or more, or null for all tests."
+            )
+
+
 def score(
     prompt: str,
     response: str,
     ground_truth: Any,
-    *,
-    partial: bool = False,
-    max_cases: int | None = None,
-    total_s: float = 25.0,
-    wall_s: float = 12.0,
-    cpu_s: int = 6,
-    memory_mib: int = 1024,
-    interpreter: str | None = None,
-    allow_unprotected: bool = False,
-    container: Mapping[str, Any] | None = None,
-    tries: bool = False,
-    **extra: Any,
+    data_source: Any = None,
+    extra_info: Any = None,
+    **kwargs: Any,
 ) -> dict[str, float]:
     """Return `score`, `acc` (1.0 if all tests pass), and the fractions `passed` and `timed_out` of the tests.
 
@@ -96,17 +118,7 @@ def score(
 
     Args:
         ground_truth: tests in a form of `rl.rewards.code_tests`.
-        partial: use `passed` as the score. Otherwise the score is `acc` and testing stops at the first
-            failure; the remaining tests count as not passed and not timed out.
-        max_cases: run only the first `max_cases` tests, 1 or more.
-        total_s: seconds for all tests of a response; unfinished tests are not passed. Keep it some seconds
-            below reward.timeout_s, which would end the whole call and cost the sample its score.
-        wall_s, cpu_s, memory_mib: limits of one test, see sandbox.Limits.
-        interpreter: the Python that runs the programs, see sandbox.run_program.
-        allow_unprotected: run programs even if nothing keeps them from the network and the user's files.
-        container: settings of `rl.config.container.Container`: each test runs in a fresh container, by its
-            `python3` or by `interpreter`, a path in the image. Its limits replace `cpu_s` and `memory_mib`.
-        tries: check that the tests fail without a solution, also if the response has not passed them.
+        kwargs: `Settings`.
 
     Raises:
         ValueError: the ground truth is malformed or holds no test, or its tests pass without a program, which
@@ -114,46 +126,37 @@ def score(
             confine programs.
         OSError: a program could not be started or confined.
     """
-    cases = check_truth(ground_truth, max_cases=max_cases, interpreter=interpreter, container=container)
+    settings, cases = Settings(**kwargs), check_truth(ground_truth, **kwargs)
     program = extract_program(response)
     passed = timed_out = 0
-    deadline = time.monotonic() + total_s
-    limits = Limits(wall_s=wall_s, cpu_s=math.ceil(cpu_s), memory_mib=memory_mib)
-    how = {"interpreter": interpreter, "allow_unprotected": allow_unprotected, "container": container}
-    run = functools.partial(_run_until, limits=limits, **how)
+    deadline = time.monotonic() + settings.total_s
     for case in cases if program.strip() else []:
-        outcome, right = run(program, case, deadline)
-        if outcome is None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
             break
+        outcome, right = run_case(program, case, settings, left_s)
         passed += right
         timed_out += outcome.end == "time"
-        if not right and not partial:
+        if not right and not settings.partial:
             break
-    if passed == len(cases) or tries or (partial and passed):
-        proof_deadline = max(deadline, time.monotonic() + PROOF_S)
-        counts = any if partial else all
-        _prove(cases, ground_truth, lambda stub, case: run(stub, case, proof_deadline)[1], counts)
+    if passed == len(cases) or (settings.partial and passed):
+        _prove(cases, ground_truth, settings, max(deadline, time.monotonic() + PROOF_S))
     fraction, acc = passed / len(cases), float(passed == len(cases))
     return {
-        "score": fraction if partial else acc,
+        "score": fraction if settings.partial else acc,
         "acc": acc,
         "passed": fraction,
         "timed_out": timed_out / len(cases),
     }
 
 
-def check_truth(
-    ground_truth: Any,
-    *,
-    max_cases: int | None = None,
-    interpreter: str | None = None,
-    container: Mapping[str, Any] | None = None,
-    **kwargs: Any,
-) -> list[Case]:
-    """Return the tests. Raises ValueError if there is none, or test code checks nothing. Runs no code."""
-    if max_cases is not None and (not isinstance(max_cases, int) or max_cases < 1):
-        raise ValueError(f"reward.kwargs.max_cases={max_cases} must be 1 or more, or null for all tests.")
-    own_python = interpreter is None and container is None
+def check_truth(ground_truth: Any, **kwargs: Any) -> list[Case]:
+    """Return the tests. Raises ValueError if there is none, or test code checks nothing. Runs no code.
+
+    kwargs: `Settings`.
+    """
+    settings = Settings(**kwargs)
+    own_python = settings.interpreter is None and settings.container is None
     cases = [
         case for case in read_cases(ground_truth) if check_test(case, ground_truth, own_python=own_python)
     ]
@@ -161,51 +164,46 @@ def check_truth(
         raise refusal(
             ground_truth, "its test code only defines or imports; add calls whose results it asserts"
         )
-    return cases[:max_cases]
+    return cases[: settings.max_cases]
 
 
 def try_truth(ground_truth: Any, **kwargs: Any) -> None:
-    """Raise ValueError if the tests pass without a program, or with functions that do nothing."""
-    score("", "", ground_truth, **kwargs, tries=True)
+    """Raise ValueError if the tests pass without a program, or with functions that do nothing.
+
+    kwargs: `Settings`.
+    """
+    settings = Settings(**kwargs)
+    deadline = time.monotonic() + max(settings.total_s, PROOF_S)
+    _prove(check_truth(ground_truth, **kwargs), ground_truth, settings, deadline)
 
 
 _proved: set[int] = set()
 """Hashes of the tests that this process has seen fail without a solution."""
 
 
-def _prove(
-    cases: Sequence[Case],
-    ground_truth: Any,
-    passes: Callable[[str, Case], bool],
-    counts: Callable[[Iterable[bool]], bool],
-) -> None:
+def _prove(cases: Sequence[Case], ground_truth: Any, settings: Settings, deadline: float) -> None:
     """Raise ValueError if tests pass with an empty program, or with functions of two different values.
 
-    A test that passes with both values ignores the result; a test for None passes only with None.
-
-    counts: `all`, or `any` if a response is paid for each test.
+    A test that passes with both values ignores the result; a test for None passes only with None. With
+    `partial`, which pays for each test, one of them suffices. At the deadline, tests do not pass.
     """
-    key = zlib.crc32(f"{counts}{cases!r}".encode("utf-8", "replace"))
+    key = zlib.crc32(f"{settings.partial}{cases!r}".encode("utf-8", "replace"))
     if key in _proved:
         return
-    which = "its tests pass" if counts is all else "with partial=true one of its tests passes"
+
+    def passes(program: str, case: Case) -> bool:
+        left_s = deadline - time.monotonic()
+        return left_s > 0 and run_case(program, case, settings, left_s)[1]
+
+    counts = any if settings.partial else all
+    which = "with partial=true one of its tests passes" if settings.partial else "its tests pass"
     if counts(passes("pass", case) for case in cases):
         raise refusal(ground_truth, f"{which} without any program; they must fail without a solution")
     calls = [case for case in cases if case.stdin is None]
     ignores = (all(passes(stub(case, value), case) for value in STUB_VALUES) for case in calls)
-    if (calls == cases or counts is any) and counts(ignores):
+    if (calls == cases or settings.partial) and counts(ignores):
         raise refusal(ground_truth, f"{which} with functions that do nothing; they must check results")
     _proved.add(key)
-
-
-def _run_until(
-    program: str, case: Case, deadline: float, *, limits: Limits, **how: Any
-) -> tuple[Outcome | None, bool]:
-    """Return `run_case` with the time that is left, (None, False) if there is none."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        return None, False
-    return run_case(program, case, limits=replace(limits, wall_s=min(limits.wall_s, left_s)), **how)
 
 
 # ---- what to run ----
@@ -239,31 +237,29 @@ def extract_program(response: str) -> str:
 # ---- run and compare ----
 
 
-def run_case(
-    program: str,
-    case: Case,
-    *,
-    limits: Limits,
-    interpreter: str | None = None,
-    allow_unprotected: bool = False,
-    container: Mapping[str, Any] | None = None,
-) -> tuple[Outcome, bool]:
-    """Run a program on one test; return how it ended and whether it passed. Raises as `run_program`."""
-    how: dict[str, Any] = {"limits": limits, "interpreter": interpreter}
-    run = functools.partial(run_program, **how, allow_unprotected=allow_unprotected)
-    if container is not None:
+def run_case(program: str, case: Case, settings: Settings, left_s: float) -> tuple[Outcome, bool]:
+    """Run a program on one test; return how it ended and whether it passed. Raises as `run_program`.
+
+    left_s: seconds that are left for all tests.
+    """
+    limits = Limits(
+        wall_s=min(settings.wall_s, left_s), cpu_s=math.ceil(settings.cpu_s), memory_mib=settings.memory_mib
+    )
+    how: dict[str, Any] = {"limits": limits, "interpreter": settings.interpreter}
+    run = functools.partial(run_program, **how, allow_unprotected=settings.allow_unprotected)
+    if settings.container is not None:
         from rl.sandbox.container import run_program_in
         from rl.sandbox.images import unpack
 
-        settings = read_container(container, key="reward.kwargs.container")
-        run = functools.partial(run_program_in, unpack(settings["image"]), settings, **how)
+        container = read_container(settings.container, key="reward.kwargs.container")
+        run = functools.partial(run_program_in, unpack(container["image"]), container, **how)
     if case.stdin is not None:
         outcome = run(program, stdin=case.stdin)
         return outcome, outcome.ok and same_output(outcome.stdout, case.expected)
     job = {"prelude": PRELUDE, "solution": program}
     if case.test is not None:
         token = secrets.token_hex(16)
-        apart = {"token": token, "prelude": PRELUDE, "is_container": container is not None}
+        apart = {"token": token, "prelude": PRELUDE, "is_container": settings.container is not None}
         outcome = run_apart(run, program, case.test, **apart)
         if not (outcome.ok and outcome.stdout == TOGETHER):
             return outcome, outcome.ok and outcome.stdout == token

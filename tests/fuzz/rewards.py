@@ -141,11 +141,11 @@ def try_truth_of_run(grader: Any, truth: Any) -> None:
     module = sys.modules[grader.__module__]
     for check in ("check_truth", "try_truth"):
         if check in vars(module):
-            vars(module)[check](truth, data_source="d", extra_info={})
+            vars(module)[check](truth)
 
 
 def case(rng: random.Random, directory: Path) -> Case:
-    return rng.choice((_truth, _truth, _expression, _program, _function))(rng, directory)
+    return rng.choice((_truth, _truth, _expression, _answer, _program, _function))(rng, directory)
 
 
 def _truth(rng: random.Random, directory: Path) -> Case:
@@ -215,6 +215,141 @@ def _random_expression(rng: random.Random, depth: int) -> tuple[str, Any]:
         return f"\\frac{{{a}}}{{{b}}}", x / y
     n = rng.randrange(0, 4)
     return f"({a})^{{{n}}}", x**n
+
+
+def _answer(rng: random.Random, directory: Path) -> Case:
+    """Two spellings of one value must be equal, and those of two values must not."""
+    make = rng.choice((_number, _number, _surd, _bounds, _elements, _matrix, _measure, _base))
+    (first, spellings), (second, others) = make(rng), make(rng)
+    one, same, other = rng.choice(spellings), rng.choice(spellings), rng.choice(others)
+
+    def run() -> str:
+        if mathematics.score("q", f"\\boxed{{{same}}}", one)["score"] != 1:
+            raise Silent(f"{same} does not equal {one}")
+        if second != first and mathematics.score("q", f"\\boxed{{{other}}}", one)["score"] > 0:
+            raise Silent(f"{other} counts as equal to {one}")
+        return "equal and different are told apart"
+
+    return Case(f"math, {one}, {same}, {other}", run)
+
+
+Spelled = tuple[Any, list[str]]
+"""A value, and spellings of it in LaTeX."""
+
+
+def _number(rng: random.Random) -> Spelled:
+    """A rational number: as fraction, decimal, percent, repeating decimal or mixed number."""
+    whole, above, below = (
+        rng.randrange(4),
+        rng.randrange(1, 30),
+        rng.choice((1, 2, 3, 4, 5, 6, 8, 9, 11, 20, 25)),
+    )
+    value = whole + Fraction(above, below)
+    n, d = value.as_integer_ratio()
+    spellings = [
+        f"\\frac{{{n}}}{{{d}}}",
+        f"\\dfrac{{{3 * n}}}{{{3 * d}}}",
+        f"{n}/{d}",
+        f"x = \\tfrac{{{n}}}{{{d}}}",
+    ]
+    spellings += [f"{n} \\div {d}", f"\\frac{{{n}}} {{{d}}}", f"$\\frac{{{n}}}{{{d}}}$"]
+    if d > 1 and n > d:
+        spellings += [
+            f"{n // d}\\frac{{{n % d}}}{{{d}}}",
+            f"{n // d} \\dfrac{{{n % d}}}{{{d}}}",
+            f"{n // d} {n % d}/{d}",
+        ]
+    if n < 10 and d < 10:
+        spellings.append(f"\\frac{n}{d}")
+    if 10**4 % d == 0:
+        decimal = f"{n / d:.4f}".rstrip("0").rstrip(".")
+        spellings += [decimal, decimal + "0" * ("." in decimal)]
+        spellings += [decimal.replace(".", "{,}")] * (len(decimal.partition(".")[2]) != 3)
+    if d in (3, 9):
+        spellings.append(f"{n // d}.\\overline{{{n % d * 9 // d}}}")
+    return value, spellings
+
+
+def _surd(rng: random.Random) -> Spelled:
+    """a * sqrt(b) + c * pi."""
+    a, b, c = rng.randrange(2, 6), rng.choice((2, 3, 5, 7)), rng.randrange(1, 5)
+    roots = [f"{a}\\sqrt{{{b}}}", f"{a}\\sqrt{b}", f"\\sqrt{{{a * a * b}}}", f"{a} \\cdot {b}^{{1/2}}"]
+    roots += [f"\\frac{{{a * b}}}{{\\sqrt{{{b}}}}}", f"{a} {{\\sqrt {b}}}"]
+    return (a * a * b, c), [form for root in roots for form in (f"{root} + {c}\\pi", f"{c} \\pi+{root}")]
+
+
+def _bounds(rng: random.Random) -> Spelled:
+    """An interval, or the inequality that it solves."""
+    low, high = sorted(rng.sample(range(-5, 6), 2))
+    left, right = (
+        rng.choice(((True, "<", "("), (False, "\\le ", "["))),
+        rng.choice(((True, "<", ")"), (False, "\\leq ", "]"))),
+    )
+    if rng.random() < 0.3:
+        back = ">" if left[0] else "\\ge "
+        forms = [
+            f"x{back}{low}",
+            f"{low}{left[1]}x",
+            f"{left[2]}{low}, \\infty)",
+            f"x \\in {left[2]}{low};+\\infty)",
+        ]
+        return (low, left[0]), forms
+    inside = f"{left[2]}{low},{high}{right[2]}"
+    forms = [f"{low}{left[1]}x{right[1]}{high}", f"x \\in \\left{left[2]}{low}, {high}\\right{right[2]}"]
+    return (low, high, left[0], right[0]), [*forms, inside] if inside[0] + inside[-1] != "()" else forms
+
+
+def _elements(rng: random.Random) -> Spelled:
+    values = rng.sample(range(-9, 10), rng.randrange(2, 4))
+    texts = [f"{value}" for value in values]
+    turned = texts[::-1]
+    named = [f"x={text}" for text in turned]
+    return frozenset(values), [
+        f"\\{{{','.join(texts)}\\}}",
+        ", ".join(turned),
+        "; ".join(texts),
+        f"\\left\\{{ {', '.join(turned)} \\right\\}}",
+        " \\text{ or } ".join(named),
+        ", ".join(named),
+    ]
+
+
+def _matrix(rng: random.Random) -> Spelled:
+    a, b, c, d = (rng.randrange(-9, 10) for _ in range(4))
+    rows, halves = f"{a} & {b} \\\\ {c} & {d}", f"{a}&{2 * b}/2\\\\{c}&\\frac{{{3 * d}}}{{3}}"
+    return (a, b, c, d), [
+        f"\\begin{{pmatrix}} {rows} \\end{{pmatrix}}",
+        f"\\begin{{bmatrix}}{halves}\\end{{bmatrix}}",
+        f"\\left(\\begin{{array}}{{cc}}{rows}\\end{{array}}\\right)",
+        f"\\left[\\begin{{array}}{{rr}}{halves}\\end{{array}}\\right]",
+    ]
+
+
+def _measure(rng: random.Random) -> Spelled:
+    """A number with a unit; the unit may be left out."""
+    n, unit = rng.randrange(1, 40), rng.choice(("cm", "cm^2", "degree", "percent", "dollar"))
+    forms = {
+        "cm": [f"{n}\\text{{ cm}}", f"{n} \\mathrm{{~cm}}", f"{n}\\,\\text{{centimeters}}", f"{n} cm"],
+        "cm^2": [f"{n}\\text{{ cm}}^2", f"{n}\\ \\mathrm{{cm}}^{{2}}", f"{n}\\text{{ square centimeters}}"],
+        "degree": [f"{n}^\\circ", f"{n}^{{\\circ}}", f"{n}\\text{{ degrees}}", f"{n}\u00b0"],
+        "percent": [f"{n}\\%", f"{n}%", f"{n}\\text{{ percent}}"],
+        "dollar": [f"\\${n}", f"{n}\\text{{ dollars}}", f"\\${n}.00"],
+    }
+    return (n, unit), forms[unit]
+
+
+def _base(rng: random.Random) -> Spelled:
+    n, base = rng.randrange(4, 60), rng.choice((2, 3, 5, 8))
+    digits = ""
+    left = n
+    while left:
+        digits, left = f"{left % base}{digits}", left // base
+    return (n, base), [
+        f"{digits}_{base}",
+        f"{digits}_{{{base}}}",
+        f"({digits})_{base}",
+        f"{digits}_{{({base})}}",
+    ]
 
 
 MAIN = "\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))"

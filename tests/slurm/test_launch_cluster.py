@@ -24,7 +24,7 @@ from launch.submitit_jobs import Train, executor
 kind, folder, config, *overrides = sys.argv[1:]
 ranks = 2 if kind == "one" else 1
 jobs = executor(
-    folder, ranks_per_node=ranks, minutes=30, at_a_time=1, signal_lead_s=60, partition="main"
+    folder, ntasks_per_node=ranks, time=30, array_parallelism=1, signal_delay_s=60, partition="main"
 )
 if kind == "one":
     print(jobs.submit(Train(), config, overrides).job_id)
