@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 
-from rl.sandbox.child import descendants
+from rl.sandbox.leftovers import descendants
 
 
 def kill_tree(process: subprocess.Popen) -> None:

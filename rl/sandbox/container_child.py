@@ -25,7 +25,6 @@ user_namespaces(7), pid_namespaces(7), mount_namespaces(7) and Documentation/fil
 
 import base64
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -34,7 +33,6 @@ import resource
 import select
 import signal
 import socket
-import stat
 import struct
 import sys
 import time
@@ -42,162 +40,22 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I leaves it out
 
-import child
+import container_files
 import container_memory
+import kernel
+import leftovers
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWNET = 0x20000, 0x04000000, 0x08000000, 0x10000000, 0x40000000
-_NOSUID, _NODEV, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 1 << 5, 1 << 12, 1 << 14, 1 << 18
-_OPENAT2, _NO_MAGIC_LINKS, _NO_LINKS, _IN_ROOT = 437, 2, 4, 16
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
-_READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
-"""Parts of /proc that belong to the machine; root of the host could write to them."""
-_OWN = {"dev", "proc", "sys", "tmp"}
-"""Directories of the root whose changes are nobody's answer."""
 _FOR_TESTS_MIB, _FOR_TESTS_FILES = 16, 1000
 """Additional space and files for tests, in case the container is full."""
+COUNT_EVERY_S = 0.05
+"""Seconds between counts of processes and memory."""
 START_S = 60.0
 """Limit of a runtime's start, in seconds."""
 
 
 def _setns(fd: int, kind: int) -> None:
-    child.check(child.LIBC.setns(fd, kind), "setns")
-
-
-def _make(path: str, text: str | None = None) -> None:
-    """Make a directory, or a file with `text`, unless it exists."""
-    if not os.path.lexists(path):
-        if text is None:
-            os.makedirs(path)
-        else:
-            with open(path, "w") as file:
-                file.write(text)
-
-
-def overlay(top: str, name: str, lower: list[int]) -> str:
-    """Mount directories, the uppermost first, below a new one for writes in `top`; return their root."""
-    for part in ("upper", "work", "root", "shm"):
-        os.makedirs(f"{top}/{name}/{part}")
-    root, upper = f"{top}/{name}/root", f"upperdir={top}/{name}/upper,workdir={top}/{name}/work,userxattr"
-    layers = ":".join(f"/proc/self/fd/{fd}" for fd in lower)  # a path may hold colons or commas
-    child._mount("overlay", root, "overlay", _NOSUID | _NODEV, f"lowerdir={layers},{upper}")
-    return root
-
-
-def build(job: dict[str, Any], image: int) -> str:
-    """Mount everything in this mount namespace; return the root of the container."""
-    top, limits = job["scratch"], job["limits"]
-    size = f"mode=755,size={limits['disk_mib']}m,nr_inodes={limits['files']}"
-    child._mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, size)
-    os.mkdir(f"{top}/dev")
-    root = overlay(top, "first", [image])
-    for name in ("dev", "proc", "sys", "tmp", "etc"):  # a runtime needs these in the image
-        if os.path.islink(f"{root}/{name}"):  # outside the container the link would lead out of the image
-            os.unlink(f"{root}/{name}")
-        _make(f"{root}/{name}")
-    for name in ("passwd", "group", "hosts", "resolv.conf"):
-        _make(f"{root}/etc/{name}", "")
-    # What a runtime takes over from the host: none of it holds anything of the host.
-    child._mount("tmpfs", f"{top}/dev", "tmpfs", _NOSUID, "mode=755,size=1m,nr_inodes=64")
-    for name in _DEVICES:
-        _make(f"{top}/dev/{name}", "")
-        child._mount(f"/dev/{name}", f"{top}/dev/{name}", None, _BIND)
-        child._set_read_only(f"{top}/dev/{name}", 0)  # root could change its mode; writes to it still work
-    for name, target in _LINKS.items():
-        os.symlink(target, f"{top}/dev/{name}")
-    for name in ("pts", "shm", "mqueue"):
-        os.mkdir(f"{top}/dev/{name}")
-    child._set_read_only(f"{top}/dev", 0)  # its links, such as /dev/stdout, are for the tests too
-    child._mount("devpts", f"{top}/dev/pts", "devpts", _NOSUID, "newinstance,ptmxmode=0666,mode=620,max=64")
-    child._mount(f"{top}/dev", "/dev", None, _BIND | _RECURSIVE)
-    for path in filter(os.path.exists, ("/etc/hosts", "/etc/resolv.conf")):
-        with open(path) as file:
-            _make(f"{top}/{os.path.basename(path)}", file.read())
-        child._mount(f"{top}/{os.path.basename(path)}", path, None, _BIND)
-        child._set_read_only(path, 0)
-    child._mount("proc", "/proc", "proc", _NOSUID | _NODEV)
-    for path in filter(os.path.exists, _READ_ONLY):
-        child._mount(path, path, None, _BIND | _RECURSIVE)
-        child._set_read_only(path, 0x8000)
-    child._mount("tmpfs", "/sys", "tmpfs", _NOSUID | _NODEV, "size=0,nr_inodes=1,mode=555")
-    child._set_read_only("/sys", 0)
-    return root
-
-
-# ---- what tests see ----
-
-
-class Root:
-    """A root directory of untrusted files; no path or link leads out of it."""
-
-    def __init__(self, path: str, held: contextlib.ExitStack):
-        self.path, self._held = path, held
-        self._fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        held.callback(os.close, self._fd)
-
-    def open(self, path: str, *, through_links: bool = False) -> int | None:
-        """Open a path with O_PATH until the end of `held`; None if there is none; openat2(2)."""
-        resolve = _IN_ROOT | _NO_MAGIC_LINKS | (0 if through_links else _NO_LINKS)
-        how = ctypes.c_char_p(struct.pack("QQQ", os.O_PATH | os.O_CLOEXEC, 0, resolve))
-        while True:
-            try:
-                fd = child.syscall(_OPENAT2, path, self._fd, ctypes.c_char_p(os.fsencode(path)), how, 24)
-            except BlockingIOError:  # something on this machine was renamed meanwhile
-                continue
-            except OSError:
-                return None
-            self._held.callback(os.close, fd)
-            return fd
-
-    def real(self, path: str) -> str:
-        """Return a path without links; of one that does not exist, the part that does is without links."""
-        if (fd := self.open(path, through_links=True)) is not None:
-            return os.readlink(f"/proc/self/fd/{fd}").removeprefix(self.path) or "/"
-        parent, name = os.path.split(os.path.normpath(path))
-        return os.path.join(self.real(parent), name)
-
-    def show(self, shown: int | None, path: str) -> None:
-        """Bind an opened file or directory to a path without links; anything else removes what is there."""
-        parts, at = [part for part in path.split("/") if part], self.path
-        kind = stat.S_IFMT(os.fstat(shown).st_mode) if shown is not None else 0
-        for number, part in enumerate(parts, 1):
-            at, wanted = f"{at}/{part}", kind if number == len(parts) else stat.S_IFDIR
-            found = stat.S_IFMT(os.lstat(at).st_mode) if os.path.lexists(at) else None
-            if found is not None and found != wanted:
-                child.remove_directory(at) if found == stat.S_IFDIR else os.unlink(at)
-            if wanted not in (stat.S_IFDIR, stat.S_IFREG):
-                return
-            if found != wanted:
-                _make(at, "" if wanted == stat.S_IFREG else None)
-        child._mount(f"/proc/self/fd/{shown}", at, None, _BIND | _RECURSIVE)
-
-
-def show_tests(sealed: Root, left: Root, changes: Root, request: dict[str, Any]) -> dict[str, list[str]]:
-    """Show below `sealed`, at the paths `kept`, what commands left there; see `Container.restore`.
-
-    changes: the files that commands wrote.
-    """
-    kept = sorted({sealed.real(path) for path in request["kept"]} - {"/"})
-
-    def is_kept(path: str) -> bool:
-        return any(f"{path}/".startswith(f"{place}/") for place in kept)
-
-    programs, protected = [], {sealed.real(path) for path in request["protected"]}
-    for entry in request["programs"]:
-        at = sealed.real(entry)
-        place = os.path.dirname(at) if os.path.basename(at) == "bin" else at
-        if place not in kept:
-            programs.append(entry)
-            protected.add(place)
-    shown = {path: sealed.open(path) for path in sorted(protected) if is_kept(path)}
-    for path in kept:
-        sealed.show(left.open(path), path)
-    for path, fd in shown.items():
-        sealed.show(fd, path)
-    above = {path.split("/")[1] for path in kept} | _OWN
-    unseen = [f"/{name}" for name in os.listdir(changes.path) if name not in above]
-    unseen += [path for path in shown if changes.open(path) is not None]
-    return {"unseen": unseen, "programs": programs}
+    kernel.check(kernel.LIBC.setns(fd, kind), "setns")
 
 
 def raise_loopback() -> None:
@@ -217,10 +75,10 @@ class ProcessOne:
     def __init__(self, job: dict[str, Any]):
         self._job, self._limits = job, job["limits"]
         calls = job["denied_calls"], job["missing_calls"]
-        self._filter = child.container_filter(platform.machine(), *calls)
-        child.prctl(child._PR_SET_PDEATHSIG, "parent-death signal", int(signal.SIGKILL))
-        child.check(child.LIBC.unshare(_NEWNS), "mount namespace")
-        child._mount(None, "/", None, _PRIVATE | _RECURSIVE)
+        self._filter = kernel.container_filter(platform.machine(), *calls)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, "parent-death signal", int(signal.SIGKILL))
+        kernel.check(kernel.LIBC.unshare(_NEWNS), "mount namespace")
+        kernel.mount(None, "/", None, container_files.PRIVATE | container_files.RECURSIVE)
         self._base = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._inside: list[tuple[int, int]] = []
         """Descriptors of the namespaces that commands enter, each with its kind."""
@@ -241,10 +99,10 @@ class ProcessOne:
         self._ended_between = ""
         _setns(self._base, _NEWNS)
         kinds = _NEWNS | _NEWIPC | _NEWUTS | (0 if self._job["network"] else _NEWNET)
-        child.check(child.LIBC.unshare(kinds), "namespaces")
+        kernel.check(kernel.LIBC.unshare(kinds), "namespaces")
         os.chdir("/")
         self._lower = [os.open(self._job["image"], os.O_PATH | os.O_CLOEXEC)]
-        self._root = build(self._job, self._lower[0])
+        self._root = container_files.build(self._job, self._lower[0])
         self._add_layer()
         if not self._job["network"]:
             raise_loopback()
@@ -267,7 +125,7 @@ class ProcessOne:
         """Put a new upper layer over what was written so far."""
         upper = os.path.dirname(self._root) + "/upper"
         self._lower.insert(0, os.open(upper, os.O_PATH | os.O_CLOEXEC))
-        self._root = overlay(self._job["scratch"], f"layer{len(self._lower)}", self._lower)
+        self._root = container_files.overlay(self._job["scratch"], f"layer{len(self._lower)}", self._lower)
 
     def restore(self, request: dict[str, Any]) -> dict[str, list[str]]:
         """End every process and show tests the sealed files; see `Container.restore`."""
@@ -275,12 +133,23 @@ class ProcessOne:
         self._leave()
         top, limits = self._job["scratch"], self._limits
         size = f"size={limits['disk_mib'] + _FOR_TESTS_MIB}m,nr_inodes={limits['files'] + _FOR_TESTS_FILES}"
-        child._mount(None, top, None, _REMOUNT | _NOSUID | _NODEV, f"mode=755,{size}")
-        child.check(child.LIBC.unshare(_NEWIPC), "IPC namespace")
-        left, self._root = self._root, overlay(top, f"tests{time.monotonic_ns()}", self._lower)
+        kernel.mount(
+            None,
+            top,
+            None,
+            container_files.REMOUNT | container_files.NOSUID | container_files.NODEV,
+            f"mode=755,{size}",
+        )
+        kernel.check(kernel.LIBC.unshare(_NEWIPC), "IPC namespace")
+        left, self._root = (
+            self._root,
+            container_files.overlay(top, f"tests{time.monotonic_ns()}", self._lower),
+        )
         with contextlib.ExitStack() as held:
             roots = self._root, left, os.path.dirname(left) + "/upper"
-            answer = show_tests(*(Root(root, held) for root in roots), request)
+            answer = container_files.show_tests(
+                *(container_files.Root(root, held) for root in roots), request
+            )
         self._start_runtime(self._root)
         return answer
 
@@ -288,7 +157,7 @@ class ProcessOne:
         """Run the runtime with a command that waits, and open the namespaces that it made."""
         for source, target in ((f"{root}/tmp", "/tmp"), (os.path.dirname(root) + "/shm", "/dev/shm")):
             os.chmod(source, 0o1777)
-            child._mount(source, target, None, _BIND | _RECURSIVE)
+            kernel.mount(source, target, None, container_files.BIND | container_files.RECURSIVE)
         arguments = [part.replace("{root}", root) for part in self._job["runtime"]]
         (lines, out), (given, held) = os.pipe(), os.pipe()
         pid = os.fork()
@@ -343,7 +212,7 @@ class ProcessOne:
             for fd, _ in poll.poll(20 if open_pipes else 5):
                 if fd == 0:
                     os._exit(0)
-                if not child._collect(fd, output[fd], limits["output_bytes"]):
+                if not leftovers.collect(fd, output[fd], limits["output_bytes"]):
                     poll.unregister(fd)
                     open_pipes.discard(fd)
             status, now = self.reap(pid), time.monotonic()
@@ -352,13 +221,13 @@ class ProcessOne:
             elif now - begin > limits["wall_s"]:
                 end = "time"
             elif now >= next_count:
-                next_count = now + child.COUNT_EVERY_S
+                next_count = now + COUNT_EVERY_S
                 end = self.excess(limits)
         if end:
             self.kill_all()
         for fd in open_pipes:
             if not end:
-                child._collect(fd, output[fd], limits["output_bytes"])
+                leftovers.collect(fd, output[fd], limits["output_bytes"])
         for fd in pipes:
             os.close(fd)
         code = 0 if end or status is None else os.waitstatus_to_exitcode(status)
@@ -419,10 +288,10 @@ class ProcessOne:
         memory, tasks = self._limits["memory_mib"] << 20, self._limits["tasks"]
         wanted = {resource.RLIMIT_DATA: memory, resource.RLIMIT_NPROC: tasks, resource.RLIMIT_CORE: 0}
         wanted |= {resource.RLIMIT_NOFILE: container_memory.DESCRIPTORS, resource.RLIMIT_MSGQUEUE: 1 << 16}
-        child.set_limits(wanted)
-        child.drop_capabilities()
-        child.prctl(child._PR_SET_NO_NEW_PRIVS, "no_new_privs", 1)
-        child.apply_seccomp(self._filter)
+        kernel.set_limits(wanted)
+        kernel.drop_capabilities()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, "no_new_privs", 1)
+        kernel.apply_seccomp(self._filter)
         os.chdir(request["directory"])
         os.execvpe(request["arguments"][0], request["arguments"], request["environment"])
 
@@ -481,7 +350,7 @@ class ProcessOne:
         while b"\n" not in self._buffer:
             self.reap(0)
             is_busy = bool(self._inside) and bool(pids())
-            if not select.select([0], [], [], child.COUNT_EVERY_S if is_busy else None)[0]:
+            if not select.select([0], [], [], COUNT_EVERY_S if is_busy else None)[0]:
                 if excess := self.excess(self._limits):
                     self.kill_all()
                     self._ended_between = excess
@@ -518,7 +387,7 @@ def main() -> None:
         line += data
     job = json.loads(line)
     try:
-        child.enter_user_namespace()
+        kernel.enter_user_namespace()
     except OSError as error:
         return answer({"error": str(error), "is_refused": True})
     pid = os.fork()
@@ -529,7 +398,7 @@ def main() -> None:
         return
     try:
         # Nothing inside may look at it, although the kernel's rule for user namespaces forbids it already.
-        child.prctl(child._PR_SET_DUMPABLE, "dumpable", 0)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, "dumpable", 0)
         one = ProcessOne(job)
         one.renew()
     except (OSError, ValueError) as error:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.sandbox.child import remove_directory
+from rl.sandbox.leftovers import remove_directory
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rl.sandbox import sandbox
-from rl.sandbox.child import seccomp_filter
+from rl.sandbox.kernel import seccomp_filter
 from rl.sandbox.sandbox import LAYERS, Limits, Protections, protections, run_program
 from tests.spawn import ROOT
 from tests.tables import cells

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.sandbox.child import descendants
+from rl.sandbox.leftovers import descendants
 from tools import gpu_acceptance
 from tools.acceptance import parity
 from tools.acceptance.findings import Findings
