@@ -6,6 +6,7 @@ mount namespace of a container. See Documentation/filesystems/overlayfs.rst and 
 
 import contextlib
 import ctypes
+import errno
 import os
 import stat
 import struct
@@ -104,8 +105,10 @@ class Root:
                 fd = kernel.syscall(_OPENAT2, path, self._fd, ctypes.c_char_p(os.fsencode(path)), how, 24)
             except BlockingIOError:  # something on this machine was renamed meanwhile
                 continue
-            except OSError:
-                return None
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    return None
+                raise
             self._held.callback(os.close, fd)
             return fd
 

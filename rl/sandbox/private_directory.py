@@ -21,9 +21,7 @@ def make_private(directory: Path) -> None:
     `refuse_untrusted`.
     """
     for parent in (*reversed(directory.parents), directory):
-        with contextlib.suppress(FileExistsError):
-            if not parent.is_dir():
-                parent.mkdir(mode=0o770 if parent == directory else 0o775)
+        parent.mkdir(mode=0o770 if parent == directory else 0o775, exist_ok=True)
     refuse_untrusted(directory)
 
 

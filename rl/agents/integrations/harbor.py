@@ -11,7 +11,8 @@ A node without Docker builds no image. `images` names one on disk for a task's d
 docker_image, or for FROM of the Dockerfile. In the last case its WORKDIR, ENV, COPY, ADD and RUN are carried
 out when a trajectory begins; images that were built before need only WORKDIR and ENV. A test is run as the
 format says: tests/ lies at /tests, and test.sh writes /logs/verifier/reward.txt or reward.json, while
-Terminal-Bench's run-tests.sh ends with a status.
+Terminal-Bench's run-tests.sh ends with a status. Of what the policy wrote a test sees WORKDIR, and what
+`extra_info.kept` or the keyword argument `kept` lists (rl.agents.shipped.container).
 
 Limits that a task states: memory, storage and processors hold, up to those of `agents.container`; a test and
 a RUN have the task's time. Not applied are the agent's time, in which the engine also serves other

@@ -26,7 +26,7 @@ Not promised:
 
 - A program of the policy that a test runs or imports has the rights of the test.
 - What lies in the working directory is the policy's: tests and their settings (conftest.py, pytest.ini) too,
-  unless `protected` lists them, and modules that an installation takes from there (`pip install -e`).
+  unless `protected` lists them, and what an installation takes from there by a link or `pip install -e`.
 - `python -m`, `python -c` and `python < FILE` import from the directory in which they start (`python -P` does
   not); make, uv and npm obey files that they find there, and git the settings and hooks of the repository.
 """
