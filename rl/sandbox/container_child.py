@@ -92,7 +92,6 @@ class ProcessOne:
 
     def renew(self) -> None:
         """Replace the container: no process, file, mount or object of the last one stays."""
-        self.kill_all()
         self._leave()
         for fd in self._lower:
             os.close(fd)
@@ -109,14 +108,14 @@ class ProcessOne:
         self._start_runtime(self._root)
 
     def _leave(self) -> None:
-        """Close, and thereby end, the namespaces that commands entered."""
+        """End every process, and the namespaces that commands entered, which closing them does."""
+        self.kill_all()
         for fd, _ in self._inside:
             os.close(fd)
         self._inside = []
 
     def seal(self) -> None:
         """Keep the files as they are, and put a new layer over them for later writes."""
-        self.kill_all()
         self._leave()
         self._add_layer()
         self._start_runtime(self._root)
@@ -129,7 +128,6 @@ class ProcessOne:
 
     def restore(self, request: dict[str, Any]) -> dict[str, list[str]]:
         """End every process and show tests the sealed files; see `Container.restore`."""
-        self.kill_all()
         self._leave()
         top, limits = self._job["scratch"], self._limits
         size = f"size={limits['disk_mib'] + _FOR_TESTS_MIB}m,nr_inodes={limits['files'] + _FOR_TESTS_FILES}"

@@ -85,10 +85,10 @@ def _store() -> Path:
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = store.lstat()
     reason = why_untrusted(store, trusts_group=True)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077 or reason:
-        raise ValueError(
-            f"{reason or store} is not a private directory of this user; remove it, or set LOCKSTEP_IMAGES."
-        )
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        reason = f"{store} is not a private directory of this user"
+    if reason:
+        raise ValueError(f"{reason}; remove it, or set LOCKSTEP_IMAGES to another directory.")
     return store
 
 

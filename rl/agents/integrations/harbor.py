@@ -36,18 +36,7 @@ from rl.agents.integrations.rows import task_of
 from rl.agents.shipped.container import ContainerEnvironment
 
 REWARDS = ["/logs/verifier/reward.txt", "/logs/verifier/reward.json"]
-_IGNORED = (
-    "CMD",
-    "ENTRYPOINT",
-    "EXPOSE",
-    "LABEL",
-    "USER",
-    "SHELL",
-    "HEALTHCHECK",
-    "VOLUME",
-    "STOPSIGNAL",
-    "MAINTAINER",
-)
+_IGNORED = tuple("CMD ENTRYPOINT EXPOSE LABEL USER SHELL HEALTHCHECK VOLUME STOPSIGNAL MAINTAINER".split())
 
 
 @dataclass(frozen=True)
