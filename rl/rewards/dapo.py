@@ -80,26 +80,34 @@ def score(
 
     Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """
-    truth, response = check_truth(ground_truth), ascii_signs(response)
+    truth = check_truth(ground_truth, strict_box=strict_box)
+    right, pred = _judge(ascii_signs(response), truth, strict_box, bare_box)
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
+
+
+def _judge(response: str, truth: str, strict_box: bool, bare_box: bool) -> tuple[bool, str]:
     answers = [] if strict_box else _ANSWER.findall(response[-TAIL_CHARS:])
     found = _boxed(response[-STRICT_TAIL_CHARS:]) if strict_box or (bare_box and not answers) else None
     if answers:
         pred, truth = normalize(answers[-1]), normalize(truth)
     else:
         pred = INVALID if found is None else found
-    right = bool(pred) and pred == truth
-    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
+    return bool(pred) and pred == truth, pred
 
 
-def check_truth(ground_truth: Any, **kwargs: Any) -> str:
+def check_truth(ground_truth: Any, *, strict_box: bool = False, **kwargs: Any) -> str:
     """Return the answer of a truth, of a solution its last box.
 
-    Raises ValueError if there is none, or its normal form is empty.
+    Raises ValueError if there is none, or its normal form is empty, or a response with it would be wrong.
     """
     text = ascii_signs(single(ground_truth))
     truth = _boxed(text) or text
     if not normalize(truth):
         raise refusal(ground_truth, "its normal form by Minerva's rules is empty")
+    if not _judge(f"\\boxed{{{truth}}}" if strict_box else f"Answer: {truth}", truth, strict_box, False)[0]:
+        raise refusal(
+            ground_truth, "it has several lines, unmatched braces, or more characters than are read"
+        )
     return truth
 
 

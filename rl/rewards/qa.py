@@ -53,9 +53,13 @@ def score(
 
 def check_truth(ground_truth: Any, **kwargs: Any) -> list[str]:
     """Return the accepted answers in normal form. Raises ValueError if no response could be right."""
-    truths = [text for answer in accepted(ground_truth) if (text := normalize(answer))]
+    answers = [answer for answer in accepted(ground_truth) if len(answer) <= MAX_ANSWER_CHARS]
+    truths = [text for answer in answers if (text := normalize(answer))]
     if not truths:
-        raise refusal(ground_truth, "it holds only punctuation, which is not compared")
+        raise refusal(
+            ground_truth,
+            f"it holds only punctuation, or more than the {MAX_ANSWER_CHARS} compared characters",
+        )
     return truths
 
 

@@ -1,5 +1,6 @@
 """Truths of every shape in which files hold them: read by each reward function, or refused."""
 
+import functools
 import math
 
 import numpy as np
@@ -113,3 +114,16 @@ def test_the_last_answer_with_content_counts():
     assert qa.score("", "<answer>Paris</answer> is in <answer></answer>", "Paris")["acc"] == 1.0
     assert math_reward.score("", r"\boxed{7} is in the \boxed{}", "7")["acc"] == 1.0
     assert dapo.score("", r"\boxed{7} is in \boxed{}", "7", strict_box=True)["acc"] == 1.0
+
+
+def test_a_truth_longer_than_what_is_read_is_refused():
+    for check, truth in (
+        (dapo.check_truth, "12\n13"),
+        (dapo.check_truth, "7" * 400),
+        (functools.partial(dapo.check_truth, strict_box=True), "\\frac{1}{2"),
+        (qa.check_truth, "word " * 500),
+        (qa.check_truth, ["word " * 500, "..."]),
+    ):
+        with pytest.raises(ValueError, match="reward_model.ground_truth="):
+            check(truth)
+    assert qa.check_truth(["word " * 500, "word"]) == ["word"]
