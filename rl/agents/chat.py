@@ -25,18 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.agents.environment import Messages, ToolCall
 from rl.agents.renderer import Renderer, find_renderer
-from rl.agents.tool_calls import FAMILIES, HERMES, as_message, find_family, parse_calls
-from rl.data.chat_template import (
-    CALL,
-    NAMED_CALL,
-    PROBE,
-    PROBE_TOOL,
-    QUESTION,
-    REPLY,
-    TOOL,
-    ChatTemplate,
-    kept_ids,
-)
+from rl.agents.tool_calls import FAMILIES, HERMES, as_message, find_family, is_call, parse_calls
+from rl.data.chat_template import CALL, NAMED_CALL, QUESTION, REPLY, TOOL, ChatTemplate, kept_ids
 from rl.data.completeness import texts_of
 from rl.data.messages import MessageReader
 from rl.data.special_tokens import decode_responses, encode, hide
@@ -108,7 +98,7 @@ class Chat:
             self._opens_thinking = prompt.rstrip().endswith(opening)
             self._thinks = closing in self._template.text and not prompt.rstrip().endswith(closing)
             if self._template.call_form is not None:
-                found = [find_family(self._written(call, TOOL), [TOOL], call) for call in (CALL, NAMED_CALL)]
+                found = [find_family(self._written(call), [TOOL], call) for call in (CALL, NAMED_CALL)]
                 self._reads_calls = any(found)
                 self._family = next(filter(None, found), HERMES)
             if uses_renderer:
@@ -374,11 +364,10 @@ class Chat:
         """
         if self._template.call_form is None:
             return ""
-        for call in (PROBE, {**PROBE, "id": NAMED_CALL["id"]}):
-            text = self._written(call, PROBE_TOOL)
-            read = self.parse(self._encode(text), [PROBE_TOOL], 0).tool_calls
-            expected = (call["function"]["name"], call["function"]["arguments"])
-            if [(each.name, each.arguments) for each in read] == [expected]:
+        for call in (CALL, NAMED_CALL):
+            text = self._written(call)
+            read = self.parse(self._encode(text), [TOOL], 0).tool_calls
+            if is_call(read, call):
                 return ""
         name = self.tokenizer.name_or_path
         return (
@@ -388,17 +377,17 @@ class Chat:
             "model, or use an environment without tools, with step or run."
         )
 
-    def _written(self, call: dict, tool: dict) -> str:
+    def _written(self, call: dict) -> str:
         """Return a turn of one call as the template writes it, without its end token."""
         messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
-            whole = self._template.render(messages, [tool], generation_prompt=False)
+            whole = self._template.render(messages, [TOOL], generation_prompt=False)
         except ValueError:  # some templates accept only ids of their own form
             return ""
-        prompt = self._template.render([QUESTION], [tool])
+        prompt = self._template.render([QUESTION], [TOOL])
         text = whole.removeprefix(prompt)
         if not whole.startswith(prompt):
-            shorter = self._template.render([QUESTION], [tool], generation_prompt=False)
+            shorter = self._template.render([QUESTION], [TOOL], generation_prompt=False)
             text = self._thinking_tags("") + whole.removeprefix(shorter)
         return re.split("|".join(map(re.escape, self._ends.values())), text)[0] if self._ends else text
 

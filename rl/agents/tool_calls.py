@@ -58,12 +58,12 @@ def find_family(text: str, tools: Sequence[dict], call: dict) -> Family | None:
 
     call: the entry of `tool_calls` that was rendered.
     """
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    for family in FAMILIES:
-        found = parse_calls(family, text, tools, 0)[1]
-        if [(one.name, one.arguments) for one in found] == [(name, arguments)]:
-            return family
-    return None
+    return next((f for f in FAMILIES if is_call(parse_calls(f, text, tools, 0)[1], call)), None)
+
+
+def is_call(found: Sequence[ToolCall], call: dict) -> bool:
+    """Return whether one call was found, with the name and the arguments of an entry of `tool_calls`."""
+    return [{"name": one.name, "arguments": one.arguments} for one in found] == [call["function"]]
 
 
 # ---- forms -----------------------------------------------------------------------------------------------

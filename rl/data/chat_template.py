@@ -15,23 +15,24 @@ from rl.data.reading import is_within
 from rl.data.special_tokens import hide, show, special_ids
 
 QUESTION = {"role": "user", "content": "question"}
-CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": {"key": "a"}}}
+ARGUMENTS = {"key": 'a "word" <b>', "number": 3, "flag": True, "several": [1, "a"]}
+TYPES = {"key": "string", "number": "integer", "flag": "boolean", "several": "array"}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": ARGUMENTS}}
 NAMED_CALL = {**CALL, "id": "functions.lookup:0"}
-"""A call whose id names the function, as Kimi's template requires."""
+"""A call with an id that names the function, as Kimi's template requires."""
 REPLY = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "b"}
-
-
-def _tool(properties: dict[str, dict]) -> dict:
-    parameters = {"type": "object", "properties": properties, "required": ["key"]}
-    function = {"name": "lookup", "description": "Look a key up.", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-TOOL = _tool({"key": {"type": "string", "description": "The key."}})
-_VALUES = {"key": 'a "word" <b>', "number": 3, "flag": True, "several": [1, "a"]}
-_TYPES = {"key": "string", "number": "integer", "flag": "boolean", "several": "array"}
-PROBE = {**CALL, "function": {"name": "lookup", "arguments": _VALUES}}
-PROBE_TOOL = _tool({key: {"type": kind, "description": key} for key, kind in _TYPES.items()})
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look a key up.",
+        "parameters": {
+            "type": "object",
+            "properties": {key: {"type": kind, "description": key} for key, kind in TYPES.items()},
+            "required": ["key"],
+        },
+    },
+}
 """Parts of conversations with which templates are tried."""
 UNRENDERED = ("<|python_tag|>",)
 """Marks of calls that templates contain, but write only around calls of built-in tools."""

@@ -9,7 +9,7 @@ import pytest
 from rl.agents.chat import Chat
 from rl.agents.endpoint import Refused, normalise
 from rl.agents.tool_calls import FAMILIES, parse_calls
-from rl.data.chat_template import PROBE_TOOL, TOOL
+from rl.data.chat_template import TOOL
 from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 
 BASE = (
@@ -144,5 +144,5 @@ def test_a_call_without_the_key_function_is_read_or_a_sentence():
 
 
 def test_the_probe_has_all_kinds_of_values():
-    kinds = {schema["type"] for schema in PROBE_TOOL["function"]["parameters"]["properties"].values()}
+    kinds = {schema["type"] for schema in TOOL["function"]["parameters"]["properties"].values()}
     assert kinds == {"string", "integer", "boolean", "array"}

@@ -113,12 +113,15 @@ def read(reader, tokenizer, file, *, ends=(), **options):
     options = dict(tokenizer=tokenizer, overlong="error", **options)
     if reader == "prompts":
         return [
-            p.token_ids for p in load_prompts([file], prompt_key="messages", max_prompt_tokens=999, **options)
+            p.token_ids
+            for p in load_prompts([file], prompt_key="messages", max_prompt_tokens=1500, **options)
         ]
     if reader == "chats":
-        options = dict(messages_key="messages", train_on="last", max_tokens=999, end_token_ids=ends) | options
+        options = (
+            dict(messages_key="messages", train_on="last", max_tokens=1500, end_token_ids=ends) | options
+        )
         return [[*c.token_ids, *c.response_ids] for c in load_chats([file], **options)]
-    limits = dict(max_prompt_tokens=999, max_response_tokens=999, end_token_ids=ends)
+    limits = dict(max_prompt_tokens=1500, max_response_tokens=999, end_token_ids=ends)
     keys = dict(prompt_key="", chosen_key="messages", rejected_key="rejected")
     return [[*p.prompt_ids, *p.chosen_ids] for p in load_preferences([file], **keys, **limits, **options)]
 

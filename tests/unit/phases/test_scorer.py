@@ -1,6 +1,7 @@
 """Texts that a reward model and a judge read of a trajectory, and scores that fail."""
 
 import copy
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,7 @@ CHAT = [RULES, QUESTION, CALLING, REPLY, {"role": "assistant", "content": "It is
 def test_a_judge_reads_all_turns_after_the_opening():
     parts = _parts(PROMPT, "It is b.", CHAT)
     assert parts["prompt"] == "system: rules\n\nuser: question"
-    call = '[call] {"name": "lookup", "arguments": {"key": "a"}}'
+    call = f"[call] {json.dumps(CALL['function'])}"
     answers = f"assistant: Let me see.\n{call}\n\ntool: b\n\nassistant: It is b."
     assert parts["response"] == answers
     assert _parts(PROMPT, "b", []) == {"prompt": PROMPT.text, "response": "b"}
