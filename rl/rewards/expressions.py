@@ -101,7 +101,7 @@ class _Comparison:
                 return False
             if opened != other and {opened, other} not in ({"", "()"}, {"", "\\{\\}"}):
                 return False
-            return self._ordered(ours, theirs) if is_ordered else self._unordered(ours, theirs)
+            return all(map(self.equal, ours, theirs)) if is_ordered else self._unordered(ours, theirs)
         if (ours or theirs) and not re.search(
             r"[<>=]|\\(?:le|ge|ne|in|infty|pm|mp|cup|cap|setminus)", found + gold
         ):
@@ -113,9 +113,6 @@ class _Comparison:
             if len(ours) == len(theirs) > 1 and self._unordered(ours, theirs):
                 return True
         return self._same(found, gold)
-
-    def _ordered(self, ours: list[str], theirs: list[str]) -> bool:
-        return all(map(self.equal, ours, theirs))
 
     def _unordered(self, ours: list[str], theirs: list[str]) -> bool:
         left = list(theirs)

@@ -17,12 +17,12 @@ from rl.rewards.answers import ascii_signs
 _ONE_UNIT = (
     r"\\text\{(?=( )?)(?! *(?:or|and|[apAP]\.?[mM])\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
 )
-_UNIT = re.compile(rf"{_ONE_UNIT}(?:(?:[\s/.]|\\cdot|\\[,;! ])*{_ONE_UNIT})*(?:\s|\\[,;! ])*$")
+_UNIT = re.compile(rf"{_ONE_UNIT}(?:(?:[ /.]|\\cdot)*{_ONE_UNIT})* ?$")
 _UNIT_FRACTION = re.compile(r"\\frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _NO_WORDS = {"", "or", "and", "st", "nd", "rd", "th"}
 _ORDINAL = re.compile(r"(?<=[0-9])(?:\^?\{?\\text\{(?:st|nd|rd|th)\}\}?)")
-_DEGREES = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degrees?(?![a-zA-Z])|\u00b0")
+_DEGREES = re.compile(r"\^\\circ(?![a-zA-Z])")
 _EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)|\\in(?![a-zA-Z])")
 NAME = re.compile(
     r"\([a-z](?:, ?[a-z])+\)|(?:m ?)?\\angle ?[A-Z]{1,3}|"
@@ -43,12 +43,7 @@ _FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3} | {
 }
 _FACTOR = re.compile(rf"(?<=[0-9}}]) *(\\text\{{ *)?({'|'.join(_FACTORS)})s?(?![a-z])")
 _UNIT_FONT = re.compile(
-    r"\\(?:mathrm|mbox) ?\{(?:(?:[~ ]|\\[,;: ])+(?=[a-zA-Z])|(?=[a-zA-Z]{2}|[a-zA-Z]/))"
-    r"([a-zA-Z]+(?:/[a-zA-Z]+)*)\}"
-)
-_TEMPERATURE = re.compile(
-    r"(?:\^ ?(?:\{ ?\\circ ?\}|\\circ)|\u00b0)(?:\s|\\[,;: ])*"
-    r"(?:\\(?:text|mathrm) ?\{ *([CF]) *\}|([CF]))\s*(?=[.$]*$)"
+    r"\\mathrm ?\{(?: (?=[a-zA-Z])|(?=[a-zA-Z]{2}|[a-zA-Z]/))([a-zA-Z]+(?:/[a-zA-Z]+)*)\}"
 )
 _BARE_UNIT = re.compile(r"(?<=[0-9}]) *([a-zA-Z]{2,}|k?m/(?:s|h|min))(?=$|\^)")
 _ONE = r"([0-9a-zA-Z])"
@@ -64,10 +59,10 @@ _REWRITES = [
     (re.compile(pattern), usual)
     for pattern, usual in (
         (r"\\\$|\\!", ""),
+        (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
         (r"\s+", " "),
         (r"^[ $]+|[ $]+$", ""),
         (r"^\\[(\[] ?(.*?) ?\\[)\]]$", r"\1"),
-        (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
         (r"\\(?:displaystyle|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
         *(
             (
@@ -76,6 +71,8 @@ _REWRITES = [
             )
             for old, new in zip(_SIGNS[::2], _SIGNS[1::2])
         ),
+        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]) ?)|\\degrees?(?![a-zA-Z])", r"^\\circ "),
+        (r"\^\\circ ?(?:\\(?:text|mathrm) ?\{ *([CF]) *\}|([CF]))(?=\.?$)", r"\\text{ degree \1\2}"),
         # Arguments without braces.
         (r"\\frac *\\pi(?![a-zA-Z]) *", r"\\frac{\\pi}"),
         (rf"\\(frac|binom) *{_ONE} *{_ONE}", r"\\\1{\2}{\3}"),
@@ -85,6 +82,7 @@ _REWRITES = [
         (r"^= *", ""),
         (r"\\(?:text(?:rm|up|normal|it)|mbox) *\{", r"\\text{"),
         (r"\\textbf *\{([a-zA-Z]{2,})\}", r"\\text{\1}"),
+        (r"(\\(?:mathrm|text) ?\{[^{}]{2,}\}) ?/ ?\\mathrm ?\{ ?([a-zA-Z]+) ?\}", r"\1/\\text{\2}"),
         # A number or a choice in bold. A letter in bold differs from the plain one, as a vector does.
         (r"\\(?:textbf|mathbf|boldsymbol) ?\{ *(\([A-J]\)|-?[0-9.]+) *\}", r"\1"),
         (r"(?:\\textbf|(?<=\()\\text) ?\{ *([A-J]) *\}", r"\1"),
@@ -117,10 +115,10 @@ _LISTS = re.compile(
 )
 _OR = re.compile(r"\\text\{ *,? *(or)\b *\}|\\text\{[^{}]*\}|\b(or)\b")
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne|not)(?![a-zA-Z])")
-_ANGLE = re.compile(r"(?<![0-9.,^_])([0-9]+(?:\.[0-9]+)?) *\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
+_ANGLE = re.compile(r"(?<![0-9.,^_])([0-9]+(?:\.[0-9]+)?) *\^\\circ(?![a-zA-Z])")
 """An angle in degrees within a trigonometric function; elsewhere the degree sign is a unit."""
 _JOINED = re.compile(r"\\text\{ *,? *(?:or|and) *\}")
-_FONT = re.compile(r"\\(?:mathrm|mathit|text|textit|operatorname) ?\{ *([^{}]*?) *\}")
+_FONT = re.compile(r"\\(?:mathrm|mathit|text|operatorname) ?\{ *([^{}]*?) *\}")
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split()
 _THOUSANDS = re.compile(
     r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+(?!,?[0-9])|(?: +[0-9]{3})+(?! *[0-9]))"
@@ -221,7 +219,6 @@ def strip(answer: str) -> str:
         text = pattern.sub(usual, text)
     text = _LISTS.sub(lambda found: _lines(found[0], found[1] or found[2]), text)
     text = _FACTOR.sub(lambda found: f"\\cdot {_FACTORS[found[2]]}" + "\\text{" * bool(found[1]), text)
-    text = _TEMPERATURE.sub(lambda found: f"\\text{{ degree {found[1] or found[2]}}}", text)
     text = _UNIT_FONT.sub(lambda found: found[0] if found[1] in _FUNCTIONS else f"\\text{{{found[1]}}}", text)
     text = _BARE_UNIT.sub(lambda found: f"\\text{{ {found[1]}}}" if _unit_word(found[1]) else found[0], text)
     # Alternatives: solutions of inequalities form a union, values a list.

@@ -122,7 +122,9 @@ EQUAL = rows(r"""
     \begin{pmatrix} 1/2 \\ 3 \end{pmatrix} => \begin{pmatrix} 0.5 \\ 3 \end{pmatrix} ;;
     \left\{\begin{array}{l}x=1\\y=2\end{array}\right. => x=1, y=2 ;; (\text{A}) => A ;; \textbf{yes} => yes ;;
     A \cup B => B \cup A ;; (101)_2 => 101_{(2)} ;; 101_{\text{two}} => 101_2 ;; 5 million => 5000000 ;;
-    3 m/s => 3 ;; \text{15 cm} => 15 ;; 3\textrm{ cm} => 3 ;; (1;2) => (1,2) ;; (-\infty;2] => (-\infty,2] ;;
+    3 m/s => 3 ;;
+    15 \mathrm{~km} / \mathrm{h} => 15 \text{ km/h} ;;
+    \text{15 cm} => 15 ;; 3\textrm{ cm} => 3 ;; (1;2) => (1,2) ;; (-\infty;2] => (-\infty,2] ;;
     1;2 => 1, 2 ;; \lbrace 1,2\rbrace => \{2,1\} ;; \lg 100 => 2 ;; n\equiv1(\bmod 3) => n \equiv 1 \mod 3 ;;
     \frac{\pi}{2}+k\pi,k\in\mathbb{Z} => k\pi+\frac{\pi}{2} (k\in\mathbb{Z})
     """)
