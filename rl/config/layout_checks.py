@@ -28,6 +28,16 @@ from rl.models.sizes import (
 from rl.models.unsupported import needed
 
 
+def check_architecture(hf: dict[str, Any], path: str, supported: Collection[str]) -> None:
+    """Raise ConfigError if there is no code for the model in `path`. `hf` is its config.json."""
+    names = hf.get("architectures") or []
+    if not set(names) & set(supported):
+        raise ConfigError(
+            f"The model in {path} has, by its config.json, the architecture "
+            f"{', '.join(names) or '(none)'}{needed(hf)}; supported: {listed(sorted(supported), 'and')}."
+        )
+
+
 def check_layout(
     config: Config,
     world_size: int,
@@ -41,13 +51,7 @@ def check_layout(
     `hf` is the config.json of the model in `path` (default: model.path, which generates too), `supported` the
     architectures there is code for. Every rank raises the same error.
     """
-    architectures = hf.get("architectures") or []
-    if not set(architectures) & set(supported):
-        raise ConfigError(
-            f"The model in {path or config.model.path} has the architecture "
-            f"{', '.join(architectures) or '(none)'}{needed(hf)}; supported: "
-            f"{listed(sorted(supported), 'and')}."
-        )
+    check_architecture(hf, path or config.model.path, supported)
     sees, key = "vision_config" in hf, config.data.image_key
     if sees and path is not None:
         raise ConfigError(
@@ -69,9 +73,9 @@ def check_layout(
             f"rollout.ep={config.rollout.ep} spreads experts over the ranks of a replica, but the model has "
             "none; leave it out."
         )
-    if config.model.numerics == "bitwise" and path is None and not set(architectures) & set(BITWISE):
+    if config.model.numerics == "bitwise" and path is None and not set(hf["architectures"]) & set(BITWISE):
         raise ConfigError(
-            f"model.numerics=bitwise does not compute the layers of {architectures[0]}, only those of "
+            f"model.numerics=bitwise does not compute the layers of {hf['architectures'][0]}, only those of "
             f"{listed(BITWISE, 'and')}; use model.numerics=fast."
         )
     if has_delta_nets(hf) and path is None:

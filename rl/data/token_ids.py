@@ -52,7 +52,7 @@ def check_tokenizer(
         if id >= num_tokens and token not in unread:
             quoted = json.dumps(token)[1:-1]
             files = [file for file in sorted(Path(path).glob("*token*.json")) if quoted in file.read_text()]
-            where = files[-1] if files else f"the tokenizer of {path}"
+            where = files[-1] if files else f"{path}/tokenizer_config.json names a class of transformers that"
             _check([id], f"{where} has the token {token!r} with id {id}, which", num_tokens, remedy)
 
 

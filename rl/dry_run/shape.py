@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.config.adapter_checks import adapters_of
-from rl.config.layout_checks import check_has_experts, check_judge, check_layout
-from rl.config.options import ConfigError, listed
+from rl.config.layout_checks import check_architecture, check_has_experts, check_judge, check_layout
+from rl.config.options import ConfigError
 from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, has_prediction_head, needs_engine, validates
 from rl.dry_run.parameters import Part, count_parameters, group_parts
@@ -25,7 +25,6 @@ from rl.models import (
 )
 from rl.models.json_files import read_object
 from rl.models.layout import Weight
-from rl.models.unsupported import needed
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
 """Directory of published config.json files, for models whose checkpoints are on other machines."""
@@ -187,7 +186,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         hf = hf if model.own_path else rope.scaled(hf, config.model.rope_scaling)
         values = bool(model.head)
         body = value_model(hf) if values else hf
-        _check_known(body, model.path)
+        check_architecture(body, model.path, SUPPORTED)
         try:
             if model.on_training_grid:
                 architecture(body).check(body)
@@ -221,7 +220,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         models["mtp"] = Model(run, hf, tuple(own), tuple(group_parts(own)))
     if (path := config.rollout.draft.path) and needs_engine(config):
         hf = _read(path, "rollout.draft.path", "", notes)
-        _check_known(hf, path)
+        check_architecture(hf, path, SUPPORTED)
         own = architecture(hf).weights(hf)
         run = RunModel("draft", "rollout.draft.path", path, path, on_training_grid=False)
         models["draft"] = Model(run, hf, tuple(own), tuple(group_parts(own)))
@@ -242,17 +241,6 @@ def with_output_head(head: Model, policy: Model) -> Model:
     """Return the head for multi-token prediction with the policy's output head among its parts."""
     shared = [p for p in policy.parts if p.weight.tied_to_head or p.weight.hf == ("lm_head.weight",)]
     return replace(head, parts=(*head.parts, *shared))
-
-
-def _check_known(hf: dict, path: str) -> None:
-    """Raise ConfigError for an unsupported architecture."""
-    names = hf.get("architectures") or []
-    if not set(names) & set(SUPPORTED):
-        known = listed(sorted(SUPPORTED), "and")
-        raise ConfigError(
-            f"The model in {path} has the architecture {', '.join(names) or '(none)'}{needed(hf)}; "
-            f"supported: {known}."
-        )
 
 
 def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:

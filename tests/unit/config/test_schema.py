@@ -375,8 +375,8 @@ OWN_FILE = ", which needs a file of its own in rl/models (docs/extending.md)"
 )
 def test_an_unsupported_architecture_names_what_it_needs(changes, shown):
     assert layout_error(1, **changes) == (
-        f"The model in /models/toy has the architecture {shown}; supported: LlamaForCausalLM and "
-        "Qwen3ForCausalLM."
+        f"The model in /models/toy has, by its config.json, the architecture {shown}; supported: "
+        "LlamaForCausalLM and Qwen3ForCausalLM."
     )
 
 
