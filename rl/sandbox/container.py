@@ -12,7 +12,7 @@ a root directory in a user and a mount namespace; the rest is the same for each:
 - `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms, with the memory
   that the node holds for them: shared mappings (their whole size), huge pages, page tables, descriptors
   (1,024 per process), System V IPC, and socket buffers (unless `network`); memfd_create(2) and
-  vmsplice(2) are missing. Not counted: file locks, watches of inotify and epoll, and the records of mappings
+  vmsplice(2) are missing. Not counted: what descriptors hold that no process has, but a socket's message
 - `tasks` by setrlimit (but for root) and counted; `wall_s` and `output_bytes` per command
 - Exceeding a limit ends every process
 - `cpus` processors by sched_setaffinity(2), which commands then cannot call; containers may share them

@@ -77,6 +77,8 @@ class ProcessOne:
         calls = job["denied_calls"], job["missing_calls"]
         self._filter = kernel.container_filter(platform.machine(), *calls)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, "parent-death signal", int(signal.SIGKILL))
+        with contextlib.suppress(OSError):  # some machines let nobody write to /proc/sys
+            container_files.limit_watchers()
         kernel.check(kernel.LIBC.unshare(_NEWNS), "mount namespace")
         kernel.mount(None, "/", None, container_files.PRIVATE | container_files.RECURSIVE)
         self._base = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
@@ -286,6 +288,7 @@ class ProcessOne:
         memory, tasks = self._limits["memory_mib"] << 20, self._limits["tasks"]
         wanted = {resource.RLIMIT_DATA: memory, resource.RLIMIT_NPROC: tasks, resource.RLIMIT_CORE: 0}
         wanted |= {resource.RLIMIT_NOFILE: container_memory.DESCRIPTORS, resource.RLIMIT_MSGQUEUE: 1 << 16}
+        wanted[resource.RLIMIT_SIGPENDING] = container_memory.DESCRIPTORS  # of timers, too
         kernel.set_limits(wanted)
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, "no_new_privs", 1)

@@ -45,6 +45,12 @@ def overlay(top: str, name: str, lower: list[int]) -> str:
     return root
 
 
+def limit_watchers() -> None:
+    """Limit the instances of inotify in this user namespace: each has a queue of about 8 MiB."""
+    with open("/proc/sys/user/max_inotify_instances", "w") as file:
+        file.write("16")
+
+
 def build(job: dict[str, Any], image: int) -> str:
     """Mount everything in this mount namespace; return the root of the container."""
     top, limits = job["scratch"], job["limits"]
@@ -132,7 +138,8 @@ class Root:
                 return
             if found != wanted:
                 _make(at, "" if wanted == stat.S_IFREG else None)
-        kernel.mount(f"/proc/self/fd/{shown}", at, None, BIND | RECURSIVE)
+        # Not RECURSIVE: a path that is kept and protected would show what is mounted over it.
+        kernel.mount(f"/proc/self/fd/{shown}", at, None, BIND)
 
 
 def show_tests(sealed: Root, left: Root, changes: Root, request: dict[str, Any]) -> dict[str, list[str]]:

@@ -11,6 +11,8 @@ import struct
 
 DESCRIPTORS, DESCRIPTOR_BYTES = 1024, 4096
 """Maximum number of descriptors of a process, and the bytes that each counts: a pipe keeps two pages."""
+COUNTS = 100
+"""Maximum number of counts for one result, which are needed if threads end meanwhile."""
 RECORD_BYTES = 256
 """Bytes that the kernel's record of a mapping, of a file's lock, and of a watch (epoll, inotify) counts."""
 
@@ -27,6 +29,32 @@ def held_bytes(found: list[int], limit: int, network: bool) -> int:
 
     Pages that forks share count once, if this decides about the limit.
     """
+    for _ in range(COUNTS):
+        threads = list(map(_thread_of, found))
+        total = _held_bytes([thread for thread in threads if thread], limit, network)
+        if all(thread == pid or (thread and _has_memory(thread)) for pid, thread in zip(found, threads)):
+            return total
+    return limit + 1  # threads that replace each other hide it
+
+
+def _thread_of(pid: int) -> int | None:
+    """Return a thread of which /proc shows what its process holds; None if threads end meanwhile.
+
+    The first thread, which has the process's number, shows nothing after its end.
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        found = next((int(thread) for thread in threads if _has_memory(int(thread))), None)
+        return found or (pid if threads == os.listdir(f"/proc/{pid}/task") else None)
+    except OSError:  # the process has ended
+        return pid
+
+
+def _has_memory(thread: int) -> bool:
+    return _sum_of(f"/proc/{thread}/status", (b"VmSize:",)) > 0
+
+
+def _held_bytes(found: list[int], limit: int, network: bool) -> int:
     own = (b"RssAnon:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
     kept = system_v_bytes() + (0 if network else socket_bytes())
     kept += sum(map(descriptor_bytes, found))
@@ -59,7 +87,8 @@ def mapping_bytes(found: list[int]) -> int:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
             for line in file:
                 records += RECORD_BYTES
-                if line.endswith((b"/dev/zero (deleted)\n", b"/dev/zero\n")):
+                # A program may give a shared mapping a name: [anon_shmem:NAME].
+                if line.endswith((b"/dev/zero (deleted)\n", b"/dev/zero\n")) or b" [anon_shmem:" in line:
                     span, rights, offset, _, inode, _ = line.split(None, 5)
                     begin, end = (int(place, 16) for place in span.split(b"-"))
                     if rights.endswith(b"s"):

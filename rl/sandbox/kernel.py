@@ -30,12 +30,13 @@ _CALLS = {
     "pivot_root": (155, 41),
     "capset": (126, 91),
     "fallocate": (285, 47),
+    "close_range": (436, 436),
 }
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _MOUNT_SETATTR = 444, 445, 446, 442
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_CLONE_THREAD = 0x00010000
+_CLONE_FILES, _CLONE_THREAD = 0x00000400, 0x00010000
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _CLONE_NEW = 0x7E020000  # any of the above, or CLONE_NEWCGROUP
@@ -99,7 +100,11 @@ def _clone_rule(*bits: tuple[int, int], otherwise: int) -> list[bytes]:
 def container_filter(machine: str, denied_calls: list[int], missing_calls: list[int]) -> bytes:
     """Return the BPF program for commands in a container: no namespaces, no signal to process 1."""
     bodies = {
-        "clone": _clone_rule((_CLONE_NEW, _DENY), otherwise=_ALLOW),
+        # A thread with descriptors of its own (CLOSE_RANGE_UNSHARE is 2) would hide them from the count.
+        "clone": _clone_rule(
+            (_CLONE_NEW, _DENY), (_CLONE_FILES, _ALLOW), (_CLONE_THREAD, _DENY), otherwise=_ALLOW
+        ),
+        "close_range": _rule(2, [0, 4], otherwise=_FAIL | errno.ENOSYS),
         "kill": _rule(0, [1], if_listed=_DENY, otherwise=_ALLOW),  # the kernel would ignore it silently
         # AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. No namespace separates AF_VSOCK and AF_ALG.
         "socket": _rule(0, [1, 2, 10, 16], otherwise=_FAIL | errno.EAFNOSUPPORT),

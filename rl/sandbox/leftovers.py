@@ -4,6 +4,7 @@ The scripts child.py and container_child.py import it without the package, so it
 library.
 """
 
+import errno
 import os
 import signal
 import stat
@@ -75,7 +76,12 @@ def remove_directory(path: str) -> None:
             for inner in os.listdir(fd):
                 moved += 1
                 _unlock(inner, fd)  # only its owner's right to write allows a directory to be moved
-                os.rename(inner, f".moved-{os.getpid()}-{moved}", src_dir_fd=fd, dst_dir_fd=top)
+                try:
+                    os.rename(inner, f".moved-{os.getpid()}-{moved}", src_dir_fd=fd, dst_dir_fd=top)
+                except OSError as error:  # a directory of an overlay's lower layer, which no program nested
+                    if error.errno != errno.EXDEV:
+                        raise
+                    remove_directory(f"/proc/self/fd/{fd}/{inner}")
             os.close(fd)
             os.rmdir(name, dir_fd=top)
     os.close(top)

@@ -53,7 +53,9 @@ modify_ldt 154 -, personality 135 92, perf_event_open 298 241, userfaultfd 323 2
 # The session's keys: Kerberos tickets and credentials of file systems.
 keyctl 250 219, add_key 248 217, request_key 249 218
 # Access to files without their path.
-name_to_handle_at 303 264, open_by_handle_at 304 265"""
+name_to_handle_at 303 264, open_by_handle_at 304 265
+# A queue of events, which no limit counts.
+fanotify_init 300 262"""
 """System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
 SET_AFFINITY = "sched_setaffinity 203 122"
 MEMFD = "memfd_create 319 279, memfd_secret 447 447, vmsplice 278 75"
@@ -76,7 +78,7 @@ move_pages 279 239
 # Memory and files that no limit counts: sendmsg can put descriptors of unlinked files into a socket.
 {MEMFD}, sendmsg 46 211, sendmmsg 307 269
 # Events of files that the program may not read, which Landlock does not restrict.
-fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27
+inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27
 # Objects that outlive the process, and those of the user's other processes.
 shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192, semctl 66 191
 msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181
@@ -86,11 +88,12 @@ fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 1
 fremovexattr 199 16, setxattrat 463 463, removexattrat 466 466, file_setattr 469 469, utime 132 -
 utimes 235 -, futimesat 261 -, utimensat 280 88"""
 """System calls that fail with EPERM, see `call_numbers`."""
-MISSING = "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
+MISSING = """\
+clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, io_setup 206 0"""
 """System calls that fail with ENOSYS, so that callers use older ones.
 
-io_uring opens sockets that no filter sees; clone3 passes its flags behind a pointer, which no filter can
-read.
+All programs of a node share the number of io_setup's requests. io_uring opens sockets that no filter sees;
+clone3 passes its flags behind a pointer, which no filter can read.
 """
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")

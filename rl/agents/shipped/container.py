@@ -20,7 +20,8 @@ A policy does not write its own grade:
   load, such as PYTHONPATH, keep only directories of the system.
 - The reward file is removed before the test, and every process ends before it is read.
 - If the answer of a task lies elsewhere, such as a file of /etc, list its path in `kept`. The log names
-  changed paths that a test did not see.
+  changed paths that a test did not see. Paths in `kept` and `protected` may be relative to the working
+  directory.
 
 Not promised:
 
@@ -54,7 +55,7 @@ _LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONS
 _LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
 """Variables that name code that programs load; tests keep only entries in directories of the system."""
 _told: set[str] = set()
-"""Paths that were already logged because tests did not see the policy's changes to them."""
+"""Paths, at most 100, that were logged because tests did not see the policy's changes to them."""
 _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /bin/sh -c "$1"', "sh"]
 
 
@@ -125,9 +126,7 @@ class ContainerEnvironment:
 
     def _places_of_answer(self) -> list[str]:
         """Return the paths of which a test sees what the policy left. Raises ValueError if there is none."""
-        assert self._container is not None
-        at = os.path.join("/", self.directory or self._container.image.directory)
-        places = [path for path in map(os.path.normpath, (at, *self._task["kept"])) if path != "/"]
+        places = [path for path in self._absolute([".", *self._task["kept"]]) if path != "/"]
         if not places:
             raise ValueError(
                 "the working directory is /, and a test would see nothing that the policy writes; set "
@@ -135,6 +134,12 @@ class ContainerEnvironment:
                 "the paths of the answer in kept."
             )
         return places
+
+    def _absolute(self, paths: Sequence[str]) -> list[str]:
+        """Return paths that are relative to the working directory as absolute ones."""
+        assert self._container is not None
+        at = os.path.join("/", self.directory or self._container.image.directory)
+        return [os.path.normpath(os.path.join(at, path)) for path in paths]
 
     def _command(self, command: str, *, wall_s: float | None = None) -> Outcome:
         """Run a command with bash, or sh if there is none; standard error is in `stdout` too.
@@ -248,13 +253,13 @@ class ContainerEnvironment:
             own[name] = ":".join(entry for entry in own[name].split(":") if _SYSTEM.match(entry))
         programs = [os.path.normpath(entry) for entry in own["PATH"].split(":") if entry.startswith("/")]
         unseen, programs = self._container.restore(
-            kept=self._places_of_answer(), protected=self._protected, programs=programs
+            kept=self._places_of_answer(), protected=self._absolute(self._protected), programs=programs
         )
         self.variables = {**own, "PATH": ":".join(programs) or PATH, "HOME": HOME, **variables}
-        for path in set(unseen) - _told:
+        for path in sorted(set(unseen) - _told)[: 100 - len(_told)]:
             _told.add(path)
             log.warning(
-                "the policy wrote to %s, which tests see as it was before; if it belongs to the answer, "
+                "the policy wrote to %r, which tests see as it was before; if it belongs to the answer, "
                 "list it in agents.kwargs.kept (a test then trusts what the policy wrote there).",
                 path,
             )

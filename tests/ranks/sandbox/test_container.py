@@ -144,9 +144,25 @@ for n in range(4500):
 import select
 x, watched = b'x' * (85 * mib), [os.eventfd(0) for _ in range(500)]
 for one in (polls := [select.epoll() for _ in range(500)]): [one.register(fd) for fd in watched]""",
+    "a process whose first thread has ended": """
+import threading
+def hold():
+    time.sleep(0.5); x = mmap.mmap(-1, 300 * mib); fill(x, 300 * mib); time.sleep(300)
+threading.Thread(target=hold).start(); libc.syscall(93 if os.uname().machine == 'aarch64' else 60, 0)""",
+    "threads of which each ends soon": """
+import threading
+x = mmap.mmap(-1, 300 * mib)
+def hold(page):
+    if page < 300 * mib:
+        for at in range(page, page + mib, 4096): x[at] = 1
+    while True:
+        try: return threading.Thread(target=hold, args=(page + mib,), daemon=True).start()
+        except RuntimeError: pass  # too many at once
+threading.Thread(target=hold, args=(0,), daemon=True).start()
+libc.syscall(93 if os.uname().machine == 'aarch64' else 60, 0)""",
     "watches of inotify": """
-x, paths = b'x' * (100 * mib), [f'{at}/{f}'.encode() for at, _, fs in os.walk('/usr/lib') for f in fs]
-for fd in (libc.inotify_init1(0) for _ in range(120)):
+x, paths = b'x' * (105 * mib), [f'{at}/{f}'.encode() for at, _, fs in os.walk('/') for f in fs]
+for fd in (libc.inotify_init1(0) for _ in range(16)):
     for path in paths: libc.inotify_add_watch(fd, path, 2)""",
 }
 REFUSED = {
@@ -155,6 +171,38 @@ REFUSED = {
         "c = ctypes.CDLL(None, use_errno=True); c.vmsplice(os.pipe()[1], None, 0, 0); "
         "raise OSError(os.strerror(ctypes.get_errno()))",
         "not implemented",
+    ),
+    "threads with descriptors of their own": (
+        "c = ctypes.CDLL(None, use_errno=True)\n"
+        "stack = ctypes.addressof(keep := ctypes.create_string_buffer(1 << 16)) + (1 << 16)\n"
+        "if c.clone(c.pause, ctypes.c_void_p(stack & ~15), 0x10900, None) < 0: "
+        "raise OSError(os.strerror(ctypes.get_errno()))",
+        "not permitted",
+    ),
+    "descriptors of its own after the start of a thread": (
+        "c = ctypes.CDLL(None, use_errno=True)\n"
+        "if c.syscall(436, 100, 200, 2) < 0: raise OSError(os.strerror(ctypes.get_errno()))",
+        "not implemented",
+    ),
+    "asynchronous reads of which the node has a number": (
+        "c = ctypes.CDLL(None, use_errno=True); x = ctypes.c_ulong(0)\n"
+        "if c.syscall(0 if os.uname().machine == 'aarch64' else 206, 9, ctypes.byref(x)) < 0: "
+        "raise OSError(os.strerror(ctypes.get_errno()))",
+        "not implemented",
+    ),
+    "events of files, of groups that no limit counts": (
+        "c = ctypes.CDLL(None, use_errno=True)\n"
+        "if c.fanotify_init(0x200, 0) < 0: raise OSError(os.strerror(ctypes.get_errno()))",
+        "not permitted",
+    ),
+    "queues of events": (
+        "if min(libc.inotify_init1(0) for _ in range(100)) < 0: raise OSError('no more queues')",
+        "no more queues",
+    ),
+    "timers": (
+        "x = ctypes.create_string_buffer(64); n = 107 if os.uname().machine == 'aarch64' else 222\n"
+        "if any(libc.syscall(n, 0, None, x) for _ in range(5000)): raise OSError('no more timers')",
+        "no more timers",
     ),
     "its input": ("os.write(os.open('/proc/self/fd/0', os.O_RDWR), b'x')", "PermissionError"),
     "descriptors": ("[os.dup(0) for _ in range(5000)]", "Too many open files"),

@@ -153,15 +153,39 @@ def test_a_test_sees_what_a_policy_wrote_and_removed(runtime, image, caplog, mon
     )
     kept = ["/etc/mine", "/made", "/gone"]
     made = ContainerEnvironment(
-        container=settings, setup="mkdir -p /work/old /gone", directory="/work", test=test, kept=kept
+        container=settings, setup="mkdir -p /work/old /gone/a/b/c", directory="/work", test=test, kept=kept
     )
     wanted = "mkdir /work/new; echo > /work/new/x; echo > /made; rm -r /work/old /gone; echo > /etc/mine"
     for more, unseen in ("", set()), ("; mkdir /var; echo > /app/x", {"/var", "/app"}):
         made.reset({"prompt": "answer", "extra_info": {}})
         made.bash(wanted + more)
         assert made.score()["score"] == 1.0
-        assert set(re.findall(r"wrote to (\S+),", caplog.text)) == unseen
+        assert set(re.findall(r"wrote to '(\S+)',", caplog.text)) == unseen
         made.close()
+
+
+@pytest.mark.parametrize("settings", [{"kept": ["made"]}, {"protected": ["made"]}, {"protected": ["/work"]}])
+def test_paths_of_a_task_may_be_relative_and_what_is_protected_is_not_kept(settings, runtime, image):  # noqa: F811
+    given = asdict(Settings(image=str(image), runtime=runtime))
+    made = ContainerEnvironment(
+        container=given, setup="mkdir /work", directory="/work", test="test -e /work/made", **settings
+    )
+    made.reset({"prompt": "answer", "extra_info": {}})
+    made.bash("echo > made")
+    assert made.score()["score"] == float("kept" in settings)
+    made.close()
+
+
+def test_names_that_a_policy_makes_do_not_fill_or_forge_the_log(runtime, image, caplog, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(container, "_told", set())
+    given = asdict(Settings(image=str(image), runtime=runtime))
+    made = ContainerEnvironment(container=given, setup="mkdir /work", directory="/work", test="true")
+    for at in range(2):
+        made.reset({"prompt": "answer", "extra_info": {}})
+        made.bash(f"for n in $(seq 80); do mkdir $'/x'$n.{at}$'\\n[rank 0] the run is complete'; done")
+        assert made.score()["score"] == 1.0
+        made.close()
+    assert len(caplog.records) == 100 and not any("\n" in r.getMessage() for r in caplog.records)
 
 
 def test_nothing_of_the_working_directory_starts_with_the_test(runtime, image):  # noqa: F811
