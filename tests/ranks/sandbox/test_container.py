@@ -161,7 +161,7 @@ def hold(page):
 threading.Thread(target=hold, args=(0,), daemon=True).start()
 libc.syscall(93 if os.uname().machine == 'aarch64' else 60, 0)""",
     "watches of inotify": """
-x, paths = b'x' * (105 * mib), [f'{at}/{f}'.encode() for at, _, fs in os.walk('/') for f in fs]
+x, paths = b'x' * (114 * mib), [f'{at}/{f}'.encode() for at, _, fs in os.walk('/') for f in fs]
 for fd in (libc.inotify_init1(0) for _ in range(16)):
     for path in paths: libc.inotify_add_watch(fd, path, 2)""",
 }
