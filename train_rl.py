@@ -145,7 +145,7 @@ def watched_run(config, points, ranks, device) -> int:
     from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
     from rl.faults.lock import check_lock, is_of_another, make_run_directory
     from rl.faults.watchdog import Watchdog
-    from rl.run_directory.record import code_hashes
+    from rl.run_directory.record import code_hashes, writing
     from rl.run_directory.status import Status
     from rl.runtime import start_up, tracing
     from rl.runtime.collectives import broadcast_object
@@ -174,7 +174,7 @@ def watched_run(config, points, ranks, device) -> int:
     note_sigterm(lambda: status.interrupt("SIGTERM"))
     watchdog = None
     try:
-        with fail_together():  # fails on a rank that cannot see rank 0's directory
+        with fail_together(), writing(config.run.dir):  # fails on a rank that cannot see the directory
             own = dict(run_dir=config.run.dir, device=device, store=job().store, lock=lock, status=status)
             watchdog = Watchdog(config.watchdog, config.memory, **own)
         with fail_together():

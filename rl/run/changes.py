@@ -1,15 +1,19 @@
-"""Comparison of a run's config with that of the checkpoint from which it continues.
+"""Comparison of a run's config and files with those of the checkpoint from which it continues.
 
 A run must not silently continue in the directory of another run. For example, it would train the other run's
 checkpoint with another reward, or end at once because the checkpoint is at its last step.
 """
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import yaml
 
 from rl.config.options import ConfigError, flatten, to_yaml
 from rl.config.schema import Config
+from rl.run_directory.record import own_hashes
 
 IDENTITY = (
     "run.name",
@@ -57,6 +61,21 @@ def check_changes(config: Config, saved: dict[str, Any], place: str) -> None:
             f"run.dir={config.run.dir} belongs to another run (checkpoint {place}): {words}; set "
             "another run.dir, or checkpoint.accept_changes=true to continue with these changes."
         )
+
+
+def contents(config: Config, rows: Sequence[Any]) -> dict[str, str | int]:
+    """Return digests of what the run reads from files that may change while their paths remain.
+
+    rows: the training data. Its token ids also depend on the tokenizer and the chat template.
+    """
+    digest = 0
+    for row in rows:
+        for name, value in vars(row).items():
+            if isinstance(value, np.ndarray):
+                digest = zlib.crc32(value.tobytes(), digest)
+            elif name in ("ground_truth", "label"):
+                digest = zlib.crc32(repr(value).encode(errors="replace"), digest)
+    return own_hashes(config) | {"data.train": digest}
 
 
 def _is_column(key: str) -> bool:

@@ -14,7 +14,7 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.phases.phases import Phases
 from rl.rollout.sampling import seed_of
-from rl.run.changes import check_changes
+from rl.run.changes import check_changes, contents
 from rl.run_directory.status import Status
 
 
@@ -58,6 +58,7 @@ class RunCheckpoints:
 
     def __init__(self, config: Config, store: CheckpointStore, phases: Phases, status: Status):
         self._config, self._store, self._phases, self._status = config, store, phases, status
+        self._contents = contents(config, phases.draw.rows)
 
     def resume(self, newest: Saved | None, named: Saved | None) -> tuple[int, dict[str, float]]:
         """Load the newest checkpoint of the run, else the one that checkpoint.resume names, if there is one.
@@ -95,6 +96,9 @@ class RunCheckpoints:
             phases.draw.load_state_dict(state)
         except ValueError as error:
             raise ConfigError(f"{saved.path} was written with other data: {error}") from error
+        before = state.get("contents", {})
+        if found := [name for name, value in self._contents.items() if before.get(name, value) != value]:
+            phases.step.progress.line(f"the contents of {', '.join(found)} differ from those at {saved.path}")
         phases.engines.policy.version = state["policy_version"]
         phases.checks.rates.last = state["learning_rates"]
         restored, drawn = self._controllers(), phases.draw.state_dict()
@@ -112,7 +116,8 @@ class RunCheckpoints:
 
         cursor: `Phases.cursor` after the last batch that was learned from.
         """
-        return self._phases.sampler.state_dict(cursor) | self._controllers()
+        state = self._phases.sampler.state_dict(cursor) | self._controllers()
+        return state | {"contents": self._contents}
 
     def _controllers(self) -> dict:
         """Return what depends on the updates so far."""

@@ -42,8 +42,11 @@ def writing(run_dir: str | Path) -> Iterator[None]:
 
 def code_hashes(config: Config) -> dict[str, str]:
     """Return the SHA-256 of the files of the program and of the user, and the packages' versions, by name."""
-    own = {str(file): _sha256(file) for file in own_files(config)}
-    return _program_hashes() | own
+    return _program_hashes() | own_hashes(config)
+
+
+def own_hashes(config: Config) -> dict[str, str]:
+    return {str(file): _sha256(file) for file in own_files(config)}
 
 
 @functools.cache

@@ -145,5 +145,13 @@ class Status:
         for path in self._paths:
             # A name per process, because several ranks may write at the same time.
             partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
-            partial.write_text(text)
-            partial.replace(path)  # readers see the old content or the new
+            try:
+                partial.write_text(text)
+                partial.replace(path)  # readers see the old content or the new
+            except OSError:
+                partial.unlink(missing_ok=True)
+                if not path.is_file():
+                    raise
+                with open(path, "r+") as file:  # a full disk has no room for a second file
+                    file.write(text)
+                    file.truncate()

@@ -211,6 +211,12 @@ class TestBadInput:
         (tmp_path / "file").write_text("")
         assert "file" in refusal(2, config, f"run.dir={tmp_path}/file/run")
 
+    def test_a_run_directory_without_room_for_the_watchdog(self, config, tmp_path):
+        """The message was the system's alone, such as `No space left on device`."""
+        (tmp_path / "run").mkdir(mode=0o700)
+        (tmp_path / "run" / "stacks").write_text("")
+        assert f"run.dir={tmp_path}/run cannot be written" in refusal(2, config, f"run.dir={tmp_path}/run")
+
     def test_a_torn_checkpoint_file(self, config, toy, tmp_path):
         shutil.copytree(toy / "model", tmp_path / "model")
         whole = (toy / "model" / "model.safetensors").read_bytes()

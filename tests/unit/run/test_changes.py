@@ -1,12 +1,14 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from rl.checkpoint.store import Saved
 from rl.config.options import ConfigError, to_yaml
 from rl.config.schema import load_config
-from rl.run.changes import changes
+from rl.data.prompts import Prompt
+from rl.run.changes import changes, contents
 from rl.run.checkpoints import find_checkpoint
 
 
@@ -63,6 +65,24 @@ def test_unnamed_runs_and_keys_of_later_versions_are_not_compared():
     written = yaml.safe_load(to_yaml(config("run.name=run")))
     del written["training"], written["reward"]["function"]
     assert changes(config("training.tp=2", "reward.function=own.py:score"), written) == {}
+
+
+def test_other_contents_under_the_same_paths_are_found(tmp_path):
+    """A reward that was edited, other rows and another tokenizer changed the run in silence."""
+    file = tmp_path / "own.py"
+    file.write_text("def score(**row): return 1.0")
+    own = config(f"reward.function={file}:score")
+
+    def prompt(ids, truth):
+        return Prompt(0, np.array(ids, np.int32), "", "", truth, {})
+
+    before = contents(own, [prompt([1, 2], "3"), prompt([4], "5")])
+    assert before == contents(own, [prompt([1, 2], "3"), prompt([4], "5")])
+    for rows in ([prompt([1, 2], "3")], [prompt([1, 9], "3"), prompt([4], "5")]):
+        assert contents(own, rows)["data.train"] != before["data.train"]
+    assert contents(own, [prompt([1, 2], "3"), prompt([4], "6")])["data.train"] != before["data.train"]
+    file.write_text("def score(**row): return 0.0")
+    assert contents(own, [])[str(file)] != before[str(file)]
 
 
 def test_a_checkpoint_of_the_last_step_is_not_trained_on_in_silence():

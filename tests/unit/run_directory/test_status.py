@@ -1,12 +1,15 @@
 """status.json: who writes the end of a run, and what stays."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from rl.faults.lock import is_of_another
 from rl.run_directory.status import Status
+from tests.full_disk import full_disk
 
 REASON = "score of step 3 took longer than watchdog.limits.score=600 s"
 
@@ -103,10 +106,18 @@ def test_the_copy_of_a_job_is_identical(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["logs", "status.json"]
 
 
-def test_a_full_disk_does_not_keep_a_run_from_ending(ranks, tmp_path, monkeypatch, capsys):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+def test_a_failing_disk_does_not_keep_a_run_from_ending(ranks, capsys):
+    with full_disk():
+        ranks[1].fail(REASON)
+    assert "status.json cannot be written: [Errno 27] File too large" in capsys.readouterr().err
 
-    monkeypatch.setattr(type(tmp_path), "write_text", full)
-    ranks[1].fail(REASON)
-    assert "No space left on device" in capsys.readouterr().err
+
+def test_a_run_that_a_full_disk_ended_does_not_look_alive(ranks, tmp_path, monkeypatch):
+    def full(path, text):
+        path.touch()  # a directory may have room for a name
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    ranks[0].refuse("the disk is full")
+    assert (facts(tmp_path)["state"], facts(tmp_path)["reason"]) == ("failed", "the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
