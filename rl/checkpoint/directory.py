@@ -17,6 +17,7 @@ here is collective.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from pathlib import Path
 
 from rl.checkpoint.shards import DamagedError, Written, reading
 from rl.config.options import ConfigError
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the format of all files of a checkpoint. A newer version is refused."""
@@ -110,8 +113,11 @@ def commit(partial: Path, final: Path, manifest: dict) -> None:
         retire(final)
     partial.rename(final)
     latest = final.with_name(LATEST + ".partial")
-    write_text(latest, final.name + "\n")
-    latest.replace(final.with_name(LATEST))
+    try:
+        write_text(latest, final.name + "\n")
+        latest.replace(final.with_name(LATEST))
+    except OSError as error:  # the checkpoint is complete without it
+        log.warning("%s does not name %s: %s", final.with_name(LATEST), final.name, error)
     sync_directory(final.parent)
 
 

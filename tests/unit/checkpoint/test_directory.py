@@ -36,6 +36,13 @@ def test_committed_directories_count_in_order_of_steps(tmp_path):
     assert (tmp_path / "latest").read_text() == "step_1000000\n"
 
 
+def test_a_complete_checkpoint_without_its_latest_does_not_end_the_run(tmp_path, caplog):
+    """The run ended with `step 6 could not be written ... step_000006 is still the newest checkpoint`."""
+    (tmp_path / "latest.partial").mkdir()
+    make(tmp_path, 6)
+    assert steps(tmp_path) == [6] and "latest does not name step_000006: " in caplog.text
+
+
 def test_leftovers_are_removed_and_damaged_ones_stay(tmp_path):
     for name in ("step_000007.partial", "step_000008.removed", "step_000009.damaged"):
         (tmp_path / name / "x").mkdir(parents=True)
