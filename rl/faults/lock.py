@@ -260,8 +260,9 @@ def refuse_links(directory: Path) -> None:
     """Raise ValueError if an entry of the directory is a symbolic link out of it."""
     inside = directory.resolve()
     for entry in directory.iterdir():
-        if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
+        target = Path(os.path.realpath(entry))  # Path.resolve raises RuntimeError for a loop
+        if entry.is_symlink() and not target.is_relative_to(inside):
             raise ValueError(
-                f"{entry} is a symbolic link to {entry.resolve()}, outside of the run directory, where a run "
+                f"{entry} is a symbolic link to {target}, outside of the run directory, where a run "
                 "would write and remove files; remove the link, or make run.dir itself the link."
             )

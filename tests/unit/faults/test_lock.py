@@ -10,7 +10,15 @@ import pytest
 from rl.config.schema import Config
 from rl.faults import lock as lock_module
 from rl.faults.heartbeat import heartbeat_path
-from rl.faults.lock import FILE_NAME, LockLost, RunLock, check_lock, is_of_another, make_run_directory
+from rl.faults.lock import (
+    FILE_NAME,
+    LockLost,
+    RunLock,
+    check_lock,
+    is_of_another,
+    make_run_directory,
+    refuse_links,
+)
 from rl.faults.process import this_process
 from rl.run_directory.status import FILE_NAME as STATUS
 
@@ -222,3 +230,8 @@ def test_a_directory_that_others_may_write_is_not_continued(name, is_mine, confi
     (directory / name).chmod(0o770)
     os.chown(directory / name, os.geteuid(), -1)
     make_run_directory(config).release()
+
+
+def test_a_loop_of_links_in_a_run_directory_raises_no_traceback(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    refuse_links(tmp_path)
