@@ -211,7 +211,8 @@ class Container:
         """End every process, and show later commands the sealed files, or the image's if nothing was sealed.
 
         Args:
-            kept: paths that later commands see as earlier ones left them; "/" is none.
+            kept: paths that later commands see as earlier ones left them; "/" means all directories of the
+                root that earlier ones wrote to, but for the system's, /tests and /tmp.
             protected: paths below them that stay sealed.
             programs: directories of PATH. Installations (`venv` for `venv/bin`) stay sealed, too.
 

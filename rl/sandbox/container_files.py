@@ -23,6 +23,8 @@ _READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/pr
 """Parts of /proc that belong to the machine; root of the host could write to them."""
 _OWN = {"dev", "proc", "sys", "tmp"}
 """Directories of the root whose changes are nobody's answer."""
+_SYSTEM = set("bin boot etc lib lib32 lib64 libx32 opt run sbin tests usr var".split()) | _OWN
+"""Directories of the root that tests see sealed unless they are `kept`."""
 
 
 def _make(path: str, text: str | None = None) -> None:
@@ -142,12 +144,19 @@ class Root:
         kernel.mount(f"/proc/self/fd/{shown}", at, None, BIND)
 
 
+def _written(left: Root, changes: Root) -> list[str]:
+    """Return the directories of the root, but for the system's, that commands wrote to or removed."""
+    paths = [f"/{name}" for name in os.listdir(changes.path) if name not in _SYSTEM]
+    return [p for p in paths if os.path.isdir(left.path + p) or not os.path.lexists(left.path + p)]
+
+
 def show_tests(sealed: Root, left: Root, changes: Root, request: dict[str, Any]) -> dict[str, list[str]]:
     """Show below `sealed`, at the paths `kept`, what commands left there; see `Container.restore`.
 
     changes: the files that commands wrote.
     """
-    kept = sorted({sealed.real(path) for path in request["kept"]} - {"/"})
+    written = [] if "/" not in request["kept"] else _written(left, changes)
+    kept = sorted({sealed.real(path) for path in request["kept"] + written} - {"/"})
 
     def is_kept(path: str) -> bool:
         return any(f"{path}/".startswith(f"{place}/") for place in kept)

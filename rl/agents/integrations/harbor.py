@@ -209,7 +209,7 @@ class Task(ContainerEnvironment):
         for kind, arguments in task.steps:
             self._carry_out(kind, arguments, is_built)
         self._container.seal()
-        self._places_of_answer()
+        self._find_places()
         return [{"role": "user", "content": task.instruction}]
 
     def _carry_out(self, kind: str, arguments: str, is_built: bool) -> None:

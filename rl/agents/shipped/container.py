@@ -18,6 +18,9 @@ A policy does not write its own grade:
   paths in `kept` are as the policy left them, except the paths in `protected` and the installations in PATH
   (/app/venv for /app/venv/bin). HOME and /dev/shm are empty directories, and variables that name code to
   load, such as PYTHONPATH, keep only directories of the system.
+- If the working directory is / and `kept` lists nothing, the test sees each directory of the root to which
+  the policy wrote, except the system's, /tests, /tmp, and those of files that the test's command names. Set a
+  `directory`: without one, a policy may write beside a file that only the test's program names.
 - The reward file is removed before the test, and every process ends before it is read.
 - If the answer of a task lies elsewhere, such as a file of /etc, list its path in `kept`. The log names
   changed paths that a test did not see. Paths in `kept` and `protected` may be relative to the working
@@ -56,6 +59,12 @@ _LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
 """Variables that name code that programs load; tests keep only entries in directories of the system."""
 _told: set[str] = set()
 """Paths, at most 100, that were logged because tests did not see the policy's changes to them."""
+_MOST_WORDS = 100
+"""Number of words of a test's command that are looked up as files."""
+_DIRECTORIES_OF_FILES = """
+for d in / "$@"; do
+    for p; do test -f "$d/$p" && (cd -P -- "$(dirname -- "$d/$p")" && pwd -P); done
+done 2>/dev/null; exit 0"""
 _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /bin/sh -c "$1"', "sh"]
 
 
@@ -105,8 +114,7 @@ class ContainerEnvironment:
             self.directory = directory
         if self._task["setup"]:
             self._container.seal()
-        if self._task["test"]:
-            self._places_of_answer()
+        self._find_places()
         return row.get("messages") or row["prompt"]
 
     def _begin(self, task: Mapping[str, Any], image: str, **limits: int) -> None:
@@ -124,16 +132,30 @@ class ContainerEnvironment:
         self._stock = stock(tuple({**self._settings, **limits}.items()))
         self._container = self._stock.take(unpack(image))
 
-    def _places_of_answer(self) -> list[str]:
-        """Return the paths of which a test sees what the policy left. Raises ValueError if there is none."""
-        places = [path for path in self._absolute([".", *self._task["kept"]]) if path != "/"]
-        if not places:
-            raise ValueError(
-                "the working directory is /, and a test would see nothing that the policy writes; set "
-                "agents.kwargs.directory or extra_info.directory (WORKDIR of an image or of a task), or list "
-                "the paths of the answer in kept."
-            )
-        return places
+    def _find_places(self) -> None:
+        """Find what tests see of the policy's files; call it before its first command.
+
+        If the working directory is / and `kept` lists nothing, the words of the test name its files, alone or
+        after another word: /data/check.py in `D=/data; python3 $D/check.py`.
+        """
+        assert self._container is not None
+        self._kept, self._sealed = self._absolute(self._task["kept"]), self._absolute(self._protected)
+        (directory,) = self._absolute(["."])
+        if directory != "/" or not self._kept:
+            self._kept.append(directory)
+        if self._kept == ["/"] and (test := self._task["test"]):
+            words = re.split(r"[\s;&|<>()'\"`={},:]+", re.sub(r"\$\w+|\$\{\w+\}", "", test))
+            named = list(dict.fromkeys(filter(None, words)))[:_MOST_WORDS]
+            found = self._container.run(["/bin/sh", "-c", _DIRECTORIES_OF_FILES, "sh", *named]).stdout
+            self._sealed += sorted(set(found.splitlines()) - {"/"})
+            if "/" not in _told:
+                _told.add("/")
+                log.warning(
+                    "the working directory is /, so tests see every directory that the policy wrote to, but "
+                    "for the system's and %s; set agents.kwargs.directory or extra_info.directory, and tests "
+                    "see only this one.",
+                    ", ".join(self._sealed) or "no other",
+                )
 
     def _absolute(self, paths: Sequence[str]) -> list[str]:
         """Return paths that are relative to the working directory as absolute ones."""
@@ -252,9 +274,7 @@ class ContainerEnvironment:
         for name in own.keys() & _LOADED:
             own[name] = ":".join(entry for entry in own[name].split(":") if _SYSTEM.match(entry))
         programs = [os.path.normpath(entry) for entry in own["PATH"].split(":") if entry.startswith("/")]
-        unseen, programs = self._container.restore(
-            kept=self._places_of_answer(), protected=self._absolute(self._protected), programs=programs
-        )
+        unseen, programs = self._container.restore(kept=self._kept, protected=self._sealed, programs=programs)
         self.variables = {**own, "PATH": ":".join(programs) or PATH, "HOME": HOME, **variables}
         for path in sorted(set(unseen) - _told)[: 100 - len(_told)]:
             _told.add(path)

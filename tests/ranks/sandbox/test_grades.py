@@ -72,13 +72,13 @@ ATTACKS = {
 }
 
 
-@pytest.fixture
-def environment(runtime, image):  # noqa: F811
+@pytest.fixture(params=["/work", ""], ids=["directory", "root"])
+def environment(runtime, image, request):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
     made = ContainerEnvironment(
         container=settings,
         setup=SETUP,
-        directory="/work",
+        directory=request.param,
         test="step && python3 /data/check.py",
         reward_file="/out/reward",
     )
@@ -234,13 +234,26 @@ def test_a_test_in_the_working_directory_is_protected_if_it_is_listed(runtime, i
         made.close()
 
 
-def test_a_task_without_a_place_for_its_answer_is_refused(runtime, image):  # noqa: F811
-    settings = asdict(Settings(image=str(image), runtime=runtime))
-    made = ContainerEnvironment(container=settings, test="true")
-    with pytest.raises(ValueError, match="agents.kwargs.directory"):
+@pytest.mark.parametrize("test", [form for form in FORMS if "%s" not in form and "$c" not in form])
+def test_a_task_without_a_working_directory_protects_the_files_that_its_test_names(runtime, image, test):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
+    made = ContainerEnvironment(container=settings, setup=SETUP, test=test, reward_file="/out/reward")
+    for attack, answer in (ATTACKS["the test"], "wrong"), (BESIDE, "wrong"), (BESIDE, "42"):
         made.reset({"prompt": "answer", "extra_info": {}})
-    made.reset({"prompt": "answer", "extra_info": {"kept": ["/made"]}})
-    made.close()
+        made.bash(f"{EVIL}\n{attack}\nprintf {answer} > /work/answer")
+        assert made.score()["score"] == float(answer == "42"), (attack, answer)
+        made.close()
+
+
+def test_a_test_in_the_root_sees_directories_that_were_made_changed_and_removed(runtime, image):  # noqa: F811
+    settings = asdict(Settings(image=str(image), runtime=runtime))
+    test = "test -f /new/x && test -f /old/a/x && test ! -e /gone && test ! -e /file && test ! -e /var/x"
+    made = ContainerEnvironment(container=settings, setup="mkdir -p /old/a /gone", test=test)
+    for wanted, score in ("rm -r /gone;", 1.0), ("", 0.0):
+        made.reset({"prompt": "answer", "extra_info": {}})
+        made.bash(f"{wanted} mkdir -p /new /var; for f in /new/x /old/a/x /file /var/x; do echo > $f; done")
+        assert made.score()["score"] == score
+        made.close()
 
 
 UNREADABLE = [
