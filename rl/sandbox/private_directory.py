@@ -39,7 +39,7 @@ def read_private(path: Path, *, limit: int, remedy: str) -> bytes:
 
     Raises OSError if it cannot be read, and ValueError, which ends with the remedy, if others could have.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found, content = os.fstat(file.fileno()), file.read(limit)
     if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
         raise ValueError(
@@ -72,7 +72,8 @@ def why_untrusted(
             found, is_above = os.lstat(place), is_shared or place != path
             is_link, owner = stat.S_ISLNK(found.st_mode), found.st_uid
             writers = 0 if is_link or (is_above and found.st_mode & stat.S_ISVTX) else 0o022
-            if trusts_group or _has_one_member(found.st_gid):
+            # With an access list, the bits of the group are of the users in the list.
+            if trusts_group or (_has_one_member(found.st_gid) and not _has_access_list(place)):
                 writers &= 0o002
             reason = ""
             if owner not in _trusted() and not (trusts_group and is_above):
@@ -110,6 +111,10 @@ def _has_one_member(gid: int) -> bool:
     except KeyError:  # a number without a name
         return False
     return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _has_access_list(place: Path) -> bool:
+    return "system.posix_acl_access" in os.listxattr(place, follow_symlinks=False)
 
 
 def socket_directory() -> str:

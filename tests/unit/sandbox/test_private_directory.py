@@ -1,13 +1,16 @@
 """Directories that others made, may write to, or may replace."""
 
+import grp
 import os
+import pwd
 import stat
+import struct
 from pathlib import Path
 
 import pytest
 
 from rl.runtime.compile_caches import CACHES, use_private_caches
-from rl.sandbox.private_directory import make_private, why_untrusted
+from rl.sandbox.private_directory import make_private, read_private, why_untrusted
 from rl.stopping.requests import refuse_if_stopped_by_hand
 
 OTHER = 64321
@@ -51,6 +54,30 @@ def test_directories_of_a_project_and_of_its_owner_hold_runs_and_no_code(above):
     above.chmod(0o3770)
     directory.chmod(0o700)
     assert why_untrusted(directory) == ""
+
+
+def test_an_access_list_of_a_private_group_lets_others_write(above):
+    """As a project's default list gives to all that is made below it."""
+    own = pwd.getpwuid(os.geteuid())
+    if grp.getgrgid(own.pw_gid).gr_name != own.pw_name:
+        pytest.skip("this user has no private group")
+    above.chmod(0o775)
+    os.chown(above, -1, own.pw_gid)
+    assert why_untrusted(above) == ""
+    nobody = 0xFFFFFFFF
+    entries = (1, 7, nobody), (2, 7, OTHER), (4, 5, nobody), (16, 7, nobody), (32, 5, nobody)
+    listed = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(above, "system.posix_acl_access", listed)
+    except OSError as error:
+        pytest.skip(f"no access lists here: {error}")
+    assert "can be written by other users" in why_untrusted(above)
+
+
+def test_a_pipe_in_the_place_of_a_secret_is_refused(above):
+    os.mkfifo(above / "key", 0o644)
+    with pytest.raises(ValueError, match="mode=0644; it must be"):
+        read_private(above / "key", limit=9, remedy="")
 
 
 def test_directories_above_a_run_are_not_made_open_to_everybody(above):
