@@ -26,6 +26,11 @@ IDENTITY = (
     "reward.model.path",
     "reward.judge.path",
     "agents.environment",
+    "agents.sources",
+    "teacher.path",
+    "teacher.sources",
+    "critic.path",
+    "implicit_reward.path",
 )
 """Keys that identify a run, besides the columns of its data."""
 UNNAMED = "run"

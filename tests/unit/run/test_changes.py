@@ -41,6 +41,8 @@ CHANGED = [
     "data.prompt_key=question",
     "reward.function=own.py:score",
     "reward.kwargs={x: 1}",
+    "teacher.sources={a: {path: m}}",
+    "critic.path=m",
 ]
 
 
