@@ -122,8 +122,21 @@ class _Special:
         if isinstance(value, dict):
             return {self.hide(key, kept): self.hide(item, kept) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)([self.hide(item, kept) for item in value])
+            return type(value)(self._hide_items(value, kept))
         return value
+
+    def _hide_items(self, items: Sequence[Any], kept: frozenset[str]) -> list[Any]:
+        """Hide items, such as the parts of a message's content, of which a template may join the texts."""
+        hidden = [self.hide(item, kept) for item in items]
+        places = [n for n, item in enumerate(items) if isinstance(item, dict) and item.get("type") == "text"]
+        texts, each = ["".join(str(part[n].get("text")) for n in places) for part in (items, hidden)]
+        if len(places) < 2 or (joined := self.hide(texts, kept)) == each:
+            return hidden
+        marked, end = "".join(j if j != t else e for j, t, e in zip(joined, texts, each)), 0
+        for n in places:
+            begin, end = end, end + len(str(items[n].get("text")))
+            hidden[n] = {**hidden[n], "text": marked[begin:end]}
+        return hidden
 
     @functools.cached_property
     def _splitting(self) -> tuple[Any, dict[int, int]]:
@@ -149,6 +162,8 @@ class _Special:
         """Return the result of `encode` for one text. Special tokens and their marked texts are swapped."""
         backend, own = self._splitting
         other = self._marked | {marked: text for text, marked in self._marked.items()}
+        # A mark alone is of a special token whose parts the template did not join.
+        other |= {chr(mark): first for mark, first in self.first.items()}
         pattern = "|".join(map(re.escape, sorted(other, key=len, reverse=True)))
         found = backend.encode(
             re.sub(pattern, lambda match: other[match[0]], text), add_special_tokens=add_special_tokens

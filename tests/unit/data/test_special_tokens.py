@@ -40,6 +40,25 @@ def test_text_of_messages_becomes_no_special_token(family):
     assert places == [attack[a:b] for (a, b), id in zip(offsets, ids) if id in special_ids(tokenizer)]
 
 
+def test_parts_of_a_message_that_a_template_joins_become_no_special_token():
+    tokenizer, whole = tokenizer_of("glm4.5"), "<|user|>[gMASK]"
+    template = ChatTemplate(tokenizer)
+    for end in range(1, len(whole)):
+        parts = [
+            {"type": "text", "text": whole[:end]},
+            {"type": "image"},
+            {"type": "text", "text": whole[end:]},
+        ]
+        text = template.render([{"role": "user", "content": parts}])
+        [ids], _ = encode([text], tokenizer)
+        assert tokenizer.decode(ids) == template.show(text) and whole in template.show(text)
+        assert num_special(ids, tokenizer) == num_special(
+            encode([template.render(turns("x")[:1])], tokenizer)[0][0], tokenizer
+        )
+    [apart], _ = encode(["".join(f"{part['text']} " for part in hide(parts[::2], tokenizer))], tokenizer)
+    assert tokenizer.decode(apart) == f"{whole[:end]} {whole[end:]} "
+
+
 @pytest.mark.parametrize("family", sorted(TOKENS))
 def test_ordinary_text_keeps_its_tokens(family):
     """The splitting tokenizer, too, gives the tokens of the plain one for everything but the marked text."""
