@@ -18,7 +18,7 @@ from launch.points import Point, make_points
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
 from launch.schedulers import SCHEDULERS
 from launch.submit import print_estimate
-from rl.config.checks import check
+from rl.config.checks import check, check_directory_name
 from rl.config.options import ConfigError, as_override, flatten, load
 from rl.config.paths import expand_paths, literal
 from rl.config.schema import Config, load_config
@@ -110,8 +110,7 @@ def read_file(path: str) -> SweepFile:
     for key in ("name", "config"):
         if not getattr(sweep, key):
             raise ConfigError(f"{key} is empty in {path}, but a sweep requires it.")
-    if "/" in sweep.name or sweep.name != sweep.name.strip():
-        raise ConfigError(f"name of {path} is '{sweep.name}', but names a directory: use a plain name.")
+    check_directory_name(f"name of {path}", sweep.name)
     if sweep.at_a_time < 0:
         raise ConfigError(f"at_a_time={sweep.at_a_time} in {path}, but must be 0 or more.")
     if sweep.at_a_time and sweep.mode == "adapters":

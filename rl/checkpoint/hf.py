@@ -37,7 +37,10 @@ class NewDirectory:
     """
 
     def __init__(self, target: str, fence: Callable[[], None]):
-        self.target, self.partial, self._fence = Path(target), Path(target + ".partial"), fence
+        self.target, self._fence = Path(target), fence
+        self.partial = self.target.with_name(
+            f"{self.target.name}.partial"
+        )  # beside it also if it ends with /
         self._problem: str | None = None
         self.attempt(self._make)
 
@@ -48,8 +51,12 @@ class NewDirectory:
 
     def _name(self) -> None:
         self._fence()
-        shutil.rmtree(self.target, ignore_errors=True)
+        removed = self.target.with_name(f"{self.target.name}.removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        if self.target.exists():
+            self.target.rename(removed)  # not removed in place: a kill would leave half of it under its name
         self.partial.rename(self.target)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def attempt(self, write: Callable[[], T]) -> T | None:
         """Call the function on rank 0, unless the disk has failed; None on other ranks. Not collective.

@@ -77,12 +77,18 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
     return warnings(config)
 
 
-def check_names(config: Config) -> None:
-    name = config.run.name
+def check_directory_name(key: str, name: str) -> None:
+    """Raise ConfigError unless a directory can have the name, and a line of a text can show it."""
     if name in ("", ".", "..") or "/" in name or name != name.strip() or not name.isprintable():
         raise ConfigError(
-            f"run.name is {show(name)}, but names a directory; use a plain name without '/', e.g. grpo-gsm8k."
+            f"{key} is {show(name)}, but becomes a directory's name; use one without '/', line breaks, "
+            "control characters and spaces at its ends, e.g. grpo-gsm8k."
         )
+
+
+def check_names(config: Config) -> None:
+    name = config.run.name
+    check_directory_name("run.name (without one, the config file's name)", name)
     longest = max(len(os.fsencode(part)) for part in (name, *Path(config.run.dir).parts))
     if longest > MAX_NAME_BYTES:
         raise ConfigError(

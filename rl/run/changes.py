@@ -78,7 +78,7 @@ def contents(config: Config, rows: Sequence[Any]) -> dict[str, str | int]:
         for name, value in vars(row).items():
             if isinstance(value, np.ndarray):
                 digest = zlib.crc32(value.tobytes(), digest)
-            elif name in ("ground_truth", "label"):
+            elif name in ("ground_truth", "label", "extra_info", "data_source"):
                 digest = zlib.crc32(repr(value).encode(errors="replace"), digest)
     return own_hashes(config) | {"data.train": digest}
 

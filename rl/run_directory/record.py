@@ -62,8 +62,10 @@ def _sha256(file: Path) -> str:
 
 
 def own_files(config: Config) -> list[Path]:
-    """Return the user's own files with an algorithm, a reward, a parser or a curriculum."""
+    """Return the user's own files with an algorithm, reward, parser, curriculum, environment or tool."""
     functions = [config.data.curriculum, config.reward.judge.parser, config.reward.function]
+    for spec in (config.agents.plan.default, *config.agents.plan.sources.values()):
+        functions += [spec.environment, *(tool.function for tool in spec.tools)]
     functions += [part.function for parts in check_sources(config.reward.sources).values() for part in parts]
     files = (config.algorithm, *(name.rpartition(":")[0] for name in functions))
     return [Path(file) for file in files if file.endswith(".py") and Path(file).is_file()]

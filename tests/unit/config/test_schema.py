@@ -176,7 +176,8 @@ def test_a_value_at_the_edge_of_its_range_passes(override):
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "' a'", '"a\\nb"'])
 def test_a_run_name_that_is_no_plain_path_component_is_an_error(name):
     error = refusal(f"run.name={name}")
-    assert error.startswith("run.name is ") and "use a plain name without '/'" in error
+    assert error.startswith("run.name (without one, the config file's name) is ")
+    assert "use one without '/', line breaks" in error
 
 
 def test_a_name_too_long_for_a_file_system_is_an_error():

@@ -83,8 +83,25 @@ def test_other_contents_under_the_same_paths_are_found(tmp_path):
     for rows in ([prompt([1, 2], "3")], [prompt([1, 9], "3"), prompt([4], "5")]):
         assert contents(own, rows)["data.train"] != before["data.train"]
     assert contents(own, [prompt([1, 2], "3"), prompt([4], "6")])["data.train"] != before["data.train"]
+    other = Prompt(0, np.array([1, 2], np.int32), "", "", "3", {"level": 2})
+    assert contents(own, [other]) != contents(own, [prompt([1, 2], "3")])  # rewards and environments read it
     file.write_text("def score(**row): return 0.0")
     assert contents(own, [])[str(file)] != before[str(file)]
+
+
+def test_changed_files_of_environments_and_tools_are_found(tmp_path):
+    """An environment that was edited changed the run in silence; its file was missing in code/."""
+    files = [tmp_path / name for name in ("game.py", "other.py", "tool.py")]
+    for file in files:
+        file.write_text("")
+    game, other, tool = files
+    agents = f"agents={{environment: '{game}:Game', sources: {{a: '{other}:Game'}}, tools: ['{tool}:look']}}"
+    own = config("algorithm=grpo", agents)
+    before = contents(own, [])
+    assert before.keys() >= {str(file) for file in files}
+    for file in files:
+        file.write_text("1")
+    assert all(contents(own, [])[str(file)] != before[str(file)] for file in files)
 
 
 def test_a_checkpoint_of_the_last_step_is_not_trained_on_in_silence():
