@@ -236,7 +236,7 @@ class AssistantTurns:
             elif not text.startswith(through):
                 problem = (
                     "differently when further messages follow, as templates do that drop the reasoning of "
-                    f"earlier turns; {self._remedy}"
+                    f"earlier turns; {self._remedy if place < places[-1] else 'remove the messages after it'}"
                 )
             if problem:
                 raise ValueError(

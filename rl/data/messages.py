@@ -43,8 +43,12 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 MEDIA_COLUMNS = ("images", "image", "videos", "audios")
 UNREAD_COLUMNS = dict.fromkeys(MEDIA_COLUMNS, "set data.image_key for images in prompts")
 UNREAD_COLUMNS["chat_template_kwargs"] = "set data.template_kwargs for all rows"
+UNREAD_COLUMNS["functions"] = "rename it to tools if it holds the schemas of tools"
+UNREAD_COLUMNS["documents"] = "write them into a message"
 COLUMNS = ("tools", *SYSTEM_COLUMNS, *UNREAD_COLUMNS)
 """Columns beside the messages that belong to what the policy reads; the message of the system may be one."""
+INPUTS = ("input", "context")
+"""Columns that complete the prompt in a column `instruction`, as in Alpaca and Dolly."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
 """Keys that the comparison with the rendered text covers."""
@@ -91,6 +95,11 @@ class MessageReader:
         try:
             messages = self.normal(value, lambda item: without_nulls(item, row)) if is_chat else None
             messages = self._with_columns(messages, row)
+            if rest := [name for name in INPUTS if column == "instruction" and row.values.get(name)]:
+                raise ValueError(
+                    f"the row has the rest of the prompt in the column {rest[0]!r}, which the run does not "
+                    "read; write both into one column, and name it in data.prompt_key"
+                )
         except ValueError as error:
             raise ValueError(f"{row.place}: column {column!r}: {error}.") from error
         if messages is None and not (is_text and isinstance(value, str)):

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.chat_template import template_of
 from rl.data.chats import AssistantTurns, tokenize_chats
-from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
+from rl.data.messages import COLUMNS, INPUTS, MessageReader, Messages, tools_of
 from rl.data.prompts import data_source, read_prompt, refuse_answer, render, tokenize_targets, within_limit
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import show
@@ -174,8 +174,9 @@ def _load(
         required = required | {
             prompt_key: 'name the prompt\'s column in data.prompt_key ("" if only the responses have it)'
         }
-    rows = read_rows(files, required=required, optional=["data_source", *COLUMNS], max_rows=max_pairs)
-
+    inputs = INPUTS if prompt_key == "instruction" else ()
+    optional = ["data_source", *COLUMNS, *inputs]
+    rows = read_rows(files, required=required, optional=optional, max_rows=max_pairs)
     column = prompt_key or next(iter(nouns))
     reader = MessageReader(template_of(tokenizer), reads_weights=True)
     split = [_split(row, tuple(nouns), prompt_key, reader) for row in rows]

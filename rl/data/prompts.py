@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from rl.data.chat_template import template_of
-from rl.data.messages import COLUMNS, MessageReader, Messages, tools_of
+from rl.data.messages import COLUMNS, INPUTS, MessageReader, Messages, tools_of
 from rl.data.reading import Row, describe, read_rows
 from rl.data.special_tokens import encode, hide, show
 from rl.models.json_files import check_files, read_object
@@ -177,7 +177,12 @@ def load_prompts(
     rows = read_rows(
         files,
         required={prompt_key: "name the column with the prompt in data.prompt_key"},
-        optional=[*OPTIONAL, *(target_path or [])[:1], *([images.column] if images else [])],
+        optional=[
+            *OPTIONAL,
+            *(INPUTS if prompt_key == "instruction" else ()),
+            *(target_path or [])[:1],
+            *([images.column] if images else []),
+        ],
         max_rows=max_prompts,
     )
     reader = MessageReader(template_of(tokenizer), reads_images=images is not None)
@@ -356,9 +361,11 @@ def _target(row: Row, path: list[str]) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
+        remedy = "name the column with the target in data.response_key"
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            remedy = "append these messages to the prompt's, and name their column in data.messages_key"
         raise ValueError(
-            f"{row.place}: {'.'.join(path)} must be the target text, not {describe(value)}; "
-            "name the column with the target in data.response_key."
+            f"{row.place}: {'.'.join(path)} must be the target text, not {describe(value)}; {remedy}."
         )
     return value
 

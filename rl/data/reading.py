@@ -29,8 +29,12 @@ MAPPINGS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
 MAX_LEVELS = 100
 """Maximum nesting of a JSON value, because code that walks a value is limited to 1,000 nested calls."""
 
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
-"""Matches the beginning of a text that holds messages."""
+_MESSAGES = re.compile(
+    r"""\s*(?:\[\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
+    r"""|\{\s*["'](?:messages|conversations?)["']\s*:\s*\["""
+    r"""|\[?\s*\{[^{}]*?["'](?:role|from)["']\s*:\s*["'](?:system|developer|user|human)["'])"""
+)
+"""Matches the beginning of a text that holds messages, one message, or an object of messages."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

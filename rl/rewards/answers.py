@@ -18,9 +18,14 @@ KEYS = ("target", "answers", "answer", "text", "value", "aliases")
 SHOWN_CHARS = 200
 """Maximum characters of a truth in an error."""
 
-_ASCII = {0x2212: "-", 0x3000: " ", **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}}
-# The start of a list or mapping of texts. Other brackets may be an answer: [1, 2] or {1, 2}.
-_CONTAINER = re.compile(r"\s*(?:\[\s*)*[\[{]\s*['\"]")
+_ASCII = {
+    0x2212: "-",
+    0x3000: " ",
+    0x3002: ".",
+    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
+}
+# The start of a list, mapping or tuple of texts. Other brackets may be an answer: [1, 2] or {1, 2}.
+_CONTAINER = re.compile(r"""\s*(?:[\[(]\s*)*(?:[\[{]\s*['"]|\(\s*(['"])[^'"]*\1\s*,)""")
 
 
 def accepted(ground_truth: Any) -> list[str]:

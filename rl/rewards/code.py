@@ -162,7 +162,8 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> list[Case]:
     ]
     if not cases:
         raise refusal(
-            ground_truth, "its test code only defines or imports; add calls whose results it asserts"
+            ground_truth,
+            "its test code asserts nothing and calls nothing; add calls whose results it asserts",
         )
     return cases[: settings.max_cases]
 

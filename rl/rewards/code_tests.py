@@ -7,7 +7,7 @@
     [{"input": ..., "output": ...}, ...]                       LiveCodeBench, PrimeIntellect (`test_cases`);
         with `fn_name` or `metadata.func_name` for calls
     {"asserts": [str, ...] or str}, or a list of texts         test code; each text is one test (MBPP:
-        `test_list`)
+        `test_list`, after `test_imports` and `test_setup_code`)
     {"test": str, "entry_point": str}                          HumanEval: code that defines `check`
     any other text                                             test code
 
@@ -76,11 +76,10 @@ def _cases(tests: Any) -> list[Case]:
         for key in ("asserts", "test_list", "test_cases"):
             if tests.get(key) is not None:
                 listed = _listed(tests[key])
-                return _cases(
-                    [{"fn_name": tests.get("fn_name"), **_mapping(each)} for each in listed]
-                    if key == "test_cases"
-                    else listed
-                )
+                if key == "test_cases":
+                    return _cases([{"fn_name": tests.get("fn_name"), **_mapping(each)} for each in listed])
+                setup = [*_listed(tests.get("test_imports") or []), tests.get("test_setup_code") or ""]
+                return _cases(["\n".join([*setup, each]).lstrip() for each in listed])
         if isinstance(tests.get("test"), str):
             call = f"\ncheck({tests['entry_point']})" if tests.get("entry_point") else ""
             return [Case(test=tests["test"] + call)]
@@ -113,7 +112,9 @@ def _listed_case(case: Mapping[str, Any]) -> Case:
 
 def _case(fn_name: str | None, given: Any, expected: Any) -> Case:
     given, expected = plain(given), plain(expected)
-    return _call(fn_name, given, expected) if fn_name else Case(stdin=_text(given), expected=_text(expected))
+    if not fn_name:
+        return Case(stdin=_text(given), expected=_text(expected))
+    return _call(fn_name.rpartition(".")[2], given, expected)  # Solution().f
 
 
 def _listed(value: Any) -> list[Any]:
@@ -175,9 +176,9 @@ def _json(value: Any) -> Any:
 def check_test(case: Case, ground_truth: Any, *, own_python: bool) -> bool:
     """Return whether a test checks anything, as far as its code shows without being run.
 
-    False: it only defines and imports. Raises ValueError for code that Python cannot read (own_python: if the
-    Python of this process runs it), that uses no name defined outside, or that ends the process before its
-    result.
+    False: it only defines, imports and names values. Raises ValueError for code that Python cannot read
+    (own_python: if the Python of this process runs it), that uses no name defined outside, or that ends the
+    process before its result.
     """
     if case.test is None:
         return True
@@ -208,15 +209,15 @@ _ENDS = ("unittest.main", "pytest.main", "sys.exit", "exit", "quit", "os._exit")
 
 
 def _only_defines(node: ast.stmt) -> bool:
-    """Return whether a statement checks nothing: a definition, import, constant, or `if __name__` block."""
+    """Return whether a statement checks nothing: a definition, import, value, or `if __name__` block."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
             return True
-        case ast.Pass() | ast.Expr(value=ast.Constant()):
+        case ast.Pass():
             return True
         case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
             return True
-        case ast.Assign(value=value) | ast.AnnAssign(value=value):
+        case ast.Assign(value=value) | ast.AnnAssign(value=value) | ast.Expr(value=value):
             return value is None or not any(isinstance(part, ast.Call) for part in ast.walk(value))
     return False
 

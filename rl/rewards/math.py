@@ -132,7 +132,7 @@ def normalize(answer: str) -> str:
     text = text.replace("\\%", "").replace("%", "")
     text = re.sub(r"(^|[ {(\[,+-])\.(?=[0-9])", r"\g<1>0.", text)
     text = _VARIABLE.sub("", text) if text.count("=") == 1 else text
-    text = re.sub(r"_\{([0-9a-zA-Z])\}", r"_\1", text)
+    text = re.sub(r"([_^])\{([0-9a-zA-Z*])\}", r"\1\2", text)
     # 12 34 is not 1234, but 12 345 is 12345.
     text = re.sub(r"(?<=[0-9])\s+(?=[0-9]{3}(?![0-9]))", "", text)
     text = "".join(re.sub(r"(?<=[0-9])\s+(?=[0-9])", "~", text).split())

@@ -16,11 +16,15 @@ PATCHES = {
     "ignores reasoning": lambda rng, text: text.replace("reasoning_content", "no_reasoning"),
     "drops system": lambda rng, text: text.replace("'system'", "'nobody'").replace('"system"', '"nobody"'),
     "drops tool results": lambda rng, text: text.replace("'tool'", "'nobody'").replace('"tool"', '"nobody"'),
-    "upper case": lambda rng, text: re.sub(r"(message\.content|message\['content'\])", r"\1|upper", text),
-    "truncates": lambda rng, text: re.sub(r"(message\.content|message\['content'\])", r"\1[:12]", text),
-    "trims": lambda rng, text: re.sub(r"(message\.content|message\['content'\])", r"\1|trim", text),
+    "upper case": lambda rng, text: re.sub(
+        r"(message\.content|message\[['\"]content['\"]\])", r"\1|upper", text
+    ),
+    "truncates": lambda rng, text: re.sub(
+        r"(message\.content|message\[['\"]content['\"]\])", r"\1[:12]", text
+    ),
+    "trims": lambda rng, text: re.sub(r"(message\.content|message\[['\"]content['\"]\])", r"\1|trim", text),
     "says the content twice": lambda rng, text: re.sub(
-        r"\{\{-?\s*(message\.content|message\['content'\])\s*-?\}\}", r"{{ \1 }}{{ \1 }}", text
+        r"\{\{-?\s*(message\.content|message\[['\"]content['\"]\])\s*-?\}\}", r"{{ \1 }}{{ \1 }}", text
     ),
     "raises": lambda rng, text: "{{ raise_exception('no') }}" + text,
     "syntax": lambda rng, text: text[: rng.randrange(1, len(text))],

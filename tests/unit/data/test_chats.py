@@ -273,6 +273,7 @@ REASONS = [
         "leaves out the tool call 1 of message 2 .*; use a template with calls of tools, or write the call",
     ),
     ("qwen3", template("qwen3"), [USER, THOUGHT, USER, THOUGHT], "message 2 of 4.*; set data.train_on=last"),
+    ("qwen3", template("qwen3"), [USER, THOUGHT, USER], "message 2 of 3.*; remove the messages after it"),
 ]
 
 

@@ -211,6 +211,31 @@ def test_a_system_message_in_a_column_of_its_own_is_not_lost(tmp_path):
         rl_prompt(tmp_path, {"prompt": [USER], "chat_template_kwargs": {"enable_thinking": False}})
 
 
+def test_columns_with_a_part_of_the_prompt_are_refused(tmp_path):
+    """Alpaca's input and Dolly's context were left out of prompts, and the tools of an older form."""
+    for name, remedy in (("functions", "rename it to tools"), ("documents", "write them into a message")):
+        with pytest.raises(ValueError, match=rf"row 1: .*the column '{name}'.*; {remedy}"):
+            rl_prompt(tmp_path, {"prompt": [USER], name: [{"name": "delta"}]})
+        assert rl_prompt(tmp_path, {"prompt": [USER], name: []}) == rl_prompt(tmp_path, {"prompt": [USER]})
+    for name in ("input", "context"):
+        (path := tmp_path / "alpaca.jsonl").write_text(json.dumps({"instruction": "alpha", name: "beta"}))
+        options = dict(max_prompt_tokens=99, overlong="error")
+        with pytest.raises(ValueError, match=f"row 1: column 'instruction': .* in the column '{name}'"):
+            load_prompts([path], tokenizer_of("qwen3"), prompt_key="instruction", **options)
+
+
+def test_messages_as_json_text_are_found_whatever_their_first_key(tmp_path):
+    """Such a text became the prompt itself, brackets included."""
+    assert rl_prompt(tmp_path, {"prompt": json.dumps([{"name": None, **USER}])}) == rl_prompt(
+        tmp_path, {"prompt": [USER]}
+    )
+    for value in ([{"id": 3, **USER}], USER, {"messages": [USER]}, {"conversations": [USER]}):
+        with pytest.raises(ValueError, match="rows.jsonl, row 1: "):
+            rl_prompt(tmp_path, {"prompt": json.dumps(value)})
+    for text in ('[{"id": 1, "from": "Paris"}] Which train?', '{"role": "nurse"}', "{'a': 1}"):
+        assert rl_prompt(tmp_path, {"prompt": text}) == text
+
+
 def test_images_that_no_key_reads_are_refused(tmp_path):
     row = {"prompt": [{"role": "user", "content": "<image>alpha"}], "images": ["a.png"]}
     with pytest.raises(ValueError, match="column 'images', which the run does not read; set data.image_key"):

@@ -168,6 +168,12 @@ def test_a_missing_sft_target_names_the_row_and_the_key(load):
         load({"prompt": "a", "answer": "b"}, "a", response_key="answer")
 
 
+def test_a_target_of_messages_is_refused_with_the_remedy(load):
+    answer = [{"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match="row 1: answer must be the target text, .*; append .*messages_key"):
+        load({"prompt": "a", "answer": answer}, response_key="answer")
+
+
 LENGTHS_3_TO_12 = ["x" * (n - 1) + "=" for n in range(3, 13)]
 
 

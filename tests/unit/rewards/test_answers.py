@@ -30,6 +30,8 @@ READ = [
     ("['Paris', \"the Queen's\"]", ["Paris", "the Queen's"]),
     ('{"text": ["Paris"], "answer_start": [3]}', ["Paris"]),
     ('[{"text": "Paris"}]', ["Paris"]),
+    ("('Paris', 'Lutetia')", ["Paris", "Lutetia"]),
+    ("('Paris')", ["('Paris')"]),
     ("[1, 2]", ["[1, 2]"]),  # may be an answer in mathematics
     ("{1, 2}", ["{1, 2}"]),
 ]
