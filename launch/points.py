@@ -77,7 +77,9 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Poin
     names = [name_of(values, short) for values in kept]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ConfigError(f"two points of the sweep are both called {twice[0]}; remove one of them.")
+        equal = len({repr(values) for name, values in zip(names, kept) if name == twice[0]}) == 1
+        why = "remove one of them" if equal else "names keep only letters, digits and _.+-, so change a value"
+        raise ConfigError(f"two points of the sweep are both called {twice[0]}; {why}.")
     return [Point(name, values) for name, values in zip(names, kept)]
 
 

@@ -112,7 +112,9 @@ def test_overrides_are_what_the_program_takes():
         ({"grid": {LR: [1]}, "zip": {LR: [2]}}, "twice"),
         ({"grid": {LR: 1}}, "must be a list"),
         ({"grid": {LR: []}}, "must be a list"),
-        ({"grid": {LR: [1e-6, 1e-6]}}, "both called lr=1e-06"),
+        ({"grid": {LR: [1e-6, 1e-6]}}, "both called lr=1e-06; remove one"),
+        # Different values were to be removed, too.
+        ({"grid": {LR: ["a b", "a,b"]}}, "both called lr=a-b; names keep only letters"),
         ({"zip": {TP: [1, 2], PP: [1]}}, "equally long"),
         ({"grid": {LR: [1]}, "skip": "tp > 1"}, "list of conditions"),
         ({"grid": {LR: [1]}, "only": [f"{LR} > 1"]}, "leave no point"),
