@@ -73,6 +73,9 @@ def _cases(tests: Any) -> list[Case]:
     if isinstance(tests, str):
         return [Case(test=tests)] if tests.strip() else []
     if isinstance(tests, Mapping):
+        language = str(tests.get("language") or "python")
+        if not language.lower().startswith("py"):
+            raise ValueError(f"language={language}; programs run as Python, so leave the row out")
         for key in ("asserts", "test_list", "test_cases"):
             if tests.get(key) is not None:
                 listed = _listed(tests[key])

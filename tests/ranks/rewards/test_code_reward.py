@@ -140,6 +140,7 @@ UNREAD = [
     "assert f(1) ==",
     "[1, 2]",
     "Alice",
+    {"language": "javascript", "test_cases": [STDIN]},
     "eJxrYJlqwwABPRbR1UqZeQWlJUpWCkqGMXlK+OgpK/aUlUAEj",
     '["import math", "x = 1"]',
     '["assert f(1) == 2", 3]',
