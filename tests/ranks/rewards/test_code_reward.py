@@ -189,7 +189,7 @@ def test_tests_that_pass_without_a_solution_are_refused_and_earn_nothing(confine
 
 
 @pytest.mark.parametrize(
-    "empty", ["f(1)", "def g(): f(1)\ng", "try: assert f(1) == 2\nexcept Exception: pass"]
+    "empty", ["f(1)", "def g(): f(1)\nprint(g)", "try: assert f(1) == 2\nexcept Exception: pass"]
 )
 def test_one_empty_test_among_others_earns_no_fraction(confined, empty):
     tests = ["assert f(1) == 2", empty]
