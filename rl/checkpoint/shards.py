@@ -66,8 +66,10 @@ def reading(path: Path) -> Iterator[None]:
     """Raise DamagedError for any error in the body, which reads the file, except a missing permission."""
     try:
         yield
-    except (DamagedError, PermissionError):
+    except DamagedError:
         raise
+    except PermissionError as error:  # the checkpoint may be intact, so another one does not replace it
+        raise PermissionError(f"{path} cannot be read: {error.strerror}; correct its permissions.") from error
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing") from error
     except OSError as error:

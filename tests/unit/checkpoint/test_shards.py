@@ -13,6 +13,7 @@ from rl.checkpoint.shards import (
     in_file_order,
     num_bytes,
     read_index,
+    reading,
     write_shards,
 )
 
@@ -99,3 +100,10 @@ def test_a_file_that_cannot_be_read_is_damaged(tmp_path):
     for name, size, text in (("eio", 0, "Input/output error"), ("directory", own, "Is a directory")):
         with pytest.raises(DamagedError, match=f"{name} cannot be read: {text}"):
             check_file(tmp_path / name, Written(size, 0), contents=True)
+
+
+def test_a_file_without_permission_is_refused_with_the_remedy(tmp_path):
+    """The system's message was shown alone."""
+    with pytest.raises(PermissionError, match="a.safetensors cannot be read: .*; correct its permissions"):
+        with reading(tmp_path / "a.safetensors"):
+            raise PermissionError(13, "Permission denied")
