@@ -29,7 +29,10 @@ OF_FEATURES = (
     "rl.run.alternating",
     "rl.run.generators",
     "rl.run.points",
-    "rl.sandbox",
+    "rl.sandbox.apart",
+    "rl.sandbox.container",
+    "rl.sandbox.images",
+    "rl.sandbox.sandbox",
     "rl.models.tower_cost",
     "rl.vision",
 )

@@ -72,7 +72,7 @@ ATTACKS = {
 }
 
 
-@pytest.fixture(params=["/work", ""], ids=["directory", "root"])
+@pytest.fixture(params=["/work", pytest.param("", marks=pytest.mark.slow)], ids=["directory", "root"])
 def environment(runtime, image, request):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
     made = ContainerEnvironment(
@@ -234,6 +234,7 @@ def test_a_test_in_the_working_directory_is_protected_if_it_is_listed(runtime, i
         made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test", [form for form in FORMS if "%s" not in form and "$c" not in form])
 def test_a_task_without_a_working_directory_protects_the_files_that_its_test_names(runtime, image, test):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
