@@ -38,9 +38,8 @@ class NewDirectory:
 
     def __init__(self, target: str, fence: Callable[[], None]):
         self.target, self._fence = Path(target), fence
-        self.partial = self.target.with_name(
-            f"{self.target.name}.partial"
-        )  # beside it also if it ends with /
+        # Path drops a slash at the end of the name, with which the partial directory would be inside.
+        self.partial = self.target.with_name(f"{self.target.name}.partial")
         self._problem: str | None = None
         self.attempt(self._make)
 

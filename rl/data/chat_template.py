@@ -204,7 +204,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def clock(self) -> str:
-        """What the template writes into each prompt: "the time of day", "today's date", or "" for neither."""
+        """The kind of time in each prompt: "the time of day", "today's date", or "" for neither."""
 
         def rendered(*time: int) -> list[str]:
             options = {"strftime_now": datetime(*time).strftime}

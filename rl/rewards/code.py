@@ -24,7 +24,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl.config.container import read_container
-from rl.rewards.code_tests import Case, check_test, literal, read_cases, refusal, stub
+from rl.rewards.code_tests import Case, check_test, idle_program, literal, read_cases, refusal
 from rl.sandbox.apart import TOGETHER, run_apart
 from rl.sandbox.sandbox import Limits, Outcome, run_program
 
@@ -42,8 +42,8 @@ RTOL, ATOL = 1e-5, 1e-8
 """Tolerances for numbers with a point or an exponent: numpy's defaults, as in APPS (arXiv:2105.09938)."""
 PROOF_S = 3.0
 """Seconds in which tests that a response has passed are tried without a solution, beyond `total_s`."""
-STUB_VALUES = ("None", "Stub")
-"""Values that the functions of `stub` return. No test passes with both; a test for None passes with one."""
+IDLE_VALUES = ("None", "Idle")
+"""Values that functions of `idle_program` return. A test for None passes with one, and no test with both."""
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
 _PYTHON = {"python", "python3", "py"}
@@ -201,7 +201,7 @@ def _prove(cases: Sequence[Case], ground_truth: Any, settings: Settings, deadlin
     if counts(passes("pass", case) for case in cases):
         raise refusal(ground_truth, f"{which} without any program; they must fail without a solution")
     calls = [case for case in cases if case.stdin is None]
-    ignores = (all(passes(stub(case, value), case) for value in STUB_VALUES) for case in calls)
+    ignores = (all(passes(idle_program(case, value), case) for value in IDLE_VALUES) for case in calls)
     if (calls == cases or settings.partial) and counts(ignores):
         raise refusal(ground_truth, f"{which} with functions that do nothing; they must check results")
     _proved.add(key)

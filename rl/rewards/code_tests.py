@@ -244,7 +244,7 @@ def _outside_names(tree: ast.AST) -> set[str]:
     return (read - defined) | imported
 
 
-def stub(case: Case, value: str) -> str:
+def idle_program(case: Case, value: str) -> str:
     """Return a program with the names that a test reads: functions that return `value`, and classes."""
     try:
         names = {case.fn_name} if case.test is None else _outside_names(ast.parse(case.test))
@@ -252,11 +252,11 @@ def stub(case: Case, value: str) -> str:
         names = set()
     names = {name for name in names if name.isidentifier()} - _BUILTINS
     lines = [
-        "class Stub:",
+        "class Idle:",
         "    def __init__(self, *args, **kwargs): pass",
         f"    def __getattr__(self, name): return lambda *args, **kwargs: {value}",
         *(
-            f"class {name}(Stub): pass"
+            f"class {name}(Idle): pass"
             if name[0].isupper()
             else f"def {name}(*args, **kwargs): return {value}"
             for name in sorted(names)

@@ -46,6 +46,7 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 
 def own_hashes(config: Config) -> dict[str, str]:
+    """Return the SHA-256 of each of the user's own files by its path."""
     return {str(file): _sha256(file) for file in own_files(config)}
 
 

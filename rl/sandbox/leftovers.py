@@ -1,4 +1,4 @@
-"""What a program leaves: output in pipes, processes, files.
+"""Output in pipes, processes and files that a program leaves behind.
 
 The scripts child.py and container_child.py import it without the package, so it imports only the standard
 library.

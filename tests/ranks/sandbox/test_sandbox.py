@@ -365,6 +365,7 @@ def test_a_killed_caller_leaves_nothing_behind(tmp_path):
         caller.kill()
         caller.wait()
     wait_until(lambda: not processes_with(f"{tmp_path}/lockstep-code-") and not list(tmp_path.iterdir()))
+    assert processes_with(f"{tmp_path}/lockstep-code-") == [] and list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_call_leaves_nothing_behind(tmp_path):

@@ -234,4 +234,7 @@ def test_a_directory_that_others_may_write_is_not_continued(name, is_mine, confi
 
 def test_a_loop_of_links_in_a_run_directory_raises_no_traceback(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    refuse_links(tmp_path)
+    assert refuse_links(tmp_path) is None
+    (tmp_path / "out").symlink_to("/")
+    with pytest.raises(ValueError, match="out is a symbolic link to /, outside"):
+        refuse_links(tmp_path)
