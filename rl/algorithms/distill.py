@@ -110,10 +110,9 @@ def mixed(parts: list[Batch], *, version: int) -> Batch:
 
 def loss(micro: MicroBatch, totals: Totals, *, config: Config):
     """Return this micro-batch's part of the mean divergence, and its metrics."""
-    assert micro.divergence is not None
     options = dict(num_tokens=totals.num_tokens, num_samples=totals.num_samples)
     value = aggregate(
-        micro.divergence,
+        micro.output("divergence"),
         micro.mask,
         micro.lengths,
         config.objective.aggregation,
@@ -121,5 +120,5 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
         norm=config.rollout.max_response_tokens,
         counts=micro.columns.get("trajectory_tokens"),
     )
-    mean = aggregate(micro.divergence.detach(), micro.mask, micro.lengths, "token-mean", **options)
+    mean = aggregate(micro.output("divergence").detach(), micro.mask, micro.lengths, "token-mean", **options)
     return value, {"distill/divergence": mean}

@@ -41,7 +41,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config, reference: str = 
     A pair is excluded if one of its responses has no token with mask 1.
     """
     preference = config.preference
-    ratios = log_ratios(micro.logprobs, getattr(micro, reference), micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.column(reference), micro.mask, micro.lengths)
     enters = counted(micro.mask, micro.lengths, unit=2)
     ratios = torch.where(enters, ratios, 0.0)  # ratios[enters] would wait for the device
     value, stats = pair_loss(

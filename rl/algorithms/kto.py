@@ -49,7 +49,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config, kl: float):
     """
     goal = config.preference
     enters = counted(micro.mask, micro.lengths)
-    ratios = log_ratios(micro.logprobs, micro.ref_logprobs, micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.column("ref_logprobs"), micro.mask, micro.lengths)
     weights = dict(desirable_weight=goal.desirable_weight, undesirable_weight=goal.undesirable_weight)
     value, margin = kto_loss(ratios, micro.labels, beta=goal.beta, kl=kl, **weights)
 

@@ -74,7 +74,7 @@ def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
     The mean is over the mini-batch's samples that have a token with mask 1.
     """
     enters = counted(micro.mask, micro.lengths)
-    ratios = log_ratios(micro.logprobs, micro.implicit_ref_logprobs, micro.mask, micro.lengths)
+    ratios = log_ratios(micro.logprobs, micro.column("implicit_ref_logprobs"), micro.mask, micro.lengths)
     # An excluded sample has log-ratio 0. With label 1 that counts as inaccurate, so it adds nothing.
     labels = torch.where(enters, micro.labels, 1.0)
     value, stats = outcome_loss(ratios, labels, beta=config.implicit_reward.beta)

@@ -44,7 +44,9 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
     Samples without a token with mask 1 are excluded.
     """
     enters = counted(micro.mask, micro.lengths)
-    ratios = log_ratios(micro.logprobs, micro.old_logprobs, micro.mask, micro.lengths)  # 0 if excluded
+    ratios = log_ratios(
+        micro.logprobs, micro.column("old_logprobs"), micro.mask, micro.lengths
+    )  # 0 if excluded
     losses = sppo_loss(ratios, micro.labels, eta=1 / config.preference.beta)
     total = torch.where(enters, losses, 0.0).sum() / totals.num_samples
     return total, {

@@ -93,7 +93,7 @@ class Point:
                 selected_tokens=torch.full_like(old, float(config.objective.top_entropy < 1)),
             )
         )
-        micro.logprobs, micro.entropy, micro.sum_p_squared = logprobs, entropy, torch.full_like(old, 0.3)
+        micro.outputs |= dict(logprobs=logprobs, entropy=entropy, sum_p_squared=torch.full_like(old, 0.3))
         counts = [float(part.sum()) for part in self.mask.split(LENGTHS)]
         totals = Totals(num_tokens=sum(counts), num_samples=len(counts), num_units=len(counts))
         with torch.enable_grad():

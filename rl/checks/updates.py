@@ -35,7 +35,6 @@ GRADIENT_TOLERANCE = 1e-5
 HALVES_TOLERANCE = 1e-4
 """Maximum distance of a loss from the sum of the losses of its halves, in units of its terms. Float32 sums of
 a million terms of random sign have an error of 1000 * eps / 2 = 6e-5 of them."""
-OUTPUTS = ("logprobs", "entropy", "sum_p_squared", "divergence", "values")
 """Outputs of a model that a loss may read (`rl.training.packing.MicroBatch`)."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
 """Output of a model -> column with its values before the updates of a step."""
@@ -75,7 +74,7 @@ class Counts:
         self._own.append(torch.stack((count, codes)))
         gap, compared = torch.zeros_like(count), torch.zeros_like(count)
         for output, column in OLD.items():
-            if (found := getattr(micro, output)) is not None and column in micro.columns:
+            if (found := micro.outputs.get(output)) is not None and column in micro.columns:
                 gaps = torch.where(counted, (found.detach() - micro.columns[column]).abs(), 0.0)
                 gap = gaps.sum(dtype=torch.float64) / self._totals.num_tokens
                 compared = counted.sum(dtype=torch.float64)
@@ -139,8 +138,7 @@ class LossGradient:
     def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the loss returns."""
         value, metrics = self._loss(micro)
-        named = (getattr(micro, name) for name in OUTPUTS)
-        outputs = [x for x in named if x is not None and x.requires_grad]
+        outputs = [x for x in micro.outputs.values() if x.requires_grad]
         if not self._is_watching and outputs and len(outputs[0]) and value.requires_grad:
             self._is_watching = True
             slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
@@ -300,7 +298,6 @@ class Outputs:
 
 def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
     """Return what a loss reads of some samples of a micro-batch."""
-    outputs = {name: found[tokens] for name in OUTPUTS if (found := getattr(micro, name)) is not None}
     return replace(
         micro,
         samples=micro.samples[samples],
@@ -309,7 +306,7 @@ def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
         column_index=micro.column_index[tokens],
         columns={name: column[tokens] for name, column in micro.columns.items()},
         labels=None if micro.labels is None else micro.labels[samples],
-        **outputs,
+        outputs={name: found[tokens] for name, found in micro.outputs.items()},
     )
 
 

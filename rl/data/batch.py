@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -228,6 +229,10 @@ class Batch:
     def columns(self) -> dict[str, Tensor]:
         """Return the filled token and sample columns by name."""
         return {name: value for name in COLUMNS if (value := getattr(self, name)) is not None}
+
+    def named(self, name: str) -> Any:
+        """Return the column or property of this name, which a formula reads; None if there is none."""
+        return getattr(self, name, None)
 
     def loss_columns(self) -> dict[str, Tensor]:
         """Return the filled columns that losses may read."""

@@ -34,11 +34,11 @@ class FirstUpdate:
         return Loss(self._store, reads=None if reads is None else tuple(dict.fromkeys((*OUTPUTS, *reads))))
 
     def _store(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs = torch.stack([getattr(micro, name).detach() for name in OUTPUTS])
+        outputs = torch.stack([micro.outputs[name].detach() for name in OUTPUTS])
         self._stored.append((micro.column_index, outputs))
         filled = {"old_logprobs": outputs[0]}
         if "rollout_logprobs" in micro.columns:
-            pair = outputs[0], micro.rollout_logprobs
+            pair = outputs[0], micro.column("rollout_logprobs")
             weights = loss_weights(self._correction, *pair, micro.lengths, micro.mask)
             if weights is not None:
                 filled["loss_weights"] = weights

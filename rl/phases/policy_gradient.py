@@ -75,7 +75,6 @@ def with_entropy_bonus(loss: Loss, config: Config, coef: float) -> Loss:
 
     def function(micro: MicroBatch, totals: Totals, **values: Any) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = loss.function(micro, totals, **values)
-        assert micro.entropy is not None
         return value - coef * _reduction(micro, totals, config)(micro.entropy), metrics
 
     reads = None if loss.reads is None else tuple(dict.fromkeys((*loss.reads, "entropy")))
@@ -114,7 +113,7 @@ def arguments(
         is_key = parameter.kind is parameter.KEYWORD_ONLY
         value = given.get(name)
         if value is None:
-            value = getattr(config.objective if is_key else columns, name, None)
+            value = getattr(config.objective, name, None) if is_key else columns.named(name)
         if value is not None:
             found[name] = value
         elif parameter.default is parameter.empty:
@@ -131,13 +130,12 @@ def _policy_loss(
     _, formula = goal.chosen
     assert formula is not None, "policy_loss checks it"
     if "loss_weights" in micro.columns and "loss_weights" not in formula.columns:
-        losses = losses * micro.loss_weights
+        losses = losses * micro.columns["loss_weights"]
     if goal.top_entropy < 1:
-        losses = losses * micro.selected_tokens
+        losses = losses * micro.column("selected_tokens")
     if goal.off_policy_mask:
-        assert micro.logprobs is not None
-        sampling = micro.columns.get("rollout_logprobs", micro.old_logprobs)
-        pair, of_samples = (micro.logprobs, sampling), (micro.advantages, micro.mask, micro.lengths)
+        sampling = micro.columns.get("rollout_logprobs", micro.column("old_logprobs"))
+        pair, of_samples = (micro.logprobs, sampling), (micro.column("advantages"), micro.mask, micro.lengths)
         unmasked = off_policy_mask(*pair, *of_samples, bound=goal.off_policy_mask)
         losses = losses * unmasked
         stats["off_policy_masked_fraction"] = (1 - unmasked).sum()
@@ -146,14 +144,12 @@ def _policy_loss(
         f"actor/{name}": value / totals.num_tokens for name, value in stats.items()
     }
     if goal.kl_coef:
-        assert micro.logprobs is not None
-        both = micro.logprobs, micro.ref_logprobs
-        options = dict(estimator=goal.kl_estimator, old_logprobs=micro.old_logprobs)
+        both = micro.logprobs, micro.column("ref_logprobs")
+        options = dict(estimator=goal.kl_estimator, old_logprobs=micro.column("old_logprobs"))
         kl_loss = reduce(kl(*both, micro.mask, **options))
         total = total + goal.kl_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss
     if goal.entropy_coef and not goal.adaptive_entropy.target:
-        assert micro.entropy is not None
         total = total - goal.entropy_coef * reduce(micro.entropy)
     return total, metrics
 

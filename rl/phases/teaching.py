@@ -82,10 +82,11 @@ class Teaching:
     def _keep(self, targets: Targets, model: TrainingEngine, micro: MicroBatch) -> None:
         """Store a teacher's results for the tokens of a micro-batch."""
         k, policy = self._config.teacher.top_k, self._engines.policy
-        rows: tuple[torch.Tensor, ...] = (micro.hidden,)
+        hidden = micro.output("hidden")
+        rows: tuple[torch.Tensor, ...] = (hidden,)
         if k:
             rows = top_k(
-                micro.hidden,
+                hidden,
                 model.chunks[-1].head_weight,
                 k,
                 temperature=model.spec.temperature,

@@ -263,7 +263,9 @@ class Updates:
 
 def critic_loss(micro: MicroBatch, totals: Totals, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the value loss, the mean over tokens, and its metrics."""
-    token_loss, stats = value_loss(micro.values, micro.old_values, micro.returns, micro.mask, clip=clip)
+    token_loss, stats = value_loss(
+        micro.values, micro.column("old_values"), micro.column("returns"), micro.mask, clip=clip
+    )
     num_tokens, num_samples = totals.num_tokens, totals.num_samples
     value = aggregate(
         token_loss, micro.mask, micro.lengths, "token-mean", num_tokens=num_tokens, num_samples=num_samples

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from rl.training.extras import Extras
 from rl.training.rows import Group, Prefix, RowAttention, Run, select_rows, windowed
 
 if TYPE_CHECKING:
     from rl.training.context_parallel import Part
+    from rl.training.delta_net import Recurrence
 
 
 @dataclass
@@ -39,12 +41,10 @@ class PackedRow(PackedSeqParams):
     """This rank's part, if context parallel ranks share the row."""
     groups: Sequence[Group] = ()
     """`MicroBatch.groups`."""
-    recurrence: Any = None
-    """The row as recurrent layers read it (`rl.training.delta_net`), once one needs it."""
-    routes: Any = None
-    """`MicroBatch.routes`."""
-    images: Any = None
-    """`MicroBatch.images`."""
+    recurrence: "Recurrence | None" = None
+    """The row as recurrent layers read it, once one needs it."""
+    extras: Extras = Extras()
+    """`MicroBatch.extras`."""
 
     def keys(self, x: Tensor) -> Tensor:
         """Return keys or values of the whole row, [W, ...]. x: those of this rank's part, or of the row.

@@ -230,9 +230,9 @@ class BitwiseRotary(RowRotary):
 
 class BitwisePolicy(Policy):
     @staticmethod
-    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, masks=None):
+    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, logits_filter=None):
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise those of the engine."""
-        assert masks is None, "the bitwise log-softmax is over the whole vocabulary"
+        assert logits_filter is None, "the bitwise log-softmax is over the whole vocabulary"
         options = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk)
         return bitwise(
             lambda hidden, weight: _logprobs(hidden, weight, targets, **options, outputs=outputs),
@@ -296,7 +296,8 @@ def make_bitwise(model: Policy, hf: dict) -> None:
             module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
     rotary = model.rotary
     table = layers.rotary_table(rotary.frequencies, rope.positions(hf), rotary.scale)
-    rotary.table = table.double()  # a float64 rotation makes `rl.training.rotary` call `rotate`
+    rotary.table = table.double()
+    model.config.rotate = rotate
 
 
 def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:

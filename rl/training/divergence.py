@@ -23,15 +23,13 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
-from rl.training.logprobs import add_product, gathered, own_rows
+from rl.training.extras import HeadOutput
+from rl.training.logprobs import FLOOR, add_product, gathered, own_rows, scaled_logits
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
-
-FLOOR = -1e20
-"""Logit of no token: a padded row of the head, or the row of another rank. Its probability is 0."""
 
 
 def linear_divergence(
@@ -232,9 +230,9 @@ class TeacherTargets(Part):
         self._model = engine.chunks[-1]
 
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
-        if "divergence" in self._model.outputs:
+        if MicroTargets.name in self._model.outputs:
             assert self.given is not None and self.given[0] is batch, "the batch has no distributions"
-            micro.teacher = self.given[1].of(micro.samples, micro.tokens.device)
+            micro.extras = micro.extras.plus(self.given[1].of(micro.samples, micro.tokens.device))
 
     def metrics(self) -> dict[str, float]:
         self.given = None
@@ -242,9 +240,10 @@ class TeacherTargets(Part):
 
 
 @dataclass
-class MicroTargets:
-    """The targets of a micro-batch of R response tokens, on the device."""
+class MicroTargets(HeadOutput):
+    """The targets of a micro-batch of R response tokens, on the device; they give the divergence."""
 
+    name = "divergence"
     divergence: Divergence
     function: Callable[..., Tensor]
     """linear_divergence or top_k_divergence."""
@@ -253,7 +252,6 @@ class MicroTargets:
     token; and the teacher's head, if `function` reads it."""
 
     def of(self, index: Tensor) -> "MicroTargets":
-        """Return the targets of the tokens `index`, int64 [r] ascending on the CPU."""
         parts = []
         for places, rows, head in self.parts:
             index = index.to(places.device)
@@ -271,14 +269,6 @@ class MicroTargets:
             found = self.function(own, weight, *rows, *head, divergence=self.divergence, **options)
             out = out.index_copy(0, places, found)
         return out
-
-
-def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) -> Tensor:
-    """Return the scaled logits float32 [c, rows], FLOOR from real_rows on."""
-    x = (hidden @ weight.T).float()
-    x = x / temperature if temperature != 1.0 else x
-    x[:, real_rows:] = FLOOR
-    return x
 
 
 def _through_head(

@@ -160,7 +160,7 @@ class TrainingEngine:
         def keep(micro: MicroBatch):
             if self.grid.reports_results:
                 places.append(micro.column_index)
-                values.append(torch.stack([getattr(micro, name) for name in names]))
+                values.append(torch.stack([micro.outputs[name] for name in names]))
 
         # A model in training stays in train() here: in eval() Transformer Engine may choose another attention
         # kernel than in the update. Nothing else depends on the mode, because there is no dropout.
@@ -403,8 +403,7 @@ class TrainingEngine:
             output = chunk.run(micro, self.spec.temperature)
 
             def loss_function(output):
-                for name, value in zip(last.outputs, output):
-                    setattr(micro, name, value)
+                micro.outputs |= zip(last.outputs, output)
                 value, report = consume(micro)
                 # On CUDA the schedule frees the outputs of a stage, also the loss, and refuses views.
                 value = make_viewless_tensor(value, requires_grad=value.requires_grad, keep_graph=True)

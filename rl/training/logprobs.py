@@ -8,17 +8,17 @@ On CUDA, one Triton kernel per direction reads the logits once (`rl.training.hea
 here are the CPU path and the reference against which the kernels are tested.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:  # a run that samples from the whole vocabulary does not import it
-    from rl.training.sampling_masks import SamplingMasks
+from rl.training.extras import LogitsFilter
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
 """Names of the outputs: log p(target), entropy, sum of squared probabilities."""
+FLOOR = -1e20
+"""Logit of an entry to ignore, such as padding or an excluded token. Its probability is 0, and sums of such
+logits are finite in float32."""
 
 
 def linear_logprobs(
@@ -31,17 +31,17 @@ def linear_logprobs(
     group,
     chunk: int,
     outputs: tuple[str, ...] = OUTPUTS,
-    masks: "SamplingMasks | None" = None,
+    logits_filter: LogitsFilter | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the named outputs, a subset of OUTPUTS, float32 [T] each.
 
-    p = softmax(hidden @ weight.T / temperature), renormalised over each position's set in `masks`
+    p = softmax(hidden @ weight.T / temperature), renormalised over the tokens that `logits_filter` leaves
 
     hidden: [T, H], whole on every rank of the tensor parallel group. Its gradient is this rank's part; the
         caller sums it over the group.
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
-    masks: sampling masks of T positions, which contain the targets; None: the whole vocabulary.
+    logits_filter: for T positions; it leaves the targets. None: the whole vocabulary.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
     not named cost nothing, nor do gradients of outputs that the loss does not use. The forward pass is
@@ -50,7 +50,7 @@ def linear_logprobs(
     keep = torch.is_grad_enabled() and len(targets) <= chunk
     wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
     results = _LinearLogprobs.apply(
-        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, masks
+        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, logits_filter
     )
     found = dict(zip(OUTPUTS, results))
     return tuple(found[name] for name in outputs)
@@ -58,14 +58,16 @@ def linear_logprobs(
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, masks):
+    def forward(
+        ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, logits_filter
+    ):
         first_row, rows = own_rows(weight, vocab_size, group)
         local_targets = targets - first_row
         local_targets = torch.where(local_targets < rows, local_targets, -1).clamp_(min=-1)
         statistics, _ = _functions(hidden)
         found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
         found[0].fill_(torch.finfo(torch.float32).min)  # the maximum over no rows
-        local = None if masks is None else masks.on_rows(first_row, rows, hidden.device)
+        local = None if logits_filter is None else logits_filter.on_rows(first_row, rows, hidden.device)
         saved = None
         for start in range(0, len(targets) if rows else 0, chunk):
             part = slice(start, start + chunk)
@@ -76,7 +78,7 @@ class _LinearLogprobs(torch.autograd.Function):
             saved = logits if keep else None
         logprobs, lse, entropy, squares = _combine(found, targets // len(weight), group, wanted)
         ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, saved)
-        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.masks = temperature, rows, chunk, local
+        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.filter = temperature, rows, chunk, local
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -95,8 +97,8 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ rows.T if saved is None else saved
-            if ctx.masks is not None and saved is None:
-                ctx.masks.restrict(logits, part)
+            if ctx.filter is not None and saved is None:
+                ctx.filter.restrict(logits, part)
             grad = gradient(
                 logits,
                 ctx.temperature,
@@ -170,6 +172,14 @@ def gradient(
         grad = log_p.add_(entropy[:, None]).mul_(upstream[:, None]).add_(mine[:, None]).mul_(p).neg_()
     grad.scatter_add_(1, targets.clamp(min=0)[:, None], mine.masked_fill(targets < 0, 0.0)[:, None])
     return grad.to(logits.dtype)
+
+
+def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) -> Tensor:
+    """Return the scaled logits float32 [c, rows], FLOOR from real_rows on."""
+    x = (hidden @ weight.T).float()
+    x = x / temperature if temperature != 1.0 else x
+    x[:, real_rows:] = FLOOR
+    return x
 
 
 def own_rows(weight: Tensor, vocab_size: int, group) -> tuple[int, int]:

@@ -8,7 +8,7 @@ names of their weights for refit, checkpoints and export belong to `rl.training.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -22,6 +22,7 @@ from rl.models import architecture, form, rope
 from rl.models.layout import padded_vocab, recomputed_layers, stage_layers, vocab_multiple
 from rl.models.sizes import is_tied
 from rl.training.attention import PackedRow
+from rl.training.extras import Extras, HeadOutput, LogitsFilter
 from rl.training.form import ACTIVATIONS, give_form
 from rl.training.grid import Grid
 from rl.training.layer_spec import LatentAttention, block_spec, megatrons_names, replace_classes, use_te
@@ -29,10 +30,6 @@ from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
 from rl.training.rows import select_rows
-
-if TYPE_CHECKING:
-    from rl.training.divergence import MicroTargets
-    from rl.training.sampling_masks import SamplingMasks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,26 +39,21 @@ class HeadRequest:
     """Positions and outputs that the head computes; passed to GPTModel.forward as its labels.
 
     predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
-    masks: the sampling masks of the targets; None: the whole vocabulary.
-    teacher: the teachers' distributions at the positions (`rl.training.divergence`), for a divergence.
+    extras: those of the micro-batch.
     """
 
     predict_at: Tensor
     targets: Tensor
     temperature: float
-    masks: "SamplingMasks | None"
-    teacher: "MicroTargets | None" = None
+    extras: Extras
 
     def of(self, index: Tensor) -> "HeadRequest":
-        """Return the request with the targets, masks and teachers' distributions of the tokens `index`.
+        """Return the request with the targets and extras of the tokens `index`.
 
         index: int64 [r], ascending, on the CPU, of R response tokens. `predict_at` already has r elements.
         """
         return replace(
-            self,
-            targets=self.targets[index.to(self.targets.device)],
-            masks=None if self.masks is None else self.masks.of(index.numpy()),
-            teacher=None if self.teacher is None else self.teacher.of(index),
+            self, targets=self.targets[index.to(self.targets.device)], extras=self.extras.of(index)
         )
 
 
@@ -87,12 +79,11 @@ class Packed(GPTModel):
             rotation=self.rotary.of(micro.position_ids),
             local_rotation=self.rotary.local_of(micro.position_ids),
             position_ids=micro.position_ids,
-            routes=micro.routes,
-            images=micro.images,
+            extras=micro.extras,
             part=micro.part,
             groups=micro.groups,
         )
-        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.masks, micro.teacher)
+        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.extras)
         if micro.part is not None:
             request = request.of(micro.part.own)
         out = self(micro.tokens, micro.position_ids, None, labels=request, packed_seq_params=packed)
@@ -102,8 +93,8 @@ class Packed(GPTModel):
 class Policy(Packed):
     """A language model that returns statistics of its predictions at response tokens instead of logits.
 
-    They are the target's log-prob, the entropy and the sum of squared probabilities; on request also the
-    `divergence` from a teacher, and instead of all `hidden`, the last hidden states, of a teacher.
+    They are the target's log-prob, the entropy and the sum of squared probabilities; on request also a
+    `HeadOutput`, and instead of all `hidden`, the last hidden states.
     """
 
     outputs = OUTPUTS
@@ -135,7 +126,7 @@ class Policy(Packed):
         if self.outputs == ("hidden",):
             return (hidden,)
         options = dict(temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group)
-        names = tuple(name for name in self.outputs if name != "divergence")
+        names = tuple(name for name in self.outputs if name in OUTPUTS)
         found = ()
         if names:
             found = self.head(
@@ -145,14 +136,15 @@ class Policy(Packed):
                 **options,
                 chunk=self.head_chunk_tokens,
                 outputs=names,
-                masks=labels.masks,
+                logits_filter=labels.extras.get(LogitsFilter),
             )
         if names == self.outputs:
             return found
-        assert labels.teacher is not None and self.outputs == (*names, "divergence")
+        further = labels.extras.get(HeadOutput)
+        assert further is not None and self.outputs == (*names, further.name)
         # The float32 arrays of a chunk are several times those of the log-probs.
         chunk = max(1, self.head_chunk_tokens // 4)
-        return *found, labels.teacher(hidden, self.head_weight, **options, chunk=chunk)
+        return *found, further(hidden, self.head_weight, **options, chunk=chunk)
 
     @property
     def head_weight(self) -> Tensor:

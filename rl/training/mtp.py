@@ -28,11 +28,10 @@ from rl.data.batch import Batch
 from rl.models import mtp
 from rl.models.layout import Weight
 from rl.training.attention import PackedRow
-from rl.training.divergence import scaled_logits
 from rl.training.engine import TrainingEngine
 from rl.training.form import norm
 from rl.training.layer_spec import DuplicatedLinear, block_spec, megatrons_names, use_te
-from rl.training.logprobs import gathered, own_rows
+from rl.training.logprobs import gathered, own_rows, scaled_logits
 from rl.training.model import Policy, transformer_config
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part

@@ -1,7 +1,7 @@
 """Packed micro-batches: the layout of several samples in one row of tokens on the device."""
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
+from rl.training.extras import Extras
 from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
 
 if TYPE_CHECKING:
     from rl.training.context_parallel import ContextGroup, Part
-    from rl.training.divergence import MicroTargets
-    from rl.training.sampling_masks import SamplingMasks
 
 
 @dataclass
@@ -34,7 +33,7 @@ class MicroBatch:
     tokens: Tensor
     """int64 [1, T]."""
     position_ids: Tensor
-    """int64 [1, T], restarting at 0 in each sequence; [3, T] in a row with images (`rl.vision`)."""
+    """int64 [1, T], restarting at 0 in each sequence; [3, T] in a row whose positions have three axes."""
     bounds: Tensor
     """int32 [2]: 0 and T."""
     attention: RowAttention
@@ -50,24 +49,10 @@ class MicroBatch:
     """The batch's token columns at these tokens, float32 [R] each."""
     labels: Tensor | None = None
     """The batch's labels of these samples, float32 [B]."""
-    logprobs: Tensor | None = None
-    """Output of a policy, float32 [R], as are entropy and sum_p_squared."""
-    entropy: Tensor | None = None
-    sum_p_squared: Tensor | None = None
-    divergence: Tensor | None = None
-    """From the teacher, float32 [R]; only with a teacher."""
-    hidden: Tensor | None = None
-    """Last hidden states of a teacher, [R, H]."""
-    values: Tensor | None = None
-    """Output of a value model, float32 [R]."""
-    masks: "SamplingMasks | None" = None
-    """Sets of tokens from which the response tokens were sampled; None: from the whole vocabulary."""
-    teacher: "MicroTargets | None" = None
-    """The teachers' distributions at the response tokens; only for a divergence."""
-    routes: Any = None
-    """Experts of the row's tokens (`rl.training.router_replay.Routes`); None: the routers choose."""
-    images: Any = None
-    """Images of the row (`rl.vision.tower.RowImages`), on the first stage; None: there are none."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """The model's outputs at these tokens, by name, [R, ...] each; on the last stage, after the pass."""
+    extras: Extras = Extras()
+    """What options add to the row, found by its class."""
     starts: np.ndarray | None = None
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
     part: "Part | None" = None
@@ -75,14 +60,45 @@ class MicroBatch:
     groups: list[Group] = field(default_factory=list)
     """The groups of the whole row, with its padding."""
 
-    def __getattr__(self, name: str) -> Tensor:
-        """Return a column: `micro.advantages` is `micro.columns["advantages"]`."""
-        columns = self.__dict__.get("columns", {})
-        if name in columns:
-            return columns[name]
-        raise AttributeError(
-            f"this micro-batch has no {name}; its columns are {', '.join(columns) or 'none'}"
-        )
+    def column(self, name: str) -> Tensor:
+        """Return a column, float32 [R]. Raises ValueError if no phase has filled it."""
+        if name not in self.columns:
+            filled = ", ".join(self.columns) or "none"
+            raise ValueError(f"this micro-batch has no {name}; its columns are {filled}")
+        return self.columns[name]
+
+    def named(self, name: str) -> Tensor | None:
+        """Return the column or output of this name, or `lengths`; None if there is none."""
+        return self.lengths if name == "lengths" else (self.columns | self.outputs).get(name)
+
+    @property
+    def mask(self) -> Tensor:
+        """The column `mask`."""
+        return self.column("mask")
+
+    def output(self, name: str) -> Tensor:
+        """Return an output, [R, ...]. Raises ValueError if the pass did not compute it (`Loss.reads`)."""
+        if name not in self.outputs:
+            computed = ", ".join(self.outputs) or "none"
+            raise ValueError(
+                f"this pass did not compute {name}, only {computed}; name it in the loss's reads"
+            )
+        return self.outputs[name]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Log-prob of each target by a policy, float32 [R]."""
+        return self.output("logprobs")
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of a policy's distribution at each token, float32 [R]."""
+        return self.output("entropy")
+
+    @property
+    def values(self) -> Tensor:
+        """Output of a value model, float32 [R]."""
+        return self.output("values")
 
 
 def pack(
@@ -99,7 +115,7 @@ def with_columns(row: MicroBatch, batch: Batch) -> MicroBatch:
         host["labels"] = batch.labels[row.samples]
     device = row.tokens.device
     columns = dict(zip(host, to_device([x.numpy() for x in host.values()], torch.float32, device)))
-    return replace(row, labels=columns.pop("labels", None), columns=columns)
+    return replace(row, labels=columns.pop("labels", None), columns=columns, outputs={})
 
 
 _LAYOUTS: WeakKeyDictionary[Batch, dict] = WeakKeyDictionary()

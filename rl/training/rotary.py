@@ -122,15 +122,13 @@ def _apply(t: Tensor, freqs: Tensor, config, **options) -> Tensor:
     """Replace Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: from `RowRotary.of`."""
     if config.apply_rope_fusion:  # another model of this process
         return _megatrons_apply(t, freqs, config, **options)
-    if freqs.dtype is torch.float64:  # from `rl.training.bitwise_numerics.BitwiseRotary`
-        from rl.training.bitwise_numerics import rotate
-
-        return rotate(t, freqs, config.multi_latent_attention)
-    return _Rotate.apply(t, freqs, config.multi_latent_attention)
+    return config.rotate(t, freqs, config.multi_latent_attention)
 
 
 def rotate_by_row(model: nn.Module, hf: dict, *, fused: bool) -> RowRotary:
     """Make Megatron's layers rotate by the row's `rotation`; return the module that computes it.
+
+    The layers rotate by `rotate` of the model's Megatron config, which a part may replace.
 
     hf: the model's config.json. fused: the config's apply_rope_fusion.
     """
@@ -142,4 +140,5 @@ def rotate_by_row(model: nn.Module, hf: dict, *, fused: bool) -> RowRotary:
         for module in (attention, multi_latent_attention):
             assert "apply_rotary_pos_emb" in vars(module), f"{module.__name__} rotates in another way"
             module.apply_rotary_pos_emb = _apply
+        model.config.rotate = _Rotate.apply
     return rotary

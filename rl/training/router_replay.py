@@ -142,10 +142,12 @@ class RouterReplay(Part):
         """
         chooses = is_reference if self.mode == "old_policy" else not batch.expects_held
         if not self._num_layers or chooses:
-            return replace(row, routes=None)
-        if row.routes is None:
-            row.routes = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)
-        return replace(row, routes=replace(row.routes, counts=None) if is_reference else row.routes)
+            return replace(row, extras=row.extras.without(Routes))
+        routes = row.extras.get(Routes)
+        if routes is None:
+            routes = self._recorder(row) if self.mode == "old_policy" else self._given(batch, row)
+            row.extras = row.extras.plus(routes)
+        return replace(row, extras=row.extras.plus(replace(routes, counts=None))) if is_reference else row
 
     def _recorder(self, row: MicroBatch) -> Routes:
         """Return routes that the first pass fills."""
@@ -219,4 +221,4 @@ class RouterReplay(Part):
 
 
 def _give_routes(layer, arguments, options):
-    layer.mlp.router.router_replay.routes = options["packed_seq_params"].routes
+    layer.mlp.router.router_replay.routes = options["packed_seq_params"].extras.get(Routes)

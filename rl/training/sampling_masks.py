@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.data.held import SAMPLING_MASKS
+from rl.training.extras import LogitsFilter
+from rl.training.logprobs import FLOOR
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
 from rl.training.rows import ranges
@@ -20,12 +22,9 @@ from rl.training.rows import ranges
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
-FLOOR = -1e20
-"""Logit of a token outside of its set. Its probability is 0; sums of such logits are finite in float32."""
-
 
 @dataclass(frozen=True)
-class SamplingMasks:
+class SamplingMasks(LogitsFilter):
     """The sets of R positions, on the host."""
 
     ids: np.ndarray
@@ -33,11 +32,10 @@ class SamplingMasks:
     counts: np.ndarray
     """int64 [R]: sizes of the sets. 0: the position has the whole vocabulary."""
 
-    def of(self, index: np.ndarray) -> "SamplingMasks":
-        """Return the sets of the tokens `index`, int64 [r]."""
-        ends = self.counts.cumsum()
-        counts = self.counts[index]
-        return SamplingMasks(self.ids[ranges(ends[index] - counts, counts)], counts)
+    def of(self, index: Tensor) -> "SamplingMasks":
+        ends, own = self.counts.cumsum(), index.numpy()
+        counts = self.counts[own]
+        return SamplingMasks(self.ids[ranges(ends[own] - counts, counts)], counts)
 
     def check(self, targets: np.ndarray) -> None:
         """Raise RuntimeError if a target, [R], is not in its set."""
@@ -80,7 +78,7 @@ class MaskedSampling(Part):
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         """Give the micro-batch the sets of its tokens, unless no engine sampled the batch."""
         if batch.expects_held:
-            micro.masks = masks_of(batch, micro.samples)
+            micro.extras = micro.extras.plus(masks_of(batch, micro.samples))
 
 
 def masks_of(batch: Batch, samples: list[int]) -> SamplingMasks:

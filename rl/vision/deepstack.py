@@ -7,15 +7,12 @@ recomputed.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from rl.models.sizes import num_deep_layers
-
-if TYPE_CHECKING:
-    from rl.vision.tower import RowImages
+from rl.vision.row_images import RowImages
 
 
 def extend(hf: dict, chunk: nn.Module) -> None:
@@ -28,14 +25,14 @@ def extend(hf: dict, chunk: nn.Module) -> None:
 
 
 def _add(number: int, layer, args, options, out):
-    row = options["packed_seq_params"].images
+    row = options["packed_seq_params"].extras.get(RowImages)
     if row is None:
         return out
     hidden, *rest = out
     return (hidden + row.inner[number], *rest)
 
 
-def take(row: "RowImages", outputs, length: int, divided: Callable[[Tensor], Tensor]) -> Tensor:
+def take(row: RowImages, outputs, length: int, divided: Callable[[Tensor], Tensor]) -> Tensor:
     """Store the inner outputs of a row of `length` tokens; return the tower's last outputs [n, H].
 
     outputs: what the tower of transformers returns. divided: returns a rank's part of [T, 1, H].

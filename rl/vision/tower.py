@@ -12,7 +12,7 @@ data have no such column; their pixels are those of the prompt.
 import functools
 import importlib
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,7 @@ from rl.training.packing import MicroBatch
 from rl.training.parts import Part
 from rl.vision import deepstack
 from rl.vision.positions import row_positions
+from rl.vision.row_images import RowImages
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -48,28 +49,6 @@ class GivenImage(Image):
 
 class WrongImages(RuntimeError):
     """Raised if the images that came with a sample are not those of its prompt."""
-
-
-@dataclass
-class RowImages:
-    """Images of a packed row."""
-
-    images: list[Image]
-    pixels: list[np.ndarray]
-    """Those of each image, uint8 [height, width, 3]."""
-    places: Tensor
-    """int64 [n]: positions in the row of the tower's outputs."""
-    inner: list[Tensor] = field(default_factory=list)
-    """The tower's inner outputs for the first layers (`rl.vision.deepstack`), once it has run."""
-
-    def patches(self) -> Tensor:
-        """Return the patches of all images, float32 [patches, channels], on the CPU."""
-        parts = [image.format.patches(own) for image, own in zip(self.images, self.pixels)]
-        return torch.from_numpy(np.concatenate(parts))
-
-    def grids(self) -> Tensor:
-        """Return frames, rows and columns of patches of each image, int64 [images, 3]."""
-        return torch.tensor([(1, *image.grid) for image in self.images])
 
 
 class VisionTower(Part):
@@ -132,7 +111,9 @@ class VisionTower(Part):
         lengths = np.stack([prompts, batch.lengths[row.samples].numpy()])
         positions = row_positions(row.tokens.numel(), row.starts, lengths, images)
         row = replace(row, position_ids=torch.from_numpy(positions).to(device))
-        return row if self._tower is None else replace(row, images=_images_of(batch, row, images))
+        if self._tower is None:
+            return row
+        return replace(row, extras=row.extras.plus(_images_of(batch, row, images)))
 
     def _seen(self, batch: Batch, sample: int) -> tuple[Image, ...]:
         """Return the images of a sample, those of its prompt first.
@@ -155,7 +136,7 @@ class VisionTower(Part):
         return *prompt.images[: len(own)], *given
 
     def _take_row(self, module, args, options) -> None:
-        self._row = options["packed_seq_params"].images
+        self._row = options["packed_seq_params"].extras.get(RowImages)
 
     def _merge(self, module, args, out: Tensor) -> Tensor:
         """Return the embeddings [T, 1, H] with the tower's outputs, or this rank's part of them."""

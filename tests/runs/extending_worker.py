@@ -56,7 +56,7 @@ batch.rewards = torch.tensor([1.0, 7.0, 2.0, 0.0, 4.0])
 assert advantages(batch, config).tolist() == [-1.0, 5.0, 5.0, 0.0, -2.0, -2.0, -2.0, 2.0]
 batch.advantages, batch.old_logprobs = torch.ones(8), torch.full((8,), -1.0)
 micro = pack(batch, list(range(5)), multiple=1, device=torch.device("cpu"))
-micro.logprobs = torch.zeros(8, requires_grad=True)
+micro.outputs["logprobs"] = torch.zeros(8, requires_grad=True)
 value, metrics = policy_loss(config)(micro, Totals(8.0, 5.0, 5.0))
 assert abs(float(value) - (-np.e + 0.5 * (np.e - 2))) < 1e-5, value
 assert float(metrics["actor/ppo_kl"]) == -1.0

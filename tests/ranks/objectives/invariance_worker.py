@@ -78,10 +78,10 @@ class Tables(torch.nn.Module):
     def run(self, micro: MicroBatch) -> None:
         before, place = micro.tokens[0, micro.predict_at], micro.position_ids[0, micro.predict_at]
         log_p = (self.by_token[before] + self.by_place[place]).log_softmax(-1)
-        micro.logprobs = log_p.gather(1, micro.targets[:, None])[:, 0]
-        micro.entropy = -(log_p.exp() * log_p).sum(-1)
-        micro.sum_p_squared = log_p.exp().square().sum(-1)
-        micro.values = self.value[before] + self.value_by_place[place]
+        micro.outputs["logprobs"] = log_p.gather(1, micro.targets[:, None])[:, 0]
+        micro.outputs["entropy"] = -(log_p.exp() * log_p).sum(-1)
+        micro.outputs["sum_p_squared"] = log_p.exp().square().sum(-1)
+        micro.outputs["values"] = self.value[before] + self.value_by_place[place]
 
 
 class ToyEngine:
@@ -113,7 +113,7 @@ class ToyEngine:
         for plan in plans:
             for micro in self.micro_batches(batch, plan):
                 for row, name in zip(out, names):
-                    row[micro.column_index] = getattr(micro, name)
+                    row[micro.column_index] = micro.output(name)
         return tuple(sum_over_world(out, CPU.torch))
 
     def reload(self):

@@ -127,7 +127,7 @@ def selected_step(*, plain: bool) -> tuple[dict, dict, dict]:
     phases, batch = begun(["training.prompts_per_minibatch=4"], separate=False)
 
     def loss(micro, totals):
-        return -(micro.logprobs * micro.selected_tokens * micro.mask).sum() / totals.num_tokens, {}
+        return -(micro.logprobs * micro.column("selected_tokens") * micro.mask).sum() / totals.num_tokens, {}
 
     def select(samples, entropy, seed):
         assert len(entropy) == len(samples.mask)

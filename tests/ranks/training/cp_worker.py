@@ -41,7 +41,9 @@ def losses_of(name: str, config, totals: Totals):
     if name == "values":
 
         def loss(micro):
-            losses, _ = value_loss(micro.values, micro.old_values, micro.returns, micro.mask, clip=0.3)
+            losses, _ = value_loss(
+                micro.values, micro.column("old_values"), micro.column("returns"), micro.mask, clip=0.3
+            )
             return losses.sum() / totals.num_tokens, {}
 
         yield name, loss, 1

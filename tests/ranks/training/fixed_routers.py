@@ -23,7 +23,7 @@ def use_other_experts(batch, num_experts: int) -> None:
 
 
 def loss(micro):
-    return -(micro.logprobs * micro.rollout_logprobs).sum(), {}
+    return -(micro.logprobs * micro.column("rollout_logprobs")).sum(), {}
 
 
 def gradient(trainer, batch, plan) -> dict[str, torch.Tensor]:

@@ -97,7 +97,9 @@ def with_columns_of_a_critic(batch: Batch) -> Batch:
 
 
 def critic_loss(micro: MicroBatch, totals: Totals):
-    token_loss, _ = value_loss(micro.values, micro.old_values, micro.returns, micro.mask, clip=0.3)
+    token_loss, _ = value_loss(
+        micro.values, micro.column("old_values"), micro.column("returns"), micro.mask, clip=0.3
+    )
     total = token_loss.sum() / totals.num_tokens
     return total, {"loss": total}
 
@@ -173,9 +175,9 @@ def hugging_face(config: Config) -> dict:
     columns = {k: v.double() for k, v in batch.loss_columns().items()}
     micro = MicroBatch(samples=list(range(8)), lengths=batch.lengths, columns=columns, **nothing)
     if is_critic(hf):
-        micro.values = torch.cat(outputs)
+        micro.outputs["values"] = torch.cat(outputs)
     else:
-        micro.logprobs, micro.entropy = torch.cat(outputs), torch.cat(entropies)
+        micro.outputs |= dict(logprobs=torch.cat(outputs), entropy=torch.cat(entropies))
     value, terms = (critic_loss if is_critic(hf) else policy_loss(config))(micro, totals_of(batch))
     value.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from rl.training import head_kernels, logprobs
-from rl.training.sampling_masks import FLOOR
+from rl.training.logprobs import FLOOR
 
 TOKENS = 5
 ROWS = (50, head_kernels.BLOCK, 9001)

@@ -68,7 +68,7 @@ def gradients(trainer: TrainingEngine, batch: Batch, plan, loss, share: bool):
     figures = {"tokens": 0}
 
     def consume(micro):
-        outputs[micro.column_index] = getattr(micro, trainer.model.outputs[0]).detach()
+        outputs[micro.column_index] = micro.output(trainer.model.outputs[0]).detach()
         figures["tokens"] += micro.tokens.numel()
         return loss(micro)[0], {}
 
@@ -105,7 +105,10 @@ def compare(trainer: TrainingEngine, batch: Batch, plan, loss) -> dict:
 def losses_of(config, values: bool):
     """Yield (name, loss of a micro-batch without totals)."""
     if values:
-        yield "values", lambda micro, totals: ((micro.values * micro.returns).sum() / totals.num_tokens, {})
+        yield (
+            "values",
+            lambda micro, totals: ((micro.values * micro.column("returns")).sum() / totals.num_tokens, {}),
+        )
         return
     for name in LOSSES:
         yield name, policy_loss(replace(config, objective=replace(config.objective, loss=name)))

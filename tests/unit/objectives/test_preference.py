@@ -176,7 +176,7 @@ def test_samples_without_a_counted_token_enter_nothing(name):
     def outcome(batch, logprobs):
         everything = list(range(len(batch)))
         micro = pack(batch, everything, multiple=1, device=torch.device("cpu"))
-        micro.logprobs = logprobs.clone().requires_grad_()
+        micro.outputs["logprobs"] = logprobs.clone().requires_grad_()
         value, metrics = loss(micro, MinibatchPlan([[everything]]).totals(batch), config=config)
         value.backward()
         return {key: float(metric.detach()) for key, metric in metrics.items()}, micro.logprobs.grad
@@ -199,7 +199,7 @@ def test_a_batch_in_which_no_token_counts_has_loss_0():
         batch = preference_batch(unit)
         batch.mask = torch.zeros(24)
         micro = pack(batch, list(range(8)), multiple=1, device=torch.device("cpu"))
-        micro.logprobs = torch.zeros(24, requires_grad=True)
+        micro.outputs["logprobs"] = torch.zeros(24, requires_grad=True)
         value, metrics = loss(micro, MinibatchPlan([[list(range(8))]]).totals(batch), config=config)
         value.backward()
         assert [float(metric.detach()) for metric in metrics.values()] == [0.0] * len(metrics), name

@@ -71,10 +71,9 @@ def micro_batch(seed=0, **columns):
         setattr(batch, name, column)
     micro = pack(batch, list(range(10)), multiple=1, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed + 100)
-    micro.logprobs = (
-        batch.old_logprobs + 0.5 * torch.randn(len(batch.mask), generator=generator)
-    ).requires_grad_()
-    micro.entropy = torch.rand(len(batch.mask), generator=generator).requires_grad_()
+    logprobs = batch.old_logprobs + 0.5 * torch.randn(len(batch.mask), generator=generator)
+    entropy = torch.rand(len(batch.mask), generator=generator)
+    micro.outputs |= dict(logprobs=logprobs.requires_grad_(), entropy=entropy.requires_grad_())
     return micro
 
 
@@ -132,8 +131,8 @@ def token_loss_of(loss, micro, **options):
     """(token loss, statistics) of the pure function, with the defaults of the config and these options."""
     defaults = config_of().objective
     keys = {key: getattr(defaults, key) for key in OTHER_VALUES[loss]} | options
-    extra = [getattr(micro, EXTRA_ARGUMENT[loss])] if loss in EXTRA_ARGUMENT else []
-    inputs = micro.logprobs, micro.old_logprobs, micro.advantages, micro.mask
+    extra = [micro.named(EXTRA_ARGUMENT[loss])] if loss in EXTRA_ARGUMENT else []
+    inputs = micro.logprobs, micro.column("old_logprobs"), micro.column("advantages"), micro.mask
     return function("losses", loss)(*inputs, *extra, **keys)
 
 
@@ -212,7 +211,13 @@ def test_vespo_reads_loss_weights_and_is_not_multiplied_by_them():
     micro = micro_batch(loss_weights=weights)
     value, _ = run(micro, loss="vespo")
     keys = {key: getattr(config_of().objective, key) for key in OTHER_VALUES["vespo"]}
-    inputs = micro.logprobs, micro.old_logprobs, micro.advantages, micro.mask, micro.lengths
+    inputs = (
+        micro.logprobs,
+        micro.column("old_logprobs"),
+        micro.column("advantages"),
+        micro.mask,
+        micro.lengths,
+    )
     weighted, _ = function("losses", "vespo")(*inputs, weights, **keys)
     assert same_value_and_gradient(micro, value, mean(micro, weighted))
     assert not same_value_and_gradient(micro, value, mean(micro, token_loss_of("vespo", micro)[0]))
@@ -221,7 +226,7 @@ def test_vespo_reads_loss_weights_and_is_not_multiplied_by_them():
 def test_loss_weights_leave_kl_and_entropy_alone():
     weighted, plain = micro_batch(loss_weights=torch.zeros(60)), micro_batch()
     value, metrics = run(weighted, loss="ppo", kl_coef=0.3, entropy_coef=0.2)
-    divergence = kl(weighted.logprobs, weighted.ref_logprobs, weighted.mask, estimator="k3")
+    divergence = kl(weighted.logprobs, weighted.column("ref_logprobs"), weighted.mask, estimator="k3")
     assert same_value_and_gradient(
         weighted, value, 0.3 * mean(weighted, divergence) - 0.2 * mean(weighted, weighted.entropy)
     )
@@ -233,8 +238,10 @@ def test_loss_weights_leave_kl_and_entropy_alone():
 def test_the_kl_term(estimator, aggregation):
     micro = micro_batch()
     value, metrics = run(micro, loss="ppo", aggregation=aggregation, kl_coef=0.3, kl_estimator=estimator)
-    options = dict(estimator=estimator, old_logprobs=micro.old_logprobs)
-    divergence = mean(micro, kl(micro.logprobs, micro.ref_logprobs, micro.mask, **options), aggregation)
+    options = dict(estimator=estimator, old_logprobs=micro.column("old_logprobs"))
+    divergence = mean(
+        micro, kl(micro.logprobs, micro.column("ref_logprobs"), micro.mask, **options), aggregation
+    )
     pg_loss = mean(micro, token_loss_of("ppo", micro)[0], aggregation)
     assert same_value_and_gradient(micro, value, pg_loss + 0.3 * divergence)
     assert metrics["actor/kl_loss"].item() == pytest.approx(divergence.item(), rel=1e-6)
@@ -245,7 +252,7 @@ def test_without_a_kl_term_no_reference_policy_is_wanted():
     micro = micro_batch(ref_logprobs=None)
     value, metrics = run(micro, loss="ppo")
     assert value.isfinite() and "actor/kl_loss" not in metrics
-    with pytest.raises(AttributeError, match="no ref_logprobs"):
+    with pytest.raises(ValueError, match="no ref_logprobs"):
         run(micro, loss="ppo", kl_coef=0.1)
 
 
@@ -273,10 +280,10 @@ def test_the_off_policy_mask_multiplies_the_loss_of_each_token():
     micro = micro_batch(rollout_logprobs=engine)
     token_loss, _ = token_loss_of("ppo", micro)
     for column in ("rollout_logprobs", "old_logprobs"):
-        inputs = micro.logprobs, getattr(micro, column), micro.advantages, micro.mask, micro.lengths
+        inputs = micro.logprobs, micro.column(column), micro.column("advantages"), micro.mask, micro.lengths
         unmasked = off_policy_mask(*inputs, bound=0.15)
         value, metrics = run(micro, loss="ppo", off_policy_mask=0.15, kl_coef=0.1)
-        divergence = kl(micro.logprobs, micro.ref_logprobs, micro.mask, estimator="k3")
+        divergence = kl(micro.logprobs, micro.column("ref_logprobs"), micro.mask, estimator="k3")
         expected = mean(micro, unmasked * token_loss) + 0.1 * mean(micro, divergence)
         assert same_value_and_gradient(micro, value, expected)
         share = float((1 - unmasked).sum()) / TOTALS.num_tokens
@@ -302,12 +309,12 @@ def test_masked_tokens_may_hold_nan_in_every_column():
     dirty = micro_batch(
         **{name: getattr(example(), name).masked_fill(nothing, float("nan")) for name in columns}
     )
-    dirty.logprobs = micro_batch().logprobs.detach().requires_grad_()
+    dirty.outputs["logprobs"] = micro_batch().logprobs.detach().requires_grad_()
     clean = micro_batch()
     for micro in (dirty, clean):
         value, _ = run(micro, loss="ppo", kl_coef=0.1)
         value.backward()
-        micro.values = value
+        micro.outputs["values"] = value
     assert torch.equal(dirty.values, clean.values) and torch.equal(dirty.logprobs.grad, clean.logprobs.grad)
 
 

@@ -51,7 +51,7 @@ def chunked(hidden, weight, targets, upstream, *, keeps=None, **options):
     """The same four of linear_logprobs."""
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
     masks = None if keeps is None else sampling_masks(keeps)
-    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, masks=masks, **options)
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, logits_filter=masks, **options)
     torch.autograd.backward([logprobs, entropy], list(upstream))
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
@@ -111,7 +111,9 @@ def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk
         assert found[0][1] == found[1][1] == 0  # a set of one token
         logits, masks = logits.masked_fill(~keeps, -torch.inf), sampling_masks(keeps)
     hidden.requires_grad_()
-    squares = linear_logprobs(hidden, weight, targets, **head, group=group, chunk=chunk, masks=masks)[2]
+    squares = linear_logprobs(hidden, weight, targets, **head, group=group, chunk=chunk, logits_filter=masks)[
+        2
+    ]
     torch.testing.assert_close(squares.double(), logits.softmax(-1).square().sum(-1), rtol=2 * error, atol=0)
     assert not squares.requires_grad
 

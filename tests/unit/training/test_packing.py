@@ -49,14 +49,14 @@ def test_a_row_of_samples_by_hand():
     assert micro.lengths.tolist() == [2, 3, 0]
     assert micro.column_index.tolist() == [3, 4, 0, 1, 2]
     assert set(micro.columns) == {"mask", "advantages"}
-    assert micro.advantages.tolist() == [103, 104, 100, 101, 102]
+    assert micro.column("advantages").tolist() == [103, 104, 100, 101, 102]
     assert micro.mask.tolist() == [1, 1, 1, 0, 1]
     # Megatron requires these types.
     for name in ("tokens", "position_ids", "predict_at", "targets", "column_index", "lengths"):
         assert getattr(micro, name).dtype == torch.int64
     for tensor in (micro.attention.cu_seqlens_q, micro.attention.cu_seqlens_kv, micro.bounds):
         assert tensor.dtype == torch.int32
-    assert micro.advantages.dtype == torch.float32
+    assert micro.column("advantages").dtype == torch.float32
 
 
 def test_layouts_are_cached_without_columns():
@@ -66,7 +66,7 @@ def test_layouts_are_cached_without_columns():
     batch.labels = torch.tensor([7.0, 8.0, 9.0])
     second = pack(batch, [2, 0], multiple=4, device=CPU)
     assert second.tokens is first.tokens
-    assert second.advantages.tolist() == [-103, -104, -100, -101, -102]
+    assert second.column("advantages").tolist() == [-103, -104, -100, -101, -102]
     assert first.labels is None and second.labels.tolist() == [9, 7]
     assert pack(batch, [0, 2], multiple=4, device=CPU).targets.tolist() == [13, 14, 15, 34, 35]
 
@@ -86,7 +86,13 @@ def test_an_empty_micro_batch_is_only_padding(multiple):
     assert micro.tokens.tolist() == [[0] * multiple]
     assert micro.position_ids.tolist() == [list(range(multiple))]
     assert micro.attention.cu_seqlens_q.tolist() == [0, multiple]
-    for tensor in (micro.predict_at, micro.targets, micro.lengths, micro.column_index, micro.advantages):
+    for tensor in (
+        micro.predict_at,
+        micro.targets,
+        micro.lengths,
+        micro.column_index,
+        micro.column("advantages"),
+    ):
         assert tensor.shape == (0,)
     assert micro.predict_at.dtype == micro.targets.dtype == micro.lengths.dtype == torch.int64
 
@@ -156,11 +162,8 @@ def test_every_response_token_of_a_planned_batch_is_packed_once():
 
 def test_an_absent_column_is_named_with_present_ones():
     micro = pack(example_batch(), [0], multiple=1, device=CPU)
-    with pytest.raises(
-        AttributeError, match="this micro-batch has no ref_logprobs; its columns are mask, advantages"
-    ):
-        micro.ref_logprobs  # noqa: B018
-    assert not hasattr(micro, "old_logprobs") and micro.logprobs is None
+    with pytest.raises(ValueError, match="no ref_logprobs; its columns are mask, advantages"):
+        micro.column("ref_logprobs")
 
 
 # Plans and rows ---------------------------------------------------------------------------------------------

@@ -53,9 +53,8 @@ def test_rotation_equals_megatrons_at_the_same_positions(module, hf, adjacent, d
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(10, 3, DIM, generator=generator).to(dtype).requires_grad_()
     upstream = torch.randn(10, 3, DIM, generator=generator).to(dtype)
-    found = rotary._apply(
-        x, rotation, SimpleNamespace(multi_latent_attention=adjacent, apply_rope_fusion=False)
-    )
+    rotates = dict(apply_rope_fusion=False, rotate=rotary._Rotate.apply)
+    found = rotary._apply(x, rotation, SimpleNamespace(multi_latent_attention=adjacent, **rotates))
     expected = _apply_rotary_pos_emb_bshd(
         x, emb[POSITIONS[0], 0], multi_latent_attention=adjacent, mscale=scale
     )
