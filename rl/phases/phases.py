@@ -29,7 +29,7 @@ from rl.phases.scoring import Scoring
 from rl.phases.step_record import StepRecord
 from rl.phases.updates import Updates
 from rl.rollout.sampling import greedy_sampling
-from rl.training.loss import Loss, LossFunction, SelectionFunction, TokenSelection
+from rl.training.loss import Loss, LossFunction, TokenSelection
 from rl.training.micro_batch_plans import Cost
 
 if TYPE_CHECKING:  # only for runs with a teacher
@@ -195,7 +195,7 @@ class Phases:
         batch: Batch,
         loss: Loss | LossFunction,
         *,
-        select_tokens: TokenSelection | SelectionFunction | None = None,
+        select_tokens: TokenSelection | None = None,
         mismatched: Batch | None = None,
     ) -> None:
         """Update the policy on the batch's mini-batches. See `Updates.policy`."""

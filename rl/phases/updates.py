@@ -26,7 +26,7 @@ from rl.phases.policy_gradient import with_entropy_bonus
 from rl.phases.step_record import StepRecord
 from rl.rollout.sampling import seed_of
 from rl.training.learning_rate import RateSchedule
-from rl.training.loss import Loss, LossFunction, SelectionFunction, TokenSelection, Totals
+from rl.training.loss import Loss, LossFunction, TokenSelection, Totals
 from rl.training.packing import MicroBatch
 
 
@@ -71,7 +71,7 @@ class Updates:
         batch: Batch,
         loss: Loss | LossFunction,
         *,
-        select_tokens: TokenSelection | SelectionFunction | None = None,
+        select_tokens: TokenSelection | None = None,
         mismatched: Batch | None = None,
     ) -> None:
         """Update the policy.
@@ -103,7 +103,7 @@ class Updates:
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
             number = policy.num_updates - first_update
             if select_tokens is not None:
-                self._select_tokens(batch, plan, TokenSelection.of(select_tokens), number=number)
+                self._select_tokens(batch, plan, select_tokens, number=number)
             if mismatched is not None:
                 yield loss.given(kl=self._mismatch_kl(mismatched, others[plans.index(plan)]))
             elif rest is not None and number == 0:

@@ -29,8 +29,7 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function with its properties. Where a run takes a Loss, it takes a plain function too
-    (`Loss.of`)."""
+    """A loss function with its properties."""
 
     function: LossFunction
     reads: tuple[str, ...] | None = None
@@ -42,9 +41,8 @@ class Loss:
 
     @classmethod
     def of(cls, loss: "Loss | LossFunction") -> "Loss":
-        """Return the loss, or the Loss of a plain function; its attribute `reads`, if any, is that of the
-        Loss."""
-        return loss if isinstance(loss, cls) else cls(loss, reads=getattr(loss, "reads", None))
+        """Return the loss, or the Loss of a plain function, which reads all outputs."""
+        return loss if isinstance(loss, cls) else cls(loss)
 
     def __call__(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         return self.function(micro, totals, **self.defaults)
@@ -61,15 +59,8 @@ SelectionFunction = Callable[[Batch, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Selects the tokens of a mini-batch that a loss treats differently. Where a run takes a TokenSelection,
-    it takes a plain function too (`TokenSelection.of`)."""
+    """Selects the tokens of a mini-batch that a loss treats differently."""
 
     function: SelectionFunction
     reads: str = "logprobs"
     """Name of the output."""
-
-    @classmethod
-    def of(cls, select: "TokenSelection | SelectionFunction") -> "TokenSelection":
-        """Return the selection, or that of a plain function; its attribute `reads`, if any, is that of the
-        selection."""
-        return select if isinstance(select, cls) else cls(select, getattr(select, "reads", "logprobs"))

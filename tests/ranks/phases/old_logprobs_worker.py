@@ -123,7 +123,7 @@ def step(overrides: list[str], *, separate: bool) -> tuple[dict, dict, dict]:
 
 
 def selected_step(*, plain: bool) -> tuple[dict, dict, dict]:
-    """Learn from tokens of high entropy, with plain functions or with the classes that they stand for."""
+    """Learn from tokens of high entropy, by a plain function or by a Loss that names what it reads."""
     phases, batch = begun(["training.prompts_per_minibatch=4"], separate=False)
 
     def loss(micro, totals):
@@ -133,11 +133,8 @@ def selected_step(*, plain: bool) -> tuple[dict, dict, dict]:
         assert len(entropy) == len(samples.mask)
         return entropy > entropy.median()
 
-    loss.reads, select.reads = ("logprobs",), "entropy"
-    if plain:
-        phases.update(batch, loss, select_tokens=select)
-    else:
-        phases.update(batch, Loss(loss, reads=loss.reads), select_tokens=TokenSelection(select, select.reads))
+    chosen = loss if plain else Loss(loss, reads=("logprobs",))
+    phases.update(batch, chosen, select_tokens=TokenSelection(select, "entropy"))
     return results(phases, batch)
 
 
