@@ -309,8 +309,7 @@ def samples(rng: random.Random, num_prompts: int, per_prompt: int, *, empty: flo
         rollout_logprobs=torch.tensor([-rng.gammavariate(9.0, 0.5) for _ in range(total)]),
         scores=scores,
         rewards=scores.clone(),
-        labels=(scores > 0.4).float(),
-        baselines=torch.rand(num_prompts)[owners],
+        extra={"labels": (scores > 0.4).float(), "baselines": torch.rand(num_prompts)[owners]},
         score_details={"failed": torch.zeros(len(lengths))},
     )
 

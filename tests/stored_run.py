@@ -41,7 +41,7 @@ def batch(seed: int = 0, *, agents: bool = False) -> Batch:
         truncated=torch.tensor([False, True] * 3),
         prompts=prompts,
         turns=turns,
-        turn_rewards=None if turns is None else torch.rand(count),
+        extra={} if turns is None else {"turn_rewards": torch.rand(count)},
         mask=None if turns is None else (turns > 0).float(),
         rollout_logprobs=-torch.rand(count),
         weight_versions=torch.full((count,), seed, dtype=torch.int32),

@@ -51,7 +51,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config, kl: float):
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.column("ref_logprobs"), micro.mask, micro.lengths)
     weights = dict(desirable_weight=goal.desirable_weight, undesirable_weight=goal.undesirable_weight)
-    value, margin = kto_loss(ratios, micro.labels, beta=goal.beta, kl=kl, **weights)
+    value, margin = kto_loss(ratios, micro.column("labels"), beta=goal.beta, kl=kl, **weights)
 
     def mean(x):
         return torch.where(enters, x, 0.0).sum() / totals.num_samples

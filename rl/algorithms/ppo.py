@@ -44,8 +44,13 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
         lengths = batch.trajectory_lengths
-        advantages, batch.returns = gae(
-            batch.token_rewards, batch.old_values, lengths, batch.mask, gamma=goal.gamma, lam=goal.lam
+        advantages, batch.extra["returns"] = gae(
+            batch.token_rewards,
+            batch.column("old_values"),
+            lengths,
+            batch.mask,
+            gamma=goal.gamma,
+            lam=goal.lam,
         )
         batch.advantages = whiten(advantages, batch.mask) if goal.whiten else advantages
     phases.update_critic(batch)

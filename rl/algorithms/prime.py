@@ -47,7 +47,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     with phases.timed("adv"):
         batch.advantages = prime(
             process_rewards,
-            batch.labels,
+            batch.column("labels"),
             batch.groups,
             batch.lengths,
             batch.mask,
@@ -60,8 +60,8 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 def of_medium_difficulty(phases: Phases, batch: Batch) -> Batch:
     """Return the groups whose mean outcome is within the bounds, possibly none; `labels` are the outcomes."""
-    batch.labels = batch.outcomes.clamp(0, 1)
-    means = segment_mean(batch.labels, batch.groups.bincount())
+    batch.extra["labels"] = labels = batch.outcomes.clamp(0, 1)
+    means = segment_mean(labels, batch.groups.bincount())
     bounds = phases.config.implicit_reward
     kept = ((means >= bounds.min_accuracy) & (means <= bounds.max_accuracy)).nonzero().squeeze(1).tolist()
     phases.metrics["prime/kept_groups"] = len(kept)
@@ -76,7 +76,7 @@ def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.column("implicit_ref_logprobs"), micro.mask, micro.lengths)
     # An excluded sample has log-ratio 0. With label 1 that counts as inaccurate, so it adds nothing.
-    labels = torch.where(enters, micro.labels, 1.0)
+    labels = torch.where(enters, micro.column("labels"), 1.0)
     value, stats = outcome_loss(ratios, labels, beta=config.implicit_reward.beta)
     total = torch.where(enters, value, 0.0).sum() / totals.num_samples
     return total, {

@@ -26,7 +26,7 @@ DEFAULTS = {
 def collect(phases: Phases) -> Batch:
     prompts = phases.draw_prompts()
     batch = phases.generate(prompts)
-    batch.baselines = phases.greedy_rewards(prompts)[batch.groups]
+    batch.extra["baselines"] = phases.greedy_rewards(prompts)[batch.groups]
     phases.score_samples(batch)
     return batch
 

@@ -34,7 +34,7 @@ def collect(phases: Phases) -> Batch:
 
 def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
-    batch.labels = win_rates(batch.rewards, batch.groups)
+    batch.extra["labels"] = win_rates(batch.rewards, batch.groups)
     phases.update(batch, partial(loss, config=phases.config))
 
 
@@ -47,7 +47,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config):
     ratios = log_ratios(
         micro.logprobs, micro.column("old_logprobs"), micro.mask, micro.lengths
     )  # 0 if excluded
-    losses = sppo_loss(ratios, micro.labels, eta=1 / config.preference.beta)
+    losses = sppo_loss(ratios, micro.column("labels"), eta=1 / config.preference.beta)
     total = torch.where(enters, losses, 0.0).sum() / totals.num_samples
     return total, {
         "preference/loss": total,

@@ -106,7 +106,7 @@ def check_advantages(batch: Batch, config: Config) -> None:
         for sample, value in zip(group, own) if math.isfinite(size) else ():
             pairs.append((sample, np.broadcast_to(value, int(sample.counted.sum()))))
             sizes.append(size)
-    if samples.returns is not None:
+    if "returns" in samples.extra:
         for sample, own in pairs:
             _compare(samples, sample, "returns", own + sample.tokens("old_values"), config)
     if estimator.function in WHITENED and (estimator.function != "gae" or goal.whiten):

@@ -264,11 +264,11 @@ def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
 
 def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
     """Check that tokens which the engine sampled too rarely have weights of 1 or more, and vice versa."""
-    assert batch.loss_weights is not None and batch.old_logprobs is not None and batch.mask is not None
+    assert batch.old_logprobs is not None and batch.mask is not None
     gap = torch.where(batch.mask > 0, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
     if of_samples:
         gap = segment_sum(gap, batch.lengths).repeat_interleave(batch.lengths)
-    weights = batch.loss_weights.double()
+    weights = batch.column("loss_weights").double()
     product = torch.where((batch.mask > 0) & (weights > 0), (weights - 1) * gap, 0.0)
     if float(product.min() if len(product) else 0) < -1e-6:
         token = int(product.argmin())

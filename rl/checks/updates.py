@@ -305,7 +305,7 @@ def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
         targets=micro.targets[tokens],
         column_index=micro.column_index[tokens],
         columns={name: column[tokens] for name, column in micro.columns.items()},
-        labels=None if micro.labels is None else micro.labels[samples],
+        sample_columns={name: column[samples] for name, column in micro.sample_columns.items()},
         outputs={name: found[tokens] for name, found in micro.outputs.items()},
     )
 

@@ -7,7 +7,7 @@ which are None before.
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.data.columns import Column, per_sample, per_token
+from rl.data.columns import EXTRA, Column, per_sample, per_token
 from rl.data.held import HeldColumn, concatenate_columns
 from rl.data.messages import Messages
 from rl.data.prompts import Prompt
@@ -39,8 +39,6 @@ class Batch:
     turns: Tensor | None = per_token(torch.int32, stored="int32")
     """Number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given to it
     (minus the index of their source in `rl.rollout.samples.SOURCES`). None: responses of one turn."""
-    turn_rewards: Tensor | None = per_token(stored="float32")
-    """Reward of each turn by its environment on the turn's last token, 0 elsewhere; filled with `turns`."""
     mask: Tensor | None = per_token(in_loss=True, stored="int8")
     """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
     rollout_logprobs: Tensor | None = per_token(in_loss=True, stored="float32")
@@ -53,29 +51,9 @@ class Batch:
     """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
     ref_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     """Log-prob by the reference policy."""
-    teacher_logprobs: Tensor | None = per_token()
-    """Log-prob by the sample's teacher."""
-    baselines: Tensor | None = per_sample(stored="float32", stored_as="baseline")
-    """Only for remax: the reward of the greedy response to the sample's prompt."""
     advantages: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
-    loss_weights: Tensor | None = per_token(in_loss=True)
-    """Importance weight of each token's loss, for the mismatch between engine and trainer."""
-    selected_tokens: Tensor | None = per_token(in_loss=True)
-    """1 for tokens that a loss treats differently, selected by statistics over the whole mini-batch."""
-    old_values: Tensor | None = per_token(in_loss=True)
-    """Critic's value of the state before each token, before this step's updates."""
-    returns: Tensor | None = per_token(in_loss=True)
-    """Regression target of the critic."""
-    implicit_ref_logprobs: Tensor | None = per_token(in_loss=True)
-    """Log-prob by the initial implicit reward model, only for prime."""
-    trajectory_tokens: Tensor | None = per_token(in_loss=True)
-    """Number of counted tokens in the trajectory of each token, if a trajectory has several rows."""
     token_rewards: Tensor | None = per_token()
     """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
-    sum_p_squared: Tensor | None = per_token()
-    """Sum of the squared probabilities over the vocabulary, at each token."""
-    labels: Tensor | None = per_sample(stored="float32", stored_as="label")
-    """Target of a loss per sample, such as 1 for a correct response and 0 for a wrong one."""
     samples_per_unit: int = 1
     """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
     generated_by: Tensor | None = per_sample(torch.int64)
@@ -93,6 +71,8 @@ class Batch:
     """Scores after penalties and the KL term. Advantages are computed from them."""
     score_details: dict[str, Tensor] = field(default_factory=dict)
     """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """Columns of single algorithms and options by name (`rl.data.columns.EXTRA`), once they are filled."""
     held: dict[str, HeldColumn] = field(default_factory=dict)
     """Columns whose rows only some ranks have, by name."""
     conversations: list[Messages] | None = None
@@ -103,6 +83,7 @@ class Batch:
     def __post_init__(self):
         if self.mask is None:
             self.mask = torch.ones(int(self.lengths.sum()))
+        self.extra = dict(self.extra)  # a copy by `replace` has its own
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -169,7 +150,7 @@ class Batch:
         merged = replace(self, held={}, trajectories=None, digests=None, score_digests=None).select(firsts)
         tokens = {name: value for name, value in self.columns().items() if COLUMNS[name].is_per_token}
         response_ids = [np.concatenate([self.response_ids[i] for i in own]) for own in rows]
-        return replace(merged, response_ids=response_ids, **tokens)
+        return replace(merged, response_ids=response_ids).with_columns(tokens)
 
     def last_turn(self, sample: int) -> np.ndarray:
         """Return the tokens of a sample's last turn, int32; all of its response if it has no turns."""
@@ -197,15 +178,15 @@ class Batch:
         """Return these samples, in this order, with all filled columns."""
         index, tokens = torch.tensor(samples, dtype=torch.int64), self.tokens_of(samples)
         lists = {name: values for name in LISTS if (values := getattr(self, name)) is not None}
-        return replace(
-            self,
+        columns = {
+            name: value[tokens if COLUMNS[name].is_per_token else index]
+            for name, value in self.columns().items()
+        }
+        return self.with_columns(
+            columns,
             score_details={name: column[index] for name, column in self.score_details.items()},
             held={name: column.select(samples) for name, column in self.held.items()},
             **{name: [values[i] for i in samples] for name, values in lists.items()},
-            **{
-                name: value[tokens if COLUMNS[name].is_per_token else index]
-                for name, value in self.columns().items()
-            },
         )
 
     def hash_samples(self) -> Tensor:
@@ -228,15 +209,36 @@ class Batch:
 
     def columns(self) -> dict[str, Tensor]:
         """Return the filled token and sample columns by name."""
-        return {name: value for name in COLUMNS if (value := getattr(self, name)) is not None}
+        own = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
+        return own | self.extra
+
+    def column(self, name: str) -> Tensor:
+        """Return a column. Raises ValueError if no phase has filled it."""
+        columns = self.columns()
+        if name not in columns:
+            raise ValueError(f"the batch has no {name}; its columns are {', '.join(columns)}")
+        return columns[name]
+
+    def with_columns(self, columns: Mapping[str, Tensor], **changes: Any) -> "Batch":
+        """Return a copy with these columns and, in `changes`, other fields."""
+        extra = self.extra | {name: value for name, value in columns.items() if name in EXTRA}
+        own = {name: value for name, value in columns.items() if name not in EXTRA}
+        return replace(self, extra=extra, **own, **changes)
 
     def named(self, name: str) -> Any:
         """Return the column or property of this name, which a formula reads; None if there is none."""
-        return getattr(self, name, None)
+        return self.extra[name] if name in self.extra else getattr(self, name, None)
 
     def loss_columns(self) -> dict[str, Tensor]:
-        """Return the filled columns that losses may read."""
-        return {name: column for name, column in self.columns().items() if COLUMNS[name].in_loss}
+        """Return the filled token columns that losses may read."""
+        return {name: column for name, column in self.columns().items() if name in LOSS_COLUMNS}
+
+    def loss_sample_columns(self) -> dict[str, Tensor]:
+        """Return the filled sample columns that losses may read."""
+        columns = self.columns().items()
+        return {
+            name: column for name, column in columns if COLUMNS[name].in_loss and name not in LOSS_COLUMNS
+        }
 
     def keep_groups(self, groups: list[int]) -> "Batch":
         """Return the samples of these groups, renumbered from 0 in the given order.
@@ -266,11 +268,13 @@ class Batch:
         return torch.where(accuracy.isnan(), worth, accuracy)
 
 
-COLUMNS: dict[str, Column] = {
+FIELDS: dict[str, Column] = {
     each.name: each.metadata["column"] for each in fields(Batch) if "column" in each.metadata
 }
+"""The columns that every algorithm has, by name."""
+COLUMNS = FIELDS | EXTRA
 """The token and sample columns by name."""
-LOSS_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.in_loss)
+LOSS_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.in_loss and column.is_per_token)
 """Token columns that losses may read."""
 LISTS = ("prompt_ids", "response_ids", "conversations", "feedback")
 """Fields with a list of N entries."""
@@ -318,13 +322,13 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     names = {name for batch in batches for name in batch.score_details}
     missing = torch.tensor(float("nan"))
     shared = [name for name in first.columns() if name not in ("groups", "trajectories")]
-    columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in shared}
+    columns = {name: torch.cat([batch.column(name) for batch in batches]) for name in shared}
     if any(batch.trajectories is not None for batch in batches):
         rows = [torch.arange(len(b)) if b.trajectories is None else b.trajectories for b in batches]
         columns["trajectories"] = _renumber(rows)
     columns["groups"] = _renumber([batch.groups for batch in batches], [len(b.prompts) for b in batches])
-    return replace(
-        first,
+    return first.with_columns(
+        columns,
         prompts=[prompt for batch in batches for prompt in batch.prompts],
         score_details={
             name: torch.cat([batch.score_details.get(name, missing.expand(len(batch))) for batch in batches])
@@ -335,7 +339,6 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
             name: None if None in (parts := [getattr(batch, name) for batch in batches]) else sum(parts, [])
             for name in LISTS
         },
-        **columns,
     )
 
 

@@ -23,10 +23,11 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
     bound = correction.truncate_tokens or correction.truncate_samples or correction.icepop_high
     upper = bound or rollout_correction.USUAL_UPPER
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
-    batch.loss_weights = loss_weights(correction, *pair, lengths, mask)
-    if batch.loss_weights is not None:
+    weights = loss_weights(correction, *pair, lengths, mask)
+    if weights is not None:
+        batch.extra["loss_weights"] = weights
         check_loss_weights(batch, of_samples=correction.weighs_samples)
-        metrics["rollout_corr/weight_mean"] = token_mean(batch.loss_weights, mask)
+        metrics["rollout_corr/weight_mean"] = token_mean(weights, mask)
     kept = mask
     for criterion in correction.rejections:  # each reads the mask as it was before any rejection
         options = dict(level=criterion.level, statistic=criterion.statistic)

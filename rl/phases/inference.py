@@ -62,7 +62,8 @@ class Inference:
         else:
             names = (*OUTPUTS, "sum_p_squared") if needs_squares else OUTPUTS
             outputs = self._pass(policy, batch, names, "old_log_prob", "logp")
-            batch.sum_p_squared = outputs[2] if needs_squares else None
+            if needs_squares:
+                batch.extra["sum_p_squared"] = outputs[2]
             self.fill_old_logprobs(batch, *outputs[:2])
         if needs_reference(config):
             self.reference(batch)
@@ -154,7 +155,7 @@ class Inference:
     def values(self, batch: Batch) -> None:
         """Fill `old_values`: the critic's values before this step's updates."""
         critic = self._engines.training["critic"]
-        (batch.old_values,) = self._pass(critic, batch, ("values",), "values", "values")
+        (batch.extra["old_values"],) = self._pass(critic, batch, ("values",), "values", "values")
         self._filled_at["critic"] = critic.num_updates
 
     def present_logprobs(self, batch: Batch) -> Tensor:
@@ -176,10 +177,9 @@ class Inference:
         """
         model, timing = self._engines.training["implicit_reward"], "implicit_reward"
         (logprobs,) = self._pass(model, batch, ("logprobs",), timing, timing)
-        (batch.implicit_ref_logprobs,) = self._pass(
-            model, batch, ("logprobs",), timing, timing, of_reference=True
-        )
-        rewards = self._config.implicit_reward.beta * (logprobs - batch.implicit_ref_logprobs)
+        (initial,) = self._pass(model, batch, ("logprobs",), timing, timing, of_reference=True)
+        batch.extra["implicit_ref_logprobs"] = initial
+        rewards = self._config.implicit_reward.beta * (logprobs - initial)
         self._step.metrics["implicit_reward/reward/mean"] = token_mean(rewards, batch.mask)
         return rewards
 

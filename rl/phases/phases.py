@@ -114,7 +114,7 @@ class Phases:
         rows: list[Labelled] = self.draw_prompts()
         ids, masks = [row.prompt_ids for row in rows], [row.response_mask for row in rows]
         batch = given_responses(ids, [row.response_ids for row in rows], masks)
-        batch.labels = torch.tensor([float(row.label) for row in rows])
+        batch.extra["labels"] = torch.tensor([float(row.label) for row in rows])
         return self._with_lengths_logged(batch)
 
     def mismatched(self, batch: Batch) -> Batch:

@@ -56,7 +56,7 @@ class Teaching:
                 with context:
                     (found,) = model.forward(read, [plan], ("logprobs",))
                 total += found
-        batch.teacher_logprobs = total
+        batch.extra["teacher_logprobs"] = total
         self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.mask)
 
     def distributions(self, batch: Batch) -> None:

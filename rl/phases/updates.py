@@ -125,15 +125,15 @@ class Updates:
 
     def critic(self, batch: Batch) -> None:
         """Update the critic with the value loss; reads `returns` and `old_values`."""
-        assert batch.old_values is not None
         loss = Loss(partial(critic_loss, clip=self._config.critic.value_clip), reads=("values",))
         schedule = self._begin("critic", self._config.critic.optimizer)
         means = self._learn("critic", batch, loss, schedule, timing="update_critic")
         metrics, counted = self._step.metrics, batch.mask > 0
+        values, returns = batch.column("old_values"), batch.column("returns")
         metrics |= _prefixed("critic", means)
-        metrics |= spread("critic/values", batch.old_values[counted])
-        metrics |= spread("critic/returns", batch.returns[counted])
-        metrics["critic/vf_explained_var"] = explained_variance(batch.old_values, batch.returns, batch.mask)
+        metrics |= spread("critic/values", values[counted])
+        metrics |= spread("critic/returns", returns[counted])
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns, batch.mask)
 
     def implicit_reward(self, batch: Batch, loss: Loss | LossFunction) -> None:
         """Update the implicit reward model; reads `labels` and `implicit_ref_logprobs`."""
@@ -159,11 +159,11 @@ class Updates:
     def _complete(self, batch: Batch) -> None:
         """Fill the columns that are computed from others: the teacher's part of the advantages, and the sizes
         of trajectories."""
-        if batch.teacher_logprobs is not None:
+        if "teacher_logprobs" in batch.extra:
             self._add_teacher(batch)
         if batch.trajectories is not None:
             counts = segment_sum(batch.mask.double(), batch.trajectory_lengths)
-            batch.trajectory_tokens = expand(batch.of_trajectories(counts).float(), batch.lengths)
+            batch.extra["trajectory_tokens"] = expand(batch.of_trajectories(counts).float(), batch.lengths)
 
     def _log_batch(self, batch: Batch, plans: list[MinibatchPlan]) -> None:
         """Log the advantages, and how evenly the ranks share the tokens."""
@@ -180,14 +180,14 @@ class Updates:
 
         assert batch.advantages is not None and batch.old_logprobs is not None
         coef = self._config.teacher.advantage_coef
-        added = log_ratio_advantages(batch.teacher_logprobs, batch.old_logprobs, coef=coef)
+        teacher_logprobs = batch.extra.pop("teacher_logprobs")  # a second update must not add them again
+        added = log_ratio_advantages(teacher_logprobs, batch.old_logprobs, coef=coef)
         added = torch.where(batch.mask > 0, added, 0.0)
         parts = {"reward": batch.advantages, "teacher": added}
         for name, part in parts.items():
             self._step.metrics[f"teacher/advantage_of_{name}/mean"] = token_mean(part, batch.mask)
             self._step.metrics[f"teacher/advantage_of_{name}/abs"] = token_mean(part.abs(), batch.mask)
         batch.advantages = batch.advantages + added
-        batch.teacher_logprobs = None  # a second update must not add them again
 
     def _learn(
         self,
@@ -210,7 +210,7 @@ class Updates:
         lr = schedule.rate(step.number)
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
-        size = token_mean(batch.old_values.abs(), batch.mask) if name == "critic" else 1.0
+        size = token_mean(batch.column("old_values").abs(), batch.mask) if name == "critic" else 1.0
         outputs = Outputs(is_first=self._inference.has_old_outputs(name, batch), size=size)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
@@ -256,9 +256,10 @@ class Updates:
         if number > 0 or self._config.rollout_correction.bypass or values is None:
             (values,) = self._engines.policy.forward(batch, [plan.micro_batches], (output,))
         index = batch.tokens_of(samples)
-        batch.selected_tokens = torch.zeros(len(batch.mask))
+        selected = torch.zeros(len(batch.mask))
         seed = seed_of(self._config.run.seed, "choose", self._step.number, number)
-        batch.selected_tokens[index] = select.function(batch.select(samples), values[index], seed).float()
+        selected[index] = select.function(batch.select(samples), values[index], seed).float()
+        batch.extra["selected_tokens"] = selected
 
 
 def critic_loss(micro: MicroBatch, totals: Totals, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -57,7 +57,7 @@ def batch_of(
     )
     if turns:
         batch.turns = turn_of
-        batch.turn_rewards = _joined([sample.rewards for sample in samples], np.float32)
+        batch.extra["turn_rewards"] = _joined([sample.rewards for sample in samples], np.float32)
     if any(sample.conversation is not None for sample in samples):
         batch.conversations = [sample.conversation or [] for sample in samples]
     outcomes = [sample.outcome or {} for sample in samples]

@@ -3,8 +3,8 @@
 The phases of a step are in the file of the algorithm, such as `rl.algorithms.grpo`.
 """
 
-import copy
 import time
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -219,7 +219,7 @@ class Training:
         batch = self._collect()
         cursor, phases = self._phases.cursor(), self._phases
         phases.step.is_committed = True
-        collected = copy.copy(batch)  # learn may change what the batch refers to
+        collected = replace(batch)  # learn may change what the batch refers to
         phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
             if batch.weight_versions is not None:  # pairs with the data's responses have none

@@ -113,8 +113,9 @@ def stored_arrays(collected: Batch, learned: Batch) -> dict[str, np.ndarray]:
 
     They share the memory of the batches, which no later phase writes to.
     """
-    sources = ((name, learned if column.learned else collected) for name, column in STORED.items())
-    return {name: values.numpy() for name, source in sources if (values := getattr(source, name)) is not None}
+    before, after = collected.columns(), learned.columns()
+    sources = ((name, after if column.learned else before) for name, column in STORED.items())
+    return {name: source[name].numpy() for name, source in sources if name in source}
 
 
 def columns_of(
@@ -259,10 +260,11 @@ class StoredBatches:
             values = values.flatten() if column.is_per_token else values
             return torch.from_numpy(values.to_numpy(zero_copy_only=False).copy()).to(column.dtype)
 
-        columns = {name: tensor(name) for name, column in STORED.items() if not column.learned}
+        found = {name: tensor(name) for name, column in STORED.items() if not column.learned}
+        columns = {name: column for name, column in found.items() if column is not None}
         for name in ("groups", "trajectories"):  # of a part of the step's samples
-            if (indices := columns[name]) is not None:
-                columns[name] = indices.unique(return_inverse=True)[1]
+            if name in columns:
+                columns[name] = columns[name].unique(return_inverse=True)[1]
         feedback = rows["feedback"] if any(text is not None for text in rows["feedback"]) else None
         if feedback is None and self._needs_feedback:
             raise ConfigError(
@@ -271,17 +273,19 @@ class StoredBatches:
             )
         firsts = [rows["group"].index(group) for group in sorted(set(rows["group"]))]
         details = [json.loads(text) for text in rows["score_details"]]
-        return Batch(
+        bare = Batch(
             prompt_ids=(prompt_ids := split("prompt_ids")),
             response_ids=split("response_ids"),
+            groups=columns["groups"],
+            truncated=columns["truncated"],
             prompts=[_prompt(rows, i, prompt_ids[i]) for i in firsts],
             score_details={
                 name: torch.tensor([values.get(name, float("nan")) for values in details])
                 for name in sorted({name for values in details for name in values})
             },
             feedback=feedback,
-            **columns,  # type: ignore[arg-type]
         )
+        return bare.with_columns(columns)
 
 
 def _prompt(rows: dict[str, list], i: int, token_ids: np.ndarray) -> Prompt:

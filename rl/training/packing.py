@@ -47,8 +47,8 @@ class MicroBatch:
     """int64 [R] on the CPU: indices of these tokens in the batch's token columns."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """The batch's token columns at these tokens, float32 [R] each."""
-    labels: Tensor | None = None
-    """The batch's labels of these samples, float32 [B]."""
+    sample_columns: dict[str, Tensor] = field(default_factory=dict)
+    """The batch's sample columns that losses read, for example `labels`, float32 [B] each."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """The model's outputs at these tokens, by name, [R, ...] each; on the last stage, after the pass."""
     extras: Extras = Extras()
@@ -61,15 +61,18 @@ class MicroBatch:
     """The groups of the whole row, with its padding."""
 
     def column(self, name: str) -> Tensor:
-        """Return a column, float32 [R]. Raises ValueError if no phase has filled it."""
-        if name not in self.columns:
-            filled = ", ".join(self.columns) or "none"
-            raise ValueError(f"this micro-batch has no {name}; its columns are {filled}")
-        return self.columns[name]
+        """Return a column, float32 [R], or [B] of `sample_columns`. Raises ValueError if it is not filled."""
+        columns = self.columns | self.sample_columns
+        if name not in columns:
+            raise ValueError(
+                f"this micro-batch has no {name}; its columns are {', '.join(columns) or 'none'}"
+            )
+        return columns[name]
 
     def named(self, name: str) -> Tensor | None:
         """Return the column or output of this name, or `lengths`; None if there is none."""
-        return self.lengths if name == "lengths" else (self.columns | self.outputs).get(name)
+        known = {"lengths": self.lengths, **self.columns, **self.sample_columns, **self.outputs}
+        return known.get(name)
 
     @property
     def mask(self) -> Tensor:
@@ -109,13 +112,13 @@ def pack(
 
 
 def with_columns(row: MicroBatch, batch: Batch) -> MicroBatch:
-    """Return a copy of the micro-batch with the current columns and labels of its batch."""
+    """Return a copy of the micro-batch with the current columns of its batch."""
     host = {name: column[row.column_index] for name, column in batch.loss_columns().items()}
-    if batch.labels is not None:
-        host["labels"] = batch.labels[row.samples]
-    device = row.tokens.device
-    columns = dict(zip(host, to_device([x.numpy() for x in host.values()], torch.float32, device)))
-    return replace(row, labels=columns.pop("labels", None), columns=columns, outputs={})
+    per_sample = {name: column[row.samples] for name, column in batch.loss_sample_columns().items()}
+    host |= per_sample
+    columns = dict(zip(host, to_device([x.numpy() for x in host.values()], torch.float32, row.tokens.device)))
+    per_sample = {name: columns.pop(name) for name in per_sample}
+    return replace(row, columns=columns, sample_columns=per_sample, outputs={})
 
 
 _LAYOUTS: WeakKeyDictionary[Batch, dict] = WeakKeyDictionary()

@@ -194,9 +194,9 @@ def old_is_new(bug: Bug, output: str) -> None:
         if output in (options["outputs"] or ()):
             index = batch.tokens_of([i for rank in plan for micro in rank for i in micro])
             (found,) = self.forward(batch, [plan], (output,))
-            column = getattr(batch, f"old_{output}")
-            if column is not None:
-                setattr(batch, f"old_{output}", column.index_copy(0, index, found[index]))
+            name = f"old_{output}"
+            if name in batch.columns():
+                batch.column(name)[index] = found[index]
         return update(self, batch, plan, loss, **options)
 
 
@@ -206,7 +206,7 @@ def old_is_new(bug: Bug, output: str) -> None:
 def values_of_the_wrong_positions(bug: Bug, values, self, batch):
     """Values were taken from the wrong part of the sequences."""
     values(self, batch)
-    batch.old_values = batch.old_values.roll(1)
+    batch.extra["old_values"] = batch.extra["old_values"].roll(1)
 
 
 @exhibit("InternLM/xtuner#2095", overrides=("model.dtype=bfloat16",))

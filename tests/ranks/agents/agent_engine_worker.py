@@ -136,7 +136,7 @@ class Checks:
         assert torch.equal(batch.mask > 0, batch.turns > 0) and 0 < batch.mask.mean() < 1
         rewards = torch.tensor([0.25 * TURNS] * 12)
         assert torch.allclose(
-            torch.stack([r.sum() for r in batch.turn_rewards.split(batch.lengths.tolist())]), rewards
+            torch.stack([r.sum() for r in batch.extra["turn_rewards"].split(batch.lengths.tolist())]), rewards
         )
         assert torch.equal(batch.score_details["score"], rewards)
         plan = plan_minibatch(batch, list(range(12)), dp=self.trainer.grid.dp, max_tokens=2048)

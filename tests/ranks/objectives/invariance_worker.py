@@ -219,9 +219,9 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
     batch.advantages = noise(1.0)
     pair = batch.old_logprobs, batch.old_logprobs + noise(0.3)
     if upper := config.rollout_correction.truncate_tokens:
-        batch.loss_weights = token_weights(*pair, batch.mask, upper=upper)
+        batch.extra["loss_weights"] = token_weights(*pair, batch.mask, upper=upper)
     if upper := config.rollout_correction.truncate_samples:
-        batch.loss_weights = sequence_weights(*pair, batch.lengths, batch.mask, upper=upper)
+        batch.extra["loss_weights"] = sequence_weights(*pair, batch.lengths, batch.mask, upper=upper)
 
 
 def random_plan(samples: range, world_size: int, rng: random.Random) -> list:
@@ -320,10 +320,10 @@ class SampledRun(Phases):
         self.trained = batch
 
     def update_critic(self, batch):
-        assert batch.returns is not None
+        assert "returns" in batch.extra
 
     def update_implicit_reward(self, batch, loss):
-        assert batch.labels is not None
+        assert "labels" in batch.extra
 
 
 def sample_of(prompts: list[int], i: int, number: int) -> Sample:
@@ -350,7 +350,7 @@ def trained_batch(config: Config, *, direct: bool) -> dict:
         "mask": batch.mask,
         "rollout_logprobs": batch.rollout_logprobs,
         "advantages": batch.advantages,
-        "returns": torch.zeros(0) if batch.returns is None else batch.returns,
+        "returns": batch.extra.get("returns", torch.zeros(0)),
     }
 
 

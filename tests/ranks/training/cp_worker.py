@@ -71,7 +71,7 @@ def results(how: str, checkpoint: str, device) -> dict:
     trainer = TrainingEngine(spec, config.training, grid, device)
     assert trainer.optimizer is not None
     batch = batch_of(GROUPS, hf["vocab_size"])
-    batch.labels = (torch.arange(len(batch)) % 3 > 0).float()
+    batch.extra["labels"] = (torch.arange(len(batch)) % 3 > 0).float()
     totals = Totals(float(batch.mask.sum()), float(len(batch)), float(len(batch)))
     start = {name: tensor.clone() for name, tensor in trainer.full_weights()}
     found = {}

@@ -91,8 +91,8 @@ def fixed_batch(vocab_size: int) -> Batch:
 
 def with_columns_of_a_critic(batch: Batch) -> Batch:
     generator = torch.Generator().manual_seed(6)
-    batch.old_values = torch.randn(len(batch.mask), generator=generator)
-    batch.returns = torch.randn(len(batch.mask), generator=generator)
+    batch.extra["old_values"] = torch.randn(len(batch.mask), generator=generator)
+    batch.extra["returns"] = torch.randn(len(batch.mask), generator=generator)
     return batch
 
 

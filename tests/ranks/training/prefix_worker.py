@@ -53,9 +53,11 @@ def batch_of(groups, vocab_size: int) -> Batch:
     batch.mask = (torch.rand(total, generator=generator) > 0.2).float()
     for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
         setattr(batch, name, -4.5 + torch.randn(total, generator=generator) * 0.3)
-    batch.advantages, batch.old_values, batch.returns = torch.randn(3, total, generator=generator)
-    batch.selected_tokens = (torch.rand(total, generator=generator) > 0.5).float()
-    batch.loss_weights = torch.rand(total, generator=generator)
+    batch.advantages, batch.extra["old_values"], batch.extra["returns"] = torch.randn(
+        3, total, generator=generator
+    )
+    batch.extra["selected_tokens"] = (torch.rand(total, generator=generator) > 0.5).float()
+    batch.extra["loss_weights"] = torch.rand(total, generator=generator)
     return batch
 
 

@@ -51,13 +51,16 @@ def example(config, seed: int) -> Batch:
         truncated=torch.zeros(count, dtype=torch.bool),
         mask=(torch.rand(total, generator=generator) > 0.2).float(),
         turns=(1 + position // 4).int(),
-        turn_rewards=torch.where(position % 4 == 3, 0.5, 0.0),
+        extra={"turn_rewards": torch.where(position % 4 == 3, 0.5, 0.0)},
     )
-    batch.old_logprobs, batch.ref_logprobs, batch.old_values = -2 + normal(), -2 + normal(), normal()
-    batch.sum_p_squared, batch.loss_weights = torch.rand(total, generator=generator), normal().exp()
+    batch.old_logprobs, batch.ref_logprobs, batch.extra["old_values"] = -2 + normal(), -2 + normal(), normal()
+    batch.extra["sum_p_squared"], batch.extra["loss_weights"] = (
+        torch.rand(total, generator=generator),
+        normal().exp(),
+    )
     batch.scores = torch.randint(4, (count,), generator=generator) / 3
     batch.scores[batch.groups == 3] = 0.1
-    batch.baselines = normal(count)
+    batch.extra["baselines"] = normal(count)
     batch.score_details = {
         name: torch.rand(count, generator=generator) for name in ("length", "format", "acc")
     }
@@ -68,7 +71,9 @@ def example(config, seed: int) -> Batch:
     goal = config.objective
     if goal.advantage == "gae":
         options = dict(gamma=goal.gamma, lam=goal.lam)
-        found, batch.returns = gae(batch.token_rewards, batch.old_values, lengths, batch.mask, **options)
+        found, batch.extra["returns"] = gae(
+            batch.token_rewards, batch.extra["old_values"], lengths, batch.mask, **options
+        )
         batch.advantages = whiten(found, batch.mask) if goal.whiten else found
     elif goal.advantage == "prime":
         coefs = dict(process_coef=5.0, outcome_coef=5.0, gamma=1.0)

@@ -175,9 +175,9 @@ def test_inverted_importance_weights_are_found():
     batch, _ = sampled(5)
     batch.old_logprobs = batch.rollout_logprobs + 0.01 * torch.randn(len(batch.mask))
     weights = (batch.old_logprobs - batch.rollout_logprobs).exp()
-    batch.loss_weights = weights.clamp(max=1.005)
+    batch.extra["loss_weights"] = weights.clamp(max=1.005)
     check_loss_weights(batch, of_samples=False)
-    batch.loss_weights = 1 / weights
+    batch.extra["loss_weights"] = 1 / weights
     with pytest.raises(CheckFailed, match="a token has the importance weight"):
         check_loss_weights(batch, of_samples=False)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl.data.batch import COLUMNS, LOSS_COLUMNS, Batch, concatenate, mismatch, pair_up
+from rl.data.columns import EXTRA
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, length_metrics, sample_means
 
 TOKEN_COLUMNS = [name for name, column in COLUMNS.items() if column.is_per_token]
@@ -35,12 +36,10 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         trajectories=torch.arange(count),
         prompts=[f"prompt {seed} {group}" for group in range(len(sizes))],
         truncated=torch.from_numpy(rng.random(count) < 0.5),
-        labels=column(count),
         scores=column(count),
         rewards=column(count),
         samples_per_unit=unit,
         deferred_at=3,
-        baselines=column(count),
         generated_by=torch.from_numpy(rng.integers(4, size=count)),
         seeds=torch.from_numpy(rng.integers(2**62, size=count)),
         digests=torch.from_numpy(rng.integers(2**32, size=count)),
@@ -48,7 +47,8 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         feedback=[f"wrong {seed} {i}" for i in range(count)],
         conversations=[[{"role": "user", "content": f"{seed} {i}"}] for i in range(count)],
         score_details={name: column(count) for name in details},
-        **{name: column(total) for name in TOKEN_COLUMNS},
+        extra={name: column(total if EXTRA[name].is_per_token else count) for name in EXTRA},
+        **{name: column(total) for name in TOKEN_COLUMNS if name not in EXTRA},
     )
     assert all(getattr(batch, field.name) is not None for field in fields(Batch))
     return batch
@@ -57,7 +57,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
 def samples_of(batch, *, groups=True):
     """Return everything that belongs to each sample, as plain data."""
     ends, out = np.cumsum(batch.lengths.tolist()), []
-    columns = {name: column for name, column in vars(batch).items() if isinstance(column, torch.Tensor)}
+    columns = batch.columns()
     for i, (end, length) in enumerate(zip(ends, batch.lengths.tolist())):
         tokens = {
             name: columns[name][end - length : end].tolist() for name in TOKEN_COLUMNS if name in columns
@@ -73,16 +73,15 @@ def samples_of(batch, *, groups=True):
 
 
 def same_types(found, batch):
-    for field in fields(Batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor):
-            assert getattr(found, field.name).dtype == value.dtype, field.name
+    for name, value in batch.columns().items():
+        assert found.column(name).dtype == value.dtype, name
     assert all(ids.dtype == np.int32 for ids in found.prompt_ids + found.response_ids)
 
 
 def test_every_tensor_is_a_declared_column():
     batch = full_batch(0)
-    assert {name for name, value in vars(batch).items() if isinstance(value, torch.Tensor)} == set(COLUMNS)
+    own = {name for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    assert own | set(EXTRA) == set(COLUMNS) == set(batch.columns()) and not own & set(EXTRA)
     assert set(LOSS_COLUMNS) < set(TOKEN_COLUMNS)
 
 
@@ -98,12 +97,15 @@ def test_lengths_offsets_and_the_mask_by_default():
 
 def test_loss_columns_are_those_that_are_filled():
     batch = full_batch(0)
-    assert tuple(batch.loss_columns()) == LOSS_COLUMNS
-    assert all(column is getattr(batch, name) for name, column in batch.loss_columns().items())
-    batch.selected_tokens = batch.returns = batch.labels = None
+    assert tuple(batch.loss_columns()) == LOSS_COLUMNS and list(batch.loss_sample_columns()) == ["labels"]
+    assert all(column is batch.column(name) for name, column in batch.loss_columns().items())
+    copy = replace(batch)
+    for name in ("selected_tokens", "returns", "labels"):
+        del batch.extra[name]
     assert set(LOSS_COLUMNS) - set(batch.loss_columns()) == {"selected_tokens", "returns"}
-    found = batch.select([0, 1])
-    assert found.returns is None and found.labels is None
+    assert set(batch.select([0, 1]).extra) == set(copy.extra) - {"selected_tokens", "returns", "labels"}
+    with pytest.raises(ValueError, match="the batch has no returns; its columns are groups, truncated"):
+        batch.column("returns")
 
 
 @pytest.mark.parametrize("chosen", [[], [5], [9, 0, 4], [2, 2, 7], [3, 8, 0, 5, 9, 1, 7, 2, 6, 4]])
@@ -121,7 +123,7 @@ def test_a_selection_shares_no_column_with_its_batch():
     batch = full_batch(2)
     found = batch.select(list(range(10)))
     for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS):
-        getattr(found, name).zero_()
+        found.column(name).zero_()
     assert samples_of(batch) == samples_of(full_batch(2))
 
 
@@ -202,7 +204,7 @@ def test_mismatch_gives_each_prompt_the_previous_response():
         assert others.prompt_ids[i] is batch.prompt_ids[i]
         assert others.response_ids[i] is batch.response_ids[other]
     assert torch.equal(others.mask, batch.mask[batch.tokens_of(expected)])
-    assert torch.equal(others.groups, batch.groups) and others.old_logprobs is None and others.labels is None
+    assert torch.equal(others.groups, batch.groups) and others.old_logprobs is None and not others.extra
 
 
 def test_kto_does_not_mismatch_responses_to_the_same_prompt():

@@ -152,9 +152,9 @@ def preference_batch(unit):
         samples_per_unit=unit,
     )
     batch.mask[3:7], batch.mask[14:17], batch.mask[8] = 0.0, 0.0, 0.0
-    for name in ("old_logprobs", "ref_logprobs", "implicit_ref_logprobs"):
-        setattr(batch, name, -2 + torch.randn(24, generator=generator))
-    batch.labels = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    names = ("old_logprobs", "ref_logprobs", "implicit_ref_logprobs")
+    batch = batch.with_columns({name: -2 + torch.randn(24, generator=generator) for name in names})
+    batch.extra["labels"] = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     return batch
 
 

@@ -27,7 +27,7 @@ def gdpo_of(batch, reward_columns=(), reward_weights=()):
 
 
 def found(batch, name, **objective):
-    batch.baselines = BASELINES
+    batch.extra["baselines"] = BASELINES
     return advantages(batch, config_of(advantage=name, **objective))
 
 

@@ -54,10 +54,10 @@ def example(seed=0):
     )
     batch.old_logprobs, batch.ref_logprobs = -2 + normal(), -2 + normal()
     batch.advantages, batch.token_rewards = normal(), normal()
-    batch.sum_p_squared = torch.rand(total, generator=generator)
+    batch.extra["sum_p_squared"] = torch.rand(total, generator=generator)
     position = torch.arange(total) - batch.offsets[:-1].repeat_interleave(lengths)
     batch.turns = (1 + position // 4).int()
-    batch.turn_rewards = torch.where(position % 4 == 3, 0.5, 0.0)
+    batch.extra["turn_rewards"] = torch.where(position % 4 == 3, 0.5, 0.0)
     batch.scores = batch.rewards = torch.randint(4, (10,), generator=generator) / 3
     details = {name: torch.rand(10, generator=generator) for name in ("acc", "score", "length", "format")}
     batch.score_details = details | {"failed": torch.zeros(10)}
@@ -67,8 +67,7 @@ def example(seed=0):
 def micro_batch(seed=0, **columns):
     """All ten samples with log-probs and entropy as a model would give them, [R] leaves."""
     batch = example(seed)
-    for name, column in columns.items():
-        setattr(batch, name, column)
+    batch = batch.with_columns(columns)
     micro = pack(batch, list(range(10)), multiple=1, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed + 100)
     logprobs = batch.old_logprobs + 0.5 * torch.randn(len(batch.mask), generator=generator)
@@ -446,7 +445,10 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
         if "icepop_low=0.5" in keys:
             of_level = "sequence" if level == "sequence" else correction.icepop_level
             weights = rollout_correction.icepop(*pair, low=0.5, high=1.3, level=of_level)
-            assert torch.equal(batch.loss_weights, weights) and 0 < (weights > 0).sum() < batch.mask.sum()
+            assert (
+                torch.equal(batch.extra["loss_weights"], weights)
+                and 0 < (weights > 0).sum() < batch.mask.sum()
+            )
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -29,13 +29,11 @@ def example(**columns) -> Batch:
         truncated=torch.zeros(5, dtype=torch.bool),
         trajectories=torch.tensor([0, 0, 1, 2, 3]),
         turns=TURNS,
-        turn_rewards=torch.zeros(12),
+        extra={"turn_rewards": torch.zeros(12)},
         mask=(TURNS > 0).float(),
     )
     batch.scores = batch.rewards = torch.tensor([1.0, 1.0, 0.0, 0.5, 0.25])
-    for name, column in columns.items():
-        setattr(batch, name, column)
-    return batch
+    return batch.with_columns(columns)
 
 
 def test_a_merged_trajectory_has_the_tokens_of_its_rows():

@@ -24,7 +24,7 @@ def assert_same(found, expected):
             assert strip == [(p.index, p.text, p.data_source, p.ground_truth, p.extra_info) for p in other]
         elif isinstance(other, torch.Tensor):
             assert torch.equal(one, other), field.name
-        elif field.name == "score_details":
+        elif field.name in ("score_details", "extra"):
             assert {name: v.tolist() for name, v in one.items()} == {n: v.tolist() for n, v in other.items()}
         elif field.name.endswith("_ids"):
             assert [ids.tolist() for ids in one] == [ids.tolist() for ids in other]

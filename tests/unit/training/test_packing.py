@@ -63,11 +63,11 @@ def test_layouts_are_cached_without_columns():
     batch = example_batch()
     first = pack(batch, [2, 0], multiple=4, device=CPU)
     batch.advantages = -batch.advantages
-    batch.labels = torch.tensor([7.0, 8.0, 9.0])
+    batch.extra["labels"] = torch.tensor([7.0, 8.0, 9.0])
     second = pack(batch, [2, 0], multiple=4, device=CPU)
     assert second.tokens is first.tokens
     assert second.column("advantages").tolist() == [-103, -104, -100, -101, -102]
-    assert first.labels is None and second.labels.tolist() == [9, 7]
+    assert not first.sample_columns and second.column("labels").tolist() == [9, 7]
     assert pack(batch, [0, 2], multiple=4, device=CPU).targets.tolist() == [13, 14, 15, 34, 35]
 
 
