@@ -303,7 +303,7 @@ class Validation:
 class Refit:
     check_every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between comparisons of every element in the engine with the trainer's. 0: only after the first
-    refit, which is always checked. Checksums of all weights are compared before every generation."""
+    refit, which is always checked. Checksums of all weights are compared before each step and validation."""
     buffer_mib: Annotated[int, AT_LEAST_ONE] = 512
     """Memory for the messages of a refit, per rank; larger weights are sent in parts. It is released before
     generation."""
@@ -482,10 +482,14 @@ def needs_sampling_masks(config: Config) -> bool:
     return learns_from_samples(config) and config.rollout.truncates and not config.rollout.biased_truncation
 
 
+def generates_batches(config: Config) -> bool:
+    """Return whether the policy generates the samples of the steps."""
+    return learns_from_samples(config) and config.run.mode != "train_only"
+
+
 def needs_engine(config: Config) -> bool:
     """Return whether a generation engine is built, for training or for validation."""
-    learns = learns_from_samples(config) and config.run.mode != "train_only"
-    return learns or generates_held_out(config)
+    return generates_batches(config) or generates_held_out(config)
 
 
 def has_prediction_head(config: Config) -> bool:

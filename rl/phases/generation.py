@@ -58,6 +58,10 @@ class Generation(Sampler):
         self._dialogues = dialogues or Dialogues()
         self._engines, self._memory, self._stop = engines, memory, stop
 
+    def refit(self) -> None:
+        refit_phase = partial(self._step.phase, "refit", timing="update_weights")
+        self._step.metrics |= self._memory.to_generation(self._step.number, refit_phase)
+
     def sample(self, call: Call) -> Batch:
         def schedule() -> QueueSchedule:
             queue = self._engine.queue(len(call.prompts), is_fixed=self._dialogues.is_fixed)
@@ -86,8 +90,8 @@ class Generation(Sampler):
         Raises StepAborted on every rank after a stop request.
         """
         engine, step, timing = self._engine, self._step, call.timing
-        refit_phase = partial(step.phase, "refit", timing="update_weights")
-        step.metrics |= self._memory.to_generation(step.number, refit_phase)
+        if not engine.awake:  # a model that scores had the memory since the refit
+            self.refit()
         with self._call("generate", ids, total, timing, self._stop) as (bar, interrupt):
             for part in engine.parts:
                 part.check(engine, ids[0])

@@ -192,6 +192,12 @@ class GenerationByRoles(Sampler):
 
     # Generation -------------------------------------------------------------------------------------------
 
+    def refit(self) -> None:
+        """Begin to send the policy's weights, if the generators have others."""
+        if self._sent_version != self._policy.version:
+            self._sent_version = self._policy.version
+            self._link.send_weights(self._policy.version)
+
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Return the next batch of the stream, whose prompts the trainers have drawn too."""
         groups = self._batches.groups(self._next_batch)
@@ -200,7 +206,7 @@ class GenerationByRoles(Sampler):
                 f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
                 f"with roles it must be the {len(groups)} of draw_prompts()."
             )
-        self._send_weights()
+        self.refit()  # has an effect only if the step has updated the policy before
         step, number = self._step, self._next_batch
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
@@ -217,7 +223,7 @@ class GenerationByRoles(Sampler):
         return self._awaited(receive, call)
 
     def sample(self, call: Call) -> Batch:
-        self._send_weights()
+        self.refit()  # as in `batch`
         version, prompts = self._policy.version, call.prompts
         seeds, keeps_failed = self._seeds(call), call.timing == "testing"
 
@@ -309,12 +315,6 @@ class GenerationByRoles(Sampler):
 
     def _send(self, message: Message) -> str:
         return self._messages.put(message) if dist.get_rank() == 0 else self._messages.skip()
-
-    def _send_weights(self) -> None:
-        """Begin to send the policy's weights, if the generators have others."""
-        if self._sent_version != self._policy.version:
-            self._sent_version = self._policy.version
-            self._link.send_weights(self._policy.version)
 
     def _wait_for_readers(self) -> None:
         """Wait until every generator has the weights, which may change from then on."""

@@ -1,5 +1,6 @@
 """Production of the samples of a run's steps. The loop and the phases know this class and none of its forms.
 
+    refit:  refit                                 before each step and each validation
     draw:   num_to_draw -> prompts -> batch       of each step, several times with dynamic sampling
     learn:  check -> update -> learned
     save:   before_save -> state_dict
@@ -74,6 +75,12 @@ class Sampler:
         self._past_lengths = PastLengths() if config.rollout.longest_first else None
 
     # Samples ----------------------------------------------------------------------------------------------
+
+    def refit(self) -> None:
+        """Give the present weights to what generates. No effect if it has them.
+
+        The points of a sweep get theirs together, when all of them wait for samples (`JointGeneration`).
+        """
 
     def sample(self, call: Call) -> Batch:
         """Return the samples of a call, for a baseline or a validation too.

@@ -1,4 +1,4 @@
-"""The run: set-up, then steps of collect and learn, with validation, checkpoints and the log between them.
+"""The run: set-up, then steps of refit, collect and learn, with validation, checkpoints and the log between.
 
 The phases of a step are in the file of the algorithm, such as `rl.algorithms.grpo`.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.store import CheckpointStore, Saved
-from rl.config.schema import Config
+from rl.config.schema import Config, generates_batches
 from rl.data.batch import Batch
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
@@ -134,8 +134,9 @@ def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
 class Training:
     """The steps of a run. Methods are collective over the world.
 
-    This class owns the order of `collect` and `learn`: a step collects and then learns. The sampler may have
-    generated part of what it collects earlier (`rl.phases.sampler`).
+    This class owns the order of a step: `refit`, `collect`, `learn`. First what generates gets the weights
+    that the step before has learned. The sampler may have generated part of what it collects earlier
+    (`rl.phases.sampler`).
     """
 
     exit_code = 0
@@ -192,7 +193,7 @@ class Training:
         return None
 
     def _take_step(self, number: int) -> None:
-        """Collect a batch, learn from it, then validate, save a checkpoint and log if they are due.
+        """Refit, collect a batch, learn from it, then validate, save a checkpoint and log if they are due.
 
         Raises StepAborted if a stop request ends the collection.
         """
@@ -200,6 +201,8 @@ class Training:
         step.begin(number)
         self._checkpoints.poll()
         with step.timed("step"):
+            if generates_batches(config):
+                self._phases.sampler.refit()
             self._cursor = self._collect_and_learn()
         step.log_performance(num_ranks=job().world_size)
         step.metrics["training/epoch"] = self._phases.draw.epochs

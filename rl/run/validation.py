@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rl.config.schema import Config
+from rl.config.schema import Config, generates_held_out
 from rl.data.batch import data_responses
 from rl.data.prompts import Prompt
 from rl.objectives.segments import segment_sum
@@ -32,6 +32,8 @@ def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
     """
     if config.validation.loss:
         phases.step.metrics |= loss_metrics(phases, prompts, config.data.prompts_per_step)
+    if generates_held_out(config):
+        phases.sampler.refit()
     if config.validation.greedy:
         _measure(phases, prompts, greedy_sampling(config), purpose="validation")
     if config.validation.samples_per_prompt:
