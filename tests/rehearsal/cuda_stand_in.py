@@ -1,5 +1,8 @@
 """A stand-in for CUDA, with which the program takes its CUDA branches on a CPU.
 
+It found that training.cp with a model in float32 failed an assertion in the first pass on CUDA (commit
+96256659) and that no run on CUDA could use drafts of a draft model (commits d5e57090, 96276f69).
+
 `install` compiles rl.* from its own source with CUDA's names replaced, as rl.training.cpu_support does for
 Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds. Replaced are:
 

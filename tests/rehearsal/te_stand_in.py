@@ -1,21 +1,68 @@
 """A stand-in for Transformer Engine, with which a rehearsal builds, trains and refits its layers on a CPU.
 
-The package has exactly the names of the record (tests/unit/tools/transformer_engine.json), so that an import
-of another name fails as it would on CUDA. Constructors take the recorded arguments. LAYERS and FUNCTIONS
-compute in torch, for one rank; other classes cannot be used.
+It found that megatron-core 0.19.2 describes its MLP layers by partial calls, which ended every run with these
+layers (commit 072cfb58). The package has exactly the names in NAMES, so that an import of another name fails
+as it would on CUDA. Constructors take the arguments of version 2.11.0. LAYERS and FUNCTIONS compute in torch,
+for one rank; other classes cannot be used.
 """
 
 import contextlib
 import importlib.machinery
-import json
 import sys
 import types
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-RECORD = Path(__file__).parents[1] / "unit" / "tools" / "transformer_engine.json"
+VERSION = "2.11.0"
+NAMES = {
+    "common.recipe": (
+        "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format "
+        "MXFP8BlockScaling NVFP4BlockScaling"
+    ),
+    "pytorch": (
+        "DotProductAttention Fp8Padding Fp8Unpadding GroupedLinear LayerNorm LayerNormLinear Linear "
+        "RMSNorm autocast cpu_offload_v1 fp8_autocast fp8_model_init quantized_model_init"
+    ),
+    "pytorch.attention.rope": "apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
+    "pytorch.constants": "MXFP8_BLOCK_SCALING_SIZE NVFP4_BLOCK_SCALING_SIZE TE_DType",
+    "pytorch.cpp_extensions": "cast_to_fp8 general_gemm rmsnorm_fwd",
+    "pytorch.cpu_offload": "get_cpu_offload_context",
+    "pytorch.cross_entropy": "parallel_cross_entropy",
+    "pytorch.distributed": (
+        "CudaRNGStatesTracker _NVFP4AllGatherAsyncHandle activation_recompute_forward checkpoint "
+        "gather_along_first_dim get_all_rng_states in_fp8_activation_recompute_phase "
+        "is_fp8_activation_recompute_enabled reduce_scatter_along_first_dim"
+    ),
+    "pytorch.float8_tensor": "Float8Tensor",
+    "pytorch.fp8": "FP8GlobalStateManager fp8_autocast fp8_model_init",
+    "pytorch.graph": (
+        "make_graphed_callables restore_fp8_tensors save_fp8_tensors set_capture_end set_capture_start"
+    ),
+    "pytorch.module.base": "TransformerEngineBaseModule get_dummy_wgrad",
+    "pytorch.module.layernorm_linear": "general_gemm",
+    "pytorch.module.linear": "general_gemm",
+    "pytorch.ops": (
+        "AllReduce BasicLinear Bias FusibleOperation GEGLU GELU LayerNorm MakeExtraOutput RMSNorm "
+        "ReGLU ReLU ReduceScatter Sequential SiLU SwiGLU"
+    ),
+    "pytorch.optimizers": "FusedAdam FusedSGD multi_tensor_applier multi_tensor_l2norm multi_tensor_scale",
+    "pytorch.permutation": (
+        "moe_permute moe_permute_with_probs moe_sort_chunks_by_index "
+        "moe_sort_chunks_by_index_with_probs moe_unpermute"
+    ),
+    "pytorch.quantized_tensor": "QuantizedTensor",
+    "pytorch.router": (
+        "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function"
+    ),
+    "pytorch.tensor": "MXFP8TensorStorage NVFP4TensorStorage QuantizedTensor",
+    "pytorch.tensor.float8_tensor": "Float8Tensor",
+    "pytorch.tensor.mxfp8_tensor": "MXFP8Quantizer MXFP8Tensor",
+    "pytorch.tensor.nvfp4_tensor": "NVFP4Tensor",
+    "pytorch.tensor.utils": "cast_master_weights_to_fp8 post_all_gather_processing replace_raw_data",
+    "pytorch.utils": "make_weak_ref nvtx_range_pop nvtx_range_push round_up_to_nearest_multiple",
+}
+"""Module of Transformer Engine -> its names that megatron-core 0.16.1 and 0.19.2 import."""
 
 
 class _Product(torch.autograd.Function):
@@ -43,10 +90,10 @@ class _Product(torch.autograd.Function):
 
 
 class _Layer(torch.nn.Module):
-    """A layer that checks its arguments against the record."""
+    """A layer that checks its arguments against those of Transformer Engine."""
 
-    names: tuple[str, ...]
-    takes_more: bool
+    arguments = ""
+    takes_more = False
     fuse_wgrad_accumulation = False
 
     def product(self, x: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
@@ -54,11 +101,12 @@ class _Layer(torch.nn.Module):
 
     def __init__(self, *args, **options):
         super().__init__()
-        bound = dict(zip(self.names, args)) | options
-        unknown = set() if self.takes_more else bound.keys() - set(self.names)
+        names = self.arguments.split()
+        bound = dict(zip(names, args)) | options
+        unknown = set() if self.takes_more else bound.keys() - set(names)
         assert not unknown, f"{type(self).__name__} of Transformer Engine has no argument {unknown}"
         assert bound.get("tp_size", 1) == 1, "the stand-in computes on one rank"
-        self.build(types.SimpleNamespace(**dict.fromkeys(self.names) | bound))
+        self.build(types.SimpleNamespace(**dict.fromkeys(names) | bound))
 
     def build(self, given) -> None:
         raise NotImplementedError(f"{type(self).__name__} has no stand-in: add it to {__file__}")
@@ -71,6 +119,14 @@ class _Layer(torch.nn.Module):
 
 
 class Linear(_Layer):
+    arguments = (
+        "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size "
+        "get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype "
+        "parallel_mode parameters_split device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad "
+        "ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type "
+        "save_original_input name"
+    )
+
     def build(self, given) -> None:
         shape = given.out_features, given.in_features
         self.weight = self.parameter(*shape, dtype=given.params_dtype, parallel=True)
@@ -85,6 +141,14 @@ class Linear(_Layer):
 
 
 class LayerNormLinear(Linear):
+    arguments = (
+        "in_features out_features eps sequence_parallel fuse_wgrad_accumulation tp_group tp_size "
+        "get_rng_state_tracker init_method bias normalization return_bias params_dtype "
+        "parallel_mode return_layernorm_output return_layernorm_output_gathered parameters_split "
+        "zero_centered_gamma device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_wgrad "
+        "ub_bulk_dgrad ub_name delay_wgrad_compute symmetric_ar_type name"
+    )
+
     def build(self, given) -> None:
         super().build(given)
         assert given.normalization == "RMSNorm" and not given.return_layernorm_output
@@ -97,6 +161,9 @@ class LayerNormLinear(Linear):
 
 
 class RMSNorm(_Layer):
+    arguments = "normalized_shape eps sequence_parallel params_dtype zero_centered_gamma hidden_size"
+    takes_more = True
+
     def build(self, given) -> None:
         size = given.normalized_shape or given.hidden_size
         self.weight = self.parameter(size, dtype=given.params_dtype or given.dtype or torch.bfloat16)
@@ -108,6 +175,13 @@ class RMSNorm(_Layer):
 
 
 class GroupedLinear(_Layer):
+    arguments = (
+        "num_gemms in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group "
+        "tp_size get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype "
+        "parallel_mode device ub_overlap_rs ub_overlap_ag ub_name delay_wgrad_compute "
+        "save_original_input name"
+    )
+
     def build(self, given) -> None:
         self.num_gemms, self.return_bias = given.num_gemms, given.return_bias
         for number in range(given.num_gemms):
@@ -123,6 +197,13 @@ class GroupedLinear(_Layer):
 
 
 class DotProductAttention(_Layer):
+    arguments = (
+        "num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format "
+        "attn_mask_type window_size sequence_parallel tp_size get_rng_state_tracker tp_group "
+        "layer_number attention_type cp_group cp_global_ranks cp_stream cp_comm_type "
+        "softmax_scale softmax_type return_max_logit"
+    )
+
     def build(self, given) -> None:
         self.scale = given.softmax_scale
 
@@ -237,43 +318,28 @@ FUNCTIONS = {
 
 def install() -> None:
     """Make `import transformer_engine` import the stand-in. Call this before the first import of Megatron."""
-    content = json.loads(RECORD.read_text())
-    _module("transformer_engine", content["version"])  # otherwise cpu_support sets the name to None
+    _module("transformer_engine")  # otherwise cpu_support sets the name to None
     from rl.training.cpu_support import Adam
 
-    recorded = {name: found for name, found in content["names"].items() if found is not None}
-    for name, found in sorted(recorded.items()):
-        *parents, last = name.split(".")
-        owner = _module(".".join(parents), content["version"])
-        if last == "FusedAdam":
-            value: object = Adam
-        elif last in FUNCTIONS:
-            value = FUNCTIONS[last]
-        elif last in LAYERS and parents[-1] == "pytorch":
-            value = type(
-                last, (LAYERS[last],), dict(names=tuple(found["names"]), takes_more=found["takes"][1])
-            )
-        elif any(other.startswith(name + ".") for other in recorded) and found["names"] is None:
-            continue  # a module or an enumeration
-        elif isinstance(owner, types.ModuleType) and last[0].isupper():
-            value = type(last, (_Layer,), {"names": tuple(found["names"] or ())})
-        else:
-            value = None  # functions for FP8, graphs and fusions that the program does not use
-        if not hasattr(owner, last):
-            setattr(owner, last, value)
+    replaced = {**LAYERS, **FUNCTIONS, "FusedAdam": Adam}
+    for module, names in NAMES.items():
+        owner = _module(f"transformer_engine.{module}")
+        for name in names.split():
+            if name in replaced and module != "pytorch.ops":
+                value: object = replaced[name]
+            else:  # None: functions for FP8, graphs and fusions that the program does not use
+                value = type(name, (_Layer,), {"takes_more": True}) if name[0].isupper() else None
+            setattr(owner, name, value)
 
 
-def _module(name: str, version: str):
-    """Return the module or class of a dotted name; create it and its parents if necessary."""
+def _module(name: str) -> types.ModuleType:
+    """Return the module of a dotted name; create it and its parents if necessary."""
     if name not in sys.modules:
-        parent, _, last = name.rpartition(".")
-        owner = _module(parent, version) if parent else None
-        if owner is not None and isinstance(getattr(owner, last, None), type):
-            return getattr(owner, last)
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__, module.__version__ = [], version
+        module.__path__, module.__version__ = [], VERSION
         sys.modules[name] = module
-        if owner is not None:
-            setattr(owner, last, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(_module(parent), last, module)
     return sys.modules[name]

@@ -32,8 +32,6 @@ class Feature:
     """Whether older or rounded weights sample tokens, whose probabilities then differ from the trainer's."""
     ranks: int = 1
     """Ranks, and GPUs: NCCL refuses two ranks on one GPU."""
-    needs: str = ""
-    """Name in vLLM without which its CUDA build lacks the feature."""
     has_images: bool = False
     """Whether prompts are the images of tools/make_image_toy.py."""
 
@@ -53,9 +51,7 @@ FEATURES = {
     "router-replay": _replay(1),
     "router-replay-tp2": _replay(2),
     "sampling-masks": Feature(
-        "The trainer renormalises over the tokens that top-p kept",
-        ("rollout.top_p=0.8",),
-        needs="vllm.EngineArgs.return_sampling_mask",
+        "The trainer renormalises over the tokens that top-p kept", ("rollout.top_p=0.8",)
     ),
     "adapter-merged": Feature(
         "Adapters of the experts and the attention, merged for the engine",

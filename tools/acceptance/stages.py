@@ -62,13 +62,7 @@ def all_stages() -> list[Stage]:
     """Return every stage, in order."""
     trainer = dict(architectures=tuple(ARCHITECTURES), dtypes=("bfloat16", "float32"))
     return [
-        Stage(
-            "versions",
-            "Versions, devices, and the library names that the program uses",
-            "versions:run",
-            180,
-            quick=True,
-        ),
+        Stage("versions", "Versions and devices", "versions:run", 180, quick=True),
         _parity(
             "trainer",
             "Log-probs, gradients, first update: Megatron and transformers",

