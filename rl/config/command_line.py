@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from dataclasses import dataclass, fields, is_dataclass
 
+from rl.config.declarations import texts_under
 from rl.config.options import flatten, last, parent, show, tree_keys, type_name
 
 
@@ -93,8 +94,5 @@ def field_docs(cls: type) -> dict[str, str]:
     for ancestor in (c for c in reversed(cls.__mro__) if is_dataclass(c)):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body
         assert isinstance(definition, ast.ClassDef)
-        for statement, following in zip(definition.body, definition.body[1:]):
-            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-                assert isinstance(statement.target, ast.Name)
-                docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+        docs |= texts_under(definition)
     return docs

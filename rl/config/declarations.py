@@ -1,12 +1,13 @@
-"""Declarations of algorithms, advantage estimators and losses: literals at the top of their files.
+"""Declarations of algorithms, advantage estimators and losses, at the top of their files.
 
-The literals are read without running the files, because a configuration is checked before torch is imported,
-and also where torch is not installed.
+A configuration is checked before torch is imported, and also where torch is not installed. So literals are
+read without running the files, and of a formula's file only the dataclass with its options is run.
 """
 
 import ast
 import functools
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def describe(name: str) -> Algorithm:
 class Formula:
     """Declarations of the file of an advantage estimator or a loss.
 
-    The fields after `parameters` are the literals of the file in lower case; `rl.objectives.advantages` and
+    The fields after `docs` are the literals of the file in lower case; `rl.objectives.advantages` and
     `rl.objectives.losses` describe them.
     """
 
@@ -104,10 +105,13 @@ class Formula:
     """Positional parameters: columns of the batch that the function reads."""
     parameters: frozenset[str]
     """Keyword-only parameters, those of `select_tokens` included."""
+    options: tuple[Field, ...]
+    """The file's own keys of the section `objective`: the fields of its dataclass."""
+    docs: dict[str, str]
+    """Text under each of these fields."""
     formula: str
     source: str
     needs: tuple[str, ...] = ()
-    keys: dict[str, tuple[str, Any, str, str]] | None = None
     per_token: bool = False
     per_sample: bool = False
     uses_ratio: bool = True
@@ -117,7 +121,7 @@ class Formula:
     @property
     def reads(self) -> frozenset[str]:
         """Names of the configuration keys, and other parameters, that the function reads."""
-        return self.parameters | frozenset(self.keys or ())
+        return self.parameters | frozenset(self.docs)
 
 
 def assigned(tree: ast.Module) -> dict[str, ast.expr]:
@@ -143,7 +147,7 @@ def read_formula(path: Path) -> Formula:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     values = assigned(tree)
     functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names = [field.name.upper() for field in fields(Formula)[3:]]
+    names = [field.name.upper() for field in fields(Formula)[5:]]
     try:
         literals = {name.lower(): ast.literal_eval(values[name]) for name in names if name in values}
         arguments = functions[path.stem]
@@ -152,12 +156,49 @@ def read_formula(path: Path) -> Formula:
             path.stem,
             frozenset(argument.arg for argument in arguments.args),
             frozenset(argument.arg for argument in keyword_only),
+            *_options(tree, path),
             **literals,
         )
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} must define a function {path.stem}, and FORMULA and SOURCE as literals: {error!r}."
         ) from error
+
+
+def _options(tree: ast.Module, path: Path) -> tuple[tuple[Field, ...], dict[str, str]]:
+    """Return the fields of the dataclass whose name ends with Options, and the text under each field.
+
+    Only the class and the imports that it may need are run. Raises ConfigError if they cannot be.
+    """
+    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Options")]
+    if not found:
+        return (), {}
+    modules = ("dataclasses", "typing", "rl.config.ranges")
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module in modules]
+    names: dict[str, Any] = {"__name__": __name__}
+    try:
+        exec(compile(ast.Module([*imports, found[0]], []), str(path), "exec"), names)
+    except (ImportError, NameError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: {found[0].name} may use only names of {listed(modules, 'and')}: {error!r}."
+        ) from error
+    options, docs = fields(names[found[0].name]), texts_under(found[0])
+    for own in options:
+        if own.name not in docs or (own.default is MISSING and own.default_factory is MISSING):
+            raise ConfigError(
+                f"{path}: {own.name} needs a default, and a text in quotes under it for --help."
+            )
+    return options, docs
+
+
+def texts_under(definition: ast.ClassDef) -> dict[str, str]:
+    """Return field name -> the string literal under the field, in one line."""
+    return {
+        statement.target.id: " ".join(ast.literal_eval(following.value).split())
+        for statement, following in pairwise(definition.body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if isinstance(following, ast.Expr)
+    }
 
 
 def literal_dict(module: str, name: str) -> dict[str, str]:

@@ -8,11 +8,9 @@ neither torch nor Megatron nor vLLM, so that `--help` and a config error take a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from rl.config import ranges
 from rl.config.adapter import Adapter
 from rl.config.agents import Agents
 from rl.config.consequences import Consequence, consequences
@@ -216,19 +214,13 @@ def with_declared_keys(cls: type[T]) -> type[T]:
     `objective`."""
     for described in (ADVANTAGES, LOSSES):
         for formula in described.values():
-            for key, (kind, default, accepted, text) in (formula.keys or {}).items():
-                type_ = {"bool": bool, "float": float, "list[str]": list[str], "list[float]": list[float]}[
-                    kind
-                ]
+            for option in formula.options:
+                key, text = option.name, formula.docs[option.name]
                 readers = ", ".join(name for name, other in described.items() if key in other.reads)
-                meta = {"doc": f"{readers}: {text[0].lower()}{text[1:]}"}
-                made = (
-                    field(default_factory=partial(list, default), metadata=meta)
-                    if isinstance(default, list)
-                    else field(default=default, metadata=meta)
-                )
                 assert key not in cls.__annotations__, f"objective.{key} is declared twice"
-                cls.__annotations__[key] = Annotated[type_, getattr(ranges, accepted)] if accepted else type_
+                cls.__annotations__[key] = option.type
+                given: dict[str, Any] = {"default": option.default, "default_factory": option.default_factory}
+                made = field(**given, metadata={"doc": f"{readers}: {text[0].lower()}{text[1:]}"})
                 setattr(cls, key, made)
     return cls
 

@@ -6,11 +6,13 @@ the files of their algorithms call. Keyword-only parameters without a default ar
 `objective`, or of a section that NEEDS names. An estimator that reads `lengths` returns one advantage per
 token, [T]; any other returns one per sample, [N], which every token of the sample gets.
 
+Keys of the section objective that no other file declares are the fields of a dataclass <Name>Options, each
+with a default, a range (`rl.config.ranges`) and a text for --help, for example `TurnReturnOptions`. The class
+may use names of dataclasses, typing and `rl.config.ranges` only, because torch is not imported yet.
+
 A file begins with literals, which `rl.config.declarations` reads without running the file:
 
     NEEDS      what the algorithm must provide, in the words of rl.config.declarations.NEEDS
-    KEYS       keys of the section objective: {key: (type, default, range, help)}; range is a constant of
-               rl.config.ranges, or "". A key that several files read is declared in one of them.
     PER_TOKEN  True if the advantage differs between the counted tokens of a sample (default: False)
     FORMULA    formula for docs/algorithms.md. r: reward of a sample; G: samples of its prompt; N: samples of
                the batch

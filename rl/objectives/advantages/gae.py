@@ -7,25 +7,29 @@ response's last token is 0, also if it was cut off at the length limit, as in TR
 (`rl/algorithms/ppo.py`) calls this function, and whitens its result if `objective.whiten` is set.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import FRACTION
 from rl.objectives.returns import kept, put_back, require_fraction, reward_to_go, tokens_after
 
 NEEDS = ("critic",)
-KEYS = {
-    "gamma": ("float", 1.0, "FRACTION", "Discount per token."),
-    "lam": ("float", 1.0, "FRACTION", "Weight of longer returns; 1 is Monte Carlo, 0 is one step."),
-    "whiten": (
-        "bool",
-        True,
-        "",
-        "Shift and scale the advantages of the whole batch to mean 0 and variance 1.",
-    ),
-}
 PER_TOKEN = True
 FORMULA = "sum (gamma lam)^k delta_{t+k}, whitened over the batch's tokens"
 SOURCE = "1506.02438"
+
+
+@dataclass
+class GaeOptions:
+    gamma: Annotated[float, FRACTION] = 1.0
+    """Discount per token."""
+    lam: Annotated[float, FRACTION] = 1.0
+    """Weight of longer returns; 1 is Monte Carlo, 0 is one step."""
+    whiten: bool = True
+    """Shift and scale the advantages of the whole batch to mean 0 and variance 1."""
 
 
 @torch.no_grad()

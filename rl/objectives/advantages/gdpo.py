@@ -7,6 +7,8 @@ deviations are unbiased. The batch statistics are over samples, as in the paper;
 paper also subtracts the batch mean of the sum, which is 0, because the sum is 0 over each group.
 """
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -14,21 +16,20 @@ from rl.objectives.advantages.grpo import grpo
 from rl.objectives.groups import divide
 
 NEEDS = ("groups",)
-KEYS: dict[str, tuple] = {
-    "reward_columns": (
-        "list[str]",
-        [],
-        "",
-        "Numbers of the reward function that are normalised separately, in place of the score. "
-        "Empty: all that it returns besides `score` and `acc`.",
-    ),
-    "reward_weights": ("list[float]", [], "", "Weight of each of `reward_columns`. Empty: 1."),
-}
 FORMULA = "each reward column normalised in G, weighted sum, over the batch's std"
 SOURCE = "2601.05242"
 
 NOT_REWARDS = ("acc", "failed", "judge", "reward_model", "score")
 """Details of a score that are no reward of their own."""
+
+
+@dataclass
+class GdpoOptions:
+    reward_columns: list[str] = field(default_factory=list)
+    """Numbers of the reward function that are normalised separately, in place of the score. Empty: all that
+    it returns besides `score` and `acc`."""
+    reward_weights: list[float] = field(default_factory=list)
+    """Weight of each of `reward_columns`. Empty: 1."""
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ The first is the paper's outcome supervision. The standard deviation is the unbi
 verl and TRL; the paper does not say which.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,14 @@ from rl.objectives.groups import by_group, centered, divide, group_std, restore
 from rl.objectives.segments import expand
 
 NEEDS = ("groups",)
-KEYS = {
-    "normalize_by_std": (
-        "bool",
-        True,
-        "",
-        "Divide by the standard deviation of the group. False gives Dr.GRPO's advantage.",
-    )
-}
 FORMULA = "(r - mean_G r) / (std_G r + 1e-6); without the division Dr.GRPO"
 SOURCE = "2402.03300, 2503.20783"
+
+
+@dataclass
+class GrpoOptions:
+    normalize_by_std: bool = True
+    """Divide by the standard deviation of the group. False gives Dr.GRPO's advantage."""
 
 
 @torch.no_grad()

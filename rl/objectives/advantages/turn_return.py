@@ -11,26 +11,28 @@ follows it. Turns of all positions are compared with each other, because few sam
 turn. With one turn per sample it is GRPO's advantage.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import SIGNED_FRACTION
 from rl.objectives.advantages.grpo import grpo
 from rl.objectives.returns import reward_to_go
 from rl.objectives.segments import expand, segment_sum
 
 NEEDS = ("groups",)
-KEYS = {
-    "turn_gamma": (
-        "float",
-        0.95,
-        "SIGNED_FRACTION",
-        "Discount per turn of a trajectory of several turns. A negative value is for two players who move "
-        "alternately, where one loses what the other gains.",
-    )
-}
 PER_TOKEN = True
 FORMULA = "(G_k - mean_G) / (std_G + 1e-6) for all tokens of turn k, G_k = r_k + turn_gamma G_{k+1}"
 SOURCE = "2505.11821"
+
+
+@dataclass
+class TurnReturnOptions:
+    turn_gamma: Annotated[float, SIGNED_FRACTION] = 0.95
+    """Discount per turn of a trajectory of several turns. A negative value is for two players who move
+    alternately, where one loses what the other gains."""
 
 
 @torch.no_grad()

@@ -6,9 +6,10 @@ of it. Positional parameters are columns of `rl.training.packing.MicroBatch` (of
 the mini-batch's `Batch`, with `logprobs` under the present weights). Keyword-only parameters are keys of the
 section `objective`, and `seed`.
 
+A file declares its own keys of the section `objective` in a dataclass, as in `rl.objectives.advantages`.
+
 A file begins with literals, which `rl.config.declarations` reads without running the file:
 
-    KEYS         keys of the section objective, as in `rl.objectives.advantages`
     USES_RATIO   False if the loss takes every token as one of the present policy's (default: True)
     PER_SAMPLE   True if the loss is one number per sample: it requires one advantage per sample and
                  objective.aggregation=seq-mean-token-mean (default: False)

@@ -5,28 +5,32 @@ PPO's loss without the dual clip, as in the paper and in verl, and 0 for the sel
 place in every denominator (equation 12). The authors' runs set clip_low and clip_high to 1.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import FINITE, PROBABILITY
 from rl.objectives.covariance import covariances, quota
 from rl.objectives.log_ratio import Loss, masked_log_ratio
 from rl.objectives.losses.ppo import ppo
 
-KEYS = {
-    "cov_fraction": (
-        "float",
-        0.0002,
-        "PROBABILITY",
-        "Share of the mini-batch's tokens that are selected. The paper's runs use 2e-4 for clip-cov; "
-        "for kl-cov 2e-3 with a model of 7B parameters and 2e-4 with one of 32B.",
-    ),
-    "cov_low": ("float", 1.0, "FINITE", "Least covariance of a token that may be selected."),
-    "cov_high": ("float", 5.0, "FINITE", "Greatest covariance of a token that may be selected."),
-}
 ASCENDING = (("cov_low", "cov_high"),)
 RECIPE = {"clip_low": 1.0, "clip_high": 1.0}
 FORMULA = "PPO's without dual clip; tokens drawn among those of high covariance get no gradient"
 SOURCE = "2505.22617"
+
+
+@dataclass
+class ClipCovOptions:
+    cov_fraction: Annotated[float, PROBABILITY] = 0.0002
+    """Share of the mini-batch's tokens that are selected. The paper's runs use 2e-4 for clip-cov; for kl-cov
+    2e-3 with a model of 7B parameters and 2e-4 with one of 32B."""
+    cov_low: Annotated[float, FINITE] = 1.0
+    """Least covariance of a token that may be selected."""
+    cov_high: Annotated[float, FINITE] = 5.0
+    """Greatest covariance of a token that may be selected."""
 
 
 def clip_cov(

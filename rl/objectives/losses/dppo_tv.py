@@ -7,21 +7,23 @@ With p and q the probabilities of the sampled token under the policy and the old
 (this token, any other), unlike PPO's r, which moves a lot for rare tokens that hardly matter.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import ONE_OR_MORE
 from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
-KEYS = {
-    "dppo_max_ratio": (
-        "float",
-        20.0,
-        "ONE_OR_MORE",
-        "Largest weight of a token by its probability ratio; verl's `clip_ratio_c`.",
-    )
-}
 FORMULA = "-sg(ratio) A log pi within a trust region in probability"
 SOURCE = "2602.04879"
+
+
+@dataclass
+class DppoTvOptions:
+    dppo_max_ratio: Annotated[float, ONE_OR_MORE] = 20.0
+    """Largest weight of a token by its probability ratio; verl's `clip_ratio_c`."""
 
 
 def dppo_tv(

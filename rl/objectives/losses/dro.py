@@ -8,15 +8,24 @@ log-ratio of the whole response. There is no exp, so the log-ratio is not clampe
 pulling an outlier back.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import POSITIVE
 from rl.objectives.log_ratio import Loss
 from rl.objectives.losses.reinforce import reinforce
 
-KEYS = {"dro_beta": ("float", 0.1, "POSITIVE", "Weight of the squared log-ratio.")}
 FORMULA = "-A log pi + dro_beta/2 log(ratio)^2"
 SOURCE = "as in Tinker; 2405.19107, 2501.12599"
+
+
+@dataclass
+class DroOptions:
+    dro_beta: Annotated[float, POSITIVE] = 0.1
+    """Weight of the squared log-ratio."""
 
 
 def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, dro_beta: float) -> Loss:

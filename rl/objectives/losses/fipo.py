@@ -12,30 +12,18 @@ Two guards are those of the authors' code, a verl fork. A token with a negative 
 has no loss. Its tokens stay in the denominator, whereas the authors divide by the other tokens.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import ONE_OR_MORE, POSITIVE
 from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 from rl.objectives.losses.ppo import ppo
 from rl.objectives.returns import kept, put_back, reward_to_go
 from rl.objectives.segments import expand, segment_sum
 
-KEYS = {
-    "fipo_half_life": (
-        "float",
-        32.0,
-        "POSITIVE",
-        "Distance in tokens at which the weight of a later token in F is 1/2.",
-    ),
-    "fipo_low": ("float", 1.0, "POSITIVE", "Smallest weight of an advantage."),
-    "fipo_high": ("float", 1.2, "POSITIVE", "Largest weight of an advantage."),
-    "fipo_safe_ratio": (
-        "float",
-        4.0,
-        "ONE_OR_MORE",
-        "Above this probability ratio the weight of a negative advantage is from 0.8 to 1.",
-    ),
-}
 ASCENDING = (("fipo_low", "fipo_high"),)
 FORMULA = (
     "PPO's with A clip(exp(F), fipo_low, fipo_high), F the discounted sum of later log-ratios; two guards"
@@ -44,6 +32,18 @@ SOURCE = "2603.19835"
 
 SAFE_WEIGHTS = (0.8, 1.0)
 """Bounds of the weight of a negative advantage above `fipo_safe_ratio`, as in the authors' code."""
+
+
+@dataclass
+class FipoOptions:
+    fipo_half_life: Annotated[float, POSITIVE] = 32.0
+    """Distance in tokens at which the weight of a later token in F is 1/2."""
+    fipo_low: Annotated[float, POSITIVE] = 1.0
+    """Smallest weight of an advantage."""
+    fipo_high: Annotated[float, POSITIVE] = 1.2
+    """Largest weight of an advantage."""
+    fipo_safe_ratio: Annotated[float, ONE_OR_MORE] = 4.0
+    """Above this probability ratio the weight of a negative advantage is from 0.8 to 1."""
 
 
 def fipo(

@@ -7,22 +7,24 @@ Equation 14 has KL(old || policy) there; its authors' code and verl use this dis
 at equal policies is 0, so it acts from the second update of a step on. There is no clip.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import NOT_NEGATIVE
 from rl.objectives.covariance import covariances, quota
 from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
-KEYS = {
-    "kl_cov_coef": (
-        "float",
-        1.0,
-        "NOT_NEGATIVE",
-        "Weight of the divergence on the selected tokens. The paper's runs use 1; verl's default is 0.1.",
-    )
-}
 FORMULA = "-ratio A; on the tokens of highest covariance + kl_cov_coef \\|log ratio\\|"
 SOURCE = "2505.22617"
+
+
+@dataclass
+class KlCovOptions:
+    kl_cov_coef: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Weight of the divergence on the selected tokens. The paper's runs use 1; verl's default is 0.1."""
 
 
 def kl_cov(

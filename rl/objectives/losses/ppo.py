@@ -6,21 +6,23 @@
 clip_high > clip_low is the clip-higher of DAPO (arXiv:2503.14476).
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import ZERO_OR_ABOVE_ONE
 from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
-KEYS = {
-    "dual_clip": (
-        "float",
-        3.0,
-        "ZERO_OR_ABOVE_ONE",
-        "Bound of the loss for negative advantages, as a factor of the advantage. 0 turns it off.",
-    )
-}
 FORMULA = "max(-ratio A, -clip(ratio) A); for A < 0 at most -dual_clip A"
 SOURCE = "1707.06347, 1912.09729"
+
+
+@dataclass
+class PpoOptions:
+    dual_clip: Annotated[float, ZERO_OR_ABOVE_ONE] = 3.0
+    """Bound of the loss for negative advantages, as a factor of the advantage. 0 turns it off."""
 
 
 def ppo(

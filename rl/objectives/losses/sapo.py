@@ -9,23 +9,26 @@ tokens that were not sampled. At r = 1 the loss itself is -2 A / tau, so its val
 of another loss.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import POSITIVE
 from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 
-KEYS = {
-    "sapo_tau_positive": (
-        "float",
-        1.0,
-        "POSITIVE",
-        "Temperature of the gate where the advantage is positive.",
-    ),
-    "sapo_tau_negative": ("float", 1.05, "POSITIVE", "Temperature of the gate where it is negative."),
-}
 RECIPE = {"aggregation": "seq-mean-token-mean"}
 FORMULA = "-A (4/tau) sigmoid(tau (ratio - 1))"
 SOURCE = "2511.20347"
+
+
+@dataclass
+class SapoOptions:
+    sapo_tau_positive: Annotated[float, POSITIVE] = 1.0
+    """Temperature of the gate where the advantage is positive."""
+    sapo_tau_negative: Annotated[float, POSITIVE] = 1.05
+    """Temperature of the gate where it is negative."""
 
 
 def sapo(

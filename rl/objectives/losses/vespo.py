@@ -12,23 +12,33 @@ The weights of `rollout_correction` (pi_old over the engine) are factors of w, a
 phi then bounds the whole ratio. A weight of 0 makes w, and so the loss of the sample, practically 0.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from rl.config.ranges import POSITIVE
 from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
 from rl.objectives.segments import expand, segment_sum
 
-KEYS = {
-    "vespo_k_positive": ("float", 2.0, "POSITIVE", "Exponent k where the advantage is not negative."),
-    "vespo_lambda_positive": ("float", 3.0, "POSITIVE", "Decay lambda where the advantage is not negative."),
-    "vespo_k_negative": ("float", 3.0, "POSITIVE", "Exponent k where the advantage is negative."),
-    "vespo_lambda_negative": ("float", 2.0, "POSITIVE", "Decay lambda where the advantage is negative."),
-}
 FORMULA = "-sg(w^k exp(lambda (1 - w))) A log pi, with the sample's ratio w"
 SOURCE = "2602.10693"
 
 LOG_BOUNDS = (-18.42, 20.0)
 """Bounds of log w, as in the authors' code; beyond them the weight is below 1e-16."""
+
+
+@dataclass
+class VespoOptions:
+    vespo_k_positive: Annotated[float, POSITIVE] = 2.0
+    """Exponent k where the advantage is not negative."""
+    vespo_lambda_positive: Annotated[float, POSITIVE] = 3.0
+    """Decay lambda where the advantage is not negative."""
+    vespo_k_negative: Annotated[float, POSITIVE] = 3.0
+    """Exponent k where the advantage is negative."""
+    vespo_lambda_negative: Annotated[float, POSITIVE] = 2.0
+    """Decay lambda where the advantage is negative."""
 
 
 def vespo(

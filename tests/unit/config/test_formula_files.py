@@ -4,6 +4,7 @@ import pytest
 
 from rl.config.declarations import read_formula
 from rl.config.options import ConfigError
+from rl.config.ranges import POSITIVE
 from rl.config.schema import ADVANTAGES, LOSSES
 
 
@@ -12,6 +13,45 @@ def test_names_follow_from_file_names():
     assert {"dppo-tv", "ppo", "clip-cov"} < set(LOSSES)
     for name, formula in [*ADVANTAGES.items(), *LOSSES.items()]:
         assert formula.function == name.replace("++", "_pp").replace("-", "_")
+
+
+OPTIONS = """from dataclasses import dataclass
+from typing import Annotated
+import torch_that_is_not_installed
+from rl.config.ranges import POSITIVE
+FORMULA = "a"
+SOURCE = "b"
+@dataclass
+class MineOptions:
+    size: Annotated[float, POSITIVE] = 2.0
+    \"\"\"Size of
+    it.\"\"\"
+def mine(rewards, *, size): ...
+"""
+
+
+def test_options_are_read_without_what_the_file_imports(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OPTIONS)
+    formula = read_formula(path)
+    [size] = formula.options
+    assert (size.name, size.default, formula.docs) == ("size", 2.0, {"size": "Size of it."})
+    assert size.type.__metadata__ == (POSITIVE,) and formula.reads == {"size"}
+
+
+@pytest.mark.parametrize(
+    "old, new, found",
+    [
+        ("POSITIVE]", "LARGE]", "MineOptions may use only names of dataclasses, typing and rl.config.ranges"),
+        (" = 2.0", "", "size needs a default, and a text"),
+        ("Annotated[float, POSITIVE] = 2.0", "torch_that_is_not_installed.T = 1", "MineOptions may use only"),
+    ],
+)
+def test_unfit_options_are_named(tmp_path, old, new, found):
+    path = tmp_path / "mine.py"
+    path.write_text(OPTIONS.replace(old, new))
+    with pytest.raises(ConfigError, match=found):
+        read_formula(path)
 
 
 @pytest.mark.parametrize(
