@@ -99,7 +99,7 @@ class Batch:
         They must be identical on all ranks. Held columns are excluded, because only some ranks have the rows.
         """
         return {"ids": self.fingerprint} | {
-            name: zlib.crc32(column.contiguous().numpy())
+            name: zlib.crc32(column.contiguous().numpy().data)
             for name, column in (self.columns() | self.score_details).items()
         }
 
@@ -192,7 +192,9 @@ class Batch:
     def hash_samples(self) -> Tensor:
         """Return a hash of prompt, response and ending of each sample, int64 [N]."""
         samples = zip(self.prompt_ids, self.response_ids, self.truncated.tolist(), strict=True)
-        found = [zlib.crc32(ids, zlib.crc32(prompt, len(ids)) ^ ended) for prompt, ids, ended in samples]
+        found = [
+            zlib.crc32(ids.data, zlib.crc32(prompt.data, len(ids)) ^ ended) for prompt, ids, ended in samples
+        ]
         return torch.tensor(found, dtype=torch.int64)
 
     def hash_scores(self, digests: Tensor) -> Tensor:
@@ -222,10 +224,10 @@ class Batch:
     def with_columns(self, columns: Mapping[str, Tensor], **changes: Any) -> "Batch":
         """Return a copy with these columns and, in `changes`, other fields."""
         extra = self.extra | {name: value for name, value in columns.items() if name in EXTRA}
-        own = {name: value for name, value in columns.items() if name not in EXTRA}
-        return replace(self, extra=extra, **own, **changes)
+        changes |= {name: value for name, value in columns.items() if name not in EXTRA}
+        return replace(self, extra=extra, **changes)
 
-    def named(self, name: str) -> Any:
+    def named(self, name: str) -> object:
         """Return the column or property of this name, which a formula reads; None if there is none."""
         return self.extra[name] if name in self.extra else getattr(self, name, None)
 
@@ -383,8 +385,8 @@ def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
     for part in parts:
         for place, i in enumerate(part):
             before = [part[place - distance] for distance in range(1, len(part) + 1)]
-            others = (j for j in before if not np.array_equal(batch.prompt_ids[j], batch.prompt_ids[i]))
-            previous[i] = next(others, before[0])
+            unlike = (j for j in before if not np.array_equal(batch.prompt_ids[j], batch.prompt_ids[i]))
+            previous[i] = next(unlike, before[0])
     others = batch.select(previous)
     return Batch(
         batch.prompt_ids, others.response_ids, batch.groups, truncated=others.truncated, mask=others.mask
@@ -394,5 +396,5 @@ def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
 def fingerprint(arrays: Sequence[np.ndarray]) -> int:
     """Return a 63-bit hash of int32 arrays, their lengths and their order."""
     lengths = np.fromiter(map(len, arrays), np.int32, len(arrays))
-    digest = hashlib.blake2b(b"".join([lengths, *arrays]), digest_size=8).digest()
+    digest = hashlib.blake2b(b"".join(array.data for array in (lengths, *arrays)), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -148,7 +148,14 @@ def lay_out(
     return layouts[key]
 
 
-def _lay_out(batch, samples, multiple, device, share, context) -> MicroBatch:
+def _lay_out(
+    batch: Batch,
+    samples: list[int],
+    multiple: int,
+    device: torch.device,
+    share: bool,
+    context: "ContextGroup | None",
+) -> MicroBatch:
     prompts, responses = (x.numpy()[samples] for x in (batch.prompt_lengths, batch.lengths))
     groups: list[Group] = []
     pieces = [np.zeros(0, np.int32)]
@@ -191,21 +198,27 @@ def _lay_out(batch, samples, multiple, device, share, context) -> MicroBatch:
     on_device = dict(
         zip([*arrays, *keys], to_device([*arrays.values(), *keys.values()], torch.int64, device))
     )
-    keys = {name: on_device.pop(name) for name in keys}
-    part, attention = (None, row_attention(groups, keys, device)) if split is None else split.on(keys)
+    at = {name: on_device.pop(name) for name in keys}
+    part, attention = (None, row_attention(groups, at, device)) if split is None else split.on(at)
     return MicroBatch(
         samples=samples,
-        bounds=on_device.pop("bounds").int(),
+        tokens=on_device["tokens"],
+        position_ids=on_device["position_ids"],
+        bounds=on_device["bounds"].int(),
         attention=attention,
+        predict_at=on_device["predict_at"],
+        targets=on_device["targets"],
+        lengths=on_device["lengths"],
         part=part,
         groups=groups,
         column_index=torch.from_numpy(ranges(batch.offsets.numpy()[samples], responses)),
         starts=np.stack([before + 1 - prompts, first]),
-        **on_device,
     )
 
 
-def _units(batch, samples, share, prompts, responses) -> list[list[int]]:
+def _units(
+    batch: Batch, samples: list[int], share: bool, prompts: np.ndarray, responses: np.ndarray
+) -> list[list[int]]:
     """Return units as indices into `samples`: groups that share a prompt, or single samples.
 
     Units are ordered by length, so that units of equal length are adjacent in the row.
