@@ -22,7 +22,7 @@ class Adapter:
     """Linear layers that get an adapter, by the last part or parts of their names in the checkpoint, such as
     q_proj or mlp.down_proj. Empty: every linear layer but routers and the head."""
     dropout: Annotated[float, ZERO] = 0.0
-    """Must be 0. With dropout the probabilities in training would not be those that generated the samples."""
+    """Must be 0. With dropout the trainer's probabilities would differ from the engine's."""
     init: Literal["zero", "pissa"] = "zero"
     """zero: A is random (Kaiming) and B is 0. pissa (arXiv:2404.02948): B A is the principal part of W, which
     is taken out of W."""
@@ -33,8 +33,8 @@ class Adapter:
     per block of 128 x 128, about half of the memory of bfloat16, dequantised layer by layer in each pass. The
     engine gets the dequantised values. training.tp and training.etp must not cut blocks."""
     in_engine: Literal["merged", "adapter"] = "merged"
-    """Form in which the engine holds the policy. merged: W + scale * B A. adapter: W, and A and B beside it;
-    a refit then moves only A and B, unless the engine lost W in its sleep on a GPU."""
+    """How the engine holds the policy. merged: W + scale * B A. adapter: W, and A and B beside it; a refit
+    then moves only A and B, unless the engine lost W in its sleep on a GPU."""
 
     @property
     def is_on(self) -> bool:

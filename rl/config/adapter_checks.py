@@ -83,7 +83,7 @@ def _refused(pair: LowRank, hf: dict[str, Any]) -> str:
     if pair.base.expert is not None:
         return "a routed expert, to whose adapters this project does not write"
     if pair.module.endswith(".kv_b_proj"):
-        # vLLM loads such an adapter and ignores it: its log-probs are those of the base.
+        # vLLM loads such an adapter and ignores it: its log-probs are the base's.
         return "a projection that vLLM multiplies into others when it loads the weights"
     if pair.module.endswith((".in_proj_qkv", ".in_proj_z")):
         return "a part of a projection that vLLM divides into four"

@@ -19,7 +19,7 @@ class Agents:
     """Keyword arguments of the environment's constructor."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Other environments by `data_source`, or by verl's `agent_name`. Each is a class, or {environment,
-    kwargs, tools}; without `tools` it offers those of agents.tools."""
+    kwargs, tools}; without `tools` it offers the tools of agents.tools."""
     tools: list[Any] = field(default_factory=list)
     """Functions offered as tools: `package.module:name` or `path/to/file.py:name`, or {function, kwargs} with
     values of its keyword-only parameters."""
@@ -42,18 +42,18 @@ class Agents:
     workers: Annotated[int, NOT_NEGATIVE] = 0
     """Number of processes per replica of the engine that hold environments. 0: one per core of the rank."""
     interpreter: str = ""
-    """Python interpreter of these processes, for environments whose packages conflict with the run's. It
-    needs pydantic. Empty: the interpreter of the run."""
+    """Python interpreter of these processes, for environments with packages that conflict with the run's, for
+    example another transformers. It needs pydantic. Empty: the interpreter of the run."""
     variables: list[str] = field(default_factory=list)
-    """Names of environment variables that these processes inherit, such as that of an API key. Paths, locale
+    """Names of environment variables that these processes inherit, for example an API key's. Paths, locale
     and the like (`rl.workers.process.VARIABLES`) need no name; keys of trackers are not inherited."""
     order: Literal["arrival", "waves"] = "arrival"
-    """Order in which results of environments are used. arrival: as they come; a log stores the order. waves:
-    after all live trajectories have ended their turn; this is repeatable without a log, but the engine is
-    idle meanwhile."""
+    """Order of using the environments' results. arrival: as they come; a log stores the order. waves: after
+    all live trajectories have ended their turn; this is repeatable without a log, but the engine is idle
+    meanwhile."""
     structured_tool_calls: bool = False
-    """Whether the engine samples only tool calls whose name and arguments fit a schema. Its log-probs are
-    then those of the distribution over the allowed tokens, which differ from the trainer's."""
+    """Whether the engine samples only tool calls with a name and arguments that fit a schema. It then reports
+    log-probs over the allowed tokens, which differ from the trainer's."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false}."""
     on_rewrite: Literal["refuse", "new_row"] = "refuse"
@@ -63,8 +63,7 @@ class Agents:
     """Treatment of a failed trajectory in training. refill: sample another one. shrink: leave it out of its
     group. zero: if an action of the policy exceeded `timeout_s` or `memory_mib`, learn from the trajectory
     with the score `reward.failure_score`; refill otherwise. It is the default, because a policy does not
-    learn to avoid actions whose trajectories are left out. In validation failed trajectories count as
-    wrong."""
+    learn to avoid actions that are left out. In validation failed trajectories count as wrong."""
 
     @property
     def plan(self) -> AgentPlan:

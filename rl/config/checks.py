@@ -115,7 +115,7 @@ def check_names(config: Config) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """Raise ConfigError for a tracker whose package is not installed, and for names that it rejects."""
+    """Raise ConfigError for a tracker without its package, and for names that it rejects."""
     logging = config.logging
     for key, default in (("wandb", "none"), ("mlflow", ""), ("trackio", False)):
         value = getattr(logging, key)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Consequence:
-    """A key whose default follows from others."""
+    """A key with a default that follows from others."""
 
     key: str
     value: Any

@@ -29,8 +29,8 @@ class Container:
     tasks: Annotated[int, AT_LEAST_ONE] = 64
     """Number of processes and threads of a container."""
     cpus: Annotated[int, NOT_NEGATIVE] = 0
-    """Maximum number of processors that a container's commands run on, out of those of its worker process.
-    0: all of those."""
+    """Maximum number of processors that a container's commands run on. 0: all processors of its worker
+    process."""
     output_bytes: Annotated[int, AT_LEAST_ONE] = 100_000
     """Bytes of a command's output; one more ends it."""
     ahead: Annotated[int, NOT_NEGATIVE] = 1

@@ -48,7 +48,7 @@ class RolloutCorrection:
     (OpenRLHF's reinforce_pro, 0.5 and 5); or the product over the sample, which is then the weight of the
     sample's loss (TRL's sequence_mask, 0 and 3)."""
     reject: str = "none"
-    """Drop tokens, or samples, whose divergence by this estimator (for samples: its mean over tokens) leaves
+    """Drop tokens or samples if their divergence by this estimator (for samples: its mean over tokens) leaves
     the bounds. One of token-k1, token-k2, token-k3, sample-k1, sample-k2, sample-k3, or several with commas
     between them: a token then has to pass each one."""
     reject_low: Annotated[Any, FINITE_OR_LIST] = 0.0
@@ -57,8 +57,8 @@ class RolloutCorrection:
     reject_high: Annotated[Any, FINITE_OR_LIST] = 0.0
     """Upper bound in nats, as reject_low."""
     bypass: bool = False
-    """Use the engine's log-probs as those of the old policy. This saves a forward pass, and ratios are then
-    against the distribution sampled from. The other keys must be off."""
+    """Use the engine's log-probs as the old policy's. This saves a forward pass, and ratios are then against
+    the distribution sampled from. The other keys must be off."""
 
     @property
     def corrects(self) -> bool:

@@ -104,7 +104,7 @@ class Formula:
     columns: frozenset[str]
     """Positional parameters: columns of the batch that the function reads."""
     parameters: frozenset[str]
-    """Keyword-only parameters, those of `select_tokens` included."""
+    """Keyword-only parameters, including the parameters of `select_tokens`."""
     options: tuple[Field, ...]
     """The file's own keys of the section `objective`: the fields of its dataclass."""
     docs: dict[str, str]

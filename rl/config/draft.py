@@ -18,8 +18,8 @@ class Draft:
     """Number of tokens that are proposed per engine step and sample."""
     min_tokens_per_step: Annotated[float, NOT_NEGATIVE] = 0.0
     """A generation goes on without drafts if its first 512 verifications yielded fewer tokens on average. 0:
-    1 + tokens * (parameters of the draft model or head / those of the policy), where both take equal time if
-    reading weights does. 1: never."""
+    1 + tokens * (parameters of the draft model or head / parameters of the policy), the point of equal time
+    if reading weights takes the time. 1: never."""
 
     @property
     def is_on(self) -> bool:

@@ -19,7 +19,7 @@ VALIDATE = "leave it out, or set data.val, validation.every and validation.greed
 
 @functools.cache
 def readers() -> dict[str, tuple[str, list[str]]]:
-    """Return key of the section objective -> ("advantage" or "loss", names of those that read it)."""
+    """Return key of the section objective -> ("advantage" or "loss", names of its readers)."""
     found: dict[str, tuple[str, list[str]]] = {}
     for chooser, formulas in (("advantage", ADVANTAGES), ("loss", LOSSES)):
         for name, formula in formulas.items():
@@ -118,7 +118,7 @@ def check_effects(config: Config) -> None:
     """Raise ConfigError for all keys that are not at their defaults and have no effect.
 
     A mode that does a part of a run accepts the config of the whole run, so `run.mode` is not considered. A
-    user's algorithm may read other keys, except those of teachers, which the run builds.
+    user's algorithm may read other keys, except the teachers' keys: the run builds teachers itself.
     """
     whole = whole_run(config)
     if sentences := [_sentence(whole, *row) for row in _unread(whole)]:

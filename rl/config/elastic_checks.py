@@ -6,7 +6,7 @@ from rl.config.options import ConfigError, as_override, flatten, show
 from rl.config.schema import Config
 
 VARYING = ("training.", "rollout.", "roles.")
-"""Beginnings of the keys in which layouts may differ."""
+"""Beginnings of the keys that may differ between layouts, for example training.tp."""
 
 
 def check_elastic(config: Config) -> None:

@@ -86,7 +86,7 @@ def reads_preference(key: str) -> Feature:
 
 
 def advantage(declares: Callable[[Formula], bool]) -> Feature:
-    """Return the feature of an advantage estimator whose declarations fulfil a condition."""
+    """Return the feature of advantage estimators with declarations that fulfil a condition."""
     return Feature(
         lambda config: (formula := config.objective.chosen[0]) is not None and declares(formula),
         "objective.advantage={objective.advantage}",
@@ -94,7 +94,7 @@ def advantage(declares: Callable[[Formula], bool]) -> Feature:
 
 
 def loss(declares: Callable[[Formula], bool]) -> Feature:
-    """Return the feature of a loss whose declarations fulfil a condition."""
+    """Return the feature of losses with declarations that fulfil a condition."""
     return Feature(
         lambda config: (formula := config.objective.chosen[1]) is not None and declares(formula),
         "objective.loss={objective.loss}",

@@ -356,7 +356,7 @@ def _ranks(number: int) -> str:
 
 
 def _products(smallest: str, world_size: int, product: int) -> str:
-    """Return the remedy for sizes whose product does not divide the world. smallest: the sizes for 1 rank."""
+    """Return the remedy if the product of sizes does not divide the world. smallest: the sizes for 1 rank."""
     fits = f"use a product of {listed(divisors(world_size), 'or')}" if world_size > 1 else f"set {smallest}"
     return f"{fits}, or start {product} ranks or a multiple of them"
 

@@ -31,7 +31,7 @@ class PhaseLimits:
     """One checkpoint, or the export at the end."""
     wait_samples: Annotated[float, POSITIVE] = 14400.0
     """Trainers with roles: waiting until the generators have sent the samples of a batch. It must exceed the
-    time that the other role may take, whose own phases have limits."""
+    time that the other role may take, for example `generate`."""
     wait_weights: Annotated[float, POSITIVE] = 14400.0
     """Roles: generators that wait for weights or prompts, so through all phases of the trainers' step;
     trainers that wait until the weights are taken."""

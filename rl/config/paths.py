@@ -21,7 +21,7 @@ NAMES = frozenset(
 )
 """Last parts of keys that name files and directories."""
 OPAQUE = frozenset({"kwargs", "template_kwargs", "roles"})
-"""Sections of keys in which these last parts have another meaning."""
+"""Sections that give these last parts of a key another meaning."""
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from rl.config.ranges import AT_LEAST_ONE, FINITE, NOT_ABOVE_TWO, NOT_NEGATIVE, 
 @dataclass
 class RewardModel:
     path: str = ""
-    """Hugging Face checkpoint of a sequence classifier with one label, whose number is added to the score.
+    """Hugging Face checkpoint of a sequence classifier with one label; its number is added to the score.
     Empty: none."""
     coef: Annotated[float, FINITE] = 1.0
     """Weight of that number."""
@@ -50,7 +50,7 @@ class Reward:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments passed to every call of the reward function."""
     failure_score: Annotated[float, FINITE] = 0.0
-    """Score of a sample whose reward function raised, hung or died; counted in `reward/failures`. Also of a
+    """Score of a sample if its reward function raised, hung or died; counted in `reward/failures`. Also of a
     failed trajectory with `agents.on_failure` zero."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Other reward functions by `data_source`: a list of {function, weight, kwargs}; the score is their
@@ -66,8 +66,9 @@ class Reward:
     variables: list[str] = field(default_factory=list)
     """Names of environment variables that the scoring processes inherit, as `agents.variables`."""
     keep_special_tokens: list[str] = field(default_factory=lambda: ["auto"])
-    """Special tokens that stay in the text of a response for graders and environments: auto (those that the
-    chat template writes around reasoning, channels and calls), all, or names. Ends of turns never stay."""
+    """Special tokens that stay in the text of a response for graders and environments: auto (tokens that the
+    chat template writes around reasoning, channels and calls), all, or names, for example `[<think>]`. Ends
+    of turns never stay."""
     overlong_buffer_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Soft overlong punishment (DAPO): number of tokens before `rollout.max_response_tokens` over which the
     reward falls linearly. 0: none."""

@@ -15,11 +15,11 @@ class Roles:
     """Ranks that train, as `first-last`, such as 0-3. They begin at rank 0, which writes log and checkpoints.
     Empty: every rank trains and generates in turn."""
     rollout: str = ""
-    """Ranks that generate, as `first-last`: all ranks after those of `roles.train`."""
+    """Ranks that generate, as `first-last`: all ranks after `roles.train`, for example `16-63`."""
     lag: Annotated[int, NOT_NEGATIVE] = 1
-    """Maximum number of versions by which the weights that sampled a token may be older than those that learn
-    from it. 0: generators wait for the weights of every step, as in a run without roles. 1: they generate
-    the next batch while the trainers learn from this one. Above 0, sets
+    """Maximum age of a token: the number of versions between the weights that sampled it and the weights that
+    learn from it. 0: generators wait for the weights of every step, as in a run without roles. 1: they
+    generate the next batch while the trainers learn from this one. Above 0, sets
     rollout_correction.truncate_tokens to 2 if the section has no other key."""
     granularity: Literal["batch", "turn", "group", "sample"] = "batch"
     """When generators continue. batch: they take new weights and prompts when all samples of the present

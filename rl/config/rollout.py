@@ -13,7 +13,7 @@ class Rollout:
     """Tensor parallel size of one vLLM replica; there are world / tp replicas."""
     ep: Annotated[int, AT_LEAST_ONE] = 1
     """Expert parallel size in the engine: number of adjacent ranks that hold whole experts, each the same
-    number. They are the ranks of a replica, `rollout.tp`, or with dp_attention those of several replicas.
+    number. They are the ranks of a replica, `rollout.tp`, or with dp_attention the ranks of several replicas.
     1: every rank of a replica holds a part of every expert."""
     dp_attention: bool = False
     """With ep a multiple of tp: ep / tp replicas share one copy of the experts. Each has its own requests,
@@ -80,8 +80,8 @@ class Rollout:
     """carry_over: largest number of policy versions between the one that sampled a token and the one that
     learns from it."""
     on_stale: Literal["finish", "drop"] = "finish"
-    """carry_over: treatment of groups whose tokens would exceed max_staleness in the next step. finish: the
-    step does not end before they are complete. drop: they are dropped and counted."""
+    """carry_over: treatment of groups with tokens that would exceed max_staleness in the next step. finish:
+    the step does not end before they are complete. drop: they are dropped and counted."""
     carry_over_cache: Literal["recompute", "keep"] = "recompute"
     """carry_over: KV cache of carried samples. recompute: it is computed again with the new weights. keep: it
     stays in memory while the trainer works; only on CPU."""

@@ -23,7 +23,7 @@ class RunModel:
     key: str
     """Config key of its checkpoint."""
     own_path: str
-    """Value of this key; empty if the model is that of model.path."""
+    """Value of this key; empty if the model is in model.path."""
     path: str
     """Hugging Face checkpoint directory."""
     head: Literal["", "optional", "needed"] = ""
@@ -32,7 +32,7 @@ class RunModel:
     optimizer: Optimizer | None = None
     """None if it does not learn."""
     temperature: float = 1.0
-    """Temperature of the distribution whose log-probs it computes."""
+    """Temperature of the distribution for its log-probs."""
     keeps_reference: bool = False
     """Whether a copy of its initial weights is kept."""
     reads_tokens: bool = False
@@ -40,7 +40,7 @@ class RunModel:
     has_adapters: bool = False
     """Whether it has the section `adapter`."""
     shares_base: bool = False
-    """Whether its other weights are those of the policy."""
+    """Whether it shares all other weights with the policy."""
     on_training_grid: bool = True
 
     @property

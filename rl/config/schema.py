@@ -79,8 +79,9 @@ class Model:
     """Type of the weights in training and generation. Master weights and gradient sums are float32 in any
     case."""
     rope_scaling: dict[str, Any] = field(default_factory=dict)
-    """Rotary scaling of this model in place of that of config.json, for sequences beyond its window
-    (docs/models.md); {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768} for Qwen3.
+    """Rotary scaling of this model in place of config.json's, for sequences beyond its window
+    (docs/models.md). For example, Qwen3:
+    {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}.
     Empty: as in config.json."""
     vision: Literal["frozen", "train"] = "frozen"
     """Whether the vision tower of a model that reads images (`data.image_key`) learns."""
@@ -109,10 +110,10 @@ class Data:
     """Column with a prompt's images, for a model with a vision tower: a list of {bytes, path}, paths or data
     URIs, one for each anchor <image> in the messages (docs/vision.md). Empty: text only."""
     max_pixels: Annotated[int, NOT_NEGATIVE] = 0
-    """Maximum pixels of an image; larger ones are scaled down. 0: that of preprocessor_config.json."""
+    """Maximum pixels of an image; larger ones are scaled down. 0: the limit of preprocessor_config.json."""
     response_key: str = ""
     """sft, spin and distill with a share of the data: column with the target response. Empty:
-    `reward_model.ground_truth`. kto: column with the response, whose default is completion."""
+    `reward_model.ground_truth`. kto: column with the response; empty: completion."""
     messages_key: str = ""
     """sft: column with a conversation, a list of {role, content} messages, to train on in place of a prompt
     and a response; column `tools` may have the schemas of its tools (docs/sft.md). Empty: none."""
@@ -126,8 +127,8 @@ class Data:
     rejected_key: str = "rejected"
     """dpo, orpo and simpo: column with the rejected response."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the policy's chat template, such as {enable_thinking: false}; `agents.template_kwargs` has
-    those of trajectories."""
+    """Variables of the policy's chat template, for example {enable_thinking: false}. Variables for
+    trajectories are in `agents.template_kwargs`."""
     allow_special_tokens: bool = False
     """Whether text in messages and answers of environments may become special tokens; otherwise only the chat
     template writes them. In a prompt that is a string they are always read as such."""
@@ -148,18 +149,17 @@ class Critic:
     """ppo: the value model."""
 
     path: str = ""
-    """Hugging Face checkpoint that the critic starts from: a causal language model, whose head is replaced by
-    a value head that starts at 0, or a sequence classifier with one label. Empty: `model.path`."""
+    """Hugging Face checkpoint that the critic starts from: a sequence classifier with one label, or a causal
+    language model (a value head that starts at 0 replaces its head). Empty: `model.path`."""
     share_base: bool = False
     """With the section `adapter`: the critic uses the policy's frozen weights, with adapters and a value head
-    of its own, in place of a second model whose weights all learn."""
+    of its own. Otherwise it is a second model, and all its weights learn."""
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
     """The critic's optimizer. Its learning rate is ten times the policy's, because it learns a regression."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """First steps in which only the critic learns and the policy stays; the policy's learning rate starts
-    after them."""
+    """Number of first steps that train only the critic; the policy's learning rate starts after them."""
     value_clip: Annotated[float, NOT_NEGATIVE] = 0.5
-    """Values move at most this far from those before the step's updates. 0: no clipping."""
+    """Values move at most this far from the values before the step's updates. 0: no clipping."""
 
 
 @dataclass
@@ -174,7 +174,7 @@ class ImplicitReward:
     beta: Annotated[float, POSITIVE] = 0.05
     """Scale of the implicit reward beta * log(pi / pi_ref)."""
     process_coef: Annotated[float, NOT_NEGATIVE] = 5.0
-    """Weight of the advantage from process rewards; both weights are those of the authors' code."""
+    """Weight of the advantage from process rewards; both weights are the authors' code's."""
     outcome_coef: Annotated[float, NOT_NEGATIVE] = 5.0
     """Weight of the advantage from outcome rewards."""
     min_accuracy: Annotated[float, FRACTION] = 0.2
@@ -185,7 +185,7 @@ class ImplicitReward:
 
 @dataclass
 class DynamicSampling:
-    """dapo: groups whose samples all have the same score have no advantage and are replaced."""
+    """dapo: groups of samples with equal scores have no advantage and are replaced."""
 
     max_rounds: Annotated[int, AT_LEAST_ONE] = 10
     """Maximum number of rounds of generation in a step. After them the step continues with the groups that it
@@ -244,17 +244,18 @@ class Objective:
     """Weight of the KL divergence from the reference policy in the loss. 0: no reference policy is kept for
     it."""
     kl_estimator: KlEstimator = "k3"
-    """Estimator of that divergence (Schulman, 'Approximating KL divergence'); with + the gradient is that of
-    k2. k3-weighted, DeepSeek-V3.2's, is unbiased also for samples of an older policy."""
+    """Estimator of that divergence (Schulman, 'Approximating KL divergence'); with + the gradient is k2's.
+    k3-weighted, DeepSeek-V3.2's, is unbiased also for samples of an older policy."""
     entropy_coef: Annotated[float, FINITE] = 0.0
     """Weight of the entropy bonus; the initial one if it is adaptive."""
     adaptive_entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
     off_policy_mask: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Set the loss of tokens with a negative advantage to 0 in samples whose mean of log(p_sampling / p) over
-    their tokens, with p under the current weights, exceeds this, in nats (DeepSeek-V3.2). 0: off."""
+    """Set the loss of tokens with a negative advantage to 0 in samples with a mean of log(p_sampling / p)
+    above this, in nats. The mean is over a sample's tokens, p is under the current weights (DeepSeek-V3.2).
+    0: off."""
     top_entropy: Annotated[float, PROBABILITY] = 1.0
-    """Share of the mini-batch's tokens, those of the highest entropy, that have a policy loss; it is 0 for
-    the others (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
+    """Share of the mini-batch's tokens with a policy loss. Tokens of the highest entropy keep it, for the
+    others it is 0 (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
     reward_kl: RewardKl = field(default_factory=RewardKl)
 
     if TYPE_CHECKING:
@@ -282,7 +283,7 @@ class Validation:
     samples_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
     """Sampled responses per held-out prompt: mean@k, best@k (pass@k) and maj@k. 0: none."""
     temperature: Annotated[float, TEMPERATURE] = 1.0
-    """Temperature of the sampled responses; their min_p is that of `rollout`."""
+    """Temperature of the sampled responses; their min_p is `rollout.min_p`."""
     top_p: Annotated[float, FRACTION] = 0.0
     """top_p of the sampled responses. 0: rollout.top_p."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
@@ -300,9 +301,9 @@ class Refit:
     """Memory for the messages of a refit, per rank; larger weights are sent in parts. It is released before
     generation."""
     changed_only: bool = False
-    """roles: send only the elements of which a bit changed since the last refit, with their positions, where
-    that is smaller. Each trainer keeps a copy of what it sent in host memory. For slow links between the
-    roles, with bfloat16 weights and a small learning rate."""
+    """roles: send only elements that changed since the last refit, with their positions, if this is smaller.
+    Each trainer keeps a copy of what it sent in host memory. For slow links between the roles, with bfloat16
+    weights and a small learning rate."""
 
 
 @dataclass
@@ -314,21 +315,22 @@ class Checkpoint:
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints of steps that are multiples of this are never deleted. 0: none."""
     keep_best: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of checkpoints to keep for their `best_metric`, among those of steps that logged it. 0: none."""
+    """Number of checkpoints to keep for their `best_metric`, among steps that logged it. 0: none."""
     best_metric: str = ""
     """Name of a metric of the step, such as val-core/openai/gsm8k/acc/mean@1."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether the highest or the lowest value of `best_metric` is best."""
     background: bool = False
     """Copy to host memory (over all ranks 14 bytes per parameter in bfloat16, 12 in float32) and write during
-    the next steps. The checkpoint becomes valid at the end of the step in which all ranks have written it."""
+    the next steps. The checkpoint becomes valid at the first end of a step at which all ranks have written
+    it."""
     resume: str = "auto"
     """auto: continue from the newest complete checkpoint in `run.dir`, if there is one. never: begin at step
     0; after a stop, continue the run's own checkpoints. Refused if `run.dir` holds checkpoints of a run
-    without `never`. A path: as auto, but a run whose `run.dir` holds no checkpoint begins with the named one,
+    without `never`. A path: as auto, but without a checkpoint in `run.dir` the run begins with the named one,
     or with the newest of the named run directory."""
     accept_changes: bool = False
-    """Continue from checkpoints in `run.dir` whose run had another name, algorithm, reward, data or model.
+    """Continue from checkpoints in `run.dir` of a run with another name, algorithm, reward, data or model.
     false: refuse. Other changed keys are only printed (docs/checkpoints.md)."""
     weights_only: bool = False
     """With a path in `resume`: load only the weights and begin at step 0, with a new optimizer. They are then
@@ -356,8 +358,8 @@ class Logging:
     project: str = "lockstep"
     """Project, or experiment, of the run in wandb, MLflow and trackio. The run is named run.name there."""
     prometheus: str = ""
-    """Directory of the textfile collector of Prometheus's node_exporter, in which rank 0 writes
-    lockstep_<run.name>.prom. Empty: none."""
+    """Directory of the textfile collector of Prometheus's node_exporter; rank 0 writes
+    lockstep_<run.name>.prom there. Empty: none."""
     prometheus_port: Annotated[int, PORT] = 0
     """Port on which rank 0 answers GET /metrics for Prometheus, if the request has the token of
     `<run.dir>/prometheus_token` (`authorization: {credentials_file: ...}`). 0: none."""
@@ -365,8 +367,8 @@ class Logging:
     """Address of rank 0's host on which `prometheus_port` listens. 0.0.0.0: all addresses."""
     rollouts: Literal["none", "sample", "all"] = "sample"
     """Samples that each step writes to `<run.dir>/rollouts` as parquet, with token ids, log-probs, advantages
-    and scores. sample: those of four groups; all: every sample, as replays of a run need; about 13 bytes per
-    token."""
+    and scores. sample: samples of four groups; all: every sample, as replays of a run need; about 13 bytes
+    per token."""
 
 
 @dataclass
@@ -403,12 +405,12 @@ class Config:
 
 
 CHECK_SUFFIX = "-check"
-"""End of the name of the directory in which run.mode=check writes, beside that of the run."""
+"""Suffix of the directory of run.mode=check: for example runs/x-check beside runs/x."""
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the config from dataclass defaults <- the algorithm's <- those that follow (`consequences`) <-
-    the YAML file <- overrides.
+    """Return the config from dataclass defaults <- the algorithm's <- defaults that follow from keys
+    (`consequences`) <- the YAML file <- overrides.
 
     Raises ConfigError for an unknown key, a wrong type or an unknown algorithm.
     """
@@ -450,7 +452,7 @@ def resolve(config: Config) -> Config:
 
 
 def whole_run(config: Config) -> Config:
-    """Return the config of the run of which `run.mode` does a part (a check has dropped data.val)."""
+    """Return the config of the whole run if `run.mode` does a part of it (a check has dropped data.val)."""
     dropped = config.run.mode == "check" and not config.data.val
     return replace(
         config,

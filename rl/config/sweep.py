@@ -12,13 +12,13 @@ class Sweep:
     for all of them (docs/launch.md). Requires `adapter.in_engine=adapter`."""
 
     adapters: list[dict[str, Any]] = field(default_factory=list)
-    """The points: mappings of dotted keys to the values in which a point differs, such as
-    `{training.optimizer.lr: 1e-4, run.seed: 2}`. The directory of a point is `<run.dir>/<name>`; its name
-    follows from its values. Empty: no sweep."""
+    """The points: mappings of dotted keys to the values that differ, for example `{training.optimizer.lr:
+    1e-4, run.seed: 2}`. The directory of a point is `<run.dir>/<name>`; its name follows from its values.
+    Empty: no sweep."""
     stop: Literal["none", "median", "halving"] = "none"
-    """Rule that ends points before run.max_steps. median: a point ends whose best `metric` so far is below
-    the median of the other points' means up to the same step (Google Vizier). halving: at steps `first`,
-    2 `first`, 4 `first`, ... the best half of the points continues (successive halving, arXiv:1502.07943)."""
+    """Rule that ends points before run.max_steps. median: a point ends if its best `metric` so far is below
+    the median of the other points' means up to the same step (Google Vizier). halving: at steps `first`, 2
+    `first`, 4 `first`, ... the best half of the points continues (successive halving, arXiv:1502.07943)."""
     metric: str = "critic/score/mean"
     """Metric that the rule compares, as rank 0 logs it; higher is better. A value that is not finite ranks
     last. With a metric of the validation, only the steps that logged it are compared."""

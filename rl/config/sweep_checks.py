@@ -30,7 +30,7 @@ VARYING = (
     "preference.",
     "dynamic_sampling.",
 )
-"""Keys, and sections with a dot at their end, in which points may differ.
+"""Keys, and sections with a dot at their end, that may differ between points.
 
 All others shape the base model, the engine or the data, which the points share.
 """
@@ -42,8 +42,8 @@ OWN_MODELS = {"critic", "implicit_reward"}
 def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
     """Return the config of each point of `sweep.adapters`, in order; [] without a sweep.
 
-    The directory of a point is that of its name in run.dir. Raises ConfigError, which names the point, for a
-    key that points must share.
+    A point's directory is its name in run.dir. Raises ConfigError, which names the point, for a key that
+    points must share.
     """
     config = load_config(path, overrides)
     points = config.sweep.adapters

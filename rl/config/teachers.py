@@ -30,11 +30,11 @@ class Teacher:
     beta: Annotated[float, FRACTION] = 0.5
     """jensen_shannon: weight of the teacher in the mixture, above 0 and below 1."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
-    """distill: compare the probabilities of the teacher's k most probable tokens, and that of all others
-    together as one more token. 0: the whole vocabulary."""
+    """distill: compare the probabilities of the teacher's k most probable tokens, and the sum of all others
+    as one more token. 0: the whole vocabulary."""
     student_share: Annotated[float, FRACTION] = 1.0
-    """distill: share of the prompts to which the policy itself responds (GKD's lambda). The data's responses
-    (data.response_key) are those of the rest, less `teacher_share`."""
+    """distill: share of the prompts with a response of the policy itself (GKD's lambda). The teacher responds
+    to `teacher_share`, and the rest has the data's responses (data.response_key)."""
     teacher_share: Annotated[float, FRACTION] = 0.0
     """distill: share of the prompts to which the teacher responds, with a generation engine of its own. For
     one teacher with a path."""

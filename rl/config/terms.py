@@ -29,8 +29,8 @@ class AdaptiveEntropy:
     """Adaptive weight of the entropy bonus (Skywork-OR1), which keeps the entropy above a target."""
 
     target: Annotated[float, NOT_NEGATIVE] = 0.0
-    """The bonus acts in steps whose mean entropy per token (`actor/entropy`) is not above this, in nats. The
-    paper: 0.2. 0: fixed `entropy_coef`."""
+    """The bonus acts in a step if its mean entropy per token (`actor/entropy`) is not above this, in nats.
+    The paper: 0.2. 0: fixed `entropy_coef`."""
     delta: Annotated[float, POSITIVE] = 0.005
     """Increase of the weight in such a step, and decrease in any other step."""
     low: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -51,7 +51,7 @@ class Preference:
     label_smoothing: Annotated[float, BELOW_HALF] = 0.0
     """sigmoid and simpo: probability that a pair's preference is wrong (conservative DPO), below 0.5."""
     gamma: Annotated[float, NOT_NEGATIVE] = 0.0
-    """simpo: margin by which the reward of the chosen response should exceed that of the rejected one."""
+    """simpo: required margin of the chosen response's reward over the rejected one's."""
     desirable_weight: Annotated[float, POSITIVE] = 1.0
     """kto: weight of the loss of responses with a true label."""
     undesirable_weight: Annotated[float, POSITIVE] = 1.0

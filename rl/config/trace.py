@@ -13,13 +13,13 @@ class Trace:
     """Timelines for Perfetto (docs/traces.md). With no `steps` nothing is recorded."""
 
     steps: list[int] = field(default_factory=list)
-    """Steps whose timeline every rank writes to `<run.dir>/trace`; 0 is the validation before training.
-    `python tools/trace.py RUN` merges the ranks."""
+    """Steps with a timeline, which every rank writes to `<run.dir>/trace`; 0 is the validation before
+    training. `python tools/trace.py RUN` merges the ranks."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks of the job for which the three keys below hold."""
     torch_profiler: list[Phase] = field(default_factory=list)
     """Phases of these steps that torch.profiler records too, with every operator and kernel. step: the whole
-    step, whose file may have gigabytes; then no phases."""
+    step and no phases; its file may have gigabytes."""
     memory_snapshot: bool = False
     """Record every allocation on the GPU during these steps, for https://pytorch.org/memory_viz."""
     nvtx: bool = False

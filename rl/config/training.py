@@ -32,8 +32,8 @@ class Optimizer:
     """dtype of Adam's two moments. bfloat16 saves 4 of 12 bytes per parameter; they are rounded
     stochastically, because with beta2=0.999 rounding to nearest would keep the second from decreasing."""
     host_share: Annotated[float, FRACTION] = 0.0
-    """Share of the parameters whose master weights and moments are in host memory all the time. The CPU
-    updates them there while the GPU updates the others."""
+    """Share of the parameters with master weights and moments in host memory all the time. The CPU updates
+    them there while the GPU updates the others."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Mtp:
 
 
 Recomputed = Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts", "layernorm", "moe_act"]
-"""Parts of a layer whose activations can be recomputed."""
+"""Parts of a layer that can recompute their activations."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Training:
     """Context parallel size: number of ranks that share the tokens of each sequence, for long contexts."""
     ep: Annotated[int, AT_LEAST_ONE] = 1
     """Expert parallel size: the routed experts of a layer lie on this many ranks of a stage. It applies to
-    those of the run's models that have experts; 1 if none has."""
+    the run's models with experts; 1 if none has experts."""
     etp: Annotated[int, NOT_NEGATIVE] = 0
     """Tensor parallel size of the routed experts. 0: 1 with ep > 1, which avoids communication within an
     expert, else `training.tp`."""
@@ -78,8 +78,8 @@ class Training:
     """Compute a prompt once for all of its samples in a micro-batch. Results agree up to rounding. No effect
     on groups of one sample, nor on CUDA in float32."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again instead of keeping them: none; those of parts of a
-    layer (selective); all but the inputs of layers (full). Gradients are bitwise the same."""
+    """Activations that the backward pass computes again instead of keeping them: none; in parts of a layer
+    (selective); all but the inputs of layers (full). Gradients are bitwise the same."""
     recompute_modules: list[Recomputed] = field(default_factory=lambda: ["mlp", "moe"])
     """selective: parts of a layer, by Megatron's names. core_attn: the attention between queries and keys;
     with `training.cp` its gathered keys and values. mla_up_proj: MLA's projections from the latents. mlp: the
@@ -90,12 +90,12 @@ class Training:
     overlap_gradients: Literal["auto", "on", "off"] = "auto"
     """Reduce gradients over the data parallel ranks during the backward pass. auto: on CUDA."""
     router_replay: Literal["none", "old_policy", "engine"] = "none"
-    """Mixtures of experts: the experts that the policy's passes use for a token, instead of those that the
-    present router selects. old_policy: those of the pass that computed the old log-probs. engine: those with
-    which the token was generated (docs/fidelity.md)."""
+    """Mixtures of experts: the experts that the policy's passes use for a token, instead of the present
+    router's choice. old_policy: the choice in the pass for the old log-probs. engine: the choice when the
+    token was generated (docs/fidelity.md)."""
     head_chunk_tokens: Annotated[int, NOT_NEGATIVE] = 0
-    """Maximum number of tokens whose logits are computed at once for log-probs and entropy. 0: as many as fit
-    in 1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward
+    """Maximum number of tokens in a chunk: logits are computed for one chunk at a time. 0: as many as fit in
+    1 GiB of float32 logits. A micro-batch with at most this many tokens keeps its logits for the backward
     pass; a larger one recomputes them there."""
     offload: Literal["auto", "none", "optimizer", "all"] = "auto"
     """State of the training models that moves to host memory while the engine generates: none, gradients and
@@ -115,7 +115,7 @@ class Training:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number of which a pass's micro-batches must be a multiple (`rl.training.interleaved`)."""
+        """Divisor of the number of micro-batches in each pass (`rl.training.interleaved`)."""
         return self.pp if self.vpp > 1 else 1
 
     def head_chunk(self, rows: int) -> int:
