@@ -57,8 +57,11 @@ def import_all() -> dict[str, str]:
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # read by pyarrow
     import importlib
 
+    import pandas  # noqa: F401  pyarrow imports it when it first writes a table
     import pyarrow.parquet  # noqa: F401
     import safetensors.torch  # noqa: F401
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.gpu_worker  # noqa: F401  as rl.engines.engines.finish_imports
     from vllm import LLM, SamplingParams  # noqa: F401
 
     import rl.run.loop  # noqa: F401

@@ -19,7 +19,7 @@ MPI = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
     reason="mpirun or mpi4py is not installed (tools/install_cpu.sh --mpi)",
 )
-LAUNCHERS = {
+LAUNCHERS = {  # tests/ranks/runtime/test_mpirun.py has the discovery of ranks under a real mpirun
     "python": (1, [PYTHON]),
     "torchrun": (
         2,
@@ -29,6 +29,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.slow  # the directory of the sockets: tests/unit/sandbox/test_private_directory.py
 def test_sockets_fit_where_the_path_of_temporary_files_does_not(toy, tmp_path):
     long = tmp_path / ("x" * 60) / ("y" * 60)  # a Unix socket's path has at most 107 bytes
     long.mkdir(parents=True)
@@ -37,7 +38,8 @@ def test_sockets_fit_where_the_path_of_temporary_files_does_not(toy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=MPI if name == "mpirun" else ()) for name in LAUNCHERS]
+    "launcher",
+    [pytest.param(name, marks=(MPI, pytest.mark.slow) if name == "mpirun" else ()) for name in LAUNCHERS],
 )
 def test_ranks_find_each_other(launcher, toy, tmp_path):
     world_size, command = LAUNCHERS[launcher]

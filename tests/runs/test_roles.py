@@ -142,11 +142,10 @@ def test_both_roles_report_what_one_refuses(config, place, rank):
 def test_a_run_goes_on_without_a_dead_replica(config, toy, tmp_path, place, call):
     overrides = (*IN_FLIGHT, "roles.rollout=1-2", "roles.min_replicas=1", "rollout.deterministic=false")
     overrides += (f"data.val=[{toy}/test.parquet]", "validation.every=3", "validation.max_prompts=4")
+    overrides += ("watchdog.lost_s=10", "watchdog.beat_s=2")
     fault = ("kill_this_rank", place, 2, call)
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(
-            3, FAULTY, *fault, "--config", config, *overrides, "watchdog.lost_s=20", timeout=400, grace=200
-        )
+        run_ranks(3, FAULTY, *fault, "--config", config, *overrides, timeout=400, grace=200)
     assert failure.value.returncodes == [0, 0, -signal.SIGKILL], failure.value
     log = failure.value.stderr[0]
     assert "warning: lost rank 2 (" in log and "goes on without replica 1 until its next start" in log

@@ -33,13 +33,19 @@ def grpo(toy, tmp_path) -> Path:
 
 
 def failed_run(
-    kind: str, place: str, rank: int, config: Path, *overrides: str, call: int = 1, world_size: int = 2
+    kind: str,
+    place: str,
+    rank: int,
+    config: Path,
+    *overrides: str,
+    call: int = 1,
+    world_size: int = 2,
+    grace: float = 30,
 ) -> RanksFailed:
-    """A run with that fault, which must fail. The other ranks have half a minute to end by themselves."""
+    """A run with that fault, which must fail. The other ranks have `grace` seconds to end by themselves."""
+    fault = (kind, place, rank, call)
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(
-            world_size, FAULTY, kind, place, rank, call, "--config", config, *overrides, timeout=300, grace=30
-        )
+        run_ranks(world_size, FAULTY, *fault, "--config", config, *overrides, timeout=300, grace=grace)
     return failure.value
 
 
@@ -166,7 +172,8 @@ def test_the_rank_that_holds_the_store_is_reported_as_lost_too(sft, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_reported_as_lost(rank, sft, tmp_path):
-    failure = failed_run("stop_this_rank", "update", rank, sft, "watchdog.lost_s=6", call=2)
+    # The stopped rank never ends, so nothing is to be waited for after the other one.
+    failure = failed_run("stop_this_rank", "update", rank, sft, "watchdog.lost_s=6", call=2, grace=0)
     assert failure.returncodes[1 - rank] == 1 and failure.returncodes[rank] is None
     assert re.search(
         rf"^error: lost rank {rank} \(.+\), last heartbeat \d+ s ago in", errors(failure)[1 - rank]

@@ -43,7 +43,7 @@ from tools.hf_reference import random_batch  # noqa: E402
 OPTIONS = (
     "model.dtype=bfloat16",
     "training.micro_batch_tokens=96",
-    "rollout={max_response_tokens: 64, max_concurrent_samples: 8, cpu_kv_cache_mib: 16, quantization: fp8}",
+    "rollout={max_response_tokens: 16, max_concurrent_samples: 8, cpu_kv_cache_mib: 16, quantization: fp8}",
     "data.max_prompt_tokens=64",
 )
 SAMPLING = Sampling(1, 24)

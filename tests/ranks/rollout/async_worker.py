@@ -107,7 +107,7 @@ class Pair:
         kind = KINDS[number % len(KINDS)]
         random = np.random.default_rng(number)
         size = CAPACITY if kind in ("abort", "weights") else 3 * CAPACITY
-        is_text = number // len(KINDS) % 2
+        is_text = (number + number // len(KINDS)) % 2  # each kind in turn with both
         stops = dict(stop=tuple("aeiou")) if is_text else dict(stop_token_ids=tuple(range(40, 60)))
         # Without stops requests decode until they need a second block of the KV cache.
         sampling = PLAIN if kind == "preempt" else replace(PLAIN, **stops)

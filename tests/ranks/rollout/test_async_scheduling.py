@@ -16,11 +16,17 @@ from tests.checkpoints import save_qwen2
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "async_worker.py"
+KINDS = ("stream", "abort", "weights", "preempt", "interrupt", "sleep")
+"""Kinds of generations, in the worker's order."""
 
 
 @pytest.mark.parametrize(
     "tp, generations",
-    [(2, 10), pytest.param(2, 50, marks=pytest.mark.slow), pytest.param(1, 50, marks=pytest.mark.slow)],
+    [
+        (2, len(KINDS)),
+        pytest.param(2, 50, marks=pytest.mark.slow),
+        pytest.param(1, 50, marks=pytest.mark.slow),
+    ],
 )
 def test_samples_are_those_of_steps_in_turn(tmp_path, tp, generations):
     checkpoint = save_qwen2(tmp_path / "model", seed=4)

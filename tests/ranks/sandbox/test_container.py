@@ -137,8 +137,8 @@ at = libc.mmap(None, ctypes.c_size_t(1 << 28), 0, 0x22, -1, 0)
 for place in range(at, at + (1 << 28), 8192): libc.mprotect(ctypes.c_void_p(place), 4096, 1)""",
     "locks of files": """
 import fcntl
-x, files = b'x' * (85 * mib), [open(f'/app/{n}', 'w') for n in range(40)]
-for n in range(4500):
+x, files = b'x' * (114 * mib), [open(f'/app/{n}', 'w') for n in range(40)]
+for n in range(1200):  # each lock is compared with all locks of its file
     for file in files: fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * n)""",
     "watches of epoll": """
 import select

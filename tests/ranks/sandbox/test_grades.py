@@ -131,8 +131,20 @@ FORMS = [
     "BASH_ENV=/data/settings bash -c 'python3 $where/check.py'",
 ]
 
+OFTEN = (
+    "cd /data && python3 check.py",
+    "python3 -W ignore -X dev /data/check.py",
+    "cd /data && python3 < check.py",
+    "D=/data; python3 $D/check.py",
+    "python3 /linked/check.py",
+    "sh /data/start",
+)
+"""Forms of the default suite: by path, by input, by a variable, through a link and through a shell."""
 
-@pytest.mark.parametrize("test", FORMS)
+
+@pytest.mark.parametrize(
+    "test", [form if form in OFTEN else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
 def test_a_test_is_protected_however_it_is_started(runtime, image, test):  # noqa: F811
     settings = asdict(Settings(image=str(image), runtime=runtime, disk_mib=32))
     made = ContainerEnvironment(
