@@ -68,6 +68,8 @@ new_enough "$python" || fail "Python 3.11 or newer is needed and $venv has $("$p
 # pip's progress on a terminal; only errors in a log.
 quiet=-qq
 [ ! -t 1 ] || quiet=
+# pip would compile 23,000 files on one core in a minute; the first import compiles the few thousand that are used.
+uncompiled=--no-compile
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 started=$SECONDS
 
@@ -79,13 +81,13 @@ if ! stamped "$stamp" "$want"; then
     say "$torch"
     first_try="$(mktemp)"
     trap 'rm -f "$first_try"' EXIT
-    if ! pip install $quiet --no-deps "$torch" 2>"$first_try"; then
+    if ! pip install $quiet $uncompiled --no-deps "$torch" 2>"$first_try"; then
         say "not found with pip's configuration, trying $torch_index"
-        pip install $quiet --no-deps --index-url "$torch_index" "$torch" ||
+        pip install $quiet $uncompiled --no-deps --index-url "$torch_index" "$torch" ||
             { cat "$first_try" >&2; fail "$torch was found neither by pip's configuration (above) nor at $torch_index."; }
     fi
     say "$(grep -c '^[a-zA-Z]' "$lock") packages of tools/requirements-cpu.txt"
-    pip install $quiet --no-deps -r "$lock"
+    pip install $quiet $uncompiled --no-deps -r "$lock"
     # Without isolation, so that the locked setuptools is used and none is downloaded.
     say "lockstep, editable"
     pip install $quiet --no-deps --no-build-isolation -e "$root"
@@ -93,7 +95,7 @@ if ! stamped "$stamp" "$want"; then
 fi
 if [ -n "$mpi" ] && ! stamped "$mpi_stamp" "$mpi_want"; then
     say "packages of tools/requirements-mpi.txt"
-    pip install $quiet --no-deps -r "$mpi_lock"
+    pip install $quiet $uncompiled --no-deps -r "$mpi_lock"
     echo "$mpi_want" >"$mpi_stamp"
 fi
 say "done in $((SECONDS - started)) s; activate with: source $venv/bin/activate"
