@@ -123,10 +123,10 @@ def score_stored(config, ranks) -> int:
     """Apply the reward function to stored rollouts in this process; return the exit code."""
     if ranks.world_size > 1:
         return refuse(ValueError("run.mode=score_only uses one process; start it without a launcher."), None)
-    from rl.run.score_only import score_only
+    from rl.config import wing
 
     try:
-        return score_only(config)
+        return wing.door(config, "score_only")(config)
     except ValueError as error:
         return refuse(error, ranks)
 
@@ -140,6 +140,7 @@ def watched_run(config, points, ranks, device) -> int:
     """
     import torch.distributed as dist
 
+    from rl.config import wing
     from rl.config.options import ConfigError
     from rl.engines.inputs import Inputs
     from rl.faults.agreement import agree_on_config, agree_on_table, fail_together
@@ -181,8 +182,7 @@ def watched_run(config, points, ranks, device) -> int:
             inputs = Inputs(config, ranks.world_size)
         start_up.mark("inputs")
         if points:
-            from rl.run.points import run_points  # imports Megatron and vLLM, so only now
-
+            run_points = wing.door(config, "run")  # imports Megatron and vLLM, so only now
             code = run_points(config, points, inputs, device, watchdog)
         else:
             from rl.run.loop import run

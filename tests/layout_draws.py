@@ -24,7 +24,7 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.objectives.aggregate import MODES
 from rl.objectives.kl import ESTIMATORS
-from rl.run.stored_batches import FILE_COLUMNS, columns_of, stored_arrays
+from rl.run.rollout_writer import FILE_COLUMNS, columns_of, stored_arrays
 from rl.run_directory.rollout_files import RolloutLog
 from tests.checkpoints import SIZES, save_tiny
 

@@ -10,7 +10,7 @@ import torch
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.run.stored_batches import FILE_COLUMNS, columns_of, stored_arrays
+from rl.run.rollout_writer import FILE_COLUMNS, columns_of, stored_arrays
 from rl.run_directory.rollout_files import RolloutLog
 
 TOKENS = ["<end>", " two", " and", " four", " is", " six", "\n"]

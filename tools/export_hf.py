@@ -49,17 +49,18 @@ def main(argv: list[str] | None = None) -> int:
 def export(ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
     from rl.checkpoint.directory import CONFIG, complete
+    from rl.config import wing
     from rl.config.options import load
+    from rl.config.run_models import run_models
     from rl.config.schema import Config, Training
     from rl.models import read_hf_config, rope
     from rl.runtime.session import session
 
     with session(ranks) as device:  # silences the warnings of the imports below
         from rl.checkpoint.hf import export_hf
-        from rl.checkpoint.peft import export_peft
         from rl.checkpoint.store import CheckpointStore
         from rl.checks.exports import wrong_export
-        from rl.engines.training_parts import adapter_parts, prediction_parts, vision_parts
+        from rl.engines.training_parts import training_parts
         from rl.training.engine import TrainingEngine
         from rl.training.grid import build_grid
         from rl.training.spec import ModelSpec
@@ -84,13 +85,14 @@ def export(ranks, args: argparse.Namespace) -> None:
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
         hf = rope.scaled(read_hf_config(config.model.path), config.model.rope_scaling)
         spec = ModelSpec(config.model.path, hf, config.model.dtype)
-        parts = adapter_parts(replace(config.adapter, path=""), seed=0)  # the checkpoint has their values
-        training = Training(tp=args.tp, pp=args.pp)
-        parts += prediction_parts(config, training, lr=0.0) + vision_parts(config)
+        training = Training(tp=args.tp, pp=args.pp, mtp=config.training.mtp)
+        adapter = replace(config.adapter, path="")  # the checkpoint has its values
+        config = replace(config, training=training, adapter=adapter)
+        parts = training_parts(config, run_models(config)["policy"])
         policy = TrainingEngine(spec, training, grid, device, parts)
         store.load_weights(saved, {"policy": policy} | policy.parts.models())
         if args.adapter:
-            export_peft(policy, config.model.path, args.out)
+            wing.door_of("adapters", "export")(policy, config.model.path, args.out)
         else:
             export_hf(
                 policy, config.model.path, args.out, check=partial(wrong_export, policy, config.model.path)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rl.agents.chat import Chat
 from rl.agents.pool import EnvironmentPool
 from rl.agents.sight import Sight
+from rl.config import wing
 from rl.config.agents import Agents
 from rl.config.schema import Config
 from rl.data.prompts import Prompt, end_token_ids
@@ -106,8 +107,7 @@ def start_environments(config: Config, tokenizer, kept: Collection[int]) -> Envi
     )
     log.info("tokens between turns: %s", chat.description)
     if agents.container.image:
-        from rl.sandbox.container import describe
-
+        describe = wing.door_of("containers", "description")
         log.info("%s", describe(**asdict(agents.container)))
     pool = EnvironmentPool(
         agents.plan,

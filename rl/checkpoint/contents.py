@@ -19,7 +19,6 @@ from rl.checkpoint.shards import Shard, ShardReader
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
-from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import MASTER, optimizer_parts, release_masters, step_counters
 from rl.training.weights import WeightMap
@@ -39,12 +38,11 @@ def describe(engine: TrainingEngine) -> dict:
     on which A, B and their scale depend; {} without adapters. optimizer_step: number of steps taken. tensors:
     shape of every tensor that learns, by its name in the checkpoints of its format.
     """
-    adapters, weights = engine.parts.get(Adapters), engine.learned_map.weights
-    keys = ("kind", "rank", "alpha", "init") if adapters is not None else ()
+    weights = engine.learned_map.weights
     return {
         "dtype": str(engine.weight_map.dtype).removeprefix("torch."),
         "moments": engine.spec.optimizer.moments if engine.spec.optimizer is not None else "",
-        "adapter": {key: getattr(adapters.config, key) for key in keys},
+        "adapter": {name: value for part in engine.parts for name, value in part.properties().items()},
         "optimizer_step": _step(engine),
         "tensors": {name: list(shape) for w in weights for name, shape in zip(w.hf, w.shapes)},
     }

@@ -35,6 +35,7 @@ from rl.config.schema import (
 from rl.config.sweep_checks import check_points
 from rl.config.teacher_checks import check_teacher
 from rl.config.trace import check_trace
+from rl.config.wing import check_wing
 
 MAX_NAME_BYTES = 255
 """Maximum length of a file's name on Linux, in bytes."""
@@ -71,6 +72,7 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_elastic(config)
+    check_wing(config)
     check_exclusions(config)
     check_effects(config)
     check_trace(config.trace, config.run.max_steps)

@@ -193,6 +193,9 @@ NAMED = {
         required="the section roles",
     ),
     "a sweep": Feature(lambda config: config.sweep.is_on, "sweep.adapters"),
+    "containers": Feature(
+        lambda config: bool(config.agents.container.image), "agents.container.image={agents.container.image}"
+    ),
     "a teacher": Feature(uses_teacher, "the section teacher", "algorithm={algorithm} and no teacher"),
     # Keys that have a meaning only with another key
     "new rows": Feature(
@@ -258,6 +261,30 @@ NAMED = {
     ),
 }
 """Name -> feature."""
+
+OPTIONAL = (
+    "a prediction head",
+    "a sweep",
+    "a teacher",
+    "adapters",
+    "agents",
+    "containers",
+    "data.image_key",
+    "drafts",
+    "model.numerics=bitwise",
+    "refit.changed_only",
+    "roles",
+    "rollout.carry_over",
+    "rollout.kv_offload_gib",
+    "rollout.quantization=fp8",
+    "run.mode=check",
+    "run.mode=train_only|score_only",
+    "sampling masks",
+    "sweep.stop",
+    "trace.steps",
+    "training.router_replay",
+)
+"""Features whose implementation can be taken out (`rl.config.wing`)."""
 
 DEFAULTS = flatten(Config())
 

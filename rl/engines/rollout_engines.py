@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rl.config import wing
 from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
 from rl.config.rollout import Rollout
-from rl.config.schema import Config, needs_reward, needs_sampling_masks
+from rl.config.schema import Config, needs_reward
 from rl.models import read_hf_config
 from rl.models.sizes import has_delta_nets, num_experts
 from rl.rollout.engine import RolloutEngine
@@ -50,43 +51,10 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
 
 
 def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
-    """Return the parts of that engine. A run imports only those that it uses."""
+    """Return the parts of that engine. A run imports only the parts that it uses."""
     parts = model_parts(config.rollout, read_hf_config(config.model.path))
-    if adapters:
-        from rl.rollout.adapters import AdapterSlots
-
-        parts.append(AdapterSlots(adapters))
-    if config.rollout.quantization == "fp8":
-        from rl.rollout.fp8_weights import Fp8Weights
-
-        parts.append(Fp8Weights())
-    if needs_sampling_masks(config):
-        from rl.rollout.sampling_masks import Masks
-
-        parts.append(Masks())
-    if config.training.router_replay == "engine":
-        from rl.rollout.routes import Routes
-
-        parts.append(Routes())
-    if config.rollout.kv_offload_gib:
-        from rl.rollout.kv_offload import KvOffload
-
-        parts.append(KvOffload(config.rollout.kv_offload_gib))
-    if config.rollout.draft.is_on:
-        from rl.rollout.drafts import SOURCES
-
-        parts.append(SOURCES[config.rollout.draft.method](config.rollout.draft))
-    if config.model.numerics == "bitwise":
-        from rl.rollout.bitwise_numerics import BitwiseNumerics
-
-        parts.append(BitwiseNumerics())
-    if config.data.image_key:
-        from rl.data.images import image_format
-        from rl.vision.requests import ImageRequests
-
-        path = config.model.path
-        format = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
-        parts.append(ImageRequests(format, several_turns=config.agents.is_on))
+    for parts_of_option in wing.doors(config, "engine"):
+        parts += parts_of_option(config, adapters)
     return parts
 
 

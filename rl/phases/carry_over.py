@@ -27,7 +27,8 @@ from rl.phases.generation import Generation
 from rl.phases.sampler import Call
 from rl.phases.step_record import StepRecord
 from rl.rollout import held_parts
-from rl.rollout.quota_schedule import Frontier, Group, QuotaSchedule, extend, samples_of, work_of
+from rl.rollout.quota_schedule import Frontier, QuotaSchedule, extend, samples_of, work_of
+from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.run_directory.consumed import ConsumedLog
@@ -60,8 +61,8 @@ class CarryOver(Generation):
         """The carried groups; a checkpoint stores it."""
         self._num_wanted = 0
         self._moved = BytesMoved()
-        self._consumed: list[Group] = []
-        self._dropped: list[Group] = []
+        self._consumed: list[SampledGroup] = []
+        self._dropped: list[SampledGroup] = []
         self._consumed_log = ConsumedLog(config.run.dir)
 
     def num_to_draw(self, num_wanted: int) -> int:
@@ -80,7 +81,7 @@ class CarryOver(Generation):
         carried, first = self.frontier.groups, self.frontier.num_drawn
         new = [replace(prompt, draw=first + place) for place, prompt in enumerate(prompts)]
         new = [new[place] for place in self._order(prompts) or range(len(new))]
-        groups = [*carried, *(Group.of(prompt, config.samples_per_prompt) for prompt in new)]
+        groups = [*carried, *(SampledGroup.of(prompt, config.samples_per_prompt) for prompt in new)]
         complete = [group for group in carried if not group.unfinished]
         # Groups without tokens come last, in the given order.
         unfinished = sorted((group for group in groups if group.unfinished), key=lambda group: group.oldest)
@@ -112,7 +113,9 @@ class CarryOver(Generation):
         self._moved += moved
         return samples
 
-    def _continue(self, groups: list[Group], due: set[int], num_missing: int, purpose: str) -> list[Sample]:
+    def _continue(
+        self, groups: list[SampledGroup], due: set[int], num_missing: int, purpose: str
+    ) -> list[Sample]:
         """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
         engine, sampling, dialogues = self._engine, self._sampling, self._dialogues
         contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]

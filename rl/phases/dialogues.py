@@ -6,7 +6,7 @@ A `Sampler` knows one of these and not which one. Samples are responses of one t
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
@@ -14,12 +14,10 @@ from rl.phases.sampler import Call
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue_schedule import QueueSchedule
+from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import Sample
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-
-if TYPE_CHECKING:  # a run without carry-over does not import it
-    from rl.rollout.quota_schedule import Group
 
 
 class Dialogues:
@@ -64,7 +62,7 @@ class Dialogues:
         """Return what a generator must know of a prompt that it has not drawn."""
         return Prompt.of_tokens(prompt.token_ids)
 
-    def within(self, group: "Group", max_tokens: int) -> "Group":
+    def within(self, group: SampledGroup, max_tokens: int) -> SampledGroup:
         """Return a group of an earlier run, whose limit of tokens may have been larger."""
         return group.within(max_tokens)
 

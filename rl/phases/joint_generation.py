@@ -102,7 +102,7 @@ class JointGeneration:
     def _wake(self, calls: dict[int, PointCall]) -> None:
         """Wake the engine, and give it the present adapters of the points."""
         engine, refits = self._engine, self._config.refit
-        assert engine.adapters is not None
+        assert engine.slots is not None
         slept = not engine.awake
         self._offload_models(weights=False)
         if slept:
@@ -110,7 +110,7 @@ class JointGeneration:
         for point, call in calls.items():
             policy = self._engines[point].policy
             options = dict(buffer_mib=refits.buffer_mib, adapter=point)
-            if engine.adapters.versions[point] != policy.version:
+            if engine.slots.versions[point] != policy.version:
                 is_due = bool(refits.check_every) and call.step.number % refits.check_every == 0
                 with call.step.phase("refit", timing="update_weights"):
                     traffic = refit(policy, engine, **options)

@@ -11,7 +11,6 @@ import torch
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
-from rl.training.adapter import Adapters
 from rl.training.loss import Totals
 from rl.training.micro_batch_plans import (
     Cost,
@@ -125,7 +124,7 @@ class MinibatchPlanner:
         the weights' gradients, which adapters do not need. A frozen vision tower needs neither.
         """
         cost = self._cost_of(model)
-        passes = 3 if model.parts.get(Adapters) is None else 2
+        passes = 2 if any(part.freezes_model for part in model.parts) else 3
         whole = passes * self._sum(batch, plans, cost)
         if cost.tower is None or not model.has_frozen_weights:
             return whole

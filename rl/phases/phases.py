@@ -5,6 +5,7 @@ layouts, packing, memory sharing, timing and the metrics of each phase are below
 are verl's.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl.checks.checks import Checks
-from rl.config.schema import Config, uses_teacher
+from rl.config.schema import Config
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, Preference
 from rl.data.prompts import Prompt
@@ -27,6 +28,7 @@ from rl.phases.sampler import Call, Sampler
 from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
 from rl.phases.step_record import StepRecord
+from rl.phases.teachers import Teachers
 from rl.phases.updates import Updates
 from rl.rollout.sampling import greedy_sampling
 from rl.training.loss import Loss, LossFunction, TokenSelection
@@ -42,7 +44,8 @@ class Phases:
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
 
-    tokenizer: the policy's, for prompts of teachers.
+    make_teachers: makes the teachers of (config, step, engines, memory, planner, tokenizer); None: there are
+    none. tokenizer: the policy's, for prompts of teachers.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Phases:
         sampler: Sampler,
         scorer: Scorer | None,
         end_ids: frozenset[int] = frozenset(),
+        make_teachers: Callable[..., Teachers] | None = None,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
     ):
         self.config, self.step, self.engines, self.memory = config, step, engines, memory
@@ -67,13 +71,8 @@ class Phases:
         shared = (config, step, engines, self.memory, planner)
         self.inference = Inference(*shared, self.checks)
         self.updates = Updates(*shared, self.inference, self.checks)
-        self.teaching = None
+        self.teaching = None if make_teachers is None else make_teachers(*shared, tokenizer)
         """Passes of the teachers; None if the run has none."""
-        if uses_teacher(config):
-            from rl.phases.teaching import Teaching
-
-            assert tokenizer is not None
-            self.teaching = Teaching(config, step, engines, self.memory, planner, tokenizer)
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
         self.end_ids = end_ids

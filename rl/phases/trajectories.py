@@ -21,10 +21,11 @@ from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.quota_schedule import Group
+from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import Sample
 from rl.rollout.source import SampleSource
-from rl.rollout.stored_log import DIRECTORY, Recorder, store
+from rl.rollout.stored_log import Recorder, store
+from rl.run_directory.event_files import DIRECTORY
 from rl.runtime.collectives import gather_objects
 
 
@@ -93,7 +94,7 @@ class TrajectoryDialogues(Dialogues):
     def sent(self, prompt: Prompt) -> Prompt:
         return replace(prompt, response_ids=None, response_mask=None)
 
-    def within(self, group: Group, max_tokens: int) -> Group:
+    def within(self, group: SampledGroup, max_tokens: int) -> SampledGroup:
         return group.restarted(max_tokens)  # the environment has seen all tokens
 
     def keep_only(self, samples: Collection[tuple[int, int]]) -> None:

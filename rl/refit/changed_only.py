@@ -7,12 +7,13 @@ announces the form to each receiver, which writes the new bits over what its eng
 the same bits there. The first refit of a process, and the first after a change of the plan, is whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from rl.refit.plan import Message, MessageBatch
+from rl.refit.transfer import Exchange
 
 POSITION = torch.int32
 """Dtype of the positions, counted in elements from the beginning of a message."""
@@ -20,9 +21,6 @@ WHOLE = -1
 """Header of a message that is sent whole; else the number of elements that changed."""
 UNITS = {2: torch.int16, 4: torch.int32}
 """Dtype in which the bits of elements are compared, by the bytes of an element of the model's dtype."""
-
-Exchange = Callable[[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]], None]
-"""`rl.refit.transfer.exchange` within the group of the refit: outgoing and incoming tensors by rank."""
 
 
 class ChangedOnly:
@@ -45,13 +43,7 @@ class ChangedOnly:
         held: Callable[[], None],
         exchange: Exchange,
     ) -> tuple[int, int]:
-        """Exchange the messages of a batch; return the bytes sent and received, with headers.
-
-        Collective over the ranks of the plan.
-
-        number: of the batch. outgoing: packed messages, uint8. incoming: buffers of the messages, filled
-        here. held: fills `incoming` with the elements that the engine holds now.
-        """
+        """Exchange the messages of a batch (`rl.refit.transfer.MessageForm.exchange`)."""
         payloads = [self._payload(number, place, packed) for place, packed in enumerate(outgoing)]
         self._last[number] = [packed.to("cpu", copy=True) for packed in outgoing]
         device = next((buffer.device for buffer in (*outgoing, *incoming)), torch.device("cpu"))

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.config import wing
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data import held
@@ -39,7 +40,7 @@ from rl.models.placement import RolloutPlacement, TrainingPlacement, count_exper
 from rl.refit.equality import differing
 from rl.refit.gather import RefitMismatch
 from rl.refit.refit import WeightPlan, clear_padding, engine_parameters, held_by, plan_weights
-from rl.refit.transfer import BytesMoved, Sums, changed, compare, sent_checksums, transfer
+from rl.refit.transfer import BytesMoved, MessageForm, Sums, changed, compare, sent_checksums, transfer
 from rl.refit.values import Values, values_of
 from rl.rollout import held_parts
 from rl.rollout.engine import RolloutEngine
@@ -52,8 +53,7 @@ from rl.runtime.plain_data import decode, encode
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
 
-if TYPE_CHECKING:  # a run without the feature does not import it
-    from rl.refit.changed_only import ChangedOnly
+if TYPE_CHECKING:
     from rl.runtime.excluded_replicas import ExcludedReplicas
 
 UNLIMITED = datetime.timedelta(days=30)
@@ -118,7 +118,7 @@ class Link:
         self._weights = own_group(torch_store, "link-weights", device=device, **options)
         self._planned: list[WeightPlan] = []
         """The plan of the weights, and that of the adapters beside them."""
-        self._changes: list[ChangedOnly | None] = []
+        self._changes: list[MessageForm | None] = []
         """Messages that each plan sent last (`refit.changed_only`)."""
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
@@ -197,11 +197,9 @@ class Link:
             for weights, weight_map, tensors in zip(parts, maps, held, strict=True)
         ]
         self._changes = [None] * len(parts)
-        if config.refit.changed_only:
-            from rl.refit.changed_only import ChangedOnly
-
+        if messages := wing.door(config, "messages"):
             itemsize = getattr(torch, config.model.dtype).itemsize
-            self._changes = [ChangedOnly(itemsize) for _ in parts]
+            self._changes = [messages(itemsize) for _ in parts]
         if fallback := [weight.vllm for planned in self._planned for weight in planned.fallback]:
             raise ConfigError(
                 f"vLLM holds {len(fallback)} weights ({', '.join(fallback[:4])}, ...) in another dtype or "
@@ -297,8 +295,8 @@ class Link:
             clear_padding(engine, planned.in_place, destinations)
         engine.weights_changed()
         engine.weights_version = version
-        if engine.adapters is not None:
-            engine.adapters.versions[0] = version
+        if engine.slots is not None:
+            engine.slots.versions[0] = version
         if wrong:
             texts = (f"{weight.hf[0]} differs from {source}" for weight, source in wrong)
             raise RefitMismatch(

@@ -15,32 +15,34 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rl.config.adapter import Adapter
+from rl.config.schema import Config
 from rl.models import fp8_blocks
 from rl.models.boxes import index, relative, whole
 from rl.models.layout import Piece, Weight
 from rl.models.placement import TrainingPlacement
-from rl.refit.values import Group, Values
+from rl.refit.values import Group, Groups, Values
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.fp8_weights import Fp8Weights
+from rl.rollout.parts import Part
 
 
-def groups(engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[Group]:
-    """Yield the groups of an engine with quantised weights, identical on all ranks. Not collective.
+class GroupedFp8Weights(Fp8Weights, Groups):
+    """Weights in FP8 that refits write, in groups of whole layers."""
 
-    staged: yield staging tensors, for a refit; otherwise the dequantised values, for a comparison.
-    """
-    in_fp8, weight_map = engine.quantised, values.weight_map
-    assert in_fp8 is not None
-    names = set(in_fp8.names)
-    plain = [weight for weight in weight_map.weights if weight.vllm not in names]
-    yield Group(0, plain, values, engine.weights())
-    own = values if staged else replace(values, of=partial(_quantised, values))
-    quantised = [weight for weight in weight_map.weights if weight.vllm in names]
-    for number, weights in enumerate(_by_layers(quantised, weight_map.placement), 1):
-        if staged:
-            held = in_fp8.staging(weights, weight_map.dtype)
-            yield Group(number, weights, own, held, partial(in_fp8.store, held))
-        else:
-            yield Group(number, weights, own, in_fp8.values(weights, weight_map.dtype))
+    def groups(self, engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[Group]:
+        """Yield the groups. staged: yield staging tensors; otherwise the dequantised values."""
+        weight_map, names = values.weight_map, set(self.names)
+        plain = [weight for weight in weight_map.weights if weight.vllm not in names]
+        yield Group(0, plain, values, engine.weights())
+        own = values if staged else replace(values, of=partial(_quantised, values))
+        quantised = [weight for weight in weight_map.weights if weight.vllm in names]
+        for number, weights in enumerate(_by_layers(quantised, weight_map.placement), 1):
+            if staged:
+                held = self.staging(weights, weight_map.dtype)
+                yield Group(number, weights, own, held, partial(self.store, held))
+            else:
+                yield Group(number, weights, own, self.values(weights, weight_map.dtype))
 
 
 def _by_layers(weights: Sequence[Weight], training: TrainingPlacement) -> list[list[Weight]]:
@@ -84,3 +86,8 @@ def in_blocks(value: Tensor, weight: Weight, pieces: Sequence[Piece]) -> Tensor:
         for piece in own:
             out[index(piece.local_box)] = matrix[index(relative(piece.hf_box, box))]
     return out
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine."""
+    return [GroupedFp8Weights()]

@@ -7,7 +7,7 @@ of (`rl.models.dense`), `rl.models.layout` which regions of them Megatron and vL
 Weights that the engine holds as plain tensors of the trainer's dtype are written in place. Their plan sends
 each rank only its own shard (`rl.refit.plan`). For other weights (quantised, packed), the engine's own loader
 reads its part of the whole tensors (`rl.refit.gather`). With `rollout.quantization` the values travel as
-planned, and are quantised where they arrive (`rl.refit.quantised`).
+planned, in groups that the engine's part quantises where they arrive (`rl.refit.values.Groups`).
 
 Low-rank adapters reach the engine in one of two forms (`adapter.in_engine`; `rl.refit.values`). Merged: the
 values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and those of W unless the
@@ -33,7 +33,7 @@ from rl.refit.equality import Equality, coverage, differing, plan_equality, unco
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
-from rl.refit.values import Group, values_of, wrong_adapter
+from rl.refit.values import Group, Groups, values_of, wrong_values
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
@@ -92,7 +92,7 @@ def refit(
     buffer_mib: limit of the messages of one batch on any rank, in MiB. adapter: index of the trainer's
     adapter in an engine that has several.
     """
-    slots, done, fallback, incomplete = engine.adapters, BytesMoved(), False, list[str]()
+    slots, done, fallback, incomplete = engine.slots, BytesMoved(), False, list[str]()
     engine.device.synchronize()  # the engine may still be reading
     with_base = slots is None or not slots.has_base
     for part in _parts(trainer, engine, buffer_mib, adapter, with_base=with_base, staged=True):
@@ -113,7 +113,7 @@ def refit(
             done.fallback += sum(w.num_elements * w.bytes_per_element(itemsize) for w in planned.fallback)
             engine.load_weights(_for_loader(planned.fallback, part.group.values.gathered(planned.fallback)))
             fallback = True
-    if engine.quantised is not None:
+    if _groups_of(engine) is not None:
         gather.raise_mismatches(incomplete)
     if slots is not None:
         slots.has_base, slots.versions[adapter] = True, trainer.version
@@ -174,9 +174,9 @@ def check_weights(
             planned = part.planned
             wrong |= bool(differing(planned.equality, part.sources, part.destinations, device))
             compared, total = compared + planned.num_compared, total + planned.num_elements
-        for values in values_of(trainer, in_parts=engine.adapters is not None):  # before they are quantised
-            if engine.adapters is None or values.is_adapter:
-                problem = wrong_adapter(trainer, values, trainer.version)
+        for values in values_of(trainer, in_parts=engine.slots is not None):  # before they are quantised
+            if engine.slots is None or values.is_beside:
+                problem = wrong_values(trainer, values)
         differ = any_rank(wrong or bool(problem))
     subject = "weights" if with_base else "weights of the adapter"
     _compared[trainer] = trainer.version, subject, compared, total
@@ -220,16 +220,14 @@ def _parts(
 
     staged: hold quantised weights in tensors that the refit writes, not in those that are compared.
     """
-    every = values_of(trainer, in_parts=engine.adapters is not None)
-    if engine.quantised is not None:
-        from rl.refit.quantised import groups
-
-        found = groups(engine, *every, staged=staged)
+    every, own = values_of(trainer, in_parts=engine.slots is not None), _groups_of(engine)
+    if own is not None:
+        found = own.groups(engine, *every, staged=staged)
     else:
         found = (
             Group(0, values.weight_map.weights, values, held)
             for values, held in zip(every, held_by(engine, adapter), strict=True)
-            if with_base or values.is_adapter
+            if with_base or values.is_beside
         )
     for group in found:
         planned = _planned(group, engine, buffer_mib)
@@ -237,10 +235,15 @@ def _parts(
         yield Part(group, planned, sources, engine_parameters(group.held, planned))
 
 
+def _groups_of(engine: RolloutEngine) -> Groups | None:
+    """Return the part of the engine that receives refits in groups of its own, if it has one."""
+    return next((part for part in engine.parts if isinstance(part, Groups)), None)
+
+
 def held_by(engine: RolloutEngine, adapter: int = 0) -> list[Mapping[str, Tensor]]:
     """Return the engine's tensors by vLLM's name: the weights, and those of an adapter beside them."""
     weights = engine.weights()
-    return [weights] if engine.adapters is None else [weights, engine.adapters.buffers(adapter)]
+    return [weights] if engine.slots is None else [weights, engine.slots.buffers(adapter)]
 
 
 def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:

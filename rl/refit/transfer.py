@@ -4,23 +4,20 @@ The check exchanges checksums in the same way. Messages are point-to-point, over
 for CUDA tensors. A plan's ranks are those of the given group, by default the world's; all of them call.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl.models.boxes import index
-from rl.refit.plan import Copy, Message, RefitPlan, Region
+from rl.refit.plan import Copy, Message, MessageBatch, RefitPlan, Region
 from rl.runtime import tracing
 from rl.runtime.checksum import different
-
-if TYPE_CHECKING:  # a refit that sends everything does not import it
-    from rl.refit.changed_only import ChangedOnly
 
 OPS_PER_CALL = 32
 """Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
@@ -46,6 +43,31 @@ class BytesMoved:
         return BytesMoved(*map(add, astuple(self), astuple(other)))
 
 
+Exchange = Callable[[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]], None]
+"""`exchange` within the group of a refit: outgoing and incoming tensors by rank."""
+
+
+class MessageForm(Protocol):
+    """The form in which the messages of one plan's refits travel, if it is not the plain one."""
+
+    def exchange(
+        self,
+        number: int,
+        batch: MessageBatch,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        held: Callable[[], None],
+        exchange: Exchange,
+    ) -> tuple[int, int]:
+        """Exchange the messages of a batch; return the bytes sent and received, with headers.
+
+        Collective over the ranks of the plan.
+
+        number: of the batch. outgoing: packed messages, uint8. incoming: buffers of the messages, filled
+        here. held: fills `incoming` with the elements that the engine holds now.
+        """
+
+
 @torch.no_grad()
 def transfer(
     plan: RefitPlan,
@@ -53,7 +75,7 @@ def transfer(
     destinations: Mapping[int, Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    changes: "ChangedOnly | None" = None,
+    changes: "MessageForm | None" = None,
 ) -> BytesMoved:
     """Execute the plan: write this rank's destinations. Collective over the group.
 

@@ -249,11 +249,10 @@ def run_case(program: str, case: Case, settings: Settings, left_s: float) -> tup
     how: dict[str, Any] = {"limits": limits, "interpreter": settings.interpreter}
     run = functools.partial(run_program, **how, allow_unprotected=settings.allow_unprotected)
     if settings.container is not None:
-        from rl.sandbox.container import run_program_in
-        from rl.sandbox.images import unpack
+        from rl.config import wing
 
         container = read_container(settings.container, key="reward.kwargs.container")
-        run = functools.partial(run_program_in, unpack(container["image"]), container, **how)
+        run = functools.partial(wing.door_of("containers", "programs")(container), **how)
     if case.stdin is not None:
         outcome = run(program, stdin=case.stdin)
         return outcome, outcome.ok and same_output(outcome.stdout, case.expected)

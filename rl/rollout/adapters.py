@@ -16,10 +16,11 @@ from torch import Tensor
 
 from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
+from rl.config.schema import Config
 from rl.models import architecture
 from rl.models.adapters import LowRank, adapters
 from rl.rollout import cpu_support
-from rl.rollout.parts import Part
+from rl.rollout.parts import Part, WeightSlots
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as `max_lora_rank`."""
@@ -55,7 +56,7 @@ def _lora_request(index: int):
     return LoRARequest(f"adapter {index}", 1 + index, lora_path="memory")
 
 
-class AdapterSlots(Part):
+class AdapterSlots(WeightSlots):
     """The adapters of an engine, by index. All adapt the same layers.
 
     An adapter of a lower rank than the buffers leaves the rest of them 0.
@@ -64,9 +65,6 @@ class AdapterSlots(Part):
     def __init__(self, adapters: Sequence[Adapter]):
         self._adapters = adapters
         self.versions = [-1] * len(adapters)
-        """Version of the policy whose adapter each index holds; -1: none yet."""
-        self.has_base = False
-        """Whether the engine holds the base weights; else the next refit writes them too."""
 
     def options(self, engine):
         keep_experts_kernels()
@@ -83,7 +81,6 @@ class AdapterSlots(Part):
         )
 
     def built(self, engine):
-        engine.adapters = self
         self._manager = engine.runner.lora_manager._adapter_manager
         held = {
             part: (module, number)
@@ -129,11 +126,16 @@ class AdapterSlots(Part):
         manager.activate_adapter(model.id)  # in the first free place
         assert manager.lora_index_to_id[index] == model.id
 
-    def buffers(self, index: int) -> dict[str, Tensor]:
+    def buffers(self, slot: int) -> dict[str, Tensor]:
         """Return this rank's parts of A and B of an adapter, as views of vLLM's buffers."""
         out: dict[str, Tensor] = {}
-        rank = self._adapters[index].rank
+        rank = self._adapters[slot].rank
         for pair, (module, number) in zip(self.pairs, self._layers):
-            out[pair.a.vllm] = module.lora_a_stacked[number][index, 0, :rank]
-            out[pair.b.vllm] = module.lora_b_stacked[number][index, 0, :, :rank]
+            out[pair.a.vllm] = module.lora_a_stacked[number][slot, 0, :rank]
+            out[pair.b.vllm] = module.lora_b_stacked[number][slot, 0, :, :rank]
         return out
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine that holds adapters beside its weights."""
+    return [AdapterSlots(adapters)] if adapters else []

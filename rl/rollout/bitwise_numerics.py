@@ -4,6 +4,7 @@ The trainer calls the same functions (`rl.training.bitwise_numerics`). A token's
 weights and the tokens before it, not on chunks of the prompt, prefix caching, preemption or other requests.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,6 +23,8 @@ from vllm.model_executor.models.glm4_moe_lite import Glm4MoeLite
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from rl.config.adapter import Adapter
+from rl.config.schema import Config
 from rl.models import architecture, rope
 from rl.numerics import layers
 from rl.rollout.cpu_support import PackedLinear
@@ -244,3 +247,8 @@ def _convert(module: nn.Module, hf: dict) -> None:
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Replace the function of vLLM's sampler for CUDA: log-probs of token_ids [B, n], float32."""
     return layers.log_softmax(logits.float()).gather(1, token_ids.long())
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine."""
+    return [BitwiseNumerics()]

@@ -7,10 +7,14 @@ vLLM's rejection sampler draws them. A draft model is frozen: its weights are re
 their checksums before every generation. The weights of the policy's own head are written by the refit.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from rl.config.adapter import Adapter
 from rl.config.draft import Draft
+from rl.config.schema import Config
 from rl.models import read_hf_config
 from rl.models.mtp import HEADS
 from rl.rollout.draft_check import LIMIT, NUM_SAMPLES, NUM_TOKENS, TOP_K, chi_square, deviate
@@ -175,3 +179,9 @@ class HeadDrafts(Drafts):
 
 SOURCES = {"model": DraftModel, "mtp": HeadDrafts}
 """`rollout.draft.method` -> part of the engine."""
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine."""
+    draft = config.rollout.draft
+    return [SOURCES[draft.method](draft)] if draft.is_on else []

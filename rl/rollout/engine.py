@@ -7,7 +7,6 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from rl.models.placement import RolloutPlacement
 from rl.rollout import cpu_support
 from rl.rollout.calls import Calls
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
-from rl.rollout.parts import Part
+from rl.rollout.parts import Part, WeightSlots
 from rl.rollout.platforms import Cpu, Cuda, Platform
 from rl.rollout.queue import shared_queue, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
@@ -31,10 +30,6 @@ from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.rollout.vllm_model import DERIVED, ServedModel, build_llm, derive_weights
 from rl.runtime.device import Device
-
-if TYPE_CHECKING:  # a run without adapters in the engine does not import them
-    from rl.rollout.adapters import AdapterSlots
-    from rl.rollout.fp8_weights import Fp8Weights
 
 
 class RolloutEngine:
@@ -69,10 +64,8 @@ class RolloutEngine:
         num_layers, num_experts = self.hf["num_hidden_layers"], sizes.num_experts(self.hf)
         ep = rollout.ep if num_experts else 1
         self.placement = RolloutPlacement(world, self.tp, num_layers, ep=ep, num_experts=num_experts)
-        self.adapters: AdapterSlots | None = None
-        """Low-rank adapters beside the weights; None if there are none, or the weights contain them."""
-        self.quantised: Fp8Weights | None = None
-        """The weights in FP8; None if all are in the model's dtype."""
+        self.slots = next((part for part in parts if isinstance(part, WeightSlots)), None)
+        """Weights beside the model's; None if there are none, or the model's weights contain them."""
         self.keeps_cache = rollout.carry_over and rollout.carry_over_cache == "keep" and not self.frozen
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
         began with the same version of the weights."""

@@ -49,7 +49,6 @@ class Fp8Weights(Part):
         return {"hf_overrides": {"quantization_config": quantization}}
 
     def built(self, engine):
-        engine.quantised = self
         self._model = engine.model
         parameters = dict(engine.model.named_parameters())
         for name in self.names:

@@ -13,6 +13,7 @@ and their tokens alone, and its copies run in the order of the forward passes, b
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
+from rl.config.adapter import Adapter
+from rl.config.schema import Config
 from rl.rollout.parts import Part
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import host_memory
@@ -200,3 +203,8 @@ class HostCache(KVConnectorBase_V1):
 
     def wait_for_save(self):
         """The copies precede what overwrites their blocks on the stream."""
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine."""
+    return [KvOffload(config.rollout.kv_offload_gib)]

@@ -71,3 +71,16 @@ class Part:
 
     def wake(self, engine: "RolloutEngine", what: str) -> None:
         """Restore what `sleep` released. what: "weights" before a refit, "kv_cache" after it."""
+
+
+class WeightSlots(Part):
+    """Weights beside the model's, such as several adapters, each in a slot with a number."""
+
+    versions: list[int]
+    """Version of the policy whose weights each slot holds; -1: none yet."""
+    has_base = False
+    """Whether the engine holds the model's weights; else the next refit writes them too."""
+
+    def buffers(self, slot: int) -> dict[str, Tensor]:
+        """Return this rank's weights of a slot by vLLM's name, as views of the memory that vLLM reads."""
+        raise NotImplementedError

@@ -6,7 +6,6 @@ position, so under equal weights the sample is the one of an uninterrupted gener
 unfinished trajectory continues on the replica that holds its environment, if that one has time.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,49 +19,10 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.events import Abort, Done, Event
 from rl.rollout.queue import assign_all, assign_held, own_counter, shared_counter
 from rl.rollout.queue_schedule import QueueSchedule
+from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import COLUMNS, Sample, Segment, pack, unpack
 from rl.rollout.sampling import Sampling
 from rl.rollout.source import SampleSource, Start
-
-
-@dataclass(frozen=True)
-class Group:
-    """The samples of a prompt so far."""
-
-    prompt: Prompt
-    samples: tuple[Sample, ...]
-    """Their rows, ordered by number and row."""
-    holder: int = -1
-    """Rank that generated its last tokens, whose replica may hold environments; -1: none."""
-
-    @classmethod
-    def of(cls, prompt: Prompt, num_samples: int) -> "Group":
-        """Return a group whose samples have not been started."""
-        return cls(prompt, tuple(Sample(0, number, (), "abort") for number in range(num_samples)))
-
-    def within(self, max_tokens: int) -> "Group":
-        """Return the group as a generation with this limit of tokens would have left it."""
-        return replace(self, samples=tuple(sample.within(max_tokens) for sample in self.samples))
-
-    def restarted(self, max_tokens: int) -> "Group":
-        """Return the group without the tokens of samples that have more than `max_tokens` in all rows."""
-        lengths = Counter[int]()
-        for sample in self.samples:
-            lengths[sample.number] += len(sample.token_ids)
-        rows = [s for s in self.samples if lengths[s.number] <= max_tokens or s.row == 0]
-        new = [s if lengths[s.number] <= max_tokens else Sample(0, s.number, (), "abort") for s in rows]
-        return replace(self, samples=tuple(new))
-
-    @property
-    def unfinished(self) -> list[int]:
-        """Numbers of the unfinished samples."""
-        return sorted({sample.number for sample in self.samples if sample.is_unfinished})
-
-    @property
-    def oldest(self) -> float:
-        """Version of the weights that sampled the oldest token; infinite without tokens."""
-        versions = (sample.weight_versions for sample in self.samples)
-        return min((int(own.min()) for own in versions if len(own)), default=np.inf)
 
 
 class Quota:
@@ -89,7 +49,7 @@ class Quota:
 
 def work_of(
     engine: RolloutEngine,
-    groups: Sequence[Group],
+    groups: Sequence[SampledGroup],
     due: set[int],
     num_wanted: int,
     *,
@@ -98,7 +58,7 @@ def work_of(
 ) -> tuple[Iterator[int], Quota]:
     """Return the work of this replica in one call, and the quota that ends it. Every rank calls it.
 
-    holds: whether a replica has what its groups need (`Group.holder`), and begins with them. is_fixed:
+    holds: whether a replica has what its groups need (`SampledGroup.holder`), and begins with them. is_fixed:
     whether every replica has a fixed share of the groups and of the quota, which depends on no clock.
     """
     holders = [group.holder // engine.tp if holds else -1 for group in groups]
@@ -124,7 +84,7 @@ class QuotaSchedule(QueueSchedule):
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[SampledGroup],
         due: set[int],
         sampling: Sampling,
         seeds: list[int],
@@ -158,7 +118,7 @@ class QuotaSchedule(QueueSchedule):
             self._quota.note_complete(is_due=start.group in self._due)
 
 
-def extend(groups: Sequence[Group], continued: Sequence[Sample]) -> list[Group]:
+def extend(groups: Sequence[SampledGroup], continued: Sequence[Sample]) -> list[SampledGroup]:
     """Return the groups with their samples that were continued.
 
     continued: the exchanged rows of `QuotaSchedule`, in place of all unfinished samples of a group, or none.
@@ -197,7 +157,7 @@ def _is_same(segment: Segment, other: Segment) -> bool:
     return all(np.array_equal(getattr(segment, name), getattr(other, name)) for name in COLUMNS)
 
 
-def samples_of(groups: Sequence[Group]) -> list[Sample]:
+def samples_of(groups: Sequence[SampledGroup]) -> list[Sample]:
     """Return the samples of groups; `prompt` is the index of the group."""
     return [replace(sample, prompt=index) for index, group in enumerate(groups) for sample in group.samples]
 
@@ -206,7 +166,7 @@ def samples_of(groups: Sequence[Group]) -> list[Sample]:
 class Frontier:
     """The groups that were drawn and not consumed; identical on all ranks."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[SampledGroup, ...] = ()
     num_drawn: int = 0
     """Number of prompts that the run has drawn."""
 
@@ -238,4 +198,6 @@ class Frontier:
         samples: list[list[Sample]] = [[] for _ in prompts]
         for sample in unpack(state["samples"]):
             samples[sample.prompt].append(sample)
-        return cls(tuple(map(Group, prompts, map(tuple, samples), state["holders"])), state["num_drawn"])
+        return cls(
+            tuple(map(SampledGroup, prompts, map(tuple, samples), state["holders"])), state["num_drawn"]
+        )

@@ -5,8 +5,12 @@ that part of vLLM belongs to a model runner that needs Triton. There `CpuRoutes`
 same callbacks of vLLM's routers.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from rl.config.adapter import Adapter
+from rl.config.schema import Config
 from rl.models import architecture
 from rl.rollout.parts import Part
 
@@ -122,3 +126,8 @@ def _group_of_all_tokens(groups) -> tuple[int, str]:
     whole = (i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, partial))
     index = next(whole, 0)
     return index, groups[index].layer_names[0]
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine, which returns the routes if the trainer replays its."""
+    return [Routes()] if config.training.router_replay == "engine" else []

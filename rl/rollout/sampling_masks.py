@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
+from rl.config.schema import Config
 from rl.rollout.parts import Part
 
 
@@ -63,3 +65,8 @@ def columns_of(masks: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> 
         "kept_ids": np.concatenate(parts) if parts else np.zeros(0, dtype),
         "kept_counts": np.array([len(part) for part in parts], dtype),
     }
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine."""
+    return [Masks()]

@@ -10,11 +10,9 @@ the job, and each version of the weights has logs of its own (`VersionRecorder`)
 
 import gzip
 import logging
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,20 +21,7 @@ from rl.rollout.samples import COLUMNS, Completion, Request, Sample, Segment, pa
 from rl.rollout.sampling import Sampling
 from rl.runtime.plain_data import decode, encode
 
-if TYPE_CHECKING:
-    from rl.rollout.engine import RolloutEngine
-
 log = logging.getLogger(__name__)
-
-DIRECTORY = "events"
-
-
-def remove_after(run_dir: str, step: int) -> None:
-    """Remove the logs of steps after `step`: a resumed run repeats them, perhaps with fewer replicas."""
-    for directory in Path(run_dir, DIRECTORY).glob("step_*"):
-        number = directory.name.removeprefix("step_")
-        if number.isdecimal() and directory.is_dir() and int(number) > step:
-            shutil.rmtree(directory)
 
 
 class Recorder:
@@ -152,19 +137,6 @@ class VersionRecorder:
         for part in [part for part in self._parts[:number] if not part.open]:
             part.store(self._sampling, self._is_async)
             self._parts.remove(part)
-
-
-def recorder(
-    run_dir: str, numbers: Iterator[int], source: Source, engine: "RolloutEngine", sampling: Sampling
-) -> VersionRecorder:
-    """Return the recorder of a stream's logs. numbers: distinguish the files of a version."""
-
-    def path_of(version: int) -> Path:
-        name = f"train.{version + 1}_replica_{engine.replica}.{next(numbers)}.events"
-        return Path(run_dir, DIRECTORY, f"step_{version + 1}", name)
-
-    is_async = engine.config.async_scheduling
-    return VersionRecorder(source, engine.weights_version, sampling, path_of, is_async)
 
 
 @dataclass(frozen=True)

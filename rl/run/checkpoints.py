@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from rl.checkpoint.hf import export_hf
-from rl.checkpoint.peft import export_peft
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
@@ -158,12 +157,11 @@ class RunCheckpoints:
         with phases.saving():
             check = partial(wrong_export, policy, config.model.path)
             export_hf(policy, config.model.path, target, fence=fence, check=check)
+            run_dir = Path(config.run.dir)
+            lines = [part.export(policy, config.model.path, run_dir, fence) for part in policy.parts]
         phases.step.progress.line(f"wrote {target}, a Hugging Face checkpoint of step {step}")
-        if config.adapter.is_on:
-            target = str(Path(config.run.dir, "adapter"))
-            with phases.saving():
-                export_peft(policy, config.model.path, target, fence=fence)
-            phases.step.progress.line(f"wrote {target}, the adapters of step {step} in the format of peft")
+        for line in filter(None, lines):
+            phases.step.progress.line(line)
 
     def _note_complete(self) -> None:
         if self._store.complete_step is not None:

@@ -6,15 +6,10 @@ from statistics import mean, median
 
 from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
-from rl.phases.step_record import StepRecord
-from rl.runtime.collectives import broadcast_object
-from rl.stopping.requests import StopDecision, StopRequests
-
-ENDED_EARLY = "sweep.stop="
-"""Begins the reason for which a point ended early."""
+from rl.run.point_stop import ENDED_EARLY, Survivors
 
 
-class EarlyStop:
+class EarlyStop(Survivors):
     """Decides which points end early. The decision depends only on metrics that rank 0 logs.
 
     A step is judged once all points that go on have taken it. A point that is ahead may therefore take one
@@ -22,59 +17,34 @@ class EarlyStop:
     starts again, because a fault may have come between a decision and the point's end.
 
     A value that is not finite ranks last. Points that have not logged the metric are not compared.
-
-    Args:
-        due: step by which a point must have logged the metric, if it is later than `sweep.first`.
     """
 
     def __init__(self, config: Sweep, num_points: int, *, due: int = 0):
+        super().__init__(config, num_points)
         self._config, self._due = config, max(config.first, due)
         self._values: list[dict[int, float]] = [{} for _ in range(num_points)]
         """The metric of each point by step; -inf for a value that is not finite."""
         self._last = [0] * num_points
         """The last step of each point."""
-        self._live = set(range(num_points))
         self._over: set[int] = set()
         """Points that have taken their last step; the steps up to it are judged with them."""
         self._judged = 0
-        self.reasons: dict[int, str] = {}
-        """Why a point ends, by its number."""
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Names of the metrics that decide."""
-        return frozenset() if self._config.stop == "none" else frozenset({self._config.metric})
-
-    @property
-    def live(self) -> frozenset[int]:
-        """The points that continue."""
-        return frozenset(self._live)
-
-    def leave(self, point: int) -> None:
-        """Go on without a point, which somebody has stopped."""
-        self._live.discard(point)
+        self.reads = frozenset({config.metric})
 
     def remember(self, point: int, records: list[Mapping[str, float]], *, is_over: bool) -> None:
-        """Take the steps of an earlier start. is_over: whether the point has ended."""
         for record in records:
             self._note(point, int(record["training/global_step"]), record)
         if is_over:
             self._over.add(point)
 
     def record(self, point: int, step: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:
-        """Note the metrics of a point's step, and judge the steps that all points have taken.
-
-        metrics: those of rank 0. Raises ConfigError if no point logs the metric.
-        """
+        """Note and judge. Raises ConfigError if no point logs the metric."""
         self._note(point, step, metrics)
         if is_last:
             self._over.add(point)
         self.judge()
 
     def judge(self) -> None:
-        """Judge the steps that all points have taken, those of earlier starts included."""
-        if self._config.stop == "none":
-            return
         while True:
             self._live -= {p for p in self._over if self._last[p] <= self._judged}
             if not self._live or self._judged >= min(self._last[p] for p in self._live):
@@ -124,56 +94,3 @@ class EarlyStop:
 def _mean(values: list[float]) -> float:
     """Return the mean of the finite values; -inf without any, which ranks last."""
     return mean([value for value in values if math.isfinite(value)] or [-math.inf])
-
-
-class PointStop(StopRequests):
-    """The stop requests of one point: those of the job, and the end by `EarlyStop`.
-
-    Args:
-        own: requests in the point's directory, such as the file `save`.
-        job: requests of the whole sweep.
-        to_save: points that have yet to save for a request of the whole sweep. All points share it, because
-            only the first one finds the file `save`.
-    """
-
-    def __init__(
-        self,
-        own: StopRequests,
-        job: StopRequests,
-        early: EarlyStop,
-        to_save: set[int],
-        point: int,
-        step: StepRecord,
-        last: int,
-    ):
-        self._own, self._of_job, self._early, self._to_save = own, job, early, to_save
-        self._point, self._step, self._last_step = point, step, last
-
-    def agree(self) -> StopDecision:
-        """Return the pending requests of all ranks. Collective over the world; call it between two steps."""
-        job, own = self._of_job.agree(), self._own.agree()
-        if job.save:
-            self._to_save |= self._early.live
-        save = own.save or self._point in self._to_save
-        self._to_save.discard(self._point)
-        if own.by_hand:
-            self._early.leave(self._point)
-        # The end by a rule comes first, so that the status of the point has it.
-        if rule := self._early.reasons.get(self._point, ""):
-            return StopDecision(rule, save, is_final=True)
-        return StopDecision(job.reason or own.reason, save)
-
-    def is_requested(self) -> bool:
-        """Return whether a stop of the job is in the store. Not collective."""
-        return self._of_job.is_requested()
-
-    def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
-        """Judge a complete step, and record its seconds as `StopRequests.record_step`.
-
-        Collective over the world.
-        """
-        number, metrics = self._step.number, self._step.metrics
-        if self._early.reads:  # timings and a user's metrics may differ between ranks
-            metrics = broadcast_object({n: metrics[n] for n in self._early.reads & metrics.keys()})
-        self._early.record(self._point, number, metrics, is_last=number >= self._last_step)
-        return self._of_job.record_step(step, save, unstoppable=unstoppable)

@@ -31,7 +31,7 @@ from rl.runtime.collectives import gather_objects
 from rl.stopping.requests import StepAborted, StopDecision
 from rl.training.gradients import StateChanged, WrongReduction
 from rl.training.optimizer import WrongStep
-from rl.training.router_replay import WrongRoutes
+from rl.training.parts import WrongInputs
 
 ERRORS = (
     ChangedSinceStart,
@@ -40,8 +40,8 @@ ERRORS = (
     RefitMismatch,
     StateChanged,
     WrongGradient,
+    WrongInputs,
     WrongReduction,
-    WrongRoutes,
     WrongStep,
     WrongTokens,
     FloatingPointError,

@@ -3,7 +3,7 @@
 import datetime
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -16,15 +16,13 @@ from rl.engines.rollout_engines import build_rollout
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.refit.link import Link
-from rl.rollout.engine import RolloutEngine
 from rl.rollout.messages import MESSAGE_TYPES, Begin, Generate, Messages
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import Sampling, train_sampling
-from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import Dialogue, SampleSource
-from rl.rollout.stored_log import VersionRecorder
 from rl.rollout.stream_schedule import WAIT_S, Batches, StreamSchedule
+from rl.run.samplers import DialogueForm
 from rl.runtime import session, tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
@@ -58,20 +56,13 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
     return Link(store, session.job().torch_store, rank=rank, device=device, excluded=excluded, **members)
 
 
-def single_turns(sampling: Sampling, *, capacity: int, keeps_failed: bool) -> Dialogue:
-    """Return the dialogue of responses of one turn. The arguments are those of `trajectories`."""
-    return SingleTurn(sampling, capacity=capacity)
-
-
 class Generators:
     """A rank that generates what the trainers ask for. Methods are collective over the replica.
 
     The replica's leader reads the messages; `StreamSchedule` describes the order in which it generates.
 
     Args:
-        dialogue_of: makes the dialogue of a call; arguments as `single_turns`.
-        recorder_of: takes the source of the stream, the engine and the sampling parameters, and returns what
-            stores the events; None: they are not stored.
+        dialogue_form: makes the dialogues, and what stores the events of the stream.
     """
 
     def __init__(
@@ -82,11 +73,10 @@ class Generators:
         watchdog: Watchdog,
         link: Link,
         stop: StopRequests,
-        dialogue_of: Callable[..., Dialogue],
-        recorder_of: Callable[[SampleSource, RolloutEngine, Sampling], VersionRecorder] | None = None,
+        dialogue_form: DialogueForm,
     ):
         self._config, self._inputs, self._link, self._stop = config, inputs, link, stop
-        self._dialogue_of, self._recorder_of = dialogue_of, recorder_of
+        self._dialogue_form = dialogue_form
         in_waves = config.agents.is_on and config.agents.order == "waves"
         self._has_fixed_share = in_waves and not config.roles.min_replicas
         """Whether each replica has a fixed share of the work; a dead one's share would never be done."""
@@ -127,8 +117,8 @@ class Generators:
             source = SampleSource(stream, dialogue)
         while True:
             recorder = None
-            if source is not None and self._recorder_of is not None:
-                recorder = self._recorder_of(source, engine, sampling)
+            if source is not None:
+                recorder = self._dialogue_form.recorder(source, engine, sampling)
             is_whole = engine.run(
                 recorder or source,
                 sampling,
@@ -188,7 +178,7 @@ class Generators:
     def _dialogue(self, sampling: Sampling, num_prompts: int, *, keeps_failed: bool = False) -> Dialogue:
         """Return the dialogue of a run. num_prompts: number that all replicas hold at a time."""
         capacity = self._engine.capacity(num_prompts, sampling.samples_per_prompt)
-        return self._dialogue_of(sampling, capacity=capacity, keeps_failed=keeps_failed)
+        return self._dialogue_form.dialogue(sampling, capacity=capacity, keeps_failed=keeps_failed)
 
     def _send(self, key: Hashable, samples: list[Sample], dialogue: Dialogue) -> None:
         """Send samples to the trainers, with what the dialogue has counted since it was last sent."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.store import CheckpointStore, Saved
+from rl.config import wing
 from rl.config.schema import Config, generates_batches
 from rl.data.batch import Batch
 from rl.engines.inputs import Inputs
@@ -103,9 +104,7 @@ def take_steps(
         log = RunLog(
             config, inputs, phases.step, status, last_step=last_step, metrics=metrics, resumes=resumes
         )
-        kind = Training
-        if config.run.mode == "check":
-            from rl.run.first_step import FirstStep as kind
+        kind: type[Training] = wing.door(config, "training") or Training
         training = kind(config, algorithm, inputs, phases, checkpoints, log, stop)
         asked = training.run(last_step, metrics)
         code = training.exit_code

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from rl import algorithms
 from rl.checkpoint.store import CheckpointStore, Saved
+from rl.config import wing
 from rl.config.adapter_checks import adapters_of
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine, needs_reward
@@ -38,8 +39,8 @@ from rl.phases.joint_generation import JointGeneration, PointCall, PointGenerati
 from rl.phases.scorer import start_pool
 from rl.run.alternating import AlternatingThreads
 from rl.run.checkpoints import find_checkpoint
-from rl.run.early_stop import ENDED_EARLY, EarlyStop, PointStop
 from rl.run.loop import is_complete, note_end, take_steps
+from rl.run.point_stop import ENDED_EARLY, PointStop, Survivors
 from rl.run.set_up import make_grid, make_phases, make_step
 from rl.run_directory.metric_log import read_records
 from rl.run_directory.progress import Progress
@@ -86,11 +87,11 @@ def run_points(
     leads = dist.get_rank() == 0
     progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
     due = config.validation.every if config.sweep.metric.startswith("val") else 0
-    early = EarlyStop(config.sweep, len(points), due=due)
+    survivors = (wing.door(config, "rule") or Survivors)(config.sweep, len(points), due=due)
     total = SweepStatus(watchdog.status)
-    opened = [_open(number, point, inputs, early, total, watchdog) for number, point in enumerate(points)]
+    opened = [_open(number, point, inputs, survivors, total, watchdog) for number, point in enumerate(points)]
     live = [point for point in opened if point is not None]
-    early.judge()
+    survivors.judge()
     if leads:
         _record_points(config, points)
     ended = f", of which {len(points) - len(live)} have ended" if len(live) < len(points) else ""
@@ -98,7 +99,7 @@ def run_points(
     if not live:
         total.write(state="finished")
         return 0
-    return _run(config, live, device, watchdog, progress, early)
+    return _run(config, live, device, watchdog, progress, survivors)
 
 
 def _record_points(config: Config, points: Sequence[Config]) -> None:
@@ -117,7 +118,12 @@ def _record_points(config: Config, points: Sequence[Config]) -> None:
 
 
 def _open(
-    number: int, config: Config, inputs: Inputs, early: EarlyStop, total: "SweepStatus", watchdog: Watchdog
+    number: int,
+    config: Config,
+    inputs: Inputs,
+    survivors: Survivors,
+    total: "SweepStatus",
+    watchdog: Watchdog,
 ) -> Point | None:
     """Open the directory of a point; return None if it has ended. Collective over the world.
 
@@ -140,7 +146,7 @@ def _open(
     step = found[0].step if found[0] is not None else 0
     is_over = ended_early or is_complete(config, found[0])
     kept = [record for record in records if ended_early or record["training/global_step"] <= step]
-    early.remember(number, kept, is_over=is_over)
+    survivors.remember(number, kept, is_over=is_over)
     total.steps[number] = dict(max_steps=config.run.max_steps, step=step, checkpoint_step=step)
     if is_over:
         if lock is not None:
@@ -224,7 +230,7 @@ def _run(
     device: Device,
     watchdog: Watchdog,
     progress: Progress,
-    early: EarlyStop,
+    survivors: Survivors,
 ) -> int:
     """Build what the points share, and run them. Returns the exit code. Collective over the world."""
     generates = needs_engine(config)
@@ -254,7 +260,7 @@ def _run(
         sampler = PointGeneration(own, step, engines.policy, wait)
         phases = make_phases(own, inputs, step, engines, memory, sampler, pool)
         files = StopRequests(own.run.dir, max_time="")
-        requests = PointStop(files, stop, early, to_save, point.number, step, own.run.max_steps)
+        requests = PointStop(files, stop, survivors, to_save, point.number, step, own.run.max_steps)
         try:
             asked, _ = take_steps(
                 own, point.algorithm, inputs, phases, point.status, requests, point.store, point.found

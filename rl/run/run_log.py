@@ -14,8 +14,7 @@ from rl.data.rendering import warn_of_unlike_prompts
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
 from rl.phases.step_record import StepRecord
-from rl.rollout import stored_log
-from rl.run_directory import consumed, rollout_files
+from rl.run_directory import consumed, event_files, rollout_files
 from rl.run_directory.metric_log import FILE_NAME, STEP, MetricLog, keep_lines_up_to, read_records, step_line
 from rl.run_directory.record import record_run, writing
 from rl.run_directory.status import Status
@@ -24,7 +23,7 @@ from rl.runtime import start_up, tracing
 from rl.runtime.session import job
 
 if TYPE_CHECKING:  # pyarrow is imported by the runs that store samples
-    from rl.run.stored_batches import RolloutWriter
+    from rl.run.rollout_writer import RolloutWriter
 
 
 class RunLog:
@@ -115,7 +114,7 @@ def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> 
     if (path := Path(config.run.dir, consumed.FILE_NAME)).exists():
         keep_lines_up_to(path, last_step or None)
     rollout_files.remove_after(config.run.dir, last_step)
-    stored_log.remove_after(config.run.dir, last_step)
+    event_files.remove_after(config.run.dir, last_step)
     record_run(config, last_step, world_size=job().world_size, start_up_s=start_up.parts)
     return log
 
@@ -125,6 +124,6 @@ def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) ->
     is_generated = learns_from_samples(config) and config.run.mode != "train_only"
     if config.logging.rollouts == "none" or not is_generated:
         return None
-    from rl.run.stored_batches import RolloutWriter
+    from rl.run.rollout_writer import RolloutWriter
 
     return RolloutWriter(config, inputs.tokenizer, inputs.kept_ids, fence=fence)

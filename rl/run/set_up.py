@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 
+from rl.config import wing
 from rl.config.schema import Config, needs_reward
 from rl.data.prompts import end_token_ids
 from rl.engines.engines import Engines, build_engines, finish_imports
@@ -19,7 +20,7 @@ from rl.phases.sampler import Sampler
 from rl.phases.scorer import Scorer, start_pool
 from rl.phases.step_record import StepRecord
 from rl.rewards.pool.pool import ScoringPool
-from rl.run.samplers import SamplerSetUp
+from rl.run.samplers import sampler_form
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes
 from rl.runtime import start_up, tracing
@@ -42,26 +43,24 @@ class SetUp:
     ):
         self._config, self._inputs, self._device, self._watchdog = config, inputs, device, watchdog
         self._is_finished = is_finished
-        if config.trace.steps:
-            from rl.runtime.trace_recorder import Tracing
-
-            tracing.control = Tracing(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
-        self._samplers = samplers = SamplerSetUp(config, inputs, is_finished=is_finished)
-        has_engine = samplers.has_engine or bool(frozen_engines(config))
+        if recorder := wing.door(config, "recorder"):
+            tracing.control = recorder(config.trace, config.run.dir, device, has_roles=config.roles.is_on)
+        self._form = form = sampler_form(config, inputs, is_finished=is_finished)
+        has_engine = form.has_engine or bool(frozen_engines(config))
         finish_imports(config, generate=has_engine and not is_finished)
         self._pool = None
         with fail_together():
-            samplers.check()
-            if needs_reward(config) and samplers.trains and not is_finished:
+            form.check()
+            if needs_reward(config) and form.trains and not is_finished:
                 self._pool = start_pool(config, inputs)
         start_up.mark("rewards")
-        samplers.start(device, watchdog)
-        self.trains = samplers.trains
+        form.start(device, watchdog)
+        self.trains = form.trains
         """Whether this rank takes the steps of the run; else `generate` is its part."""
 
     def generate(self, stop: StopRequests) -> int:
         """Do the work of a rank that does not train; return the exit code. Collective over those ranks."""
-        return self._samplers.generate(self._device, self._watchdog, stop)
+        return self._form.generate(self._device, self._watchdog, stop)
 
     def phases(self, progress: Progress, stop: StopRequests) -> Phases:
         """Build grid, engines and phases. Collective over the ranks that train."""
@@ -71,17 +70,17 @@ class SetUp:
         self._engines = engines = build_engines(
             config, inputs, make_grid(config, device), device, generate=not self._is_finished
         )
-        self._samplers.plan_weights(engines)
+        self._form.plan_weights(engines)
         limit_collectives(config.watchdog.limits)
         memory = MemorySharing(config, device, engines)
-        sampler = self._samplers.sampler(step, engines, memory, stop)
+        sampler = self._form.sampler(step, engines, memory, stop)
         return make_phases(config, inputs, step, engines, memory, sampler, self._pool)
 
     def close(self) -> None:
         """End the processes and the engines that `phases` has built."""
         if self._pool is not None:
             self._pool.shutdown()
-        self._samplers.close()
+        self._form.close()
         self._engines.close()
 
 
@@ -104,6 +103,7 @@ def make_phases(
         sampler=sampler,
         scorer=None if pool is None else Scorer(config, inputs, step.device, engines, pool),
         end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
+        make_teachers=wing.door(config, "teaching"),
         tokenizer=inputs.tokenizer,
     )
 

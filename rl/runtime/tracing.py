@@ -3,20 +3,46 @@
     with tracing.span("refit batch", mib=12):
         ...
 
-`rl.runtime.trace_recorder` is imported only by runs with `trace.steps`.
+A run with `trace.steps` sets `control`, which sets `active` while a step is recorded.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from rl.runtime.trace_recorder import Recorder, Tracing
+
+class Recorder(Protocol):
+    """Records the spans of a step on this rank."""
+
+    timers: Any
+    """Megatron's timers, which become spans."""
+
+    def span(self, name: str, args: dict[str, Any]) -> AbstractContextManager: ...
+
+    def profile(self, phase: str) -> AbstractContextManager: ...
+
+    def mark_phase(self, name: str) -> None: ...
+
+    def add_reward(self, worker: int, begin: float) -> None: ...
+
+
+class Control(Protocol):
+    """Decides which steps are recorded."""
+
+    role: str
+    """Role of this rank, for the names of its tracks."""
+
+    def begin(self, number: int) -> None: ...
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
 
 _NOTHING = nullcontext()
 
-control: "Tracing | None" = None
-"""Decides which steps are recorded; None in a run without `trace.steps`."""
-active: "Recorder | None" = None
+control: Control | None = None
+"""None in a run without `trace.steps`."""
+active: Recorder | None = None
 """The recorder of the present step, None if it is not traced."""
 
 

@@ -16,6 +16,7 @@ import bz2
 import contextlib
 import copy
 import fcntl
+import functools
 import gzip
 import hashlib
 import io
@@ -28,12 +29,13 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.sandbox.container import Image
+from rl.sandbox.container import Image, run_program_in
 from rl.sandbox.private_directory import why_untrusted
+from rl.sandbox.sandbox import Outcome
 
 _ALIGNMENT, _SEARCHED = 4096, 64 << 20
 """Bytes between places of a SIF file where its SquashFS may begin, and bytes that are searched for it."""
@@ -304,3 +306,8 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def runner(settings: Mapping[str, Any]) -> Callable[..., Outcome]:
+    """Return `rl.sandbox.container.run_program_in` for an image. settings: of `rl.config.container`."""
+    return functools.partial(run_program_in, unpack(settings["image"]), settings)

@@ -15,7 +15,10 @@ tensor parallel group, which sums their outputs later; there the gradient itself
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +28,27 @@ from torch.nn import Parameter, ParameterDict
 from torch.nn.functional import grouped_mm, linear, pad
 
 from rl.config.adapter import Adapter
+from rl.config.run_models import RunModel
+from rl.config.schema import Config
 from rl.faults.agreement import fail_together
 from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
+from rl.training.adapted_weight import AdaptedWeight
+from rl.training.fp8_base import Fp8Base
 from rl.training.parts import Part
+from rl.training.shared_base import SharedBase
 from rl.training.weights import WeightMap, load_hf, mark_split_weights
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
+COMPARED_ROWS = 1024
+"""Approximate maximum number of rows of a weight that `Adapters.wrong_values` computes again."""
+SUM_ERROR = 2.0**-10
+"""Maximum relative error of the products of a float32 matrix product, which a GPU may round to TF32."""
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in peft."""
 
@@ -55,6 +67,7 @@ class Adapters(Part):
     """
 
     fuses_norms = False
+    freezes_model = True
     learned_map: WeightMap
     """The adapters, and the value head of a value model."""
 
@@ -145,6 +158,69 @@ class Adapters(Part):
                     f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}."
                 )
 
+    def beside(self) -> tuple[WeightMap, Callable[[Weight, Tensor], Tensor]]:
+        """Return the adapters with the values A and scale * B."""
+        return self.learned_map, partial(_scaled, self.config.scale)
+
+    @torch.no_grad()
+    def wrong_values(
+        self,
+        engine: "TrainingEngine",
+        of: Callable[[Weight, Tensor], Tensor],
+        number: int,
+        *,
+        is_beside: bool,
+    ) -> str:
+        """Return what is wrong with the values of a layer with an adapter on this rank; "" if nothing.
+
+        One layer is computed again from the parameters and their places in the whole tensors, which finds a
+        wrong scale. Each element must be W + scale * B A, or scale * B, up to rounding: half the distance of
+        two numbers of the dtype, and the errors of the float32 sums. DoRA's layers are not compared.
+        """
+        base, learned, scale = engine.weight_map, self.learned_map, self.config.scale
+        pairs = [pair for pair in self.pairs if base.holds(pair.base) and pair.magnitude is None]
+        if not pairs:
+            return ""
+        pair = pairs[number % len(pairs)]
+        a, b = (_whole(learned, weight) for weight in (pair.a, pair.b))
+        weights, weight = (learned, pair.b) if is_beside else (base, pair.base)
+        parameter = weights.parameter(weight).detach()
+        value = of(weight, parameter)
+        start = torch.zeros_like(parameter) if is_beside else engine.parts.value(weight, parameter)
+        for piece in weights.pieces(weight):
+            if piece.hf != (weight.hf[0] if is_beside else weight.hf[pair.part]):
+                continue
+            (first, last), columns = piece.hf_box[0], slice(*piece.hf_box[1])
+            step = -(-(last - first) // COMPARED_ROWS)
+            found, before = (tensor[index(piece.local_box)][::step].float() for tensor in (value, start))
+            rows = b[first:last:step]
+            added, size = (
+                (rows, rows.abs()) if is_beside else (rows @ a[:, columns], rows.abs() @ a[:, columns].abs())
+            )
+            expected = before + scale * added
+            allowed = 0.51 * torch.finfo(value.dtype).eps * expected.abs() + SUM_ERROR * scale * size
+            if bool(((found - expected).abs() > allowed).any()):
+                along = float(
+                    ((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30)
+                )
+                return (
+                    f"the values of {pair.module} for the engine contain {along:.2f} times its adapter, "
+                    f"scale * B A with the scale {scale:g}, instead of once"
+                )
+        return ""
+
+    def properties(self) -> dict[str, Any]:
+        """Return the keys of the section `adapter` on which A, B and their scale depend."""
+        return {key: getattr(self.config, key) for key in ("kind", "rank", "alpha", "init")}
+
+    def export(self, engine: "TrainingEngine", source: str, run_dir: Path, fence: Callable[[], None]) -> str:
+        """Write the adapters in the format of peft."""
+        from rl.checkpoint.peft import export_peft
+
+        target = str(run_dir / "adapter")
+        export_peft(engine, source, target, fence=fence)
+        return f"wrote {target}, the adapters in the format of peft"
+
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
         """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
         whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
@@ -221,21 +297,6 @@ class Adapters(Part):
             return value if found is None else found.merged(value, factors[weight.hf])
 
         return merged
-
-
-class AdaptedWeight(torch.nn.Module):
-    """A layer that computes with the merged weight W + scale * B A, if it has an adapter."""
-
-    weight: Tensor
-    adapter: "_Sum | None" = None
-
-    def weight_parts(self) -> tuple[Tensor, ...]:
-        """Return what `merged` computes the weight from: W, and A, B and DoRA's factors of an adapter."""
-        return (self.weight,) if self.adapter is None else (self.weight, *self.adapter.parts())
-
-    def merged(self, weight: Tensor, *parts: Tensor) -> Tensor:
-        """Return the weight of these parts, with gradients."""
-        return weight if self.adapter is None else self.adapter.merge(weight, *parts)
 
 
 class _Sum:
@@ -520,3 +581,34 @@ def _kaiming(weight: Weight, seed: int) -> Tensor:
     (shape,) = weight.shapes
     bound = shape[1] ** -0.5
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _scaled(scale: float, weight: Weight, parameter: Tensor) -> Tensor:
+    """Return A, or scale * B."""
+    return parameter * scale if ".lora_B." in weight.megatron else parameter
+
+
+def _whole(weights: WeightMap, weight: Weight) -> Tensor:
+    """Return a tensor with zeros where this rank has no part of it, float32."""
+    parameter = weights.parameter(weight).detach()
+    full = torch.zeros(weight.shapes[0], device=parameter.device)
+    for piece in weights.pieces(weight):
+        full[index(piece.hf_box)] = parameter[index(piece.local_box)].float()
+    return full
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of a model with adapters.
+
+    base_of: a model with the same frozen weights, whose memory this one uses.
+    """
+    assert base_of is None or config.adapter.init != "pissa", "PiSSA changes the weights of another model"
+    found: list[Part] = [] if base_of is None else [SharedBase(base_of)]
+    if model.has_adapters:
+        is_policy = model.name == "policy"
+        adapter = config.adapter if is_policy else replace(config.adapter, path="")
+        in_weights = config.model.numerics == "bitwise" and is_policy
+        found.append(Adapters(adapter, seed=config.run.seed, in_weights=in_weights))
+        if adapter.base == "fp8":
+            found.append(Fp8Base())
+    return found

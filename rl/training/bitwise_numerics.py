@@ -23,9 +23,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from rl.config.run_models import RunModel
+from rl.config.schema import Config
 from rl.models import architecture, rope
 from rl.numerics import layers
-from rl.training.adapter import AdaptedWeight
+from rl.training.adapted_weight import AdaptedWeight
 from rl.training.attention import CoreAttention, PackedRow
 from rl.training.layer_spec import DuplicatedLinear
 from rl.training.logprobs import OUTPUTS, linear_logprobs, own_rows
@@ -305,3 +307,8 @@ def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:
     return bitwise(
         lambda x: layers.rotate(x, rotation, adjacent), lambda x: _Rotate.apply(x, rotation, adjacent), x
     )
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of a model in training."""
+    return [BitwiseNumerics()]

@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl.config.run_models import RunModel
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
 from rl.training.extras import HeadOutput
@@ -290,3 +292,8 @@ def _through_head(
         if learns:
             add_product(grad_weight, grad.T, hidden[part])
     return grad_hidden, grad_weight.to(weight.dtype) if learns else None
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of a model in training."""
+    return [TeacherTargets()] if model.name == "policy" else []

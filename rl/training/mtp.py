@@ -23,7 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from rl.config.schema import Training
+from rl.config.run_models import RunModel
+from rl.config.schema import Config, Training, has_prediction_head
 from rl.data.batch import Batch
 from rl.models import mtp
 from rl.models.layout import Weight
@@ -269,3 +270,11 @@ class Mtp(Part):
         found, self._found = self._found, []
         names = found[0] if found else ()
         return {f"mtp/{name}": sum(each[name] for each in found) / len(found) for name in names}
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of the policy: its head for multi-token prediction, if the run has one."""
+    if model.name != "policy" or not has_prediction_head(config):
+        return []
+    served = config.rollout.draft.method == "mtp"
+    return [Mtp(config.training, lr=config.training.mtp.head_lr, is_served=served)]

@@ -5,7 +5,8 @@ and does not know which features they are; `rl.engines.training_parts` chooses t
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from rl.training.model import Packed
 
 
+class WrongInputs(RuntimeError):
+    """Raised on every rank if what a part gives the passes is not that of the engine's samples."""
+
+
 class Part:
     """One feature of one model. A hook that a part does not override has no effect."""
 
@@ -37,6 +42,8 @@ class Part:
     """Whether a layer may fuse its norm with the product that follows."""
     uses_te = True
     """Whether the layers may be those of Transformer Engine."""
+    freezes_model = False
+    """Whether the model's own weights do not learn, so that a backward pass needs no gradients of them."""
     learned_map: WeightMap | None = None
     """The weights that learn; None: those of the model."""
 
@@ -82,6 +89,38 @@ class Part:
     def served_map(self, weight_map: WeightMap) -> WeightMap:
         """Return the weights that a generation engine holds. weight_map: those of the model."""
         return weight_map
+
+    def beside(self) -> tuple[WeightMap, Callable[[Weight, Tensor], Tensor]] | None:
+        """Return weights that an engine may hold beside the model's, and a function of (weight, parameter)
+        that gives their values. None: there are none."""
+        return None
+
+    def wrong_values(
+        self,
+        engine: "TrainingEngine",
+        of: Callable[[Weight, Tensor], Tensor],
+        number: int,
+        *,
+        is_beside: bool,
+    ) -> str:
+        """Return what is wrong with values that a refit sends, computed again in another way; "" if nothing.
+
+        of: gives the values of (weight, parameter). number: chooses what is computed. is_beside: whether the
+        values are those of `beside`. Not collective.
+        """
+        return ""
+
+    def properties(self) -> dict[str, Any]:
+        """Return settings on which the learned weights depend; a checkpoint must have the same ones."""
+        return {}
+
+    def export(self, engine: "TrainingEngine", source: str, run_dir: Path, fence: Callable[[], None]) -> str:
+        """Write the part's own weights into a directory of the run. Collective over the world.
+
+        Returns a line for the log; "" if nothing is written. source: the checkpoint of the model. fence: see
+        `rl.checkpoint.hf.export_hf`.
+        """
+        return ""
 
     def exported_map(self, weight_map: WeightMap) -> WeightMap:
         """Return the weights of a Hugging Face checkpoint. weight_map: those of the model."""

@@ -19,12 +19,14 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from rl.config.run_models import RunModel
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.models import architecture
 from rl.models.placement import chunk_ranges
 from rl.runtime.collectives import sum_over_world
 from rl.training.packing import MicroBatch
-from rl.training.parts import Part
+from rl.training.parts import Part, WrongInputs
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -36,7 +38,7 @@ one absolute, one relative to the share with the routes of the neighbouring toke
 choices and updates some, but routes of other tokens, layers or samples fit no better than a neighbour's."""
 
 
-class WrongRoutes(RuntimeError):
+class WrongRoutes(WrongInputs):
     """Raised on every rank if replayed routes do not belong to the tokens of the batch."""
 
 
@@ -222,3 +224,8 @@ class RouterReplay(Part):
 
 def _give_routes(layer, arguments, options):
     layer.mlp.router.router_replay.routes = options["packed_seq_params"].extras.get(Routes)
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of a model in training."""
+    return [RouterReplay(config.training.router_replay)] if model.name == "policy" else []

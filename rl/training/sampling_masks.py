@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.config.run_models import RunModel
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.held import SAMPLING_MASKS
 from rl.training.extras import LogitsFilter
@@ -115,3 +117,8 @@ class LocalMasks:
         inside = flat.index_select(0, index)
         logits.masked_fill_(self.is_cut[part, None], FLOOR)
         flat.index_copy_(0, index, inside)
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of a model in training."""
+    return [MaskedSampling()] if model.name == "policy" or model.is_teacher else []

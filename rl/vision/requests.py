@@ -5,12 +5,16 @@ is needed and both sides compute with the same numbers. Each rank of a replica h
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from rl.config.adapter import Adapter
+from rl.config.schema import Config
 from rl.data.held import PIXELS, PLACES
-from rl.data.images import ImageFormat
+from rl.data.images import ImageFormat, image_format
+from rl.models import read_hf_config
 from rl.rollout.calls import Call
 from rl.rollout.parts import Part
 from rl.rollout.samples import Request
@@ -130,3 +134,10 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
 def _not_called(self, *args, **options):
     """Stand for a method that vLLM calls only for prompts that are no `image_input`."""
     raise AssertionError("vLLM tried to process a prompt's images, which `image_input` has done")
+
+
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+    """Return the parts of an engine."""
+    path = config.model.path
+    format = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
+    return [ImageRequests(format, several_turns=config.agents.is_on)]

@@ -21,10 +21,12 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rl.config.run_models import RunModel
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.held import PIXELS, PLACES
-from rl.data.images import Image, ImageFormat
-from rl.models import architecture
+from rl.data.images import Image, ImageFormat, image_format
+from rl.models import architecture, read_hf_config
 from rl.models.layout import TOWER
 from rl.training.packing import MicroBatch
 from rl.training.parts import Part
@@ -210,3 +212,14 @@ def _pixels_of(batch: Batch, sample: int, images: tuple[Image, ...]) -> list[np.
                 "images were exchanged on the way, or ranks decode the file differently."
             )
     return [part.reshape(image.height, image.width, 3) for part, image in zip(parts, images)]
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of a policy that reads images."""
+    if model.name != "policy":
+        return []
+    path, given = config.model.path, None
+    if config.agents.is_on:
+        given = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
+    recomputes = config.training.recompute == "full"
+    return [VisionTower(learns=config.model.vision == "train", recomputes=recomputes, given=given)]

@@ -144,7 +144,7 @@ def scale_of_the_adapter_applied_twice(bug: Bug) -> None:
 
 @exhibit("Tencent-Hunyuan/UniRL#155", overrides=BESIDE)
 @caught_by(IN_ENGINE, TIMES)
-@replaces("rl.refit.values._scaled")
+@replaces("rl.training.adapter._scaled")
 def scale_of_the_adapter_lost(bug: Bug, scaled, scale, weight, parameter):
     """A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1."""
     return parameter

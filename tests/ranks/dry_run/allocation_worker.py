@@ -13,10 +13,10 @@ import sys
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
-from rl.engines.training_parts import adapter_parts
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
+from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
 from rl.training.mtp import Mtp
 from rl.training.optimizer import clip_and_step, optimizer_tensors
@@ -37,7 +37,7 @@ def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
     training = Training(tp=tp, pp=pp, ep=ep)
     grid = new_grid(tp, pp, ep, training.expert_tp)
     spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=adam)
-    parts = adapter_parts(Adapter(kind="lora" if has_adapters else "none", rank=4), seed=0)
+    parts = [Adapters(Adapter(kind="lora", rank=4), seed=0)] if has_adapters else []
     parts += [Mtp(training, lr=1e-3, is_served=False)] if is_head else []
     parts += [VisionTower(learns=False)] if sees else []
     engine = TrainingEngine(spec, training, grid, device, parts)

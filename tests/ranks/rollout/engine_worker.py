@@ -33,7 +33,8 @@ from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import static_queue  # noqa: E402
-from rl.rollout.quota_schedule import Group, QuotaSchedule, extend  # noqa: E402
+from rl.rollout.quota_schedule import QuotaSchedule, extend  # noqa: E402
+from rl.rollout.sampled_group import SampledGroup  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
 from rl.rollout.sampling_masks import Masks  # noqa: E402
@@ -297,7 +298,7 @@ class Checks:
 
     def check_a_carried_sample_is_the_uninterrupted_one(self):
         whole = self.samples(PLAIN)
-        groups = [Group.of(prompt_of(ids), PLAIN.samples_per_prompt) for ids in PROMPTS]
+        groups = [SampledGroup.of(prompt_of(ids), PLAIN.samples_per_prompt) for ids in PROMPTS]
         polls = itertools.count()
         with patch.object(rollout_engine, "INTERVAL", 1):
             begun = self.carried(groups, is_met=lambda: next(polls) >= 4)

@@ -16,7 +16,8 @@ from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.rollout.queue import own_counter, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule, extend, samples_of
+from rl.rollout.quota_schedule import Quota, QuotaSchedule, extend, samples_of
+from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import pack, unpack
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import SampleSource
@@ -44,7 +45,7 @@ class Games:
         self.num_calls, self.lost = 0, set()
         prompts = prompts_of([f"question {n}" for n in range(NUM_PROMPTS)], self.tokenizer)
         prompts = [replace(prompt, draw=place) for place, prompt in enumerate(prompts)]
-        self.groups = [Group.of(prompt, 2) for prompt in prompts]
+        self.groups = [SampledGroup.of(prompt, 2) for prompt in prompts]
 
     def policy(self, request):
         own = random.Random(request.seed)

@@ -13,7 +13,8 @@ from rl.rollout.events import Done
 from rl.rollout.messages import Begin, Complete, NextBatch
 from rl.rollout.queue import own_counter, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.quota_schedule import Group, Quota, QuotaSchedule
+from rl.rollout.quota_schedule import Quota, QuotaSchedule
+from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import Completion
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
@@ -72,7 +73,7 @@ def test_every_schedule_generates_with_every_dialogue(kind, agents):
     if kind == "queue":
         schedule = QueueSchedule(prompts, SAMPLING, SEEDS, queue=queue())
     elif kind == "quota":
-        groups, quota = [Group.of(prompt, 2) for prompt in prompts], Quota(3, 0, own_counter())
+        groups, quota = [SampledGroup.of(prompt, 2) for prompt in prompts], Quota(3, 0, own_counter())
         schedule = QuotaSchedule(groups, set(), SAMPLING, SEEDS, queue=queue(), quota=quota)
     else:
         options = ["data.prompts_per_step=1", "rollout.samples_per_prompt=2", "roles.lag=1"]

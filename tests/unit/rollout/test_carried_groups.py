@@ -12,7 +12,8 @@ from rl.data.prompts import Prompt
 from rl.rollout.batches import batch_of
 from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, own_counter, static_queue
-from rl.rollout.quota_schedule import Frontier, Group, Quota, QuotaSchedule, extend, samples_of
+from rl.rollout.quota_schedule import Frontier, Quota, QuotaSchedule, extend, samples_of
+from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import Completion, Sample, Segment, pack
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
@@ -39,7 +40,7 @@ def sample(number, *tokens, **options):
 def groups():
     """A group with one unfinished sample of two tokens, and one that has not been started."""
     samples = sample(0, 4, 1), sample(1, 5, 6, end="abort", version=7)
-    return [Group(prompt(3, 20), samples), Group.of(prompt(4, 30, 31), 2)]
+    return [SampledGroup(prompt(3, 20), samples), SampledGroup.of(prompt(4, 30, 31), 2)]
 
 
 def source_of(groups, num_groups=1, due=()):
@@ -72,7 +73,7 @@ def test_a_sample_continues_until_the_quota_is_met():
 
 
 def test_a_sample_aborted_before_its_first_token_starts_again():
-    turns, _ = source_of([Group(prompt(3, 20), (sample(0, 4, 1), sample(1, end="abort")))])
+    turns, _ = source_of([SampledGroup(prompt(3, 20), (sample(0, 4, 1), sample(1, end="abort")))])
     (request,) = (event.request for event in turns.next_events(0, 0))
     assert (request.token_ids.tolist(), request.max_tokens, request.first_version) == ([20], 6, None)
 
@@ -102,7 +103,7 @@ def test_a_sample_that_was_begun_again_keeps_no_held_values():
         begun = replace(completion(5, 6, version=version, **options), held={"kept_counts": np.array(counts)})
         return Sample(0, 0, (Segment.of(begun),), begun.end)
 
-    group = Group(prompt(3, 20), (row(7, [1, 2], end="abort"),))
+    group = SampledGroup(prompt(3, 20), (row(7, [1, 2], end="abort"),))
     for version, expected in ((7, [1, 2]), (9, [3, 4])):
         [extended] = extend([group], [row(version, [3, 4])])
         assert extended.samples[0].held("kept_counts").tolist() == expected
@@ -126,7 +127,7 @@ def test_a_frontier_is_exact_after_a_checkpoint(tmp_path, number):
 
 def test_samples_are_those_of_a_shorter_limit():
     samples = sample(0, 4, 1), sample(1, 5, 6, end="abort", version=7), sample(2, 7, 8, 1, end="abort")
-    ended = Group(prompt(3, 20), samples).within(2).samples
+    ended = SampledGroup(prompt(3, 20), samples).within(2).samples
     assert [sample.end for sample in ended] == ["stop", "length", "length"]
     for before, after in zip(samples, ended):
         assert after.token_ids.tolist() == before.token_ids[:2].tolist()

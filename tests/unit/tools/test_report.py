@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.run.stored_batches import FILE_COLUMNS, OF_IMAGES, images_of
+from rl.run.rollout_writer import FILE_COLUMNS, OF_IMAGES, images_of
 from rl.run_directory.rollout_files import RolloutLog, stored_steps
 from tests.stored_run import TOKENS, batch, columns, save_run
 from tools import report, rollouts

@@ -10,8 +10,9 @@ import torch
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Run
+from rl.features.stored_runs.batches import StoredBatches
 from rl.rollout.samples import SOURCES
-from rl.run.stored_batches import FILE_COLUMNS, StoredBatches
+from rl.run.rollout_writer import FILE_COLUMNS
 from rl.run_directory.rollout_files import GIVEN_BY, RolloutLog, read, remove_after, stored_steps
 from tests.stored_run import TOKENS, batch, columns, save_rollouts
 

@@ -1,0 +1,31 @@
+"""A layer whose weight may have an addition that learns, such as a low-rank adapter."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Addition(Protocol):
+    """What is added to a weight."""
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the tensors from which the addition is computed."""
+
+    def merge(self, base: Tensor, *parts: Tensor) -> Tensor:
+        """Return the weight with the addition of these parts, with gradients."""
+
+
+class AdaptedWeight(torch.nn.Module):
+    """A layer that computes with the merged weight, for example W + scale * B A, if it has an addition."""
+
+    weight: Tensor
+    adapter: Addition | None = None
+
+    def weight_parts(self) -> tuple[Tensor, ...]:
+        """Return what `merged` computes the weight from: W, and the parts of the addition."""
+        return (self.weight,) if self.adapter is None else (self.weight, *self.adapter.parts())
+
+    def merged(self, weight: Tensor, *parts: Tensor) -> Tensor:
+        """Return the weight of these parts, with gradients."""
+        return weight if self.adapter is None else self.adapter.merge(weight, *parts)
