@@ -17,7 +17,7 @@ program = [
     "datasets==5.2.0",
     "safetensors==0.8.0",
     "tensorboard==2.21.0",
-    "pydantic==2.14.3",  # rl.agents: schemas of tools and checks of their arguments
+    "pydantic==2.14.3",  # rl.features.agents: schemas of tools and checks of their arguments
     "math-verify==0.9.0",  # rl.rewards.math: are two expressions the same?
     "rich>=13",
 ]
@@ -65,10 +65,10 @@ extras = {
         "mkdocs-material==9.8.1",
     ],
     "report": ["matplotlib==3.11.2", "plotly==7.1.0"],
-    "search": ["bm25s==0.3.16"],  # rl.agents.shipped.search
+    "search": ["bm25s==0.3.16"],  # rl.features.agents.shipped.search
     # Of logging.wandb, mlflow and trackio. mlflow-skinny has no databases: install mlflow for sqlite:.
     "trackers": ["wandb==0.31.0", "mlflow-skinny==3.17.2", "trackio==0.43.0"],
-    # Packages of environments (rl/agents/integrations, docs/agents.md), each with the version of its test.
+    # Packages of environments (docs/agents.md), each with the version of its test.
     "reasoning-gym": ["reasoning-gym==0.1.25"],  # one of its requirements is compiled: needs a C compiler
     # Pins versions of msgspec and reasoning-gym that others do not accept, and needs neither for its games:
     # install it with --no-deps, or in an environment of its own (agents.interpreter).

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rl.agents.environment import Reply, Run, Score, Step, ToolCalls
-from rl.agents.trajectory import Limits
+from rl.features.agents.environment import Reply, Run, Score, Step, ToolCalls
+from rl.features.agents.trajectory import Limits
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Waiting
 from rl.rollout.samples import Completion, Request
 from rl.rollout.source import SampleSource

@@ -9,11 +9,11 @@
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
     reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for
-                   rl.agents.integrations.reasoning_gym
+                   rl.features.agents.integrations.reasoning_gym
     seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
                    for gem, textarena, and any environment that makes its task from a seed
     harbor         the directories below "tasks" in --options, in the format of Harbor or Terminal-Bench; for
-                   rl.agents.integrations.harbor. The first ones are test.jsonl's
+                   rl.features.containers.harbor. The first ones are test.jsonl's
     verifiers      the tasks of the taskset in --options, which is verifiers' block [env]; PYTHON is the
                    interpreter that has verifiers. The first tasks are test.jsonl's
 """
@@ -44,7 +44,7 @@ def row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> 
 
 def reasoning_gym_rows(names: list[str], options: Row, seed: int, size: int) -> Iterator[Row]:
     """Yield puzzles of each generator in turn. Raises ValueError for an unknown generator or option."""
-    from rl.agents.integrations.reasoning_gym import INSTRUCTION, puzzles
+    from rl.features.agents.integrations.reasoning_gym import INSTRUCTION, puzzles
 
     sources = [puzzles(name, options, seed, -(-size // len(names))) for name in names]
     for i in range(size):
@@ -62,7 +62,7 @@ def seed_rows(names: list[str], seed: int, size: int) -> Iterator[Row]:
 
 def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
     """Yield the first tasks of a taskset."""
-    from rl.agents.integrations.verifiers import tasks
+    from rl.features.agents.integrations.verifiers import tasks
 
     for i, (prompt, task) in enumerate(tasks(env, size)):
         yield row(env["taskset"]["id"], prompt, "", task=task, index=i)
@@ -70,7 +70,7 @@ def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
 
 def harbor_rows(options: Row) -> Iterator[Row]:
     """Yield a row per task directory. Raises ValueError for a task that cannot be run."""
-    from rl.agents.integrations.harbor import is_task, read_task, unmet
+    from rl.features.containers.harbor import is_task, read_task, unmet
 
     top = Path(options.get("tasks", "")).resolve()
     tasks = [read_task(path) for path in sorted(path for path in top.iterdir() if is_task(path))]

@@ -57,7 +57,7 @@ def replay(ranks, args: argparse.Namespace) -> int:
     from rl.engines.engines import build_engines, finish_imports
     from rl.engines.inputs import Inputs
     from rl.engines.memory import MemorySharing
-    from rl.rollout.stored_log import Replay, load
+    from rl.features.agents.stored_log import Replay, load
     from rl.run_directory.event_files import DIRECTORY
     from rl.run_directory.record import config_of_step
     from rl.runtime.collectives import gather_objects

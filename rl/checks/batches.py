@@ -240,7 +240,7 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
 
 
 def describe_failures(counts: Counter[str]) -> str:
-    """Return 'error 3, time 1' from the counts of `rl.agents.dialogue.Trajectories`."""
+    """Return 'error 3, time 1' from the counts of trajectories by cause."""
     found = {name.removeprefix("failures/"): n for name, n in counts.items() if name.startswith("failures/")}
     return ", ".join(f"{cause} {number}" for cause, number in sorted(found.items()))
 

@@ -1,7 +1,7 @@
 """The age of tokens when a batch is learned from, in versions of the policy.
 
 Before every `learn` the sampler's `check` (`rl.phases.sampler`) refuses a batch with a token that is too old.
-`rl.phases.carry_over` and `rl.phases.generation_by_roles` end, drop or wait for samples early enough.
+The samplers of carry-over and roles end, drop or wait for samples early enough.
 """
 
 from rl.data.batch import Batch

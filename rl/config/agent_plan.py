@@ -5,8 +5,8 @@
       kwargs: {high: 16}
       tools: [my_tools.py:search, {function: my_tools.py:look_up, kwargs: {index: /data/index}}]
       sources:
-        openai/gsm8k: rl.agents.shipped.gsm8k:Gsm8k
-        math: {tools: [rl.agents.shipped.calculator:calculate]}
+        openai/gsm8k: my_game.py:Gsm8k
+        math: {tools: [my_tools.py:calculate]}
 
 The environment pool sends an `AgentPlan` to its workers, which import what it names. This module imports only
 the standard library, because a worker may run in another Python interpreter.
@@ -20,8 +20,6 @@ from typing import Any
 from rl.config.functions import FORM
 
 SOURCE_KEYS = ("environment", "kwargs", "tools")
-CONTAINER_ENVIRONMENT = "rl.agents.shipped.container:ContainerEnvironment"
-"""The environment of a run that names only an image."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,9 @@ def make_agent_plan(
     """
     container = container or {}
     if container.get("image"):
-        environment = environment or CONTAINER_ENVIRONMENT
+        from rl.config.wing import path_of  # not at the top, because a worker has no schema
+
+        environment = environment or path_of("containers", "environment")
     default = _to_spec("agents", {"environment": environment, "kwargs": kwargs, "tools": tools}, container)
     if kwargs and not environment:
         raise ValueError(

@@ -25,7 +25,7 @@ class Agents:
     values of its keyword-only parameters."""
     container: Container = field(default_factory=Container)
     """Container of each trajectory, for environments that have the parameter `container`. Without
-    `agents.environment` an image names the environment `rl.agents.shipped.container`."""
+    `agents.environment` an image names the environment of containers."""
     max_turns: Annotated[int, AT_LEAST_ONE] = 8
     """Maximum number of turns of the policy in a trajectory."""
     max_tokens_per_turn: Annotated[int, NOT_NEGATIVE] = 0

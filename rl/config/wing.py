@@ -2,7 +2,7 @@
 
 The trunk of the program imports no module of `rl.features`. Where an option may take part, the trunk asks
 this table and imports what the option's entry names. For example, a run with `rollout.kv_offload_gib=4` has
-the entry `kv_offload`, and its engine gets the parts that `rl/features/kv_offload/engine.py` returns.
+the entry `kv_offload`, and its engine gets the parts that `parts` of rl/features/kv_offload returns.
 
 An option can be taken out: remove its folder and its entry. A config that needs it is then refused by name
 (`check_wing`), and every other run works as before.
@@ -31,6 +31,8 @@ class Entry:
     """(config, model, base_of) -> parts of a model that trains (`rl.training.parts`)."""
     sampler: str = ""
     """Subclass of `rl.run.samplers.SamplerForm`: the form in which samples are produced."""
+    extends: str = ""
+    """Another option without which this one has no meaning; the folder may import from its folder."""
     doors: dict[str, str] = field(default_factory=dict)
     """Further doors, by the name under which the trunk asks for them."""
 
@@ -39,50 +41,38 @@ class Entry:
         return any(is_on(config, feature) for feature in self.when.split(", "))
 
 
+CONTAINERS = {
+    "programs": "images:runner",
+    "description": "container:describe",
+    "environment": "environment:ContainerEnvironment",
+}
+
 FEATURES = {
-    "bitwise": Entry(
-        "model.numerics=bitwise",
-        engine="rl.rollout.bitwise_numerics:parts",
-        trainer="rl.training.bitwise_numerics:parts",
-    ),
-    "sampling_masks": Entry(
-        "sampling masks", engine="rl.rollout.sampling_masks:parts", trainer="rl.training.sampling_masks:parts"
-    ),
-    "router_replay": Entry(
-        "training.router_replay", engine="rl.rollout.routes:parts", trainer="rl.training.router_replay:parts"
-    ),
-    "teachers": Entry(
-        "a teacher", trainer="rl.training.divergence:parts", doors={"teaching": "rl.phases.teaching:Teaching"}
-    ),
+    "bitwise": Entry("model.numerics=bitwise", engine="engine:parts", trainer="trainer:parts"),
+    "sampling_masks": Entry("sampling masks", engine="engine:parts", trainer="trainer:parts"),
+    "router_replay": Entry("training.router_replay", engine="engine:parts", trainer="trainer:parts"),
+    "teachers": Entry("a teacher", trainer="divergence:parts", doors={"teaching": "teaching:Teaching"}),
     "adapters": Entry(
-        "adapters",
-        engine="rl.rollout.adapters:parts",
-        trainer="rl.training.adapter:parts",
-        doors={"export": "rl.checkpoint.peft:export_peft"},
+        "adapters", engine="slots:parts", trainer="adapter:parts", doors={"export": "peft:export_peft"}
     ),
-    "fp8_engine": Entry("rollout.quantization=fp8", engine="rl.refit.quantised:parts"),
-    "kv_offload": Entry("rollout.kv_offload_gib", engine="rl.rollout.kv_offload:parts"),
-    "drafts": Entry(
-        "drafts, a prediction head", engine="rl.rollout.drafts:parts", trainer="rl.training.mtp:parts"
-    ),
-    "vision": Entry("data.image_key", engine="rl.vision.requests:parts", trainer="rl.vision.tower:parts"),
+    "fp8_engine": Entry("rollout.quantization=fp8", engine="groups:parts"),
+    "kv_offload": Entry("rollout.kv_offload_gib", engine="kv_offload:parts"),
+    "drafts": Entry("a prediction head, drafts", engine="drafts:parts", trainer="mtp:parts"),
+    "vision": Entry("data.image_key", engine="requests:parts", trainer="tower:parts"),
     "agents": Entry("agents", doors={"dialogues": "form:TrajectoryForm"}),
-    "containers": Entry(
-        "containers",
-        doors={"programs": "rl.sandbox.images:runner", "description": "rl.sandbox.container:describe"},
-    ),
+    "containers": Entry("containers", extends="agents", doors=CONTAINERS),
     "roles": Entry("roles", sampler="form:RolesForm"),
     "stored_runs": Entry(
         "run.mode=train_only|score_only",
         sampler="form:StoredForm",
-        doors={"score_only": "rl.run.score_only:score_only"},
+        doors={"score_only": "score_only:score_only"},
     ),
     "carry_over": Entry("rollout.carry_over", sampler="form:CarryOverForm"),
-    "changed_only": Entry("refit.changed_only", doors={"messages": "rl.refit.changed_only:ChangedOnly"}),
-    "sweep": Entry("a sweep", doors={"run": "rl.run.points:run_points"}),
-    "early_stop": Entry("sweep.stop", doors={"rule": "rl.run.early_stop:EarlyStop"}),
-    "first_step": Entry("run.mode=check", doors={"training": "rl.run.first_step:FirstStep"}),
-    "trace": Entry("trace.steps", doors={"recorder": "rl.runtime.trace_recorder:Tracing"}),
+    "changed_only": Entry("refit.changed_only", doors={"messages": "changed_only:ChangedOnly"}),
+    "sweep": Entry("a sweep", doors={"run": "points:run_points"}),
+    "early_stop": Entry("sweep.stop", extends="sweep", doors={"rule": "early_stop:EarlyStop"}),
+    "first_step": Entry("run.mode=check", doors={"training": "first_step:FirstStep"}),
+    "trace": Entry("trace.steps", doors={"recorder": "recorder:Tracing"}),
 }
 """Folder of `rl/features` -> entry. Parts of an engine or of a model are in this order."""
 
@@ -98,23 +88,22 @@ def door(config: Config, name: str) -> Any:
 def doors(config: Config, name: str) -> Iterator[Any]:
     """Import what the options of a config name as their door, in the order of the table."""
     for folder, entry in FEATURES.items():
-        path = entry.doors.get(name) or getattr(entry, name, "")
-        if path and entry.needed_by(config):
-            yield load(folder, path)
+        if (entry.doors.get(name) or getattr(entry, name, "")) and entry.needed_by(config):
+            yield door_of(folder, name)
 
 
 def door_of(folder: str, name: str) -> Any:
-    """Import a further door of an option. Raises ConfigError if this copy of the program lacks the option."""
-    if folder not in FEATURES:
-        raise ConfigError(f"this copy of the program has no rl/features/{folder}, which this run needs.")
-    return load(folder, FEATURES[folder].doors[name])
-
-
-def load(folder: str, path: str) -> Any:
-    """Import a door. path: as in `Entry`."""
-    file, _, attribute = path.partition(":")
-    module = file if file.startswith("rl.") else f"rl.features.{folder}.{file}"
+    """Import a door of an option by the option's name. Raises ConfigError as `path_of`."""
+    module, _, attribute = path_of(folder, name).partition(":")
     return getattr(import_module(module), attribute)
+
+
+def path_of(folder: str, name: str) -> str:
+    """Return a door as "package.module:name". Raises ConfigError if the option was removed."""
+    if folder not in FEATURES:
+        raise ConfigError(f"this run needs rl/features/{folder}, which was removed from this program.")
+    entry = FEATURES[folder]
+    return f"rl.features.{folder}.{entry.doors.get(name) or getattr(entry, name)}"
 
 
 def check_wing(config: Config) -> None:

@@ -17,10 +17,10 @@ OF_SEQUENCE = ("routes",)
 columns belong to the tokens of the response."""
 
 SAMPLING_MASKS = ("kept_ids", "kept_counts")
-"""Columns of the sets of tokens from which the engine sampled each token (`rl.rollout.sampling_masks`)."""
+"""Columns of the sets of tokens from which the engine sampled each token."""
 
 PIXELS = "pixels"
-"""Column of the pixels of a sample's images end to end, height * width * 3 bytes each (`rl.vision`)."""
+"""Column of the pixels of a sample's images end to end, height * width * 3 bytes each."""
 
 PLACES = "image_places"
 """Column of a sample's images in a run with environments (`rl.data.images.placed_pixels`)."""

@@ -547,7 +547,7 @@ def _prediction(
     """Return the bytes of the forward and backward pass of the head for multi-token prediction.
 
     These are its layer's activations, the embedding that it received, and six arrays of a quarter of a
-    chunk's logits in float32 (`rl.training.mtp.prediction_loss`).
+    chunk's logits in float32.
     """
     hidden, rows = head.hf["hidden_size"], _head_rows(layout, head)
     layer = layer_elements(head, None, layout, tokens, imbalance)

@@ -128,11 +128,11 @@ def score_metrics(batch: Batch) -> dict[str, float]:
 
 
 def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
-    """Return metrics of environments, from the sums over all replicas (`rl.agents.dialogue.Trajectories`).
+    """Return metrics of environments, from the sums over all replicas.
 
     agents/turns, tool_calls, rows  mean over the trajectories
     agents/tool_errors              calls answered with an error message
-    agents/failures/<cause>         failed trajectories (`rl.agents.environment.Failure`)
+    agents/failures/<cause>         failed trajectories
     agents/reopened                 trajectories repeated because their process ended with others in it
     agents/diverged                 trajectories that began again because their environment differed
     perf/executed_again             trajectories executed again from their log

@@ -1,7 +1,7 @@
 """The form of a run's dialogues: how its samples are generated and become a batch.
 
-A `Sampler` knows one of these and not which one. Samples are responses of one turn here, and trajectories in
-`rl.phases.trajectories`.
+A `Sampler` knows one of these and not which one. Samples are responses of one turn here; environments make
+trajectories of them.
 """
 
 from collections import Counter

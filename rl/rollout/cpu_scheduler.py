@@ -37,7 +37,7 @@ class CpuScheduler(Scheduler):
 
 class DecodeScheduler(CpuScheduler, AsyncScheduler):
     """Schedules exactly what vLLM's scheduler does, without speculation or pipeline stages. With a connector
-    (`rl.rollout.kv_offload`) it is vLLM's scheduler.
+    (`rollout.kv_offload_gib`) it is vLLM's scheduler.
 
     A step may be scheduled before the tokens of the one before are known: a request then has placeholders
     for them (`num_output_placeholders`). A request without stop strings yields one output, when it is

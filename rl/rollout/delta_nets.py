@@ -13,7 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
-from rl.numerics.delta_rule import Chunks, causal_conv, gated_delta_rule, log_decay, normed
+from rl.models.delta_rule import Chunks, causal_conv, gated_delta_rule, log_decay, normed
 from rl.rollout.parts import Part
 from rl.rollout.vllm_model import allow_no_torchvision
 

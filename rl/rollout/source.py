@@ -3,10 +3,10 @@
     schedule    which samples start next, when the engine takes weights, and when it is done
     dialogue    how one sample proceeds: one turn, or a trajectory with an environment
 
-`SampleSource` joins one schedule with one dialogue, on the replica's leader. The schedules are in
-`queue_schedule`, `quota_schedule` (carry-over) and `stream_schedule` (roles), the dialogues in `single_turn`
-and `rl.agents.dialogue`. Every schedule works with every dialogue; `rl.config.exclusions` says which pairs a
-run may have.
+`SampleSource` joins one schedule with one dialogue, on the replica's leader. The schedules here
+are `queue_schedule`, and those of carry-over and roles; the dialogues are `single_turn`, and trajectories
+with environments. Every schedule works with every dialogue; `rl.config.exclusions` says which pairs a run
+may have.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """Gated delta nets in place of attention (arXiv:2412.06464; Qwen3-Next): the layer, over packed rows.
 
 Queries, keys and values pass a short causal convolution, then the gated delta rule
-(`rl.numerics.delta_rule`). Both restart at each sequence of a row. Answers that share a prompt continue from
+(`rl.models.delta_rule`). Both restart at each sequence of a row. Answers that share a prompt continue from
 the window and the state at its end. A tensor parallel rank has whole key heads and their value heads.
 
 Context parallel ranks gather the inputs of the whole row, compute all of it and keep their part.
@@ -23,7 +23,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from rl.numerics.delta_rule import Chunks, causal_conv, gated_delta_rule, gated_norm, log_decay, normed
+from rl.models.delta_rule import Chunks, causal_conv, gated_delta_rule, gated_norm, log_decay, normed
 from rl.training.attention import PackedRow
 from rl.training.packing import to_device
 from rl.training.rows import Group, ranges, select_rows

@@ -3,7 +3,7 @@
 `Policy`, a language model, returns log-probs of given tokens instead of logits. `ValueModel`, a critic or a
 reward model, returns one value for each given token. Both run on packed micro-batches.
 
-`build_model` is the one place that creates layers; `rl.training.adapter` adds low-rank adapters to them. The
+`build_model` is the one place that creates layers; the option `adapters` adds low-rank adapters to them. The
 names of their weights for refit, checkpoints and export belong to `rl.training.weights.WeightMap`.
 """
 

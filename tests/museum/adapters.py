@@ -16,7 +16,7 @@ TIMES = r"RefitMismatch: on rank 0, the values of \S+ for the engine contain -?[
 
 def merge_as(bug: Bug, wrong) -> None:
     """Give the engine `wrong(merged, weight, parameter)` in place of merged weights."""
-    from rl.training.adapter import Adapters
+    from rl.features.adapters.adapter import Adapters
 
     @bug.replaces(Adapters, "merging")
     def other(merging, self):
@@ -30,7 +30,7 @@ def after_refits(bug: Bug, change) -> None:
     @bug.replaces(memory, "refit")
     def changed(refit, trainer, engine, **options):
         moved = refit(trainer, engine, **options)
-        for name, tensor in engine.adapters.buffers(0).items():
+        for name, tensor in engine.slots.buffers(0).items():
             change(name, tensor)
         return moved
 
@@ -60,7 +60,7 @@ def adapter_merged_with_another_scale(bug: Bug) -> None:
 @caught_by(IN_ENGINE, TIMES)
 def merged_weights_of_an_earlier_step(bug: Bug) -> None:
     """Merging did not change the weights that were saved; rewards before and after training were equal."""
-    from rl.training.adapter import Adapters
+    from rl.features.adapters.adapter import Adapters
 
     merging, kept = Adapters.merging, {}
 
@@ -144,7 +144,7 @@ def scale_of_the_adapter_applied_twice(bug: Bug) -> None:
 
 @exhibit("Tencent-Hunyuan/UniRL#155", overrides=BESIDE)
 @caught_by(IN_ENGINE, TIMES)
-@replaces("rl.training.adapter._scaled")
+@replaces("rl.features.adapters.adapter._scaled")
 def scale_of_the_adapter_lost(bug: Bug, scaled, scale, weight, parameter):
     """A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1."""
     return parameter

@@ -11,7 +11,7 @@ CONTEXTS = "contexts of turns"
 
 @exhibit("PrimeIntellect-ai/verifiers#1067", ranks=2, overrides=ENVIRONMENTS)
 @caught_by(ANSWERS, r"WrongAnswer: the answer of an environment to request \d+ of trajectory .* \(step\)")
-@replaces("rl.agents.dialogue.Trajectories._take_reply")
+@replaces("rl.features.agents.dialogue.Trajectories._take_reply")
 def answer_of_another_sandbox(bug: Bug, take_reply, self, session, reply):
     """One sandbox was handed to two rollouts, whose observations then mixed."""
     if bug.rank == 1 and reply.kind == "step" and reply.messages:
@@ -23,7 +23,7 @@ def answer_of_another_sandbox(bug: Bug, take_reply, self, session, reply):
 
 @exhibit("NVIDIA-NeMo/RL#2821", overrides=(*ENVIRONMENTS, BF16))
 @caught_by(CONTEXTS, r"WrongAnswer: the tokens before turn \d+ of trajectory .* are not in the conversation")
-@replaces("rl.agents.chat.Chat.extend")
+@replaces("rl.features.agents.chat.Chat.extend")
 def turns_appear_twice(bug: Bug, extend, self, context, turn, *args):
     """The log of each turn held the turns before it again, so the policy learned them twice."""
     import numpy as np
@@ -48,7 +48,7 @@ LINES = (ENVIRONMENTS[0].replace(":Echo", ":Lines"), *ENVIRONMENTS[1:])
 
 @exhibit("verl-project/verl#6921", overrides=LINES)
 @caught_by(CONTEXTS, r"WrongAnswer: the tokens before turn \d+ of trajectory .* are not in the conversation")
-@replaces("rl.agents.chat.Chat.extend")
+@replaces("rl.features.agents.chat.Chat.extend")
 def separator_of_turns_dropped(bug: Bug, extend, self, *args):
     """The newline that the template writes after a turn was missing at each boundary."""
     return extend(self, *args)[1:]
@@ -56,7 +56,7 @@ def separator_of_turns_dropped(bug: Bug, extend, self, *args):
 
 @exhibit("huggingface/trl#6031", ranks=2, overrides=ENVIRONMENTS)
 @caught_by(ANSWERS, r"rank 1 .*WrongAnswer: trajectory .* ends with .*, but its environment gave it")
-@replaces("rl.agents.dialogue.Trajectories._finish")
+@replaces("rl.features.agents.dialogue.Trajectories._finish")
 def score_of_the_trajectory_before(bug: Bug, finish, self, session, values):
     """The environment was reused before its reward was read, so a trajectory had that of another one."""
     mine = {"score": sum(session.trajectory.rewards)}

@@ -187,7 +187,7 @@ def exported_config_with_another_rotary_base(bug: Bug) -> None:
 )
 def exported_adapter_lacks_a_part(bug: Bug) -> None:
     """A layer's adapter was exported empty, because its name differed in the file."""
-    from rl.checkpoint import peft
+    from rl.features.adapters import peft
 
     @bug.replaces(peft, "save_tensors")
     def some(save_tensors, tensors, path):

@@ -191,7 +191,7 @@ def tokens_labelled_with_an_older_version(bug: Bug, versions, self, num_tokens):
 
 @exhibit("huggingface/trl#6789", overrides=("rollout.top_p=0.9",))
 @caught_by(GAP, DIFFER)
-@replaces("rl.training.sampling_masks.masks_of")
+@replaces("rl.features.sampling_masks.trainer.masks_of")
 def trainer_ignores_the_truncation(bug: Bug, masks_of, batch, samples):
     """With top_p every importance ratio was multiplied by the probability of the tokens that were kept."""
     return None
@@ -213,7 +213,7 @@ def penalty_on_one_rank(bug: Bug, call_of, *args):
     "routes of the engine",
     r"WrongRoutes: the present router chooses other experts for \d+% of the tokens in layer 0",
 )
-@replaces("rl.training.router_replay.RouterReplay._given")
+@replaces("rl.features.router_replay.trainer.RouterReplay._given")
 def routes_of_the_token_before(bug: Bug, given, self, batch, row):
     """The routes were shifted by one token, which the bound of bfloat16 hides."""
     routes = given(self, batch, row)
@@ -225,7 +225,7 @@ def routes_of_the_token_before(bug: Bug, given, self, batch, row):
     "radixark/miles#3229", model="qwen3-moe-only", overrides=(HALF, "training.router_replay=engine"), at=1
 )
 @caught_by("routes of the engine", r"WrongRoutes: .* in layer 1 of those .*: the routes of 1 of \d layers")
-@replaces("rl.training.router_replay.RouterReplay._given")
+@replaces("rl.features.router_replay.trainer.RouterReplay._given")
 def routes_of_the_token_before_in_one_layer(bug: Bug, given, self, batch, row):
     """Only the last layer's routes were shifted by one token."""
     routes = given(self, batch, row)

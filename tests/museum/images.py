@@ -17,7 +17,7 @@ DIFFER = r"LogprobMismatch: the engine's log-probs differ"
 
 @exhibit("om-ai-lab/VLM-R1#263", **IMAGES)
 @caught_by("images of samples", r"WrongImages: image check: image 1 of sample \d+ has other pixels")
-@replaces("rl.vision.requests.ImageRequests.completion")
+@replaces("rl.features.vision.requests.ImageRequests.completion")
 def images_of_another_sample(bug: Bug, completion, self, engine, internal_id, output):
     """Images and samples were in different orders, so the trainer saw other images than the engine."""
     held = completion(self, engine, internal_id, output)
@@ -27,7 +27,7 @@ def images_of_another_sample(bug: Bug, completion, self, engine, internal_id, ou
 
 @exhibit("microsoft/agent-lightning#559", **IMAGES)
 @caught_by("images of samples", r"WrongImages: image check: sample \d+ came with 0 bytes of pixels")
-@replaces("rl.vision.requests.ImageRequests.completion")
+@replaces("rl.features.vision.requests.ImageRequests.completion")
 def images_lost_on_the_way(bug: Bug, completion, self, engine, internal_id, output):
     """The engine saw the images, but the samples came to the trainer without them."""
     return {name: values[:0] for name, values in completion(self, engine, internal_id, output).items()}
@@ -35,7 +35,7 @@ def images_lost_on_the_way(bug: Bug, completion, self, engine, internal_id, outp
 
 @exhibit("huggingface/trl#5461", **IMAGES)
 @caught_by("images of samples", r"WrongImages: image check: sample \d+ came with \d+ bytes of pixels")
-@replaces("rl.vision.requests.ImageRequests.completion")
+@replaces("rl.features.vision.requests.ImageRequests.completion")
 def image_doubled_on_the_way(bug: Bug, completion, self, engine, internal_id, output):
     """Images were repeated for the samples of a prompt where they had been repeated before."""
     held = completion(self, engine, internal_id, output)
@@ -44,7 +44,7 @@ def image_doubled_on_the_way(bug: Bug, completion, self, engine, internal_id, ou
 
 @exhibit("Blaizzy/mlx-vlm#1744", **IMAGES)
 @caught_by(GAP, DIFFER)
-@replaces("rl.vision.requests.image_input")
+@replaces("rl.features.vision.requests.image_input")
 def wrong_grid_of_an_image(bug: Bug, image_input, format, token_ids, places, pixels):
     """The engine was told another number of rows and columns than the image has, with the same product."""
     wrong = places.copy()
@@ -54,14 +54,14 @@ def wrong_grid_of_an_image(bug: Bug, image_input, format, token_ids, places, pix
 
 @exhibit("huggingface/trl#7198 verl-project/verl#6523", **IMAGES)
 @caught_by(GAP, DIFFER)
-@replaces("rl.vision.requests.ImageRequests.weights_changed")
+@replaces("rl.features.vision.requests.ImageRequests.weights_changed")
 def stale_cache_of_the_encoder(bug: Bug, weights_changed, self, engine):
     """The engine used the outputs of the old tower for images that it had seen before."""
 
 
 @exhibit("alibaba/ROLL#452", **IMAGES)
 @caught_by(GAP, DIFFER)
-@replaces("rl.vision.tower.row_positions")
+@replaces("rl.features.vision.tower.row_positions")
 def positions_without_rows_and_columns(bug: Bug, row_positions, num_tokens, starts, lengths, images):
     """The tokens of images had the positions of text, because positions were computed without the grids."""
     return row_positions(num_tokens, starts, lengths, [()] * len(images))

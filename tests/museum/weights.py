@@ -75,7 +75,7 @@ def expert_bias_not_refitted(bug: Bug) -> None:
 
 @exhibit("huggingface/trl#7085", model="qwen2-blocks", overrides=(BF16, "rollout.quantization=fp8"))
 @caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*model\.layers\..* on rank 0")
-@replaces("rl.rollout.fp8_weights._reload")
+@replaces("rl.features.fp8_engine.weights._reload")
 def fp8_factors_of_the_step_before(bug: Bug, reload, layer, tensors):
     """A sync rewrote the values in FP8 and left their scales, which belonged to older weights."""
     kept = {name: layer.get_parameter(name).clone() for name in tensors if name.endswith("_scale_inv")}
@@ -244,7 +244,7 @@ def list_of_weights_lacks_experts(bug: Bug) -> None:
 
 @exhibit("verl-project/verl#6947", at=1, model="deepseek-v3-mtp", overrides=("rollout.draft.method=mtp",))
 @caught_by(SYNCHRONOUS, r"RefitMismatch: \d+ weights cannot be compared: .*layers.3.enorm.* on rank 0: 0 of")
-@replaces("rl.training.mtp.Mtp.served_map")
+@replaces("rl.features.drafts.mtp.Mtp.served_map")
 def list_of_weights_lacks_the_head(bug: Bug, served_map, self, weight_map):
     """The head that drafts tokens was not in the list of weights to send, and kept those of the start."""
     return weight_map
@@ -254,7 +254,7 @@ def list_of_weights_lacks_the_head(bug: Bug, served_map, self, weight_map):
 @caught_by(SYNCHRONOUS, r"RefitMismatch: rank 1 acknowledged version 1, but \d+ of \d+ compared parts")
 def update_is_acknowledged_only(bug: Bug):
     """The engine reported the reload as done, but had read the old weights from a cache."""
-    from rl.refit.link import Link
+    from rl.features.roles.link import Link
 
     receive = Link.receive_weights
 

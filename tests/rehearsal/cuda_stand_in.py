@@ -255,7 +255,7 @@ def _replace_kernels() -> None:
 
 def _add_delta_rule() -> None:
     """Register a module with the function of flash-linear-attention that the program calls."""
-    from rl.numerics.delta_rule import Chunks, gated_delta_rule
+    from rl.models.delta_rule import Chunks, gated_delta_rule
 
     def chunk_gated_delta_rule(
         q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, *, cu_seqlens

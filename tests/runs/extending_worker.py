@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from rl.agents.shipped.boxes import Boxes
+from rl.features.agents.shipped.boxes import Boxes
 from rl.rewards.choice import score
 from tools.prepare_arc import arc_row
 
-from rl.agents.environment import load_environment
 from rl.algorithms import raft
 from rl.config.agent_plan import EnvironmentSpec
 from rl.config.checks import check
@@ -16,6 +15,7 @@ from rl.config.command_line import help_text
 from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
 from rl.data.batch import Batch
+from rl.features.agents.environment import load_environment
 from rl.models import SUPPORTED, aquila, architecture
 from rl.phases.policy_gradient import advantages, policy_loss
 from rl.training.loss import Totals
@@ -70,11 +70,11 @@ assert raft.collect(phases).rewards.tolist() == [7.0, 4.0]
 # Environment
 boxes = [
     "algorithm=grpo",
-    "agents.environment=rl.agents.shipped.boxes:Boxes",
+    "agents.environment=rl.features.agents.shipped.boxes:Boxes",
     "rollout.max_response_tokens=64",
 ]
 assert check(config_with(*boxes)) == []
-loaded = load_environment(EnvironmentSpec("rl.agents.shipped.boxes:Boxes", {}))
+loaded = load_environment(EnvironmentSpec("rl.features.agents.shipped.boxes:Boxes", {}))
 assert list(loaded.tools_for({})) == ["answer", "look"]
 game = Boxes()
 assert "boxes 1, 2 and 3" in game.reset({"seed": 3})[0]["content"] and not game.done

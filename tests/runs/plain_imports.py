@@ -7,34 +7,15 @@ from pathlib import Path
 import train_rl
 
 OF_FEATURES = (
-    "rl.agents",
+    "rl.features",
     "rl.data.images",
     "rl.models.qwen2_5_vl",
     "rl.models.qwen3_vl",
-    "rl.phases.carry_over",
-    "rl.phases.generation_by_roles",
-    "rl.phases.joint_generation",
-    "rl.phases.teaching",
-    "rl.phases.trajectories",
-    "rl.rollout.adapters",
-    "rl.refit.quantised",
     "rl.rollout.cpu_fp8",
     "rl.rollout.dp_attention",
-    "rl.rollout.drafts",
-    "rl.rollout.fp8_weights",
-    "rl.rollout.quota_schedule",
-    "rl.rollout.routes",
-    "rl.rollout.sampling_masks",
-    "rl.rollout.stream_schedule",
-    "rl.run.alternating",
-    "rl.run.generators",
-    "rl.run.points",
     "rl.sandbox.apart",
-    "rl.sandbox.container",
-    "rl.sandbox.images",
     "rl.sandbox.sandbox",
     "rl.models.tower_cost",
-    "rl.vision",
 )
 """Modules, or packages, that a synchronous run of single turns on text has no need of."""
 

@@ -5,8 +5,8 @@ to the whole gradient.
 """
 
 from rl.algorithms import grpo
+from rl.features.router_replay.trainer import RouterReplay
 from rl.runtime.collectives import gather_objects
-from rl.training.router_replay import RouterReplay
 from tests.ranks.training.fixed_routers import gradient, gradient_by_hand, use_other_experts, worst
 
 NEEDS = ("samples", "reward", "groups")

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl.config.schema import load_config
-from rl.run.score_only import score_only
+from rl.features.stored_runs.score_only import score_only
 from tests import bounds
 from tests.checkpoints import save_qwen2, save_qwen2_classifier
 from tests.records import rollouts

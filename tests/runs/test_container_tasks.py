@@ -9,10 +9,10 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from rl.agents.environment import load_environment
-from rl.agents.integrations.harbor import Task, read_task, unmet
 from rl.config.agents import Agents
 from rl.config.container import Container as Settings
+from rl.features.agents.environment import load_environment
+from rl.features.containers.harbor import Task, read_task, unmet
 from tests.container_image import build_image
 from tests.records import records
 from tests.spawn import ROOT, run_ranks
@@ -27,7 +27,7 @@ RUN cp /data/start.txt \\
     start.txt
 CMD ["sh"]
 """
-HARBOR = "rl.agents.integrations.harbor:Task"
+HARBOR = "rl.features.containers.harbor:Task"
 DESCRIPTION = """
 version = "1.0"
 [agent]
@@ -126,7 +126,7 @@ def test_what_is_not_applied_is_said_with_the_settings_that_tasks_need(tasks):
     ]
 
 
-@pytest.mark.parametrize("name", ["rl.agents.shipped.container:ContainerEnvironment", HARBOR])
+@pytest.mark.parametrize("name", ["rl.features.containers.environment:ContainerEnvironment", HARBOR])
 def test_a_policy_has_three_tools_and_none_that_starts_a_container(name, image):
     config = Agents(environment=name, container=Settings(image=str(image)))
     assert load_environment(config.plan.default).methods.keys() == {"bash", "read", "write"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.rollout.stored_log import load
+from rl.features.agents.stored_log import load
 from rl.run_directory.event_files import DIRECTORY
 from tests import bounds
 from tests.toy import train, write_config

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.config.features import OPTIONAL
+from rl.config.wing import FEATURES
 from tools.docs.house import floors, imports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,23 +32,40 @@ def test_imports_point_down():
     assert upward == {}, upward
 
 
-OPTIONAL = (
-    "rl.agents|phases.trajectories",
-    r"rl.numerics|bitwise_numerics|\.delta_nets?\b",
-    "rl.rollout.(adapters|routes|sampling_masks)",
-    "trace_recorder|run.first_step",
-    "rl.sandbox.(container|images)|shipped.container|integrations.harbor",
-)
-"""Modules of features, as regular expressions. Others import them inside of functions."""
-
-
-@pytest.mark.parametrize("feature", OPTIONAL)
-def test_a_run_imports_no_feature_that_it_does_not_use(feature):
-    importing = [
+def test_only_the_table_names_the_options():
+    """The trunk asks `rl.config.wing` for an option, so that the option's folder can be removed."""
+    trunk = [*(ROOT / "rl").rglob("*.py"), *(ROOT / "launch").rglob("*.py"), ROOT / "train_rl.py"]
+    naming = [
         str(file.relative_to(ROOT))
-        for file in (ROOT / "rl").rglob("*.py")
-        if not re.search(feature, ".".join(file.relative_to(ROOT).with_suffix("").parts))
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and re.search(feature, ast.unparse(node))
+        for file in trunk
+        if "rl/features/" not in str(file) and re.search(r"rl[./]features", file.read_text(encoding="utf-8"))
     ]
-    assert importing == []
+    assert naming == ["rl/config/wing.py"]
+
+
+@pytest.mark.parametrize("folder", FEATURES)
+def test_an_option_imports_no_other_option_but_its_own_base(folder):
+    allowed = {folder, FEATURES[folder].extends}
+    others = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in (ROOT / "rl" / "features" / folder).rglob("*.py")
+        for name in re.findall(r"^ *(?:from|import) rl\.features\.(\w+)", file.read_text(), re.MULTILINE)
+        if name not in allowed
+    ]
+    assert others == []
+
+
+def test_every_folder_of_options_has_an_entry_whose_doors_exist():
+    folders = {path.parent.name for path in (ROOT / "rl" / "features").glob("*/__init__.py")}
+    assert folders == FEATURES.keys()
+    for folder, entry in FEATURES.items():
+        for door in filter(None, (entry.engine, entry.trainer, entry.sampler, *entry.doors.values())):
+            file, _, name = door.partition(":")
+            tree = ast.parse((ROOT / "rl" / "features" / folder / f"{file}.py").read_text())
+            assert name in {node.name for node in tree.body if hasattr(node, "name")}, f"{folder}: {door}"
+
+
+def test_every_need_of_the_table_is_refused_without_its_entry():
+    assert sorted(feature for entry in FEATURES.values() for feature in entry.when.split(", ")) == list(
+        OPTIONAL
+    )

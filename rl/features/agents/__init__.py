@@ -1,0 +1,1 @@
+"""Trajectories of many turns: environments and tools, which live in worker processes."""

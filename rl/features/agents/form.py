@@ -3,17 +3,17 @@
 import itertools
 from pathlib import Path
 
-from rl.agents.dialogue import Trajectories, trajectories
-from rl.agents.replica_environments import Environments, start_environments
 from rl.config.schema import Config
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
+from rl.features.agents.dialogue import Trajectories, trajectories
+from rl.features.agents.replica_environments import Environments, start_environments
+from rl.features.agents.stored_log import VersionRecorder
+from rl.features.agents.trajectories import TrajectoryDialogues
 from rl.phases.step_record import StepRecord
-from rl.phases.trajectories import TrajectoryDialogues
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampling
 from rl.rollout.source import SampleSource
-from rl.rollout.stored_log import VersionRecorder
 from rl.run.samplers import DialogueForm
 from rl.run_directory.event_files import DIRECTORY
 from rl.runtime import start_up

@@ -2,7 +2,7 @@
 
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
-from rl.phases.carry_over import CarryOver
+from rl.features.carry_over.carry_over import CarryOver
 from rl.phases.step_record import StepRecord
 from rl.run.samplers import SamplerForm
 from rl.stopping.requests import StopRequests

@@ -1,0 +1,1 @@
+"""Refits in which only the elements that changed travel."""

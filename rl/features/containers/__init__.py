@@ -1,0 +1,1 @@
+"""Containers for environments and for the tests of programs, without root."""

@@ -1,0 +1,1 @@
+"""Rules that end points of a sweep before their last step."""

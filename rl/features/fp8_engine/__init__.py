@@ -1,0 +1,1 @@
+"""An engine with weights in FP8, and its refits."""

@@ -1,0 +1,1 @@
+"""The KV cache of ended turns in host memory."""

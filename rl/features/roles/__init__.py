@@ -1,0 +1,1 @@
+"""Ranks that generate while others train."""

@@ -8,9 +8,9 @@ from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
 from rl.faults.watchdog import Watchdog
-from rl.phases.generation_by_roles import GenerationByRoles
+from rl.features.roles.generation import GenerationByRoles
+from rl.features.roles.generators import Generators, enter_role
 from rl.phases.step_record import StepRecord
-from rl.run.generators import Generators, enter_role
 from rl.run.samplers import SamplerForm
 from rl.runtime.device import Device
 from rl.stopping.requests import StopRequests

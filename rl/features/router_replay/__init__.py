@@ -1,0 +1,1 @@
+"""Experts of the engine's tokens, which the trainer uses again."""

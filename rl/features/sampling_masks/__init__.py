@@ -1,0 +1,1 @@
+"""The tokens from which the engine sampled, over which the trainer renormalises."""

@@ -1,0 +1,1 @@
+"""Runs over the stored rollouts of another run: training on them, or scoring them again."""

@@ -1,0 +1,1 @@
+"""Models from which the policy learns token by token."""

@@ -18,13 +18,14 @@ from pathlib import Path  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from rl.agents.chat import Chat  # noqa: E402
-from rl.agents.dialogue import Trajectories  # noqa: E402
-from rl.agents.environment import Score, Step  # noqa: E402
-from rl.agents.replica_environments import Environments  # noqa: E402
 from rl.config.agents import Agents  # noqa: E402
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
+from rl.features.agents.chat import Chat  # noqa: E402
+from rl.features.agents.dialogue import Trajectories  # noqa: E402
+from rl.features.agents.environment import Score, Step  # noqa: E402
+from rl.features.agents.replica_environments import Environments  # noqa: E402
+from rl.features.agents.stored_log import Recorder, Replay, load, store  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
@@ -34,7 +35,6 @@ from rl.rollout.queue import static_queue  # noqa: E402
 from rl.rollout.queue_schedule import QueueSchedule  # noqa: E402
 from rl.rollout.sampling import seed_of, train_sampling  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
-from rl.rollout.stored_log import Recorder, Replay, load, store  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402

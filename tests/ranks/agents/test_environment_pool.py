@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rl.agents import pool as pool_module
-from rl.agents.environment import Run, Score, Step, ToolCall, ToolCalls, answer_digest
-from rl.agents.pool import EnvironmentPool
 from rl.config.agent_plan import make_agent_plan
+from rl.features.agents import pool as pool_module
+from rl.features.agents.environment import Run, Score, Step, ToolCall, ToolCalls, answer_digest
+from rl.features.agents.pool import EnvironmentPool
 from rl.workers.supervisor import all_processes, descendants
 from tests.spawn import ROOT
 
@@ -309,7 +309,7 @@ def test_no_process_outlives_the_rank(tmp_path, end):
 
 
 def test_the_python_tool_runs_programs_in_the_sandbox():
-    python = {"function": "rl.agents.shipped.python:python", "kwargs": {"memory_mib": 256}}
+    python = {"function": "rl.features.agents.shipped.python:python", "kwargs": {"memory_mib": 256}}
     programs = {
         "print(6 * 7)": "42",
         "1 / 0": "ZeroDivisionError",

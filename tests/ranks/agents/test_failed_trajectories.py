@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from rl.agents import pool as pool_module
-from rl.agents.chat import Chat
-from rl.agents.dialogue import Trajectories
-from rl.agents.pool import EnvironmentPool
-from rl.agents.replica_environments import Environments
 from rl.config.agent_plan import make_agent_plan
 from rl.config.agents import Agents
+from rl.features.agents import pool as pool_module
+from rl.features.agents.chat import Chat
+from rl.features.agents.dialogue import Trajectories
+from rl.features.agents.pool import EnvironmentPool
+from rl.features.agents.replica_environments import Environments
 from rl.rollout.queue import static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampling import Sampling, seed_of

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.agents.environment import Run, Score, Step, ToolCall, ToolCalls
-from rl.agents.pool import EnvironmentPool
 from rl.config.agent_plan import make_agent_plan
+from rl.features.agents.environment import Run, Score, Step, ToolCall, ToolCalls
+from rl.features.agents.pool import EnvironmentPool
 from tests.ranks.agents.chat_server import ChatServer
 from tests.spawn import ROOT, free_port
 
@@ -27,7 +27,7 @@ def needs(module, extra):
 
 
 def make_pool(name, interpreter="", timeout_s=60, **kwargs):
-    plan = make_agent_plan(f"rl.agents.integrations.{name}", kwargs, [], {})
+    plan = make_agent_plan(f"rl.features.agents.integrations.{name}", kwargs, [], {})
     return EnvironmentPool(plan, workers=1, timeout_s=timeout_s, memory_mib=0, interpreter=interpreter)
 
 
@@ -127,7 +127,7 @@ def test_textarena_self_play_learns_from_one_seat():
 
 def test_reasoning_gym_scores_its_own_answers():
     module = needs("reasoning_gym", "reasoning-gym")
-    from rl.agents.integrations.reasoning_gym import puzzles, score
+    from rl.features.agents.integrations.reasoning_gym import puzzles, score
 
     # Puzzles with tuples, with numpy's strings and with a scorer that accepts several answers.
     for name in ("chain_sum", "arc_agi", "knights_knaves", "countdown"):
@@ -230,9 +230,8 @@ def test_verifiers_taskset_runs_in_its_own_interpreter(monkeypatch):
         "taskset": {"id": "adding_taskset"},
         "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
     }
-    listing = (
-        f"import json; from rl.agents.integrations.verifiers import tasks; print(list(tasks({env}, 2))[1][1])"
-    )
+    module = "rl.features.agents.integrations.verifiers"
+    listing = f"import json; from {module} import tasks; print(list(tasks({env}, 2))[1][1])"
     task = subprocess.check_output([python, "-c", listing], cwd=ROOT, text=True)
 
     def add(messages):
@@ -269,7 +268,7 @@ def test_simulated_user_ends_the_conversation_and_judges_it():
 
 
 def test_grades_of_a_simulated_user_are_unambiguous():
-    from rl.agents.integrations.user_simulation import read_grade
+    from rl.features.agents.integrations.user_simulation import read_grade
 
     grades = {
         "0.3/1": 0.3,
@@ -287,7 +286,7 @@ def test_grades_of_a_simulated_user_are_unambiguous():
 def test_missing_package_is_refused_with_its_extra(tmp_path):
     module = tmp_path / "mine.py"
     module.write_text(
-        "from rl.agents.integrations.imports import require\n"
+        "from rl.features.agents.integrations.imports import require\n"
         "package = require('absent_package', extra='gem')\n\n\nclass Mine:\n    pass\n"
     )
     plan = make_agent_plan(f"{module}:Mine", {}, [], {})

@@ -19,10 +19,10 @@ prepare_environment(RANKS)
 import torch  # noqa: E402
 
 from rl.checkpoint.hf import export_hf  # noqa: E402
-from rl.checkpoint.peft import export_peft  # noqa: E402
 from rl.config.options import load  # noqa: E402
 from rl.config.schema import Config, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
+from rl.features.adapters.peft import export_peft  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.runtime.session import session  # noqa: E402

@@ -13,15 +13,15 @@ import sys
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
+from rl.features.adapters.adapter import Adapters
+from rl.features.drafts.mtp import Mtp
+from rl.features.vision.tower import VisionTower
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
-from rl.training.adapter import Adapters
 from rl.training.engine import TrainingEngine
-from rl.training.mtp import Mtp
 from rl.training.optimizer import clip_and_step, optimizer_tensors
 from rl.training.spec import ModelSpec
-from rl.vision.tower import VisionTower
 from tests.ranks.training.megatron_groups import new_grid
 
 

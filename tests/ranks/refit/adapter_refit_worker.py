@@ -99,7 +99,7 @@ def examine(config: Config, layout: list[int], hf: dict, engine, device) -> dict
         check_refit(trainer, engine, buffer_mib=1)
         check_weights(trainer, engine, buffer_mib=1)
         out["gaps"].append(largest_gap([trainer], engine, batch, device))
-    held = engine.weights() if engine.adapters is None else engine.adapters.buffers(0)
+    held = engine.weights() if engine.slots is None else engine.slots.buffers(0)
     name = next(name for name in held if "o_proj" in name)
     if RANKS.rank == RANKS.world_size - 1:
         held[name].detach()[1, 0] += 1e-3

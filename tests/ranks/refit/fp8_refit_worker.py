@@ -23,12 +23,12 @@ from rl.config.schema import Config, resolve  # noqa: E402
 from rl.data.prompts import Prompt  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.engines.rollout_engines import build_rollout  # noqa: E402
+from rl.features.fp8_engine.groups import GroupedFp8Weights, in_blocks  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.models.fp8_blocks import quantised  # noqa: E402
 from rl.refit import refit as refits  # noqa: E402
 from rl.refit.gather import RefitMismatch  # noqa: E402
-from rl.refit.quantised import in_blocks  # noqa: E402
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
@@ -49,6 +49,10 @@ OPTIONS = (
 SAMPLING = Sampling(1, 24)
 
 
+def fp8_names(engine) -> list[str]:
+    return next(part.names for part in engine.parts if isinstance(part, GroupedFp8Weights))
+
+
 def wrong_bits(trainer, engine) -> list[str]:
     """Return the tensors whose values or factors in the engine are not those of the whole, quantised."""
     model, wrong = engine.model, []
@@ -57,7 +61,7 @@ def wrong_bits(trainer, engine) -> list[str]:
     }
     seen = set()
     for name, full in full_weights(trainer.weight_map):
-        if name not in of or of[name][0].vllm not in engine.quantised.names:
+        if name not in of or of[name][0].vllm not in fp8_names(engine):
             continue
         weight, piece = of[name]
         values, factors = quantised(full)
@@ -75,7 +79,7 @@ def wrong_bits(trainer, engine) -> list[str]:
         ):
             wrong.append(name)
         seen.add(weight.vllm)
-    assert seen == set(engine.quantised.names)
+    assert seen == set(fp8_names(engine))
     return wrong
 
 
@@ -128,17 +132,17 @@ def main(checkpoint: str, out: str, *overrides: str) -> None:
         weight_map = trainer.weight_map
         kept = [(parameter, parameter.detach().clone()) for _, parameter in weight_map.local()]
         for weight, parameter in weight_map.local():
-            if weight.vllm in engine.quantised.names:
+            if weight.vllm in fp8_names(engine):
                 pieces = weight.megatron_pieces(*weight_map.tensor_split(weight))
                 parameter.data.copy_(in_blocks(parameter.detach(), weight, pieces))
         found["gap_of_quantised"] = largest_gap(trainer, engine, batch, device)
         for parameter, values in kept:
             parameter.data.copy_(values)
-        name = next(name for name in engine.quantised.names if "o_proj" in name)
+        name = next(name for name in fp8_names(engine) if "o_proj" in name)
         if RANKS.rank == RANKS.world_size - 1:
             engine.model.get_parameter(name).view(torch.uint8)[1, 0] ^= 8
         found["changed"] = message_of(check_weights, trainer, engine)
-        found["names"] = engine.quantised.names
+        found["names"] = fp8_names(engine)
         refit(trainer, engine)
         if RANKS.rank == RANKS.world_size - 1:
             drop_region(trainer, engine)

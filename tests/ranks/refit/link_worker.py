@@ -14,13 +14,13 @@ import sys
 import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import rl.refit.link as link_module  # noqa: E402
+import rl.features.roles.link as link_module  # noqa: E402
 from rl.config.schema import Config, Model, Refit, Training  # noqa: E402
+from rl.features.roles.link import Link  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
 from rl.models.boxes import volume, whole  # noqa: E402
 from rl.models.files import TensorReader, tensor_files  # noqa: E402
 from rl.refit.gather import RefitMismatch  # noqa: E402
-from rl.refit.link import Link  # noqa: E402
 from rl.rollout.samples import Sample, Segment  # noqa: E402
 from rl.runtime import session  # noqa: E402
 from rl.runtime.device import choose_device  # noqa: E402

@@ -46,7 +46,7 @@ class PlainEngine:
 
     def __init__(self, weights, tp, device, ep=1, dtype=torch.float32):
         self.tp, self.rank_in_replica, self.device, self.changes = tp, dist.get_rank() % tp, device, 0
-        self.adapters = self.quantised = None
+        self.slots, self.parts = None, []
         experts = count_experts(weights)
         self.placement = RolloutPlacement(dist.get_world_size(), tp, 9, ep=ep, num_experts=experts)
         shapes = {}

@@ -20,15 +20,15 @@ import torch  # noqa: E402
 
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
+from rl.features.bitwise.engine import BitwiseNumerics  # noqa: E402
+from rl.features.sampling_masks.engine import Masks  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
 from rl.rollout import engine as rollout_engine  # noqa: E402
-from rl.rollout.bitwise_numerics import BitwiseNumerics  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Abort, Add, Done, Event, Weights  # noqa: E402
 from rl.rollout.samples import Completion, Request  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
-from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.collectives import gather_objects  # noqa: E402
 from rl.runtime.session import session  # noqa: E402

@@ -17,12 +17,12 @@ import numpy as np  # noqa: E402
 
 from rl.config.draft import Draft  # noqa: E402
 from rl.config.rollout import Rollout  # noqa: E402
+from rl.features.drafts.check import chi_square, deviate  # noqa: E402
+from rl.features.drafts.drafts import SOURCES, WrongDistribution  # noqa: E402
+from rl.features.sampling_masks.engine import Masks  # noqa: E402
 from rl.rollout.cpu_drafts import DraftedSampler  # noqa: E402
-from rl.rollout.draft_check import chi_square, deviate  # noqa: E402
-from rl.rollout.drafts import SOURCES, WrongDistribution  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
-from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 

@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.data.prompts import Prompt  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
+from rl.features.carry_over.quota_schedule import QuotaSchedule, extend  # noqa: E402
+from rl.features.sampling_masks.engine import Masks  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.gather import RefitMismatch  # noqa: E402
 from rl.refit.refit import check_refit, refit  # noqa: E402
@@ -33,11 +35,9 @@ from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.events import Add, Done, Event  # noqa: E402
 from rl.rollout.exchange import exchange  # noqa: E402
 from rl.rollout.queue import static_queue  # noqa: E402
-from rl.rollout.quota_schedule import QuotaSchedule, extend  # noqa: E402
 from rl.rollout.sampled_group import SampledGroup  # noqa: E402
 from rl.rollout.samples import Completion, Request, Sample, Segment  # noqa: E402
 from rl.rollout.sampling import Sampling, seed_of  # noqa: E402
-from rl.rollout.sampling_masks import Masks  # noqa: E402
 from rl.rollout.single_turn import SingleTurn  # noqa: E402
 from rl.rollout.source import SampleSource  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402

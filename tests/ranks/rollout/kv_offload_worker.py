@@ -14,8 +14,8 @@ prepare_environment(RANKS)
 import numpy as np  # noqa: E402
 
 from rl.config.rollout import Rollout  # noqa: E402
+from rl.features.kv_offload.kv_offload import KvOffload  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
-from rl.rollout.kv_offload import KvOffload  # noqa: E402
 from rl.rollout.sampling import Sampling  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402
 from rl.runtime.session import session  # noqa: E402

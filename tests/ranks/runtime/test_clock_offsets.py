@@ -5,7 +5,7 @@ from tests.spawn import run_ranks
 PROGRAM = """
 import time
 import torch.distributed as dist
-from rl.runtime import trace_recorder
+from rl.features.trace import recorder as trace_recorder
 
 dist.init_process_group("gloo")
 group, rank = dist.new_group(backend="gloo"), dist.get_rank()

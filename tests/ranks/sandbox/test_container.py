@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from rl.agents.shipped.container import ContainerEnvironment
 from rl.config.container import Container as Settings
 from rl.config.container import read_container
+from rl.features.containers.container import RUNTIMES, Container, Image, Limits
+from rl.features.containers.environment import ContainerEnvironment
+from rl.features.containers.images import unpack
 from rl.rewards.code import score
-from rl.sandbox.container import RUNTIMES, Container, Image, Limits
-from rl.sandbox.images import unpack
 from tests.container_image import build_image
 
 INSTALLED = [runtime.name for runtime in RUNTIMES if shutil.which(runtime.program)]
@@ -283,7 +283,7 @@ def test_twenty_at_a_time_see_nothing_of_each_other_and_leave_nothing(runtime, i
 
 def test_the_end_of_the_caller_ends_the_container(runtime, image):
     code = (
-        "import os, sys\nfrom rl.sandbox.container import *\n"
+        "import os, sys\nfrom rl.features.containers.container import *\n"
         f"c = Container(Image({str(image)!r}), runtime={runtime!r})\n"
         "c.run(['sh', '-c', 'sleep 600 >/dev/null 2>&1 &']); print(c._process.pid, flush=True); input()"
     )

@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 import pytest
 
-from rl.agents.shipped import container
-from rl.agents.shipped.container import ContainerEnvironment, read_reward
 from rl.config.container import Container as Settings
+from rl.features.containers import environment as container
+from rl.features.containers.environment import ContainerEnvironment, read_reward
 from tests.ranks.sandbox.test_container import image, runtime  # noqa: F401  (fixtures)
 
 CHECK = """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.agents.integrations.harbor import Task, read_task
-from rl.sandbox import images
-from rl.sandbox.images import unpack
+from rl.features.containers import images
+from rl.features.containers.harbor import Task, read_task
+from rl.features.containers.images import unpack
 
 SH = ("bin/sh", "program")
 

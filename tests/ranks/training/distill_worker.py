@@ -29,6 +29,7 @@ from rl.engines.engines import Engines, build_policy
 from rl.engines.memory import MemorySharing
 from rl.faults.agreement import PhaseAgreement
 from rl.faults.phase_tracker import PhaseTracker
+from rl.features.teachers.teaching import Teaching  # noqa: E402
 from rl.models import read_hf_config
 from rl.phases.phases import Phases
 from rl.phases.step_record import StepRecord
@@ -92,6 +93,7 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
         draw=None,
         sampler=None,
         scorer=None,
+        make_teachers=Teaching,
         tokenizer=build_tokenizer(),
     )
     step.begin(1)

@@ -18,9 +18,9 @@ from rl.checkpoint.hf import export_hf
 from rl.config.options import load
 from rl.config.schema import Config, resolve
 from rl.engines.engines import build_policy
+from rl.features.adapters.fp8_base import Fp8Base
 from rl.models import read_hf_config
 from rl.runtime.session import session
-from rl.training.fp8_base import Fp8Base
 from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.weights import full_weights
 from tools.hf_reference import random_batch

@@ -21,18 +21,18 @@ import torch
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
 from rl.engines import rollout_engines
 from rl.engines.engines import build_policy
+from rl.features.router_replay.engine import Routes
+from rl.features.router_replay.trainer import RouterReplay
 from rl.models import read_hf_config
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
-from rl.rollout.routes import Routes
 from rl.rollout.sampling import Sampling
 from rl.rollout.vllm_model import ServedModel
 from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
 from rl.training.held_transfer import KEY
 from rl.training.micro_batch_plans import plan_minibatch
-from rl.training.router_replay import RouterReplay
 from tests.ranks.training.fixed_routers import (
     gradient,
     gradient_by_hand,

@@ -16,9 +16,9 @@ import torch
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Training
+from rl.features.adapters.adapter import Adapters, _grouped
 from rl.models import read_hf_config
 from rl.runtime.session import session
-from rl.training.adapter import Adapters, _grouped
 from rl.training.engine import TrainingEngine
 from rl.training.spec import ModelSpec
 from tests.ranks.training.megatron_groups import new_grid

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl.features.adapters.fp8_base import quantised
 from rl.models.boxes import index, whole
 from rl.models.layout import GATE_UP, ROW, Weight, assemble, cuts_fp8_blocks, qkv
-from rl.training.fp8_base import quantised
 from rl.training.weights import dequantised
 from tests import bounds
 from tests.checkpoints import SIZES, save_tiny

@@ -14,7 +14,7 @@ def test_two_ranks_equal_float64(tmp_path):
         import torch
         import torch.distributed as dist
 
-        from rl.training.divergence import head_rows
+        from rl.features.teachers.divergence import head_rows
         from tests.unit.training.test_divergence import NAMES, K, chunked, inputs
 
         dist.init_process_group("gloo")

@@ -27,9 +27,9 @@ import torch
 import transformers
 
 from rl.checkpoint.hf import export_hf
-from rl.checkpoint.peft import export_peft
 from rl.config.adapter import Adapter
 from rl.engines.rollout_engines import build_rollout
+from rl.features.adapters.peft import export_peft
 from rl.models import read_hf_config
 from rl.refit.refit import check_refit, check_weights, refit
 from rl.runtime.session import session

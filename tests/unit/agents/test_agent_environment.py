@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from rl.agents.environment import answer_digest, load_environment, make_tool
-from rl.agents.shipped.calculator import calculate
-from rl.agents.shipped.gsm8k import Gsm8k
 from rl.config.agent_plan import make_agent_plan
 from rl.config.checks import check
 from rl.config.options import ConfigError
 from rl.config.schema import load_config
+from rl.features.agents.environment import answer_digest, load_environment, make_tool
+from rl.features.agents.shipped.calculator import calculate
+from rl.features.agents.shipped.gsm8k import Gsm8k
 from tests.tables import rows
 
-GSM8K = "rl.agents.shipped.gsm8k:Gsm8k"
-CALCULATE = "rl.agents.shipped.calculator:calculate"
+GSM8K = "rl.features.agents.shipped.gsm8k:Gsm8k"
+CALCULATE = "rl.features.agents.shipped.calculator:calculate"
 
 
 class Weather:
@@ -200,7 +200,7 @@ def test_gsm8k_counts_the_last_answer_and_wrong_checks():
 
 def test_search_finds_the_best_texts_first(tmp_path):
     pytest.importorskip("bm25s")
-    from rl.agents.shipped.search import build_index, search
+    from rl.features.agents.shipped.search import build_index, search
 
     texts = [{"title": f"Number {i}", "text": f"The number {i} follows {i - 1}."} for i in range(20)]
     texts.append({"text": "Ada Lovelace wrote the first program."})

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.agents.chat import Chat
-from rl.agents.dialogue import Trajectories
-from rl.agents.endpoint import EndpointRequest
-from rl.agents.environment import Reply, Score, Step
-from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
+from rl.features.agents.chat import Chat
+from rl.features.agents.dialogue import Trajectories
+from rl.features.agents.endpoint import EndpointRequest
+from rl.features.agents.environment import Reply, Score, Step
+from rl.features.agents.replica_environments import Environments
+from rl.features.carry_over.quota_schedule import Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.queue import own_counter, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.quota_schedule import Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import pack, unpack
 from rl.rollout.sampling import Sampling, seed_of

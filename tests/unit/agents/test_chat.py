@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from rl.agents.chat import Chat
-from rl.agents.tool_calls import FAMILIES, parse_calls
 from rl.data.chat_template import TOOL
+from rl.features.agents.chat import Chat
+from rl.features.agents.tool_calls import FAMILIES, parse_calls
 from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 
 SYSTEM = {"role": "system", "content": "rules"}

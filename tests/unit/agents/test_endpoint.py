@@ -9,9 +9,9 @@ import httpx
 import numpy as np
 import pytest
 
-from rl.agents.chat import Chat
-from rl.agents.endpoint import Endpoint, EndpointReply, Refused, new_messages
 from rl.data.chat_template import TOOL
+from rl.features.agents.chat import Chat
+from rl.features.agents.endpoint import Endpoint, EndpointReply, Refused, new_messages
 from tests.chat_templates import end_ids, tokenizer_of
 
 openai = pytest.importorskip("openai")

@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
-from rl.agents import endpoint as module
+from rl.features.agents import endpoint as module
 from rl.runtime import strangers
 from tests.unit.agents.test_endpoint import TURNS, Consumer
 

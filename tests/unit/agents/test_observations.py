@@ -13,7 +13,7 @@ import pytest
 from PIL import Image as Pillow
 from pydantic import BaseModel
 
-from rl.agents.observations import parts_of
+from rl.features.agents.observations import parts_of
 
 PNG = "data:image/png;base64,AA=="
 TEXT = {"type": "text", "text": "see"}
@@ -144,7 +144,7 @@ def test_an_error_of_a_server_is_given_to_the_policy():
 )
 def test_a_result_of_an_mcp_client_is_read_whole(name, text):
     types = pytest.importorskip("mcp_types")
-    from rl.agents.integrations.mcp import Mcp
+    from rl.features.agents.integrations.mcp import Mcp
 
     results = {
         "text": types.CallToolResult(content=[types.TextContent(text="see")]),

@@ -3,23 +3,23 @@
 import numpy as np
 import pytest
 
-from rl.agents.chat import Chat
-from rl.agents.dialogue import Trajectories
-from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.config.schema import load_config
 from rl.data.prompts import Prompt
+from rl.features.agents.chat import Chat
+from rl.features.agents.dialogue import Trajectories
+from rl.features.agents.replica_environments import Environments
+from rl.features.carry_over.quota_schedule import Quota, QuotaSchedule
+from rl.features.roles.messages import Begin, Complete, NextBatch
+from rl.features.roles.stream_schedule import StreamSchedule
 from rl.rollout.events import Done
-from rl.rollout.messages import Begin, Complete, NextBatch
 from rl.rollout.queue import own_counter, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
-from rl.rollout.quota_schedule import Quota, QuotaSchedule
 from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import Completion
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.stream_schedule import StreamSchedule
 from tests.chat_templates import end_ids, tokenizer_of
 from tests.virtual_engine import VirtualEngine, VirtualPool, prompts_of
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from rl.agents.observations import content, image_part, is_observation, with_uris
-from rl.agents.seen_images import SeenImages
-from rl.agents.sight import Sight
 from rl.data.held import PIXELS, PLACES
 from rl.data.images import ImageFormat
 from rl.data.prompts import Prompt
+from rl.features.agents.observations import content, image_part, is_observation, with_uris
+from rl.features.agents.seen_images import SeenImages
+from rl.features.agents.sight import Sight
+from rl.features.vision.positions import row_positions
 from rl.rollout.samples import Completion, Segment
-from rl.vision.positions import row_positions
 
 FORMAT = ImageFormat(9, 14, 2, 2, 28 * 28, 28 * 28 * 16, (0.5,) * 3, (0.5,) * 3)
 PROMPT = Prompt.of_tokens(np.array([1, 2, 3], np.int32))

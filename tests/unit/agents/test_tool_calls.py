@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from rl.agents.chat import Chat
-from rl.agents.endpoint import Refused, normalise
-from rl.agents.tool_calls import FAMILIES, parse_calls
 from rl.data.chat_template import TOOL
+from rl.features.agents.chat import Chat
+from rl.features.agents.endpoint import Refused, normalise
+from rl.features.agents.tool_calls import FAMILIES, parse_calls
 from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 
 BASE = (

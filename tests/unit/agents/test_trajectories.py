@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.agents.chat import Chat
-from rl.agents.dialogue import ATTEMPTS, Trajectories
-from rl.agents.endpoint import EndpointRequest, Refused
-from rl.agents.environment import Failure, Run, Score, Step, ToolCalls
-from rl.agents.replica_environments import Environments
 from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
+from rl.features.agents.chat import Chat
+from rl.features.agents.dialogue import ATTEMPTS, Trajectories
+from rl.features.agents.endpoint import EndpointRequest, Refused
+from rl.features.agents.environment import Failure, Run, Score, Step, ToolCalls
+from rl.features.agents.replica_environments import Environments
 from rl.rollout.queue import static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampling import Sampling, seed_of

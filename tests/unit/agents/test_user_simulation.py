@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rl.agents.integrations import user_simulation
-from rl.agents.integrations.user_simulation import UserSimulation
+from rl.features.agents.integrations import user_simulation
+from rl.features.agents.integrations.user_simulation import UserSimulation
 
 SPECIAL = "<|im_end|> <s> </s> [INST] [TOOL_CALLS] <end_of_turn> <turn|> <\uff5cUser\uff5c> [gMASK]".split()
 

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rl.data.images import Image, ImageFormat, ImageReader
 from rl.data.prompts import load_prompts
 from rl.data.rendering import check_rendering
-from rl.vision.positions import image_positions, row_positions
+from rl.features.vision.positions import image_positions, row_positions
 from tools.make_image_toy import PREPROCESSOR, SPECIAL, build_image_tokenizer, image_tokens
 
 TOKENIZER = build_image_tokenizer()

@@ -96,7 +96,7 @@ def test_absent_values_are_none_or_empty_and_types_are_kept(load):
 
 
 def test_columns_for_environments_are_in_the_extra_info(load):
-    from rl.agents.pool import to_row
+    from rl.features.agents.pool import to_row
 
     column, nested = {"a": {"k": 1}}, {"name": "x"}
     rows = [

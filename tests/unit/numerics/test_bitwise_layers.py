@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl.numerics import arithmetic, layers
+from rl.features.bitwise import arithmetic, layers
 from tests import bounds
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl.numerics.delta_rule import CHUNK, Chunks, gated_delta_rule, normed
+from rl.models.delta_rule import CHUNK, Chunks, gated_delta_rule, normed
 from tests import bounds
 
 HEADS, KEY, VALUE = 2, 8, 4

@@ -3,7 +3,7 @@
 import pytest
 
 from rl.algorithms.distill import counts
-from rl.rollout.stream_schedule import Batches
+from rl.features.roles.stream_schedule import Batches
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 8])

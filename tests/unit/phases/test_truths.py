@@ -82,12 +82,15 @@ def test_rows_without_any_truth_give_one_warning(monkeypatch, caplog):
 
 def test_the_truths_of_environments_are_their_own(monkeypatch):
     check(monkeypatch, [None], "rl.rewards.exact:score", overrides=["agents.environment=a.b:C"])
-    gsm8k = "rl.agents.shipped.gsm8k:Gsm8k"
+    gsm8k = "rl.features.agents.shipped.gsm8k:Gsm8k"
     for key in ("agents.environment", "agents.sources.toy"):
         check(monkeypatch, ["72"], "rl.rewards.exact:score", overrides=[f"{key}={gsm8k}"])
         with pytest.raises(ValueError, match="^a.jsonl, row 2: reward_model.ground_truth.*must be a number"):
             check(monkeypatch, ["72", "many"], "rl.rewards.exact:score", overrides=[f"{key}={gsm8k}"])
     # Tools have no score, and neither has another source's environment.
-    for other in ("agents.tools=[rl.agents.shipped.calculator:calculate]", f"agents.sources.b={gsm8k}"):
+    for other in (
+        "agents.tools=[rl.features.agents.shipped.calculator:calculate]",
+        f"agents.sources.b={gsm8k}",
+    ):
         with pytest.raises(ValueError, match="^a.jsonl, row 1: reward_model.ground_truth is missing"):
             check(monkeypatch, [None], "rl.rewards.exact:score", overrides=[other])

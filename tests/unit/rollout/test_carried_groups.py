@@ -9,10 +9,10 @@ import pytest
 from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.shards import ShardReader, check_file, in_file_order, read_index, write_shards
 from rl.data.prompts import Prompt
+from rl.features.carry_over.quota_schedule import Frontier, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.batches import batch_of
 from rl.rollout.events import Abort, Add, Done
 from rl.rollout.queue import PastLengths, own_counter, static_queue
-from rl.rollout.quota_schedule import Frontier, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import Completion, Sample, Segment, pack
 from rl.rollout.sampling import Sampling, seed_of

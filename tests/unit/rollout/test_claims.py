@@ -1,6 +1,6 @@
 """Owners of groups, and replicas that a run goes on without."""
 
-from rl.rollout.claims import Claims
+from rl.features.roles.claims import Claims
 from rl.runtime.excluded_replicas import ExcludedReplicas
 from rl.runtime.job_store import own_store
 

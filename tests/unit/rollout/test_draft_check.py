@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.rollout.draft_check import LIMIT, chi_square, deviate
+from rl.features.drafts.check import LIMIT, chi_square, deviate
 
 P = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 

@@ -8,7 +8,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from rl.rollout.routes import CpuRoutes, Routes
+from rl.features.router_replay.engine import CpuRoutes, Routes
 from tests.checkpoints import tiny_config
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl.rollout import kv_offload
-from rl.rollout.kv_offload import Copies, HostCache, KvOffload
+from rl.features.kv_offload import kv_offload
+from rl.features.kv_offload.kv_offload import Copies, HostCache, KvOffload
 
 BLOCK = 2**20
 """Bytes of a block, of both layers."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rl.features.agents.stored_log import Replay, VersionRecorder, load, store
 from rl.rollout.events import Abort, Add, Done, Weights
 from rl.rollout.samples import Completion, Request
 from rl.rollout.sampling import Sampling
-from rl.rollout.stored_log import Replay, VersionRecorder, load, store
 from rl.run_directory.event_files import DIRECTORY, remove_after
 
 SAMPLING = Sampling(1, 9, stop=("x",))

@@ -5,14 +5,14 @@ import pytest
 
 from rl.config.schema import load_config
 from rl.data.prompts import Prompt
+from rl.features.roles.messages import Begin, Complete, NextBatch
+from rl.features.roles.stream_schedule import StreamSchedule
 from rl.rollout.events import Add, Done, Waiting, Weights
-from rl.rollout.messages import Begin, Complete, NextBatch
 from rl.rollout.queue import static_queue
 from rl.rollout.samples import Completion
 from rl.rollout.sampling import train_sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.stream_schedule import StreamSchedule
 
 
 class Messages:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
-from rl.run.alternating import AlternatingThreads
-from rl.run.early_stop import EarlyStop
-from rl.run.point_stop import PointStop
+from rl.features.early_stop.early_stop import EarlyStop
+from rl.features.sweep.alternating import AlternatingThreads
+from rl.features.sweep.point_stop import PointStop
 from rl.stopping.requests import REASONS, StopDecision
 
 SCORES = {0: 0.9, 1: 0.5, 2: 0.2, 3: 0.6}

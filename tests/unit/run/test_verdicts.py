@@ -11,9 +11,9 @@ from rl.checks.rounding import RoundingNoise
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.run import verdicts as of
-from rl.run.first_step_report import sample_text
-from rl.run.verdicts import Facts, verdicts
+from rl.features.first_step import verdicts as of
+from rl.features.first_step.report import sample_text
+from rl.features.first_step.verdicts import Facts, verdicts
 from tools.make_toy import build_tokenizer
 
 GROUPS, SIZE, LIMIT = 8, 4, 10

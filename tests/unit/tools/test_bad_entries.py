@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import status, sweep_report, watch
-from rl.rollout import stored_log
+from rl.features.agents import stored_log
 from rl.run_directory import rollout_files
 from rl.run_directory.consumed import ConsumedLog
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rl.features.teachers.divergence import Targets, head_rows, linear_divergence, top_k, top_k_divergence
 from rl.objectives.distillation import divergence_of, jensen_shannon, log_ratio_advantages
-from rl.training.divergence import Targets, head_rows, linear_divergence, top_k, top_k_divergence
 from tests import bounds
 
 T, H, TEACHER_H, V, ROWS, K = 13, 8, 6, 50, 64, 5

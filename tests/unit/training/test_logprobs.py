@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.data.batch import Batch
 from rl.data.held import SAMPLING_MASKS, HeldColumn
+from rl.features.sampling_masks.engine import columns_of
+from rl.features.sampling_masks.trainer import SamplingMasks, masks_of
 from rl.rollout.samples import Sample, Segment
-from rl.rollout.sampling_masks import columns_of
 from rl.training.logprobs import linear_logprobs
-from rl.training.sampling_masks import SamplingMasks, masks_of
 from tests import bounds
 
 T, H, V = 13, 8, 50

@@ -12,9 +12,9 @@ cpu_support.install()
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding  # noqa: E402
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd  # noqa: E402
 
+from rl.features.bitwise import layers  # noqa: E402
+from rl.features.bitwise.engine import BitwiseRotary  # noqa: E402
 from rl.models import rope  # noqa: E402
-from rl.numerics import layers  # noqa: E402
-from rl.rollout.bitwise_numerics import BitwiseRotary  # noqa: E402
 from rl.training import rotary  # noqa: E402
 from rl.training.attention import PackedRow  # noqa: E402
 from tests.checkpoints import tiny_config  # noqa: E402

@@ -2,7 +2,7 @@
 
 import torch
 
-from rl.training.router_replay import Routes
+from rl.features.router_replay.trainer import Routes
 
 ENGINE = torch.tensor([[[0, 1], [2, 3], [0, 0]]], dtype=torch.uint8)
 OWN = torch.tensor([[1, 0], [2, 1], [3, 2]])

@@ -10,9 +10,9 @@ import rl.training  # noqa: F401  # before Megatron
 from rl.data.batch import data_responses
 from rl.data.held import PLACES
 from rl.data.prompts import Prompt
+from rl.features.vision.tower import VisionTower, WrongImages, _images_of
 from rl.models.tower_cost import TowerCost
 from rl.training.micro_batch_plans import Cost, Workload
-from rl.vision.tower import VisionTower, WrongImages, _images_of
 
 
 def test_samples_that_share_a_prompt_share_its_images():

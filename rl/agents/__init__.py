@@ -1,1 +1,0 @@
-"""Trajectories of many turns: environments and tools, which live in worker processes."""

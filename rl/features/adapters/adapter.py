@@ -1,0 +1,614 @@
+"""Low-rank adapters on the layers of a training model: W x + scale * B A x, where only A and B learn.
+
+A parameter of Megatron may hold several linear layers of the checkpoint, each with an adapter of its own
+(`rl.models.adapters`). A forward hook on its module adds their sum: the A of the parts are stacked, and the B
+are the blocks of one matrix whose rows have the parameter's order.
+
+Tensor parallelism. Of a weight that is split by rows every rank has A and its rows of B: A x is gathered from
+the parts of the tokens (or copied, with the sum of its gradient). Of a weight that is split by columns it has
+its columns of A, and B: A x is summed over the ranks. Only these [T, r] are sent. The gradient of a part that
+every rank has is complete on each of them, or it is marked for finalize_model_grads, which sums it (under
+sequence parallelism, where a rank sees a part of the tokens). Routed experts see all tokens of their
+tensor parallel group, which sums their outputs later; there the gradient itself is summed.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor
+from torch.nn import Parameter, ParameterDict
+from torch.nn.functional import grouped_mm, linear, pad
+
+from rl.config.adapter import Adapter
+from rl.config.run_models import RunModel
+from rl.config.schema import Config
+from rl.faults.agreement import fail_together
+from rl.features.adapters.fp8_base import Fp8Base
+from rl.features.adapters.shared_base import SharedBase
+from rl.models.adapters import LowRank, adapters, splits_columns
+from rl.models.boxes import index
+from rl.models.layout import Weight
+from rl.runtime.checksum import placed_checksum
+from rl.runtime.collectives import gather_objects
+from rl.training.adapted_weight import AdaptedWeight
+from rl.training.parts import Part
+from rl.training.weights import WeightMap, load_hf, mark_split_weights
+
+if TYPE_CHECKING:
+    from rl.training.engine import TrainingEngine
+
+COMPARED_ROWS = 1024
+"""Approximate maximum number of rows of a weight that `Adapters.wrong_values` computes again."""
+SUM_ERROR = 2.0**-10
+"""Maximum relative error of the products of a float32 matrix product, which a GPU may round to TF32."""
+KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
+"""Names of the parameters of one adapter, as in peft."""
+
+
+class WrongLearning(RuntimeError):
+    """Raised on every rank if frozen weights have changed, or the optimizer does not own an adapter."""
+
+
+class Adapters(Part):
+    """The adapters of one model: their parameters on this rank, and what they add.
+
+    Args:
+        seed: of the initial values, which do not depend on the layout.
+        in_weights: whether the layers themselves compute with W + scale * B A (`AdaptedWeight`), instead of
+            adding scale * B A x to their outputs.
+    """
+
+    fuses_norms = False
+    freezes_model = True
+    learned_map: WeightMap
+    """The adapters, and the value head of a value model."""
+
+    def __init__(self, config: Adapter, *, seed: int, in_weights: bool = False):
+        self.config, self._seed, self._in_weights = config, seed, in_weights
+
+    def attach(self, engine: "TrainingEngine") -> None:
+        """Freeze the model and add adapters. Collective over the world. A value head still learns."""
+        adapter, base, model = self.config, engine.weight_map, engine.model
+        self.pairs = adapters(
+            base.weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora"
+        )
+        self._base, self._rank, self._scale = base, adapter.rank, adapter.scale
+        head = [weight for weight in base.weights if weight.megatron == "value_head.weight"]
+        learned = {base.local_name(weight, base.grid.pp_rank) for weight in head if base.holds(weight)}
+        parameters = {name: base.parameters[name] for name in learned}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in learned)
+        first = engine.chunks[0]
+        if first.pre_process:  # else nothing before the first adapter has a gradient to recompute
+            first.embedding.register_forward_hook(_require_gradient)
+        in_parts: bool = first.config.sequence_parallel
+        self._sums: dict[tuple[str, ...], _Sum] = {}
+        of_module = defaultdict(list)
+        for weight, pairs in self._held().items():
+            name = base.local_name(weight, base.grid.pp_rank)
+            module_name, _, leaf = name.rpartition(".")
+            module, number = model.get_submodule(module_name), leaf.removeprefix("weight")
+            own = _add_parameters(module, number, pairs, base, in_parts)
+            parameters |= {f"{module_name}.{kind}": parameter for kind, parameter in own.items()}
+            found = self._sums[weight.hf] = _Sum(
+                weight,
+                pairs,
+                module,
+                number,
+                base,
+                scale=adapter.scale,
+                sequence_parallel=in_parts,
+                in_weight=self._in_weights,
+            )
+            of_module[module].append(found)
+        for module, sums in of_module.items():
+            if self._in_weights:
+                assert isinstance(module, AdaptedWeight)
+                (module.adapter,) = sums
+                continue
+            module.register_forward_hook(_grouped(sums) if hasattr(module, "num_gemms") else _single(sums[0]))
+        weights = [weight for pair in self.pairs for weight in pair.weights]
+        self.learned_map = base.over([*weights, *head], parameters)
+        mark_split_weights(self.learned_map)
+        self.initial_map: WeightMap | None = None
+        """With PiSSA the initial adapters: the original W is the present one and scale * B A of these."""
+        self._sums_of_frozen: dict[str, int] = {}
+        """Checksums of the frozen weights at the first check."""
+        for added in self._sums.values():
+            added.start_magnitudes()
+        self._start_random(self._seed)
+        if adapter.init == "pissa":
+            self._start_principal()
+            copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            self.initial_map = base.over(self.learned_map.weights, copies)
+        if adapter.path:
+            with fail_together():
+                load_hf(adapter.path, self.learned_map)
+
+    def check(self, engine: "TrainingEngine", name: str) -> None:
+        """Compare the frozen weights with those of the first call, the adapters with the gradient buffers.
+
+        The optimizer updates what has a gradient buffer. Raises WrongLearning on every rank.
+        """
+        learned = self.learned_map.parameters
+        own = {id(parameter) for parameter in learned.values()}
+        frozen = {w.hf[0]: (w, p) for w, p in self._base.local() if id(p) not in own}
+        sums = {key: int(placed_checksum(engine.parts.value(*found))) for key, found in frozen.items()}
+        self._sums_of_frozen = first = self._sums_of_frozen or sums
+        moved = [key for key, value in sums.items() if value != first[key]]
+        owned = {p for chunk in engine.wrapped for p in chunk.param_to_bucket_group}
+        absent = [key for key, parameter in learned.items() if parameter not in owned]
+        found = gather_objects((moved, absent))
+        for number, what in enumerate(
+            ("frozen weights that have changed", "adapters that the optimizer lacks")
+        ):
+            ranks = [rank for rank, lists in enumerate(found) if lists[number]]
+            if ranks:
+                names = found[ranks[0]][number]
+                raise WrongLearning(
+                    f"adapter check: rank {', '.join(map(str, ranks))} of the {name} has {what}: "
+                    f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}."
+                )
+
+    def beside(self) -> tuple[WeightMap, Callable[[Weight, Tensor], Tensor]]:
+        """Return the adapters with the values A and scale * B."""
+        return self.learned_map, partial(_scaled, self.config.scale)
+
+    @torch.no_grad()
+    def wrong_values(
+        self,
+        engine: "TrainingEngine",
+        of: Callable[[Weight, Tensor], Tensor],
+        number: int,
+        *,
+        is_beside: bool,
+    ) -> str:
+        """Return what is wrong with the values of a layer with an adapter on this rank; "" if nothing.
+
+        One layer is computed again from the parameters and their places in the whole tensors, which finds a
+        wrong scale. Each element must be W + scale * B A, or scale * B, up to rounding: half the distance of
+        two numbers of the dtype, and the errors of the float32 sums. DoRA's layers are not compared.
+        """
+        base, learned, scale = engine.weight_map, self.learned_map, self.config.scale
+        pairs = [pair for pair in self.pairs if base.holds(pair.base) and pair.magnitude is None]
+        if not pairs:
+            return ""
+        pair = pairs[number % len(pairs)]
+        a, b = (_whole(learned, weight) for weight in (pair.a, pair.b))
+        weights, weight = (learned, pair.b) if is_beside else (base, pair.base)
+        parameter = weights.parameter(weight).detach()
+        value = of(weight, parameter)
+        start = torch.zeros_like(parameter) if is_beside else engine.parts.value(weight, parameter)
+        for piece in weights.pieces(weight):
+            if piece.hf != (weight.hf[0] if is_beside else weight.hf[pair.part]):
+                continue
+            (first, last), columns = piece.hf_box[0], slice(*piece.hf_box[1])
+            step = -(-(last - first) // COMPARED_ROWS)
+            found, before = (tensor[index(piece.local_box)][::step].float() for tensor in (value, start))
+            rows = b[first:last:step]
+            added, size = (
+                (rows, rows.abs()) if is_beside else (rows @ a[:, columns], rows.abs() @ a[:, columns].abs())
+            )
+            expected = before + scale * added
+            allowed = 0.51 * torch.finfo(value.dtype).eps * expected.abs() + SUM_ERROR * scale * size
+            if bool(((found - expected).abs() > allowed).any()):
+                along = float(
+                    ((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30)
+                )
+                return (
+                    f"the values of {pair.module} for the engine contain {along:.2f} times its adapter, "
+                    f"scale * B A with the scale {scale:g}, instead of once"
+                )
+        return ""
+
+    def properties(self) -> dict[str, Any]:
+        """Return the keys of the section `adapter` on which A, B and their scale depend."""
+        return {key: getattr(self.config, key) for key in ("kind", "rank", "alpha", "init")}
+
+    def export(self, engine: "TrainingEngine", source: str, run_dir: Path, fence: Callable[[], None]) -> str:
+        """Write the adapters in the format of peft."""
+        from rl.features.adapters.peft import export_peft
+
+        target = str(run_dir / "adapter")
+        export_peft(engine, source, target, fence=fence)
+        return f"wrote {target}, the adapters in the format of peft"
+
+    def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
+        """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
+        whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for weight, parameter in self.learned_map.local():
+            if not weight.cut.split:
+                name = self.learned_map.local_name(weight, self._base.grid.pp_rank)
+                whole[weight.expert is not None][name] = parameter
+        groups = self._base.grid.groups
+        return list(zip((groups.tp, groups.expt_tp), whole))
+
+    def _held(self) -> dict[Weight, list[LowRank]]:
+        """Return the adapters of each weight that this rank holds."""
+        held = defaultdict(list)
+        for pair in self.pairs:
+            if self._base.holds(pair.base):
+                held[pair.base].append(pair)
+        return held
+
+    @torch.no_grad()
+    def _start_random(self, seed: int) -> None:
+        """Set A to Kaiming's random values, and B to 0."""
+        for weight, parameter in self.learned_map.local():
+            if ".lora_A." in weight.megatron:
+                self._set(weight, _kaiming(weight, seed))
+            elif ".lora_B." in weight.megatron:
+                parameter.zero_()
+
+    def _set(self, weight: Weight, values: Tensor) -> None:
+        """Set this rank's part of A or B to that of the whole tensor."""
+        parameter = self.learned_map.parameter(weight)
+        for piece in self.learned_map.pieces(weight):
+            parameter[index(piece.local_box)] = values[index(piece.hf_box)].to(parameter)
+
+    @torch.no_grad()
+    def _start_principal(self) -> None:
+        """Set B A to the principal part of each W, and take it out of W (PiSSA).
+
+        Every rank that holds a part of W decomposes the whole, and takes the result of the first.
+        """
+        groups = self._base.grid.groups
+        for base, pairs in self._held().items():
+            of_expert = base.expert is not None
+            replicas = groups.expt_dp if of_expert else groups.dp_cp
+            split = (groups.expt_tp if of_expert else groups.tp) if base.cut.split else None
+            parameter = self._base.parameter(base)
+            for pair in pairs:
+                whole = torch.zeros(base.shapes[pair.part], device=parameter.device)
+                for piece in self._base.pieces(base):
+                    if piece.hf == base.hf[pair.part]:
+                        whole[index(piece.hf_box)] = parameter[index(piece.local_box)].float()
+                if split is not None:
+                    dist.all_reduce(whole, group=split)
+                left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
+                roots = (sizes[: self._rank] / self._scale).sqrt()
+                a, b = roots[:, None] * right[: self._rank], left[:, : self._rank] * roots
+                for part, values in ((pair.a, a.contiguous()), (pair.b, b.contiguous())):
+                    for group in (replicas, groups.expt_tp if of_expert else groups.tp):
+                        dist.broadcast(values, group=group, group_src=0)
+                    self._set(part, values)
+            self._sums[base.hf].take_out(parameter)
+
+    @torch.no_grad()
+    def merging(self) -> Callable[[Weight, Tensor], Tensor]:
+        """Return a function that maps a weight and its values W on this rank to W + scale * B A.
+
+        Computed in float32 and rounded once; W itself if it has no adapter. Collective over the tensor
+        parallel groups (DoRA's lengths of rows).
+        """
+        factors = {name: added.factors() for name, added in self._sums.items()}
+
+        @torch.no_grad()
+        def merged(weight: Weight, value: Tensor) -> Tensor:
+            found = self._sums.get(weight.hf)
+            return value if found is None else found.merged(value, factors[weight.hf])
+
+        return merged
+
+
+class _Sum:
+    """The sum that the adapters of one Megatron parameter add to the output of its layer."""
+
+    def __init__(
+        self,
+        weight: Weight,
+        pairs: Sequence[LowRank],
+        module: torch.nn.Module,
+        number: str,
+        base: WeightMap,
+        *,
+        scale: float,
+        sequence_parallel: bool,
+        in_weight: bool,
+    ):
+        keys = {pair.part: f"{pair.module.rpartition('.')[2]}{number}" for pair in pairs}
+        self._a = [module.lora_A[key] for key in keys.values()]
+        self._b, self._magnitudes = (
+            [getattr(module, kind)[keys[part]] if part in keys else None for part in range(len(weight.hf))]
+            if hasattr(module, kind)
+            else []
+            for kind in KINDS[1:]
+        )
+        self._module, self._name, self.scale = module, f"weight{number}", scale
+        size, _ = base.tensor_split(weight)
+        self._rows, self._lengths = _order(weight, base, self._a[0].device)
+        self._group = base.grid.groups.tp if weight.expert is None else base.grid.groups.expt_tp
+        self._splits_columns = size > 1 and splits_columns(weight)
+        self._splits_rows = size > 1 and weight.cut.split and not self._splits_columns
+        self._sums_gradients = weight.expert is not None and size > 1
+        if in_weight and not sequence_parallel:  # else finalize_model_grads sums them
+            self._sums_gradients |= self._splits_columns or self._splits_rows
+        self._exchange: Callable[..., Tensor] | None = None
+        if weight.expert is None and (self._splits_columns or self._splits_rows):
+            self._exchange = _exchange(self._splits_columns, sequence_parallel=sequence_parallel)
+
+    def product(self) -> tuple[Tensor, Tensor]:
+        """Return A [n r, in] and B [out, n r] of all parts, with B A of the parameter's shape."""
+        return self._joined(self._a, self._b)
+
+    def _joined(self, a: Sequence[Tensor], b: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Return A [..., n r, in] and B [..., out, n r] of n parts. a: [..., r, in] and b: [..., out, r]."""
+        if self._rows is None:
+            assert b[0] is not None
+            return a[0], b[0]
+        whole, rank, first = torch.cat(list(a), -2), a[0].shape[-2], 0
+        blocks = []
+        for block, length in zip(b, self._lengths):
+            if block is None:
+                blocks.append(whole.new_zeros(*whole.shape[:-2], length, whole.shape[-2]))
+                continue
+            blocks.append(pad(block, (first, whole.shape[-2] - first - rank)))
+            first += rank
+        return whole, torch.cat(blocks, -2).index_select(-2, self._rows)
+
+    def stacked(self, others: Sequence["_Sum"]) -> tuple[Tensor, Tensor]:
+        """Return A [E, n r, in] and B [E, out, n r] of the E experts of one layer."""
+        a = [torch.stack(parts) for parts in zip(*(other._a for other in others))]
+        b = [None if None in parts else torch.stack(parts) for parts in zip(*(other._b for other in others))]
+        return self._copies(*self._joined(a, b))
+
+    def add(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+        """Return out + scale * B A x; with DoRA, times the factors of the rows.
+
+        bias: included in `out`.
+        """
+        a, b = self._copies(*self.product())
+        hidden = linear(x, a)
+        if self._exchange is not None:
+            hidden = self._exchange(hidden, group=self._group)
+        total = torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self.scale)
+        if (factors := self.factors()) is not None:
+            total = (total * factors if bias is None else (total - bias) * factors + bias).to(out.dtype)
+        return total.view(out.shape)
+
+    def _copies(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B; gradients of what is not split are summed over the ranks of an expert."""
+        if self._sums_gradients:
+            a, b = (a, self._copied(b)) if self._splits_columns else (self._copied(a), b)
+        return a, b
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return A, B and DoRA's factors, as `merge` takes them."""
+        factors = self.factors()
+        copies = self._copies(*self.product())
+        return copies if factors is None else (*copies, factors)
+
+    def merge(self, base: Tensor, a: Tensor, b: Tensor, factors: Tensor | None = None) -> Tensor:
+        """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once."""
+        total = torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
+        return (total if factors is None else total * factors[:, None]).to(base.dtype)
+
+    def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
+        """Return `merge` of the present A and B."""
+        return self.merge(base, *self.product(), factors)
+
+    @torch.no_grad()
+    def take_out(self, base: Tensor) -> None:
+        """Subtract scale * B A from the weight."""
+        a, b = self.product()
+        base.copy_(torch.addmm(base.float(), b.float(), a.float(), alpha=-self.scale))
+
+    @torch.no_grad()
+    def start_magnitudes(self) -> None:
+        """Set DoRA's magnitudes to the lengths of W's rows. In every layout they are the same numbers."""
+        if not self._magnitudes:
+            return
+        base = getattr(self._module, self._name).float()
+        if self._splits_columns:
+            parts = [torch.empty_like(base) for _ in range(self._group.size())]
+            dist.all_gather(parts, base, group=self._group)
+            base = torch.cat(parts, 1)
+        for magnitude, part in zip(self._magnitudes, self._in_parts(base.square().sum(1).sqrt())):
+            if magnitude is not None:
+                magnitude.copy_(part)
+
+    def _in_parts(self, lengths: Tensor) -> tuple[Tensor, ...]:
+        """Return the elements [out] of each layer of the checkpoint."""
+        if self._rows is not None:
+            lengths = torch.empty_like(lengths).index_copy_(0, self._rows, lengths)
+        return lengths.split(self._lengths)
+
+    def factors(self) -> Tensor | None:
+        """Return DoRA's factor of each row float32 [out]: magnitude / length, 1 without a magnitude.
+
+        As in the paper (section 4.3), the length counts as a constant in the gradient. None without DoRA.
+        """
+        if not self._magnitudes:
+            return None
+        lengths = self._row_lengths()
+        magnitudes = self._magnitudes[0]
+        if self._rows is not None:
+            own = zip(self._magnitudes, self._in_parts(lengths))
+            magnitudes = torch.cat([length if part is None else part for part, length in own])[self._rows]
+        if self._sums_gradients and self._splits_columns:
+            magnitudes = self._copied(magnitudes)
+        return magnitudes / lengths
+
+    @torch.no_grad()
+    def _row_lengths(self) -> Tensor:
+        """Return the length of each row of W + scale * B A, float32 [out]."""
+        base = getattr(self._module, self._name)
+        squares = self.merge(base.float(), *self.product()).square().sum(1)
+        if self._splits_columns:
+            dist.all_reduce(squares, group=self._group)
+        return squares.sqrt()
+
+    def _copied(self, part: Tensor) -> Tensor:
+        """Return a part that all ranks of the weight have; its gradient is summed over them."""
+        return tensor_parallel.copy_to_tensor_model_parallel_region(part, group=self._group)
+
+
+def _add_parameters(
+    module: torch.nn.Module, number: str, pairs: Sequence[LowRank], base: WeightMap, sequence_parallel: bool
+) -> dict[str, Parameter]:
+    """Add the parameters of the adapters of one weight to its module; return them by name.
+
+    number: follows the weight's name, for Transformer Engine's grouped experts.
+    """
+    weight = getattr(module, f"weight{number}")
+    added = {}
+    for pair in pairs:
+        size, _ = base.tensor_split(pair.base)
+        for kind, part in zip(KINDS, pair.weights):
+            if not hasattr(module, kind):
+                setattr(module, kind, ParameterDict())
+            dtype = torch.float32 if part.float32 else weight.dtype
+            parameter = Parameter(weight.new_empty(part.megatron_shape(size), dtype=dtype))
+            # Megatron reads both: which data parallel group reduces the gradient, and whether its parts are
+            # of parts of the tokens.
+            parameter.allreduce = getattr(weight, "allreduce", True)
+            parameter.sequence_parallel = (
+                sequence_parallel and pair.base.expert is None and not part.cut.split
+            )
+            key = f"{pair.module.rpartition('.')[2]}{number}"
+            getattr(module, kind)[key] = parameter
+            added[f"{kind}.{key}"] = parameter
+    return added
+
+
+def _order(weight: Weight, base: WeightMap, device: torch.device) -> tuple[Tensor | None, list[int]]:
+    """Return which row of the concatenated parts is in each row of a parameter, and the rows of each part.
+
+    The rows of a part are in the order of the checkpoint. The first is None if they all are.
+    """
+    pieces = base.pieces(weight)
+    of_part = [[piece for piece in pieces if piece.hf == name] for name in weight.hf]
+    lengths = [sum(stop - start for (start, stop), *_ in (p.hf_box for p in part)) for part in of_part]
+    if len(pieces) == 1:
+        return None, lengths
+    rows, at = torch.empty(sum(lengths), dtype=torch.int64), 0
+    for part in of_part:
+        for piece in sorted(part, key=lambda piece: piece.hf_box):
+            start, stop = piece.local_box[0]
+            rows[start:stop] = torch.arange(at, at + stop - start)
+            at += stop - start
+    return rows.to(device), lengths
+
+
+def _exchange(by_columns: bool, *, sequence_parallel: bool) -> Callable[..., Tensor]:
+    """Return what a weight that is split over tensor parallel ranks does with A x."""
+    if by_columns and sequence_parallel:
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region
+    if by_columns:
+        return tensor_parallel.reduce_from_tensor_model_parallel_region
+    if sequence_parallel:
+        return tensor_parallel.gather_from_sequence_parallel_region
+    return tensor_parallel.copy_to_tensor_model_parallel_region
+
+
+def _single(added: _Sum):
+    """Return a hook for a module with one weight."""
+
+    def hook(module, args, output):
+        out, bias = output
+        own = module.bias if bias is None and getattr(module, "bias", None) is not None else None
+        return added.add(args[0], out, own if own is not None and own.numel() else None), bias
+
+    return hook
+
+
+def _grouped(added: Sequence[_Sum]):
+    """Return a hook for Transformer Engine's layer of several experts, which gets their numbers of tokens.
+
+    One grouped product serves all experts, because about ten kernels for each would take longer to launch
+    than to run.
+    """
+
+    def hook(module, args, output):
+        x, splits = args
+        out, bias = output
+        experts = Experts.of(splits, x.device)
+        a, b = added[0].stacked(added)
+        total = out.add(experts.product(experts.product(x, a), b), alpha=added[0].scale)
+        factors = [expert.factors() for expert in added]
+        if factors[0] is not None:
+            parts = zip(total.split(splits), factors, strict=True)
+            total = torch.cat([part * factor for part, factor in parts]).to(out.dtype)
+        return total, bias
+
+    return hook
+
+
+class Experts(NamedTuple):
+    """Bounds of the rows of several experts in one tensor [T, ...], in the order of the experts."""
+
+    ends: Tensor
+    """End of the rows of each expert, int32 [E]."""
+    has_rows: Tensor
+    """Whether the expert has rows, bool [E, 1, 1]."""
+
+    @classmethod
+    def of(cls, splits: Sequence[int], device: torch.device) -> "Experts":
+        """Return the bounds for these numbers of rows per expert."""
+        counts = torch.tensor(splits, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(counts.cumsum(0, dtype=torch.int32), (counts > 0)[:, None, None])
+
+    def product(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Return W x of each expert's rows, [T, out]. x: [T, in]; weights: [E, out, in].
+
+        Operands are padded, because `grouped_mm` requires rows of a multiple of 16 bytes. The gradient of an
+        expert without rows is set to 0, because on some GPUs torch leaves it uninitialised (torch #172439).
+        """
+        unit = 16 // x.element_size()
+        rows, columns = (-size % unit for size in weights.shape[1:])
+        if rows or columns:
+            weights, x = pad(weights, (0, columns, 0, rows)), pad(x, (0, columns))
+        product = grouped_mm(x, weights.where(self.has_rows, 0).transpose(1, 2), offs=self.ends)
+        return product[:, : product.shape[1] - rows]
+
+
+def _require_gradient(module, args, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _kaiming(weight: Weight, seed: int) -> Tensor:
+    """Return a random A float32 [r, in] as peft's, uniform in +-1 / sqrt(in)."""
+    digest = hashlib.sha256(f"{seed} {weight.hf[0]}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    (shape,) = weight.shapes
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _scaled(scale: float, weight: Weight, parameter: Tensor) -> Tensor:
+    """Return A, or scale * B."""
+    return parameter * scale if ".lora_B." in weight.megatron else parameter
+
+
+def _whole(weights: WeightMap, weight: Weight) -> Tensor:
+    """Return a tensor with zeros where this rank has no part of it, float32."""
+    parameter = weights.parameter(weight).detach()
+    full = torch.zeros(weight.shapes[0], device=parameter.device)
+    for piece in weights.pieces(weight):
+        full[index(piece.hf_box)] = parameter[index(piece.local_box)].float()
+    return full
+
+
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+    """Return the parts of a model with adapters.
+
+    base_of: a model with the same frozen weights, whose memory this one uses.
+    """
+    assert base_of is None or config.adapter.init != "pissa", "PiSSA changes the weights of another model"
+    found: list[Part] = [] if base_of is None else [SharedBase(base_of)]
+    if model.has_adapters:
+        is_policy = model.name == "policy"
+        adapter = config.adapter if is_policy else replace(config.adapter, path="")
+        in_weights = config.model.numerics == "bitwise" and is_policy
+        found.append(Adapters(adapter, seed=config.run.seed, in_weights=in_weights))
+        if adapter.base == "fp8":
+            found.append(Fp8Base())
+    return found

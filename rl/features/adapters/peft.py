@@ -1,0 +1,76 @@
+"""Write the policy's adapters as a directory that the package peft loads."""
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rl.checkpoint.contents import exported_checksums
+from rl.checkpoint.hf import NewDirectory, differing, raise_problem
+from rl.features.adapters.adapter import Adapters
+from rl.models.files import save_tensors
+from rl.models.layout import Weight
+from rl.models.peft import CONFIG, TENSORS, peft_config
+from rl.runtime.checksum import placed_checksum
+from rl.training.engine import TrainingEngine
+from rl.training.weights import full_weights
+
+
+def export_peft(
+    trainer: TrainingEngine, source: str, target: str, *, fence: Callable[[], None] = lambda: None
+) -> None:
+    """Write the trainer's adapters, relative to the checkpoint `source`, to the directory `target`.
+
+    With PiSSA the model's W is the original one less scale * B0 A0. The adapters that are written have twice
+    the rank, [B, -B0] [A; A0], so that they belong to the original W.
+
+    Collective over the world; rank 0 writes, and needs memory for all adapters. The directory gets its name
+    when it is complete and every tensor in its file is that of the model; else every rank raises
+    WronglyExported. fence: as in `export_hf`.
+    """
+    adapters = trainer.parts.get(Adapters)
+    assert adapters is not None, "the model has no adapters"
+    writes, initial = dist.get_rank() == 0, adapters.initial_map
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in full_weights(adapters.learned_map):
+        if writes:
+            tensors[name] = tensor.cpu().contiguous()
+    for name, tensor in full_weights(initial) if initial is not None else ():
+        if writes and ".lora_A." in name:
+            tensors[name] = torch.cat((tensors[name], tensor.cpu()))
+        elif writes and ".lora_B." in name:
+            tensors[name] = torch.cat((tensors[name], -tensor.cpu()), dim=1)
+    expected = exported_checksums(trainer, adapters.learned_map)
+    rank = adapters.config.rank
+    if initial is not None:
+
+        def negated(weight: Weight, parameter: torch.Tensor) -> torch.Tensor:
+            return -parameter if ".lora_B." in weight.hf[0] else parameter
+
+        def behind(name: str) -> list[int]:
+            return [rank, 0] if ".lora_A." in name else [0, rank]
+
+        for name, more in exported_checksums(trainer, initial, negated, behind).items():
+            expected[name] = (expected[name] + more) % 2**64
+    directory = NewDirectory(target, fence)
+    file = directory.partial / TENSORS
+
+    def write() -> str:
+        save_tensors(tensors, file)
+        config = peft_config(
+            adapters.pairs,
+            trainer.weight_map.weights,
+            rank=rank * (1 if initial is None else 2),
+            scale=adapters.config.scale,
+            source=source,
+        )
+        (directory.partial / CONFIG).write_text(json.dumps(config, indent=2))
+        written = {n: int(placed_checksum(t)) % 2**64 for n, t in load_file(file).items()}
+        return differing([name for name in expected | written if written.get(name) != expected.get(name)])
+
+    problem = directory.attempt(write)
+    directory.agree()
+    raise_problem(directory.partial, problem)
+    directory.finish()

@@ -1,0 +1,623 @@
+"""The dialogue with environments: each sample is a trajectory, whose turns are requests of the engine.
+
+Only the replica's leader has the environments. A trajectory goes through reset, turns of the policy with the
+environment's answers between them, and score. A turn is one request of the engine, named
+`prompt.number.turn`.
+
+With `agents.order=arrival` an answer is used before the next engine step that has a record
+(`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the
+next turns then begin together, in the order of their names, so that the result depends on no clock.
+
+An agent that runs by itself (`run`) asks for its turns through the endpoint. Its environment is the agent: a
+turn's completion is sent to it, and its next request or its end is the answer.
+
+A trajectory that continues in a later call keeps its session if the same replica continues it. Otherwise, and
+after its process has ended, it is executed again from its log (`rl.features.agents.trajectory`).
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl.config.schema import Config
+from rl.features.agents.chat import TooLong
+from rl.features.agents.environment import OF_LIMITS, Failure, Reply, Run, Score, Step, ToolCalls
+from rl.features.agents.pool import once, to_row
+from rl.features.agents.replica_environments import Environments
+from rl.features.agents.session import Session, address_of, refuse_unoffered
+from rl.features.agents.trajectory import Diverged, Limits, Row, Trajectory, log_of
+from rl.rollout.events import Abort, Event
+from rl.rollout.samples import Completion, Request, Sample
+from rl.rollout.sampling import Sampling, seed_of
+from rl.rollout.source import Dialogue, Start
+
+if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
+    from rl.features.agents.endpoint import EndpointRequest
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Maximum trajectories per sample of a prompt, as a mean over its group; then the group stays smaller."""
+
+SESSIONS_PER_REQUEST = 4
+"""Maximum open trajectories per concurrent request of the engine. Further trajectories run while others wait
+for their environments; the limit bounds the cached prefixes that they hold."""
+
+WAIT_S = 1.0
+"""Maximum wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
+
+
+def trajectories(
+    config: Config,
+    environments: Environments,
+    sampling: Sampling,
+    *,
+    capacity: int,
+    keeps_failed: bool = False,
+) -> "Trajectories":
+    """Return the dialogue of one call. The arguments are those of `Trajectories`."""
+    max_context = config.data.max_prompt_tokens + sampling.max_tokens
+    return Trajectories(
+        environments, sampling, capacity=capacity, max_context=max_context, keeps_failed=keeps_failed
+    )
+
+
+class Trajectories(Dialogue):
+    """Generates the trajectories of samples.
+
+    A failed trajectory may be repeated as a further sample of its group. Trajectory j of a group is sampled
+    with the seed of sample j.
+
+    Args:
+        sampling: `samples_per_prompt` trajectories per prompt, of at most `max_tokens` response tokens.
+        capacity: maximum number of concurrent requests.
+        max_context: maximum number of tokens of prompt and response together.
+        keeps_failed: whether a failed trajectory is a sample with `failed` 1; `agents.on_failure` is ignored.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        sampling: Sampling,
+        *,
+        capacity: int,
+        max_context: int,
+        keeps_failed: bool = False,
+    ):
+        super().__init__()
+        self._environments = environments
+        self._config = config = environments.config
+        self._pool, self._chat = environments.pool, environments.chat
+        self._capacity, self._keeps_failed = capacity, keeps_failed
+        self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
+        self._in_waves = config.order == "waves"
+        self._aborts: list[Event] = []
+        self._sessions: dict[str, Session] = {}
+        """The open sessions, by address."""
+        self._requests: dict[str, Session] = {}
+        """Sessions by the names of their requests in the engine."""
+        self._replies: list[Reply] = []
+        """Answers that have come and are not taken yet."""
+        self._wave: list[tuple[Start, list[Sample]]] = []
+        """Trajectories that have ended in a wave that has not."""
+        self._unanswered: set[str] = set()
+        """Sessions whose environment has not answered."""
+        self._resetting: set[str] = set()
+        self._ready: dict[str, Request] = {}
+        """Requests that have not been given to the engine, by session."""
+        size = sampling.samples_per_prompt
+        self._next_number: defaultdict[int, int] = defaultdict(lambda: size)
+        """Number of the next trajectory of each group that replaces a failed one."""
+        self._most_numbers = size * (1 if config.on_failure == "shrink" else ATTEMPTS)
+        self._running_since = (0, 0)
+        """Number of running requests after the last record, and the engine step of that record."""
+
+    def close(self) -> None:
+        """Close the environments of all trajectories that have not ended."""
+        for session in list(self._sessions.values()):
+            self._close(session)
+
+    # What the source asks ---------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sessions)
+
+    def has_room(self, num_live: int, together: int) -> bool:
+        if self._is_held(num_live):
+            return False
+        num_requests = num_live + len(self._ready) + len(self._resetting) + together
+        num_sessions = len(self._sessions) + together
+        has_room = num_requests <= self._capacity and num_sessions <= SESSIONS_PER_REQUEST * self._capacity
+        return has_room or not self._sessions
+
+    def start(self, start: Start) -> None:
+        self._next_number[start.group] = max(self._next_number[start.group], start.next_number)
+        kept = self._environments.take(address_of(start))
+        if kept is None:
+            self._open(start, log=log_of(start.so_far, start.prompt.token_ids))
+        else:
+            self._resume(kept, start)
+
+    def advance(self, num_live: int, step: int) -> list[Event]:
+        live, last = self._running_since
+        steps = max(step - last, 0)  # another run of the engine begins with step 0
+        self.counts["live_steps"] += min(live, self._capacity) * steps
+        self.counts["steps"] += steps
+        self._running_since = num_live, step
+        self._take_replies()
+        if not self._is_held(num_live):
+            self.ended += self._wave
+            self._wave = []
+        aborts, self._aborts = self._aborts, []
+        return aborts
+
+    def wait(self, num_live: int) -> bool:
+        if not self._awaited or num_live or (self._ready and not self._in_waves):
+            return False
+        started = time.monotonic()
+        self._replies += self._pool.poll(WAIT_S)
+        self.counts["environments_waited"] += time.monotonic() - started
+        return True
+
+    def requests(self, num_live: int) -> list[Request]:
+        if self._is_held(num_live):
+            return []
+        requests = []
+        sessions = (self._sessions[address] for address in self._ready)
+        for session in sorted(sessions, key=lambda session: (session.start.group, session.start.number)):
+            requests.append(request := self._ready.pop(session.address))
+            session.running = request.name
+            self._requests[request.name] = session
+        self._running_since = num_live + len(requests), self._running_since[1]
+        return requests
+
+    def _is_held(self, num_live: int) -> bool:
+        """Return whether a wave has not ended: what begins next must not depend on a clock."""
+        return self._in_waves and bool(num_live or self._awaited)
+
+    @property
+    def _awaited(self) -> set[str]:
+        """Sessions whose answers the next wave needs, without those that wait for a worker."""
+        return self._unanswered - self._pool.waiting if self._ready else self._unanswered
+
+    def receive(self, name: str, completion: Completion) -> None:
+        session = self._requests.pop(name)
+        if session.running != name:  # its agent has ended
+            return
+        session.running = ""
+        if session.inbox and not session.inbox[0].is_learned:
+            if completion.end != "abort":
+                asked, number = session.inbox[0], session.trajectory.num_asides
+                turn = self._chat.parse(completion.token_ids, asked.tools, number)
+                self._answer(session, self._context_of(asked), completion, turn.message)
+            return
+        session.trajectory.take(completion)
+        if completion.end != "abort":
+            self._act(session)
+
+    def suspend(self) -> None:
+        self.ended += self._wave
+        self._wave = []
+        for session in list(self._sessions.values()):
+            prompt_ids = session.start.prompt.token_ids
+            rows = session.trajectory.samples(None, prompt_ids, is_unfinished=True)
+            self.ended.append((session.start, rows))
+            self._forget(session)
+            self._environments.keep(session)
+
+    # Trajectories -----------------------------------------------------------------------------------------
+
+    def _open(
+        self,
+        start: Start,
+        *,
+        log: Sequence[Row] = (),
+        execution: int = 0,
+        is_repeated: bool = False,
+        alone: bool = False,
+    ) -> None:
+        """Open a trajectory. The arguments are those of `Trajectory` and `Session`."""
+        seed = seed_of(start.seed, start.number)
+        names = start.group, start.number
+        trajectory = Trajectory(*names, seed=seed, limits=self._limits, log=log, execution=execution)
+        sight = self._environments.sight_of(start.prompt)
+        session = Session(start, trajectory, sight, is_repeated=is_repeated)
+        self.counts["executed_again"] += bool(log)
+        self._add(session)
+        self._resetting.add(session.address)
+        self._unanswered.add(session.address)
+        self._pool.open(session.address, to_row(start.prompt) | {"seed": start.seed}, alone=alone)
+
+    def _add(self, session: Session) -> None:
+        self._sessions[session.address] = session
+        session.asked = time.monotonic()
+
+    def _resume(self, session: Session, start: Start) -> None:
+        """Continue a trajectory of an earlier call."""
+        trajectory = session.trajectory
+        session.start, trajectory.prompt, trajectory.execution = start, start.group, 0
+        self._add(session)
+        if session.inbox and not (session.is_asked and session.inbox[0].is_learned):
+            self._serve(session)
+        elif session.is_asked:
+            self._request(
+                session, trajectory.request(session.inbox[0].max_tokens or 0 if session.inbox else 0)
+            )
+        else:
+            self._unanswered.add(session.address)
+            if not trajectory.rows and not session.is_driving:
+                self._resetting.add(session.address)
+        if session.reply is not None:
+            self._replies.append(session.reply)
+            session.reply = None
+
+    def _restart(self, session: Session, why: object) -> None:
+        """Begin a trajectory again whose environment answers otherwise than in its log."""
+        self.counts["diverged"] += 1
+        log.warning(
+            "trajectory %s starts again from its prompt, because its environment differs: %s",
+            session.name,
+            why,
+        )
+        self._close(session)
+        self._open(session.start, execution=session.trajectory.execution + 1)
+
+    def _further(self, start: Start) -> Start:
+        """Return a further sample of a group, in place of one whose environment failed."""
+        number = self._next_number[start.group]
+        self._next_number[start.group] += 1
+        return replace(start, number=number, so_far=())
+
+    def _call(self, session: Session, action) -> None:
+        self._unanswered.add(session.address)
+        session.asked = time.monotonic()
+        session.num_requests += 1
+        self._pool.call(session.address, action)
+
+    def _score(self, session: Session) -> None:
+        """Ask for the score, after the last turn. Raises Diverged if the log has further ones."""
+        if session.trajectory.is_logged:
+            raise Diverged(f"it ended the trajectory after turn {session.trajectory.num_turns}")
+        self._call(session, Score(session.messages))
+
+    def _take_replies(self) -> None:
+        """Take the answers of environments that have come."""
+        replies = [*self._replies, *self._pool.poll()]
+        self._replies = []
+        endpoint = self._environments.endpoint
+        while endpoint is not None and not endpoint.requests.empty():
+            request = endpoint.requests.get_nowait()
+            kept = self._environments.kept.get(request.session)
+            asking = self._sessions.get(request.session, kept)
+            # A request that was refused meanwhile may be of an earlier call's trajectory of the same name.
+            if asking is not None and not request.reply.done():
+                asking.inbox.append(request)
+                if len(asking.inbox) == 1 and asking is not kept:
+                    self._serve(asking)
+        for reply in replies:
+            if (session := self._sessions.get(reply.session)) is not None:
+                try:
+                    self._take_reply(session, reply)
+                except Diverged as error:
+                    self._restart(session, error)
+            elif (kept := self._environments.kept.get(reply.session)) is not None:
+                kept.reply = reply  # otherwise it has failed in a request to the endpoint
+        self._fail_silent_agents()
+
+    def _take_reply(self, session: Session, reply: Reply) -> None:
+        self._unanswered.discard(session.address)
+        self._resetting.discard(session.address)
+        self.counts["environments"] += time.monotonic() - session.asked
+        session.check_answer(reply)
+        if reply.kind == "run" and session.is_spent:  # what it raised follows from that
+            self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
+        elif reply.failure:
+            self._fail(session, reply)
+        elif reply.kind == "reset":
+            self._begin(session, reply)
+        elif reply.kind == "score":
+            self._finish(session, reply.values or session.values)
+        elif reply.kind == "run":
+            self._end_agent(session, reply)
+        else:
+            if reply.reward is not None:
+                session.trajectory.reward_turn(reply.reward)
+            if not session.trajectory.is_logged:
+                self.counts["tool_errors"] += int(reply.values.get("errors", 0))
+            self._continue(session, reply)
+
+    def _fail_silent_agents(self) -> None:
+        """Fail the agents that neither ask for a turn nor return; the pool limits all other calls."""
+        limit_s = self._config.timeout_s
+        before = time.monotonic() - limit_s
+        for address in sorted(self._unanswered):
+            session = self._sessions[address]
+            if session.is_driving and session.asked < before:
+                why = f"the agent asked for no turn for agents.timeout_s={limit_s:g}"
+                self._fail(session, Reply(address, "run", failure=why, cause=Failure.TIME))
+
+    def _begin(self, session: Session, reply: Reply) -> None:
+        """Ask for the first turn, after the reset."""
+        session.tools, session.drives = reply.tools, reply.drives
+        try:
+            session.messages = self._chat.normal(session.sight.take(reply.messages))
+            refuse_unoffered(session.start.prompt, session)
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
+            return
+        if session.drives == "run" and not session.sight.suits_agents:
+            why = "an agent that calls the engine itself cannot read images; leave out data.image_key"
+            self._fail(session, replace(reply, failure=why))
+            return
+        if session.drives == "run":
+            endpoint, session.is_driving = self._environments.start_endpoint(), True
+            self._call(session, Run(endpoint.base_url, endpoint.open(session.address)))
+            return
+        if self._config.structured_tool_calls and session.tools:
+            try:
+                session.grammar = self._chat.grammar(session.tools)
+            except ValueError as error:  # a schema that is known only at run time
+                self._fail(session, replace(reply, failure=str(error)))
+                return
+        if self._begin_row(session, reply):
+            if session.trajectory.room > 0:
+                self._ask(session)
+                return
+            length, limit = len(session.trajectory.token_ids), self._limits.context_tokens
+            why = f"a prompt of {length} tokens leaves no room in the {limit} of the engine"
+            self._fail(session, replace(reply, failure=why, cause=Failure.PROMPT))
+
+    def _begin_row(self, session: Session, reply: Reply) -> bool:
+        """Begin a row with the whole conversation, or fail the trajectory if the template rejects it."""
+        try:
+            limit = self._limits.context_tokens
+            self._chat.refuse_lost(session.messages, session.tools)
+            token_ids = self._chat.open(session.messages, session.tools, limit)
+            session.trajectory.begin_row(session.sight.begin(token_ids))
+            session.context = list(session.messages)
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error), cause=Failure.PROMPT))
+            return False
+        return True
+
+    def _continue(self, session: Session, reply: Reply) -> None:
+        """Ask for the next turn, after an environment's answer, unless the trajectory has ended."""
+        trajectory, before = session.trajectory, list(session.messages)
+        try:
+            messages = session.sight.take(reply.messages)
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error)))
+            return
+        session.messages += messages
+        if reply.done or trajectory.num_turns >= self._limits.turns:
+            self._score(session)
+            return
+        assert trajectory.turn is not None
+        context, turn = trajectory.turn
+        given = self._chat.extend(context, turn.token_ids, before, messages, session.tools)
+        try:
+            given = given if given is None else session.sight.expand(given, len(trajectory.token_ids))
+        except ValueError as error:
+            self._fail(session, replace(reply, failure=str(error)))
+            return
+        if given is None:
+            self.counts["rewrites"] += not trajectory.is_logged
+            if self._config.on_rewrite == "refuse":
+                self._refuse_rewrite(session, reply.kind)
+            elif self._begin_row(session, reply):
+                self._ask(session)
+        elif trajectory.give(given, "tool" if reply.kind == "tools" else "user"):
+            session.context = list(session.messages)
+            self._ask(session)
+        else:
+            self._score(session)
+
+    def _refuse_rewrite(self, session: Session, kind: str) -> None:
+        """Fail a trajectory whose next turn would not continue its tokens; its environment has not ended."""
+        why = (
+            f"the conversation after turn {session.trajectory.num_turns} changes earlier tokens, which "
+            "agents.on_rewrite=refuse does not allow; use agents.on_rewrite=new_row"
+        )
+        self._fail(session, Reply(session.address, kind, failure=why, cause=Failure.REWRITE))
+
+    def _ask(self, session: Session) -> None:
+        """Take the next turn from the log or ask for it, or ask for the score if there is no room for one."""
+        if session.trajectory.replay_turn():
+            if not session.sight.agrees(session.trajectory.rows[-1].segments):
+                raise Diverged("it returned other images")
+            self._act(session)
+        elif (request := session.trajectory.request()) is not None:
+            self._request(session, request)
+        else:
+            self._score(session)
+
+    def _request(self, session: Session, request: Request) -> None:
+        session.is_asked = True
+        self._ready[session.address] = replace(request, grammar=session.grammar, images=session.sight.placed)
+
+    def _act(self, session: Session) -> None:
+        """Give a turn to the environment."""
+        trajectory, is_new = session.trajectory, session.is_asked
+        session.is_asked = False
+        assert trajectory.turn is not None
+        context, completion = trajectory.turn
+        turn = self._chat.parse(completion.token_ids, session.tools, trajectory.num_turns)
+        session.messages.append(turn.message)
+        if session.drives == "run":
+            self._answer(session, context, completion, turn.message)
+        elif session.drives == "step":
+            self._call(session, Step(turn.text))
+        elif turn.tool_calls:
+            self.counts["tool_calls"] += len(turn.tool_calls) * is_new
+            self._call(session, ToolCalls(turn.tool_calls))
+        else:
+            self._score(session)
+
+    def _finish(self, session: Session, values: dict[str, float]) -> None:
+        self._close(session)
+        if not values and session.trajectory.rewards:
+            values = {"score": sum(session.trajectory.rewards)}
+        self.counts["succeeded"] += 1
+        session.check_outcome(values)
+        self._end(session, values)
+
+    def _end(self, session: Session, values: dict[str, float]) -> None:
+        """Add the samples of a trajectory that is closed."""
+        trajectory = session.trajectory
+        session.check_context(self._chat)
+        samples = trajectory.samples(values or None, session.start.prompt.token_ids)
+        rows = [replace(sample, conversation=session.messages) for sample in samples]
+        self._note_ended(session.start, rows)
+        self.counts["trajectories"] += 1
+        self.counts["turns"] += trajectory.num_turns
+        self.counts["rows"] += len(samples)
+
+    def _note_ended(self, start: Start, rows: list[Sample]) -> None:
+        """Report a trajectory's end. In waves that is when the wave ends, because schedules act on it."""
+        (self._wave if self._in_waves else self.ended).append((start, rows))
+
+    def _fail(self, session: Session, reply: Reply) -> None:
+        """Count a failed trajectory, and score it, sample another one or leave it out."""
+        start, group = session.start, session.start.group
+        why = once(reply.kind, reply.failure)
+        log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
+        self._close(session)
+        if reply.reopen:
+            self.counts["reopened"] += 1
+            # A session whose process ended twice while it was idle may have left a thread that ends it.
+            alone = reply.reopen == "alone" or session.is_repeated
+            rows, execution = session.trajectory.log, session.trajectory.execution + 1
+            self._open(start, log=rows, execution=execution, is_repeated=True, alone=alone)
+            return
+        self.counts[f"failures/{reply.cause}"] += 1
+        if self._keeps_failed or self._learns_from(session, reply):
+            self._end(session, {"score": 0.0, "failed": 1.0})
+        elif self._next_number[group] < self._most_numbers:
+            self._open(self._further(start))
+        else:
+            self.counts["dropped"] += 1
+            self._note_ended(start, [])
+
+    def _learns_from(self, session: Session, reply: Reply) -> bool:
+        """Return whether a failed trajectory is learned from: the policy's actions exceeded a limit."""
+        has_acted = session.trajectory.num_turns > 0
+        return self._config.on_failure == "zero" and reply.cause in OF_LIMITS and has_acted
+
+    def _close(self, session: Session) -> None:
+        self._stop_agent(session)
+        self._forget(session)
+        self._pool.close(session.address)
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.address]
+        self._ready.pop(session.address, None)
+        for pending in (self._unanswered, self._resetting):
+            pending.discard(session.address)
+
+    # Agents that run by themselves ------------------------------------------------------------------------
+
+    def _serve(self, session: Session) -> None:
+        """Make the request of the turn that an agent asks for, or refuse it."""
+        from rl.features.agents.endpoint import Refused
+
+        asked, trajectory = session.inbox[0], session.trajectory
+        session.is_asked, request, why = False, None, "no tokens of rollout.max_response_tokens are left"
+        is_spent = True
+        is_bound = self._config.structured_tool_calls and asked.tools
+        try:
+            session.grammar = self._chat.grammar(asked.tools) if is_bound else None
+            if asked.messages is None and asked.token_ids is None:
+                why = "the conversation is longer than any context"
+            elif not asked.is_learned:
+                request = trajectory.aside(self._context_of(asked), asked.max_tokens or 0)
+            elif trajectory.num_turns >= self._limits.turns:
+                why = f"agents.max_turns={self._limits.turns} are used up"
+            elif not self._follow(session, asked):
+                return self._refuse_rewrite(session, "run")
+            elif not trajectory.is_cut:
+                if trajectory.replay_turn():
+                    return self._act(session)
+                request = trajectory.request(asked.max_tokens or 0)
+        except Diverged as error:
+            return self._restart(session, error)
+        except TooLong as error:
+            why = str(error)
+        except ValueError as error:  # of the agent's messages, or of a tool's schema
+            why, is_spent = str(error), False
+        if request is None:
+            session.is_spent |= is_spent
+            self._reply(session, error=Refused(why))
+            return
+        self._unanswered.discard(session.address)
+        self._request(session, request)
+
+    def _follow(self, session: Session, asked: "EndpointRequest") -> bool:
+        """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
+        trajectory, (given, source) = session.trajectory, session.continuation(asked, self._chat)
+        if given is not None:
+            if trajectory.give(given, source):
+                session.context = list(session.messages)
+            return True
+        if trajectory.rows:
+            self.counts["rewrites"] += not trajectory.is_logged
+            if self._config.on_rewrite == "refuse":
+                return False
+        trajectory.begin_row(self._context_of(asked))
+        session.context = list(session.messages)
+        return True
+
+    def _context_of(self, asked: "EndpointRequest") -> np.ndarray:
+        """Return the whole context of a request, int32 [C]."""
+        if asked.token_ids is not None:
+            return asked.token_ids
+        if asked.messages:
+            self._chat.refuse_lost(asked.messages, asked.tools)
+        return self._chat.open(asked.messages or [], asked.tools, self._limits.context_tokens)
+
+    def _answer(self, session: Session, context: np.ndarray, completion: Completion, message: dict) -> None:
+        """Send a turn to the agent that asked for it."""
+        from rl.features.agents.endpoint import EndpointReply
+
+        turn = completion.token_ids, completion.logprobs, completion.end
+        self._reply(session, EndpointReply(context, *turn, message))
+
+    def _reply(self, session: Session, reply=None, error: Exception | None = None) -> None:
+        """Answer the request that is being served, and serve the next one."""
+        self._unanswered.add(session.address)
+        future, session.asked = session.inbox.popleft().reply, time.monotonic()
+        with suppress(InvalidStateError):  # the agent has closed the connection
+            future.set_result(reply) if error is None else future.set_exception(error)
+        if session.inbox:
+            self._serve(session)
+
+    def _end_agent(self, session: Session, reply: Reply) -> None:
+        """Ask for the score, after an agent has returned."""
+        self._stop_agent(session)
+        if session.trajectory.num_turns:
+            session.values = reply.values
+            self._score(session)
+        else:
+            why = "the agent asked for no turn"
+            self._fail(session, Reply(session.address, "run", failure=why, cause=Failure.IDLE))
+
+    def _stop_agent(self, session: Session) -> None:
+        """End the requests of a session that are not answered."""
+        self._ready.pop(session.address, None)
+        if session.running:
+            self._aborts.append(Abort(session.running))
+            session.running = ""
+        self._environments.stop_agent(session)
+
+    def describe_wait(self) -> str:
+        """Return '12 live, oldest 43 s, 3.1'."""
+        oldest = min((self._sessions[address] for address in self._unanswered), key=lambda one: one.asked)
+        seconds = time.monotonic() - oldest.asked
+        return f"{len(self._unanswered)} live, oldest {seconds:.0f} s, {oldest.name}"

@@ -1,0 +1,155 @@
+"""A session: a trajectory with the environment that answers it."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl.data.prompts import Prompt
+from rl.features.agents.chat import Chat
+from rl.features.agents.environment import Messages, Reply, answer_digest
+from rl.features.agents.sight import Sight
+from rl.features.agents.trajectory import Trajectory
+from rl.rollout.source import Start
+
+if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
+    from rl.features.agents.endpoint import EndpointRequest
+
+
+class WrongAnswer(RuntimeError):
+    """Raised on a replica's leader if a trajectory has tokens that its environment did not give it."""
+
+
+@dataclass
+class Session:
+    """A trajectory with the environment that answers it."""
+
+    start: Start
+    trajectory: Trajectory
+    sight: Sight
+    messages: Messages = field(default_factory=list)
+    """The conversation, as derived from the tokens."""
+    tools: Messages = field(default_factory=list)
+    drives: str = "tools"
+    grammar: str | None = None
+    """Grammar of the turns (`Request.grammar`)."""
+    context: Messages = field(default_factory=list)
+    """The part of the conversation that is in the context of its last turn."""
+    num_requests: int = 1
+    """Number of requests to its environment, with the reset."""
+    asked: float = 0.0
+    """Monotonic time of the last request to the environment, or of the last answer to an agent."""
+    is_asked: bool = False
+    """Whether the policy is to give the next turn, or the rest of it; otherwise its environment answers."""
+    running: str = ""
+    """Name of its request in the engine."""
+    reply: Reply | None = None
+    """The environment's answer that has come between two calls."""
+    inbox: "deque[EndpointRequest]" = field(default_factory=deque)
+    """Requests of an agent for turns; the first one is being served."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Numbers that an agent returned."""
+    answered: dict[str, float] = field(default_factory=dict)
+    """Numbers of the last answer that had some, as its worker gave them."""
+    is_driving: bool = False
+    """Whether it is an agent that runs by itself and has not returned."""
+    is_spent: bool = False
+    """Whether an agent was refused a turn because the trajectory's limits are used up."""
+    is_repeated: bool = False
+    """Whether it repeats a trajectory whose environment was lost with its process."""
+
+    def continuation(self, asked: "EndpointRequest", chat: Chat) -> tuple[np.ndarray | None, str]:
+        """Take the tools and the conversation of an agent's request.
+
+        Returns the token ids that the request adds after the last turn, int32 [n], and their source; None if
+        it does not continue the tokens so far.
+        """
+        from rl.features.agents.endpoint import new_messages
+
+        self.tools, given, source = asked.tools, None, "environment"
+        if self.trajectory.turn is not None:
+            context, turn = self.trajectory.turn
+            if asked.messages is None:
+                known = self.trajectory.token_ids
+                if np.array_equal(asked.token_ids[: len(known)], known):
+                    given = asked.token_ids[len(known) :]
+            elif new := new_messages(self.messages, asked.messages):
+                source = "tool" if new[0]["role"] == "tool" else "user"
+                given = chat.extend(context, turn.token_ids, self.messages, new, self.tools)
+        unread = [] if asked.token_ids is None else chat.as_messages(asked.token_ids)
+        self.messages = list(asked.messages or unread)
+        return given, source
+
+    def check_answer(self, reply: Reply) -> None:
+        """Raise WrongAnswer if a reply is not what a worker answered to the last request of this session."""
+        name = f"{self.address} {self.num_requests}"
+        if reply.digest != -1 and reply.digest != answer_digest(name, vars(reply)):
+            raise WrongAnswer(
+                f"the answer of an environment to request {self.num_requests} of trajectory {self.name} "
+                f"({reply.kind}) is not the one that its worker gave to this request: answers were exchanged "
+                "or changed between the worker and the trajectory."
+            )
+        if reply.kind in ("score", "run") and reply.values:
+            self.answered = dict(reply.values)
+
+    def check_outcome(self, values: dict[str, float]) -> None:
+        """Raise WrongAnswer unless the numbers of a trajectory that ended are those of its environment.
+
+        They are those of the last answer with any, or the sum of the rewards of its turns.
+        """
+        rewards = sum(s.reward for row in self.trajectory.rows for s in row.segments)
+        expected = self.answered or ({"score": rewards} if self.trajectory.rewards else {})
+        if not self.is_spent and values != expected:
+            raise WrongAnswer(
+                f"trajectory {self.name} ends with {values}, but its environment gave it {expected}: the "
+                "result of another trajectory was taken for it."
+            )
+
+    def check_context(self, chat: Chat) -> None:
+        """Raise WrongAnswer if the last row has tokens between turns that are not in its conversation."""
+        rows = self.trajectory.rows
+        given, texts, first = [], [], len(rows[-1].prompt_ids) if rows else 0
+        for segment in rows[-1].segments if rows else ():
+            if not segment.is_sampled:
+                given.append(segment)
+                texts.append(self.sight.rendered(segment.token_ids, first))
+            first += len(segment.token_ids)
+        if not self.context or any(segment.source == "environment" for segment in given):
+            return  # an agent sent token ids, of which any cut is possible
+        if (turn := chat.find_strange(texts, self.context, self.tools)) is not None:
+            raise WrongAnswer(
+                f"the tokens before turn {given[turn].turn + 1} of trajectory {self.name} are not in the "
+                "conversation as the chat template renders it, with the other turns before them: a turn or "
+                "an answer appears twice, in another place or as that of another trajectory."
+            )
+
+    @property
+    def name(self) -> str:
+        """Name for people: that of the prompt in the call, and of the trajectory."""
+        return f"{self.start.group}.{self.start.number}"
+
+    @property
+    def address(self) -> str:
+        return address_of(self.start)
+
+
+def refuse_unoffered(prompt: Prompt, session: Session) -> None:
+    """Raise ValueError if a row has tools that its environment does not offer.
+
+    An agent that calls the engine itself names its tools in each request.
+    """
+    offered = {tool["function"]["name"] for tool in session.tools}
+    named = [tool.get("function", tool)["name"] for tool in prompt.tools]
+    lost = [name for name in named if name not in offered]
+    if lost and session.drives != "run":
+        raise ValueError(
+            f"column 'tools' of {prompt.place} has {lost[0]!r}, which the environment does not offer; add it "
+            "to agents.tools, or rename the column"
+        )
+
+
+def address_of(start: Start) -> str:
+    """Return the name of a sample's session in the pool and at the endpoint; no other open session has it."""
+    draw = start.prompt.draw
+    return f"{start.group}.{start.number}" if draw < 0 else f"draw {draw}.{start.number}"

@@ -1,0 +1,167 @@
+"""Passes of the teachers: log-probs, distributions and responses of models from which the policy learns."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl.config.schema import Config, needs_feedback
+from rl.data.batch import Batch
+from rl.data.contexts import in_context
+from rl.data.prompts import Prompt
+from rl.engines.engines import Engines
+from rl.engines.memory import MemorySharing
+from rl.features.teachers.divergence import Targets, TeacherTargets, head_rows, top_k
+from rl.objectives.distillation import divergence_of
+from rl.phases.batch_metrics import token_mean
+from rl.phases.minibatches import MinibatchPlanner
+from rl.phases.step_record import StepRecord
+from rl.rollout.batches import batch_of
+from rl.rollout.exchange import exchange
+from rl.rollout.sampling import seed_of, train_sampling
+from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.packing import MicroBatch
+
+
+class Teaching:
+    """Passes of the teachers over a batch. Methods are collective over the world.
+
+    Args:
+        tokenizer: the policy's, with which a self-taught policy reads its template.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        step: StepRecord,
+        engines: Engines,
+        memory: MemorySharing,
+        planner: MinibatchPlanner,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        self._config, self._step, self._engines = config, step, engines
+        self._memory, self._planner, self._tokenizer = memory, planner, tokenizer
+
+    def log_probs(self, batch: Batch) -> None:
+        """Fill `teacher_logprobs`: log-prob of each token by the teacher of the sample's source."""
+        self._memory.to_training()
+        total = torch.zeros(int(batch.lengths.sum()))
+        with self._step.phase("log_probs", timing="teacher", batch=batch.hashes()):
+            for _, model, read, plan, context in self._lessons(batch):
+                with context:
+                    (found,) = model.forward(read, [plan], ("logprobs",))
+                total += found
+        batch.extra["teacher_logprobs"] = total
+        self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.mask)
+
+    def distributions(self, batch: Batch) -> None:
+        """Give the policy the distribution of each response token by the teacher of the sample's source."""
+        self._memory.to_training()
+        goal, policy = self._config.teacher, self._engines.policy
+        teachers = [0] * len(batch)
+        targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
+        part = policy.parts.get(TeacherTargets)
+        assert part is not None
+        part.given = batch, targets
+        with self._step.phase("log_probs", timing="teacher", batch=batch.hashes()):
+            for number, model, read, plan, context in self._lessons(batch):
+                with context:
+                    model.visit(read, plan, ("hidden",), partial(self._keep, targets, model))
+                    if not goal.top_k and policy.grid.is_last_stage:
+                        wanted, group = len(policy.chunks[-1].head_weight), policy.grid.groups.tp
+                        targets.heads.append(head_rows(model.chunks[-1].head_weight, wanted, group))
+                if not goal.top_k:
+                    for sample in (i for rank in plan for micro in rank for i in micro):
+                        teachers[sample] = number
+
+    def _keep(self, targets: Targets, model: TrainingEngine, micro: MicroBatch) -> None:
+        """Store a teacher's results for the tokens of a micro-batch."""
+        k, policy = self._config.teacher.top_k, self._engines.policy
+        hidden = micro.output("hidden")
+        rows: tuple[torch.Tensor, ...] = (hidden,)
+        if k:
+            rows = top_k(
+                hidden,
+                model.chunks[-1].head_weight,
+                k,
+                temperature=model.spec.temperature,
+                vocab_size=policy.chunks[-1].real_vocab_size,  # a teacher may have more rows, of no token
+                group=policy.grid.groups.tp,
+                chunk=max(1, model.chunks[-1].head_chunk_tokens // 4),
+            )
+        parts = zip(*(row.cpu().split(micro.lengths.tolist()) for row in rows))
+        targets.rows.update(zip(micro.samples, parts))
+
+    def responses(self, prompts: list[Prompt]) -> Batch:
+        """Sample rollout.samples_per_prompt responses per prompt from the teacher.
+
+        They have no `rollout_logprobs` and `weight_versions`, because the policy did not sample them.
+        """
+        engine, sampling = self._engines.generating["teacher"], train_sampling(self._config)
+        ids = [prompt.token_ids for prompt in prompts]
+        seeds = [
+            seed_of(self._config.run.seed, f"teacher.{self._step.number}", place)
+            for place in range(len(prompts))
+        ]
+        self._memory.to_training()  # the policy's engine sleeps
+        with self._step.phase("score", timing="teacher_gen"):
+            engine.wake_weights()
+            engine.wake_cache()
+            samples = engine.generate(ids, sampling, seeds)
+            engine.sleep()
+            assert samples is not None
+            samples = exchange(samples, self._step.device)
+        batch = batch_of(samples, ids, prompts=prompts, samples_per_prompt=sampling.samples_per_prompt)
+        return replace(batch, rollout_logprobs=None, weight_versions=None)
+
+    def _lessons(
+        self, batch: Batch
+    ) -> Iterator[tuple[int, TrainingEngine, Batch, MicroBatchPlan, AbstractContextManager[None]]]:
+        """Yield for each teacher with samples in the batch: number, model, batch that it reads, plan of its
+        pass, and the context in which the model has the teacher's weights."""
+        goal, engines = self._config.teacher, self._engines
+        if goal.self_taught != "none":
+            read, policy = self._with_contexts(batch), engines.policy
+            is_initial = goal.self_taught == "initial"
+            context = policy.reference_weights() if is_initial else nullcontext()
+            plan = self._planner.plan_in_place(batch, read, range(len(batch)))
+            yield 0, policy, read, plan, context
+            return
+        sources = [batch.prompts[group].data_source for group in batch.groups.tolist()]
+        paths = [goal.sources.get(source, goal.path) for source in sources]
+        number = 0
+        for path, model in engines.teachers.items():
+            own = [i for i in range(len(batch)) if paths[i] == path]
+            if own:
+                plan = self._planner.plan_in_place(batch, batch, own)
+                yield number, model, batch, plan, self._memory.lent(model)
+                number += 1
+
+    def _with_contexts(self, batch: Batch) -> Batch:
+        """Return the responses with the prompts of the template."""
+        goal = self._config.teacher
+        assert batch.feedback is not None or not needs_feedback(self._config), "the batch was not scored"
+        feedback = batch.feedback or [None] * len(batch)
+        known: dict[tuple[int, str | None, bytes], np.ndarray] = {}
+        prompts = []
+        for group, text, opening in zip(batch.groups.tolist(), feedback, batch.prompt_ids):
+            context = None if batch.turns is None else opening
+            key = group, text, b"" if context is None else context.tobytes()
+            if key not in known:
+                known[key] = in_context(
+                    batch.prompts[group],
+                    self._tokenizer,
+                    goal.template,
+                    feedback=text,
+                    limit=goal.max_prompt_tokens,
+                    opening=context,
+                )
+            prompts.append(known[key])
+        return Batch(
+            prompts, batch.response_ids, groups=batch.groups, truncated=batch.truncated, mask=batch.mask
+        )

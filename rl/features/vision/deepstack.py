@@ -1,0 +1,61 @@
+"""The vision tower's inner outputs, which some models add to the hidden states of their first layers.
+
+They travel with the row, because a layer that is recomputed in the backward pass needs those of its own
+micro-batch. Layers see them as leaves of the graph: their gradients are collected there, and return to the
+tower together with that of its last output. So the tower's backward pass runs once, also if layers are
+recomputed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rl.features.vision.row_images import RowImages
+from rl.models.sizes import num_deep_layers
+
+
+def extend(hf: dict, chunk: nn.Module) -> None:
+    """Let the first layers of the first chunk of a model add the inner outputs of the row that they see.
+
+    The chunk has as many layers (`rl.config.layout_checks`).
+    """
+    for number, layer in enumerate(chunk.decoder.layers[: num_deep_layers(hf)]):
+        layer.register_forward_hook(lambda *call, n=number: _add(n, *call), with_kwargs=True)
+
+
+def _add(number: int, layer, args, options, out):
+    row = options["packed_seq_params"].extras.get(RowImages)
+    if row is None:
+        return out
+    hidden, *rest = out
+    return (hidden + row.inner[number], *rest)
+
+
+def take(row: RowImages, outputs, length: int, divided: Callable[[Tensor], Tensor]) -> Tensor:
+    """Store the inner outputs of a row of `length` tokens; return the tower's last outputs [n, H].
+
+    outputs: what the tower of transformers returns. divided: returns a rank's part of [T, 1, H].
+    """
+    last = outputs.pooler_output
+    inner = getattr(outputs, "deepstack_features", None) or []
+    places = row.places.to(last.device)
+    whole = [divided(x.new_zeros(length, 1, x.shape[-1]).index_copy(0, places, x[:, None])) for x in inner]
+    row.inner = [x.detach().requires_grad_(x.requires_grad) for x in whole]
+    return _Return.apply(last, row, *whole) if last.requires_grad and whole else last
+
+
+class _Return(torch.autograd.Function):
+    """Gives the inner outputs the gradients that the layers have collected, when that of the last arrives.
+
+    All layers come after the embedding, so their backward passes have ended by then.
+    """
+
+    @staticmethod
+    def forward(ctx, last, row, *inner):
+        ctx.row = row
+        return last.view_as(last)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, *(x.grad for x in ctx.row.inner)

@@ -1,1 +1,0 @@
-"""Models that see: the vision tower in training, the positions of its tokens, and the engine's images."""
