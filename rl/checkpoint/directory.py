@@ -105,7 +105,8 @@ def write_text(path: Path, text: str) -> Written:
 
 
 def commit(partial: Path, final: Path, manifest: dict) -> None:
-    """Rename a directory whose files are all on the disk to `final`, and make it the latest checkpoint."""
+    """Rename a directory to `final`, once all its files are on the disk, and make it the latest
+    checkpoint."""
     text = json.dumps(manifest | {"crc32": _crc32_of(manifest)}, indent=1)
     write_text(partial / MANIFEST, text + "\n")
     sync_directory(partial)

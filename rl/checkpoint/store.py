@@ -109,9 +109,9 @@ class CheckpointStore:
 
         With checkpoint.background, return once everything is copied; `poll` and `finish` complete the save.
 
-        state: plain data and arrays of one dimension. metrics: those of the step. Both are identical on all
-        ranks. Raises ConfigError on every rank if the checkpoint cannot be written; the incomplete one is
-        removed and older ones stay.
+        state: plain data and arrays of one dimension. metrics: the step's. Both are identical on all ranks.
+        Raises ConfigError on every rank if the checkpoint cannot be written; the incomplete one is removed
+        and older ones stay.
         """
         self.finish()
         if step == self._last_step:
@@ -287,8 +287,8 @@ class CheckpointStore:
     def named(self, path: str) -> Saved:
         """Return the checkpoint that the path in checkpoint.resume names.
 
-        The path names a checkpoint, or a run directory whose newest checkpoint is returned. Raises as
-        `newest` does, and if there is no checkpoint.
+        The path names a checkpoint, or a run directory; its newest checkpoint is returned. Raises as `newest`
+        does, and if there is no checkpoint.
         """
         start = Path(path)
         if _read_on_rank_0(lambda: (start / on_disk.MANIFEST).exists()):

@@ -1,8 +1,8 @@
 """Simulates the seconds of a step in each form of asynchrony, to find the form that pays.
 
-Lengths of responses are log-normal. All samples of a replica advance together by one token per decoding step,
-whose duration depends on their number. Replicas share the load evenly. A synchronous step therefore ends with
-its longest response, at the speed of an almost empty engine. Rates are those of the dry run, or are scaled to
+Lengths of responses are log-normal. All samples of a replica advance together by one token per decoding step.
+Its duration depends on their number. Replicas share the load evenly. A synchronous step therefore ends with
+its longest response, at the speed of an almost empty engine. Rates come from the dry run, or are scaled to
 the measured seconds of a synchronous step.
 """
 

@@ -47,7 +47,8 @@ class Estimate:
     seconds: Mapping[str, float]
     """Seconds by phase, with `update_weights` if the refit is planned."""
     idle: Mapping[str, float]
-    """Seconds of the phases in which ranks wait for the longest response or for other pipeline stages."""
+    """Seconds per phase that ranks wait, for example for the longest response or for other pipeline
+    stages."""
     refit: Refit | None
     notes: list[str]
     hardware: Hardware
@@ -100,7 +101,7 @@ def estimate(
     shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
     maximum. sigma: standard deviation of the logarithm of a response's tokens. plan: whether to plan the
     refit, which takes seconds for the largest models. points: number of adapters of a sweep in one job; at
-    least those of sweep.adapters. Raises ConfigError for an invalid layout.
+    least the length of sweep.adapters. Raises ConfigError for an invalid layout.
     """
     points = max(points, len(config.sweep.adapters))
     if points > 1 and config.adapter.in_engine != "adapter":

@@ -1,12 +1,12 @@
-"""Simulates the seconds in which the replicas generate the samples of a step.
+"""Simulates how long the replicas take to generate the samples of a step.
 
-Lengths of responses are log-normal. All samples of a replica advance together by one token per decoding step,
-whose duration depends on their number. Replicas share the load evenly. A synchronous step therefore ends with
+Lengths of responses are log-normal. All samples of a replica advance together by one token per decoding step.
+Its duration depends on their number. Replicas share the load evenly. A synchronous step therefore ends with
 its longest response, at the speed of an almost empty engine.
 
-A decoding step reads weights (of the routed experts, those that some token uses) or is limited by arithmetic.
-It then reads caches, adds up the layers' outputs over the tensor parallel ranks twice per layer, and takes
-time on the host. A prompt is limited by arithmetic.
+A decoding step reads weights (only routed experts that some token uses) or is limited by arithmetic. It then
+reads caches, adds up the layers' outputs over the tensor parallel ranks twice per layer, and takes time on
+the host. A prompt is limited by arithmetic.
 """
 
 import functools
@@ -25,7 +25,7 @@ from rl.dry_run.parameters import Part
 from rl.dry_run.shape import Model, drafter_of
 
 NUM_STEPS, WARM_UP = 8, 2
-"""Number of simulated steps, and of those that are not counted."""
+"""Number of simulated steps, and how many first ones are not counted."""
 MAX_SAMPLES = 512
 """Number of samples of a step that are simulated at most; larger runs are scaled down."""
 
@@ -78,7 +78,7 @@ class Engines:
     decode_s: Callable[[int], float]
     """Number of samples of a replica -> seconds of a decoding step."""
     prefill_s: float = 0.0
-    """Seconds in which a replica computes a token of a context."""
+    """Seconds that a replica takes for a token of a context."""
 
 
 def generation_seconds(work: Work, engines: Engines, *, started: float = 1.0, staleness: int = 1) -> float:
@@ -87,7 +87,7 @@ def generation_seconds(work: Work, engines: Engines, *, started: float = 1.0, st
     Args:
         started: number of groups in progress when a step starts, per group of the step. Carry-over has
             `rollout.oversample`, generators that go on beside the trainers 1 + `roles.lag`.
-        staleness: number of steps after its first in which a group must be complete.
+        staleness: number of steps after its first within which a group must be complete.
     """
     scale = max(1.0, work.groups * work.samples / MAX_SAMPLES)
     groups, replicas = max(1, round(work.groups / scale)), engines.replicas / scale
@@ -124,7 +124,7 @@ def generation_seconds(work: Work, engines: Engines, *, started: float = 1.0, st
             if not left[group]:
                 del left[group]
                 complete += 1
-        complete -= groups  # those beyond wait for the next step
+        complete -= groups  # further groups wait for the next step
         if step >= WARM_UP:
             counted += seconds - before
     return counted / (NUM_STEPS - WARM_UP)
@@ -175,7 +175,7 @@ def slots(config: Config, engine: EngineMemory, lengths: Lengths) -> float:
 
 
 def prefill_seconds(layout: Layout, model: Model, hardware: Hardware) -> float:
-    """Return the seconds in which a replica computes a token of a context."""
+    """Return the seconds that a replica takes for a token of a context."""
     busiest = hardware.expert_imbalance if layout.rollout_ep > 1 and model.num_experts else 1.0
     speed = hardware.tflops * 1e12 * hardware.train_share * layout.rollout_tp
     return 2 * busiest * model.multiplied / speed

@@ -10,10 +10,10 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine. Peaks are those of an H100 SXM (NVIDIA's data sheet); the rest has a source each.
+    """A machine. Peaks are an H100 SXM's (NVIDIA's data sheet); the rest has a source each.
 
-    docs/launch.md compares the seconds that follow with published ones. Replace the figures by those of your
-    runs (`perf/throughput`, `timing_s/*`).
+    docs/launch.md compares the seconds that follow with published ones. Replace the figures by your runs'
+    figures, for example `perf/throughput` and `timing_s/*`.
     """
 
     gpu_memory_gib: float = 80.0
@@ -63,11 +63,11 @@ class Hardware:
     launches_ahead: int = 1
     """1: kernels compute while the next ones are launched, as on a GPU; 0: not, as on a CPU"""
     backward_launches: float = 2.0
-    """launches of a layer's backward pass over those of its forward pass"""
+    """launches of a layer's backward pass / launches of its forward pass"""
     cores_per_rank: float = 1.0
     """CPU cores of a rank; below 1, ranks take turns on a core, and one that waits leaves it to the others"""
     draft_acceptance: float = 0.8
-    """share of draft tokens that are accepted if those before them are (arXiv:2412.19437, section 5.4.3: 0.85
+    """share of draft tokens that are accepted if all earlier ones are (arXiv:2412.19437, section 5.4.3: 0.85
     to 0.90 for a head's first)"""
     tensor_ms: float = 0.85
     """a weight in a refit that moves them one by one, ms (NeMo-RL #3166: 16 to 19 s for 30B in 128 experts);
@@ -97,7 +97,7 @@ class Hardware:
         return sum(self.draft_acceptance**number for number in range(drafts + 1))
 
     def link_seconds(self, near_bytes: float, far_bytes: float) -> float:
-        """Return the seconds of a rank's messages if those within its node and to other nodes overlap."""
+        """Return the seconds of a rank's messages; messages within the node and to other nodes overlap."""
         return max(near_bytes / self.nvlink_gb_s, far_bytes / self.nic_gb_s) / (1e9 * self.link_share)
 
     def all_reduce_seconds(self, message: float, ranks: int) -> float:

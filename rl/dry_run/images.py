@@ -1,4 +1,4 @@
-"""The images of a prompt in a dry run, which reads no data: all of its tokens are those of one image."""
+"""The images of a prompt in a dry run, which reads no data: all tokens of the prompt belong to one image."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ def images_of(config: Config, model: Model, lengths: "Lengths") -> Images | None
 
 
 def without_frozen_tower(config: Config, model: Model) -> tuple[list["Part"], list["Part"]]:
-    """Return the parts of a model without a frozen tower, and those of that tower."""
+    """Return the parts of a model without a frozen tower, and the tower's parts."""
     parts: tuple[list[Part], list[Part]] = [], []
     for part in model.parts:
         parts[config.model.vision == "frozen" and part.weight.megatron.startswith(TOWER)].append(part)
@@ -51,9 +51,10 @@ def without_frozen_tower(config: Config, model: Model) -> tuple[list["Part"], li
 
 
 def tower_bytes(config: Config, model: Model, row: int, itemsize: int) -> tuple[float, float]:
-    """Return the bytes of a tower that a micro-batch of `row` tokens keeps, and those while a block computes.
+    """Return a tower's bytes for a micro-batch of `row` tokens: kept ones, and further ones in a block.
 
-    The part of its tokens that are those of images is that of prompts in the longest sequence.
+    The share of image tokens equals the prompt's share of the longest sequence: for example, 1/4 with prompts
+    of 1,024 of 4,096 tokens.
     """
     if "vision_config" not in model.hf:
         return 0.0, 0.0
@@ -68,5 +69,5 @@ def tower_bytes(config: Config, model: Model, row: int, itemsize: int) -> tuple[
 
 
 def encoding_seconds(images: Images, prompts: int, num_ranks: int, hardware: Hardware) -> float:
-    """Return the seconds in which engines of so many ranks encode the images, each rank its share."""
+    """Return the seconds that engines on so many ranks take to encode the images, each rank its share."""
     return prompts * images.operations / (num_ranks * hardware.tflops * 1e12 * hardware.train_share)

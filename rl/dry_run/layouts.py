@@ -1,4 +1,4 @@
-"""A search for the fastest layout on a number of ranks, for runs whose number of nodes changes."""
+"""A search for the fastest layout on a number of ranks, for runs with a changing number of nodes."""
 
 import itertools
 from collections.abc import Iterator

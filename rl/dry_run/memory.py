@@ -332,9 +332,8 @@ def model_state(
     the data parallel ranks shard it, and `host_share` of it is in host memory.
 
     adam: None for a frozen model. adapters: the weights that learn, if the others are frozen. points: number
-    of such sets on the same base. shares_base: the frozen ones are those of another model. in_fp8: number of
-    the frozen ones that are kept in FP8, with a float32 factor per block. frozen: number of further weights
-    that never learn.
+    of such sets on the same base. shares_base: another model holds the frozen ones. in_fp8: number of frozen
+    weights in FP8, with a float32 factor per block. frozen: number of further weights that never learn.
     """
     if adapters is not None:
         own = model_state(adapters, layout, itemsize, adam)
@@ -386,10 +385,11 @@ def num_micro_batches(config: Config, layout: Layout, tokens_per_sequence: float
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, number: int) -> float:
-    """Return the number of micro-batches whose activations a stage keeps at once, of `number`.
+    """Return how many micro-batches of `number` have their activations kept by a stage at once.
 
-    1F1B keeps one for each stage from this one to the last. With chunks, each of which keeps 1/vpp, a stage
-    passes (vpp - 1) pp chunks forward before, and two for each following stage (Megatron's interleaving).
+    1F1B keeps one for each stage from this one to the last. For example, with pp=4 stage 0 keeps 4 and stage
+    3 keeps 1. A chunk keeps 1/vpp; with chunks, a stage passes (vpp - 1) pp chunks forward before, and two
+    for each following stage (Megatron's interleaving).
     """
     if layout.vpp == 1:
         return min(layout.pp - stage, number)
@@ -408,7 +408,7 @@ def _activations(
 ) -> tuple[float, float]:
     """Return the bytes of (activations, head) of one stage at the peak of a training pass.
 
-    The peak is in the backward pass of a layer or of a head: that of the log-probs, or the policy's for
+    The peak is in the backward pass of a layer or of a head: the head for log-probs, or the policy's head for
     multi-token prediction (`predictor`), which computes after the last layer's forward pass.
     """
     itemsize, row = ITEMSIZE[config.model.dtype], longest_row(config)
@@ -459,8 +459,8 @@ def layer_elements(
 
     These are input and output of every matrix product, and queries and keys after the rotary embedding, or
     what a gated delta net computes from.
-    parts: those whose activations are kept. Of an MLP, of experts and of up-projections that are computed
-    again, the input is; queries and keys are the attention's own copies.
+    parts: the parts that keep their activations. Of an MLP, of experts and of up-projections that are
+    computed again, the input is kept; queries and keys are the attention's own copies.
     """
     tp, shared, experts = layout.tp, 0.0, 0.0
     cut_in = tp if layout.sequence_parallel else 1

@@ -1,7 +1,7 @@
 """The number of parameters on one rank of each pipeline stage, from the declarations of rl.models alone.
 
-Checkpoints and refits use the same `Weight`s, so the numbers are those of the tensors that a run allocates,
-with the padding of the vocabulary (tests/ranks/dry_run compares them with real ranks).
+Checkpoints and refits use the same `Weight`s, so the numbers count the tensors that a run allocates, with the
+padding of the vocabulary (tests/ranks/dry_run compares them with real ranks).
 """
 
 import functools

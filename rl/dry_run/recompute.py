@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kept:
-    """Parts of a layer whose activations are kept for the backward pass."""
+    """Parts of a layer that keep their activations for the backward pass."""
 
     without: frozenset[str] = frozenset()
     """Parts that are computed again, by the names of `training.recompute_modules`."""
@@ -33,7 +33,7 @@ EVERYTHING = Kept()
 
 
 def kept_parts(training: Training) -> Kept:
-    """Return the parts whose activations a layer keeps."""
+    """Return the parts of a layer that keep their activations."""
     return Kept(frozenset(training.recompute_modules)) if training.recompute == "selective" else EVERYTHING
 
 
@@ -43,11 +43,11 @@ def kept_and_computed_again(
     """Return what a stage keeps per micro-batch, what it computes again at once, and layers with attention.
 
     layers, kept: elements per layer, all and with `kept_parts`. layer_input: elements of a layer's input. The
-    last number is that of the layers whose keys and values are kept.
+    last number counts the layers that keep their keys and values.
     """
     if training.recompute == "full":
         again = recomputed_layers(len(layers), training.recompute_every)
-        # The other layers, whose backward passes come first, are then free.
+        # The other layers' backward passes come first, so they are then free.
         working = max(0.0, max(layers[:again]) - sum(layers[again:]))
         return again * layer_input + sum(layers[again:]), working, len(layers) - again
     working = max(everything - part for everything, part in zip(layers, kept))
@@ -55,7 +55,7 @@ def kept_and_computed_again(
 
 
 def attention_again(training: Training) -> float:
-    """Return the share of layers whose attention is computed again in the backward pass."""
+    """Return the share of layers that compute their attention again in the backward pass."""
     if training.recompute == "full":
         return 1 / training.recompute_every
     return float(training.recompute == "selective" and "core_attn" in training.recompute_modules)

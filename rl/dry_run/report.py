@@ -252,7 +252,8 @@ def _idle(estimate: Estimate) -> list[str]:
 
 
 def _pipeline(estimate: Estimate) -> str:
-    """Return the idle share of the pipeline, and that of a plain schedule, or of two chunks per stage."""
+    """Return the idle share of the pipeline, and the idle share of a plain schedule, or of two chunks per
+    stage."""
     config, layout, lengths = estimate.config, estimate.layout, estimate.lengths
     layers = min(model.num_layers for model in estimate.models.values() if model.run.on_training_grid)
     other = 1 if layout.vpp > 1 else 2

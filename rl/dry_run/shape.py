@@ -27,7 +27,7 @@ from rl.models.json_files import read_object
 from rl.models.layout import Weight
 
 SHAPES = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""Directory of published config.json files, for models whose checkpoints are on other machines."""
+"""Directory of published config.json files, for models with checkpoints on other machines."""
 
 
 DRAFTERS = {"mtp": "mtp", "model": "draft"}
@@ -88,8 +88,9 @@ class Model:
     def multiplied(self) -> int:
         """Number of parameters in the products of one token.
 
-        Of the routed experts, only those of the token count. The token embedding counts only if it is also
-        the head, and a vision tower not at all, because only patches of images pass it.
+        Routed experts count only if the token uses them: for example, 8 of 128 in Qwen3-30B-A3B. The token
+        embedding counts only if it is also the head, and a vision tower not at all, because only patches of
+        images pass it.
         """
         total = 0
         for part in self.parts:
@@ -118,7 +119,7 @@ class Model:
     def state_bytes(self, tp: int, itemsize: int) -> int:
         """Return the bytes of a sequence's recurrent states in a rank's caches.
 
-        A state is float32. vLLM keeps two per layer: the current one and that of the last cached block.
+        A state is float32. vLLM keeps two per layer: the current one and the state of the last cached block.
         """
         if not self.num_recurrent:
             return 0
@@ -135,8 +136,8 @@ class Model:
         return heads, keys, values
 
     def score_products(self, length: float) -> float:
-        """Return the products per token of attention's scores and sums, half of which are masked, and of
-        recurrent states.
+        """Return the products per token of attention's scores and sums (half are masked), and of recurrent
+        states.
 
         length: tokens of a sequence. In a chunk of 64 tokens a gated delta net computes scores, solves a
         triangular system, and reads and updates its state.
@@ -244,7 +245,7 @@ def with_output_head(head: Model, policy: Model) -> Model:
 
 
 def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
-    """Return the config.json of a model, else the published one whose name is a prefix of the path's name."""
+    """Return the config.json of a model, else the published one with a name that begins the path's name."""
     if shape:
         file = Path(shape, "config.json") if Path(shape).is_dir() else Path(shape)
         if not file.is_file():

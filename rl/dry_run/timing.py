@@ -136,7 +136,7 @@ def held_parameters(parts: Sequence[Part], layout: Layout) -> float:
 
 
 def _share_of_old_logprobs(config: Config) -> float:
-    """Return the share of a step's samples whose old log-probs need a separate pass, 0 to 1.
+    """Return the share of a step's samples that need a separate pass for their old log-probs, 0 to 1.
 
     Unless something reads them earlier, the first mini-batch takes them from its update.
     """
@@ -213,7 +213,7 @@ def prediction_seconds(
     lengths: Lengths,
     hardware: Hardware,
 ) -> float:
-    """Return the seconds in which the head for multi-token prediction learns from all sequences of a step.
+    """Return the seconds that the head for multi-token prediction takes to learn from a step's sequences.
 
     Only the last pipeline stage computes it, and the others wait. The output head has three products: the
     policy's distribution, the head's own, and the gradient of its states.
@@ -248,7 +248,8 @@ def _layer_messages(
     gradients of the weights need the gathered input again (arXiv:2205.05198, section 4.2.2). Expert parallel
     ranks send each token to the ranks of its experts, and get the results back.
 
-    forward: number of forward passes. backward: products of a backward pass in those of a forward pass.
+    forward: number of forward passes. backward: products of a backward pass / products of a forward pass, for
+    example 2.
     """
     width = tokens * model.hf["hidden_size"] * itemsize
     number = 4 * forward + (0, 4, 6)[backward]

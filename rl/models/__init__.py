@@ -46,7 +46,7 @@ VISION = {
 SUPPORTED = (*(name for file in _FILES for name in file.ARCHITECTURES), *VISION)
 """Architectures by their name in config.json."""
 BITWISE = tuple(name for file in _WITH_BITWISE for name in file.ARCHITECTURES)
-"""Those whose layers model.numerics=bitwise computes."""
+"""Architectures with layers that model.numerics=bitwise computes."""
 
 
 def value_model(hf: dict) -> dict:
@@ -114,7 +114,7 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
 
 
 def merged(written: dict) -> dict:
-    """Return a config.json in which the keys of `text_config`, if there is one, are also those of the whole.
+    """Return a config.json with the keys of `text_config`, if there is one, also at its top.
 
     `as_written` undoes it.
     """
@@ -124,5 +124,5 @@ def merged(written: dict) -> dict:
 
 
 def as_written(hf: dict) -> dict:
-    """Return the content of the file of which `merged` returned `hf`."""
+    """Return the content of the file from which `merged` made `hf`."""
     return hf.get("as_written", hf)

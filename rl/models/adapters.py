@@ -6,7 +6,7 @@ its weight. Of a layer that is split by rows (output features), every tensor par
 rows of B. Of a layer that is split by columns (input features), it holds its columns of A, and B. The product
 of what a rank holds is therefore its part of B A, without communication.
 
-Names in checkpoints are those of peft.
+Names in checkpoints are peft's.
 """
 
 import functools
@@ -26,7 +26,7 @@ class LowRank:
     """The adapter of one linear layer of the checkpoint."""
 
     base: Weight
-    """The weight of which the layer is a part."""
+    """The weight that holds the layer as a part, for example linear_qkv for q_proj."""
     part: int
     """Index of the layer's tensor in `base.hf`."""
     a: Weight
@@ -92,7 +92,7 @@ def _matches(name: str, target: str) -> bool:
 def _linear_layers(weights: Sequence[Weight]) -> Iterator[tuple[Weight, int]]:
     """Yield (weight, index of its tensor) of every linear layer but routers, gates, embedding and head.
 
-    Experts whose tensors the checkpoint holds as one have no adapters: peft has one for all of them there.
+    Experts that the checkpoint holds in one tensor have no adapters: peft has one adapter for all of them.
     """
     for weight in weights:
         is_matrix = weight.layer is not None and len(weight.shapes[0]) == 2 and weight.stored is None
@@ -128,7 +128,7 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
 
 @functools.cache
 def _same_rows(base: Weight, part: int) -> Cut:
-    """Return the cut of a tensor of which a rank holds the rows that it holds of a part of the base.
+    """Return the cut of a tensor by the rows that a rank holds of a part of the base.
 
     In vLLM several ranks hold the rows of a key or value head, if there are more ranks than heads.
     """

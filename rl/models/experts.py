@@ -15,7 +15,7 @@ def megatron_fields(hf: dict, *, renormalise: bool, moe_layers: list[bool]) -> d
     """Return fields of Megatron's TransformerConfig for experts with a softmax router.
 
     renormalise: whether the k weights of a token sum to 1, as in Mixtral. They are then a softmax over the k
-    largest logits, which equals the softmax over all logits divided by its sum over those k.
+    largest logits, which equals the softmax over all logits divided by its sum over these k.
     """
     return dict(
         num_moe_experts=num_experts(hf) or hf["num_experts"],  # KeyError names the absent key

@@ -32,9 +32,9 @@ BLOCKS, SCALES = "_blocks", "_scales"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights in files, except quantised weights."""
 QUANTISATIONS = ("fp8", "mxfp4")
-"""Values of `quantization_config.quant_method` whose files are read."""
+"""Readable values of `quantization_config.quant_method`."""
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 to 7; those of 8 to 15 are their negatives."""
+"""Values of the codes 0 to 7; codes 8 to 15 are their negatives, for example code 9 is -0.5."""
 
 
 def mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class TensorReader:
 
     Args:
         files: tensor name -> its file, as returned by `tensor_files`.
-        weights: those whose tensors the files may hold as parts of others.
+        weights: weights that the files may hold as parts of other tensors.
     """
 
     def __init__(self, files: dict[str, Path], weights: Iterable[Weight] = ()):
@@ -179,7 +179,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 def stored_shapes(weight: Weight, names: Container[str] = ()) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the files' tensors that hold the weight, by name.
 
-    names: those in the files, which decide whether they are MXFP4.
+    names: the files' names of tensors, which decide whether the files are MXFP4.
     """
     if weight.stored is None:
         return dict(zip(weight.hf, weight.shapes))
@@ -193,7 +193,7 @@ def stored_shapes(weight: Weight, names: Container[str] = ()) -> dict[str, tuple
 def as_stored(
     weights: Iterable[Weight], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the (name, tensor) of the files, given those of `weights` in their order."""
+    """Yield the (name, tensor) of the files, given the (name, tensor) of `weights` in their order."""
     places = {weight.hf[0]: weight.stored for weight in weights if weight.stored is not None}
     parts: list[Tensor] = []
     for name, tensor in tensors:
@@ -216,7 +216,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _check_dtypes(files: dict[str, Path], dtypes: dict[str, str]) -> None:
-    """Raise ValueError for a tensor whose dtype is not readable as a weight."""
+    """Raise ValueError for a tensor with a dtype that is not readable as a weight."""
     for name, dtype in dtypes.items():
         if name.endswith((BLOCKS, SCALES)):
             readable: tuple[str, ...] = ("U8",)

@@ -1,4 +1,4 @@
-"""Differences of a model's layers from those that Megatron's config can express, as plain data."""
+"""Properties of a model's layers that Megatron's config cannot express, as plain data."""
 
 from dataclasses import dataclass
 
@@ -22,4 +22,4 @@ class Form:
     rows_alternate: bool = False
     """Whether rows of gate and up alternate in the experts' weights; else gate is before up."""
     windowed: tuple[bool, ...] = ()
-    """For each layer, whether its rotary embedding is that of layers with a window; (): one for all."""
+    """For each layer, whether it has the rotary embedding for layers with a window; (): one for all."""

@@ -41,7 +41,7 @@ def box_of(pieces: Sequence[Piece], name: str) -> Box:
 
 
 def cut_blocks(weight: Weight, pieces: Sequence[Piece], *, in_engine: bool) -> str | None:
-    """Return the first tensor of which a rank holds a part of a block; None if there is none.
+    """Return the first tensor with a block that is divided between ranks; None if there is none.
 
     in_engine: require also that the blocks are blocks of the parameter, which is one matrix, or one of all
     experts.

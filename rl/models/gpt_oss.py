@@ -1,9 +1,9 @@
 """gpt-oss: attention with sinks, every other layer with a window; experts with biases and a clamped SwiGLU.
 
-A head's sink is a learned score of which the softmax takes a share and no value. The rows of an expert's gate
-and up alternate. Checkpoints hold the experts of a layer in one tensor: bfloat16 with rows and columns
-exchanged (Transformers writes it), or MXFP4 (as published), which is dequantised when it is read. Exports are
-bfloat16.
+A head's sink is a learned logit that enters the softmax's denominator but adds no value. The rows of an
+expert's gate and up alternate. Checkpoints hold the experts of a layer in one tensor: bfloat16 with rows and
+columns exchanged (Transformers writes it), or MXFP4 (as published), which is dequantised when it is read.
+Exports are bfloat16.
 """
 
 from dataclasses import replace

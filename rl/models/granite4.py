@@ -13,7 +13,7 @@ megatron_config, form = granite.megatron_config, granite.form
 def check(hf: dict) -> None:
     """Raise ValueError for a config with an unsupported option."""
     kinds = set(hf.get("layer_types") or ["linear_attention"])
-    if others := kinds - {"attention", "full_attention"}:  # the first name is that of the published files
+    if others := kinds - {"attention", "full_attention"}:  # the published files have the first name
         raise ValueError(
             f"Granite 4 with layers of type {', '.join(sorted(others))} is not supported: Mamba layers are "
             "not built; use a dense model (granite-4.0-micro, -1b, -350m)."

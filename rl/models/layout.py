@@ -67,7 +67,7 @@ class Stored:
     """Whether the files hold the matrix with rows and columns exchanged."""
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the tensor in the files. shape: that of one expert's tensor."""
+        """Return the shape of the tensor in the files. shape: one expert's shape."""
         return (self.count, *(reversed(shape) if self.transposed else shape))
 
     def box(self, box: Box) -> Box:
@@ -112,7 +112,7 @@ class Weight:
     """Names of its layers in transformers' model, if checkpoints name them otherwise."""
 
     def module(self, part: int) -> str:
-        """Return the name in transformers' model of the layer whose weight is tensor `part` of `hf`."""
+        """Return the name in transformers' model of the layer with tensor `part` of `hf` as its weight."""
         return self.modules[part] if self.modules else self.hf[part].removesuffix(".weight")
 
     @property
@@ -121,7 +121,7 @@ class Weight:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def bytes_per_element(self, itemsize: int) -> int:
-        """Return the bytes of one element in a model whose dtype takes `itemsize` bytes."""
+        """Return the bytes of one element in a model with a dtype of `itemsize` bytes."""
         return 4 if self.float32 else itemsize
 
     def megatron_pieces(self, tp: int, tp_rank: int) -> list[Piece]:
@@ -217,7 +217,7 @@ VOCAB = Cut(_vocab, _vocab)
 def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
     """Return the cut of query, key and value, weights or biases.
 
-    Megatron concatenates KV groups, each of which is its queries, its key and its value; a rank holds whole
+    Megatron concatenates KV groups: for each group its queries, its key and its value. A rank holds whole
     groups. vLLM concatenates a rank's queries, its keys and its values. With tp > num_kv_heads, several ranks
     hold each KV head.
     """
@@ -260,7 +260,7 @@ def kv_heads(num_kv_heads: int, head_dim: int) -> Cut:
 
 @functools.cache
 def joined(cut: Cut, rows: tuple[int, ...]) -> Cut:
-    """Return the cut of one Hugging Face tensor that holds those of `cut` as blocks of `rows` rows."""
+    """Return the cut of one Hugging Face tensor that joins the tensors of `cut` as blocks of `rows` rows."""
 
     def of(pieces: Callable[..., list[Piece]]) -> Callable[..., list[Piece]]:
         def of_whole(names, shapes, tp, rank):
@@ -324,7 +324,7 @@ def expert_down_bias(expert: int) -> Cut:
 
 
 def cuts_fp8_blocks(weight: Weight, tp: int) -> bool:
-    """Return whether the FP8 blocks of a rank's Megatron parameter differ from those of the whole one.
+    """Return whether the FP8 blocks of a rank's Megatron parameter differ from the whole parameter's.
 
     Blocks begin at the first element of a parameter [rows, columns]. They agree if each part of the whole
     that a rank holds begins at a block of both, and ends at a block or at the end of the whole.

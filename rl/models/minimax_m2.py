@@ -19,7 +19,7 @@ FIXED = {
     "qk_norm_type": "per_layer",
     "use_qk_norm": True,
 }
-"""Key of config.json -> its only supported value, which is that of a config without the key."""
+"""Key of config.json -> its only supported value, which is also the default."""
 ABSENT = ("attention_bias", "shared_intermediate_size", "router_jitter_noise")
 """Keys that may only be absent, 0 or false."""
 

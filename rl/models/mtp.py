@@ -20,7 +20,7 @@ HEADS = {
     "Glm4MoeLiteForCausalLM": "Glm4MoeLiteMTPModel",
     "Glm4MoeForCausalLM": "Glm4MoeMTPModel",
 }
-"""Architecture whose head is supported -> vLLM's name of the head."""
+"""Architecture with a supported head -> vLLM's name of the head."""
 
 
 def check(hf: dict, *, key: str, path: str) -> None:

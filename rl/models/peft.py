@@ -1,7 +1,7 @@
 """Adapters in the files of the package peft: adapter_config.json and adapter_model.safetensors.
 
-Every linear layer of the checkpoint has its own A and B in the file, those of single experts included. peft
-converts experts to the fused parameters of transformers 5 when it loads them
+Every linear layer of the checkpoint has its own A and B in the file, including single experts. peft converts
+experts to the fused parameters of transformers 5 when it loads them
 (peft/utils/transformers_weight_conversion.py of peft 0.21). Plain data, as `rl.models.layout`.
 """
 
@@ -19,7 +19,7 @@ from rl.models.placement import count_experts
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Last parts of the names of layers that peft takes for those of experts in every mixture of experts."""
+"""Last parts of names that peft takes for experts' layers in every mixture of experts."""
 READABLE: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -76,7 +76,7 @@ def peft_config(
         "bias": "none",
         "target_modules": modules,
         "target_parameters": parameters or None,
-        # Layers of a vision tower have no adapters, but some are called as those of the text model.
+        # Layers of a vision tower have no adapters, but some have names of the text model's layers.
         "exclude_modules": rf".*{re.escape(TOWER)}.*" if sees else None,
         "use_rslora": False,
         "use_dora": any(pair.magnitude is not None for pair in pairs),

@@ -1,4 +1,4 @@
-"""Phi-4 and Phi-3: Llama's decoder, whose checkpoints join query, key and value, and gate and up."""
+"""Phi-4 and Phi-3: Llama's decoder; checkpoints join query, key and value, and gate and up."""
 
 from dataclasses import replace
 

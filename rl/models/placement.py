@@ -214,7 +214,8 @@ class RolloutPlacement:
 
 @functools.cache
 def training_ranges(num_layers: int, pp: int) -> Ranges:
-    """Return the layers of each stage as the trainer builds them; pp * vpp parts have those of its chunks."""
+    """Return the layers of each stage as the trainer builds them; pp * vpp parts have the layers of its
+    chunks."""
     return _ranges(stage_layers(num_layers, pp))
 
 

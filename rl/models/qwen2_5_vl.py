@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a vision tower, whose outputs replace the embeddings of image tokens, before a Qwen2.
+"""Qwen2.5-VL: a vision tower before a Qwen2; the tower's outputs replace the embeddings of image tokens.
 
 Every rank of the first pipeline stage holds the whole tower, and so does every rank of an engine.
 """
@@ -46,13 +46,13 @@ def check_axes(hf: dict, family: str, *, interleaved: bool = False) -> None:
 
 
 def weights(hf: dict) -> list[Weight]:
-    """Return every parameter: those of the tower, then those of the text model."""
+    """Return every parameter: first the tower's, then the text model's."""
     text = dense.weights(hf, qkv_bias=True)
     return [*tower(hf["vision_config"]), *map(_behind_tower, text)]
 
 
 def _behind_tower(weight: Weight) -> Weight:
-    """Return a weight of a text model as that of a model with a tower; its name in files is the same."""
+    """Return a text model's weight under its name in a model with a tower; its name in files is the same."""
     names = range(len(weight.hf))
     modules = tuple(weight.module(n).replace("model.", "model.language_model.", 1) for n in names)
     return replace(weight, vllm=f"language_model.{weight.vllm}", modules=modules)

@@ -73,7 +73,8 @@ def _projections(hf: dict, layer: int) -> list[Weight]:
 
 @functools.cache
 def by_key_head(groups: int, parts: tuple[tuple[int, int, int], ...]) -> Cut:
-    """Return the cut of tensors whose blocks of rows belong to key heads, one after another in each block.
+    """Return the cut of tensors with blocks of rows that belong to key heads, one after another in each
+    block.
 
     Megatron concatenates the rows of a key head, vLLM a rank's rows of each block.
 

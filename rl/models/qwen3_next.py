@@ -1,8 +1,8 @@
 """Qwen3-Next: three of four layers have gated delta nets in place of attention, the others a gated attention.
 
 A quarter of a head's channels is rotated, and norms multiply by 1 + weight but for that of the delta nets.
-The router and the experts are those of Qwen3-MoE; a shared expert has a gate of its own. Checkpoints hold the
-projections of a delta net in two tensors, whose rows are grouped by key head. Their layers for multi-token
+The router and the experts are Qwen3-MoE's; a shared expert has a gate of its own. Checkpoints hold the
+projections of a delta net in two tensors, with rows grouped by key head. Their layers for multi-token
 prediction (`mtp.*`) are neither trained nor served nor exported.
 """
 

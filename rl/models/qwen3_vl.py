@@ -1,8 +1,8 @@
-"""Qwen3-VL: a vision tower, and a Qwen3 whose first layers also receive the tower's inner outputs.
+"""Qwen3-VL: a vision tower before a Qwen3; the Qwen3's first layers also receive the tower's inner outputs.
 
 The outputs of some layers of the tower (`deepstack_visual_indexes`) are added to the hidden states of the
 images' tokens after the first layers of the text model, one each (arXiv:2406.04334). The text model is dense,
-or that of Qwen3-MoE, whose experts the files hold in two tensors per layer.
+or a Qwen3-MoE; the files hold its experts in two tensors per layer.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def _text(hf: dict) -> ModuleType:
 
 
 def weights(hf: dict) -> list[Weight]:
-    """Return every parameter: those of the tower, then those of the text model."""
+    """Return every parameter: first the tower's, then the text model's."""
     seen = [replace(weight, hf=(f"model.{weight.hf[0]}",)) for weight in tower(hf["vision_config"])]
     text = []
     for weight in _text(hf).weights(hf):

@@ -39,7 +39,7 @@ def rope_parameters(hf: dict, *, local: bool = False) -> dict:
     """Return the rotary parameters, always with `rope_theta` and `rope_type`.
 
     As in transformers 5, `rope_scaling` of older configs takes precedence over `rope_parameters`.
-    local: those of layers with a window, if they have their own.
+    local: the parameters of layers with a window, if they have their own.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     nested = hf.get("rope_parameters") or {}
@@ -64,8 +64,8 @@ def has_local(hf: dict) -> bool:
 def scaled(hf: dict, scaling: dict) -> dict:
     """Return the config with the rotary scaling `scaling` (model.rope_scaling); {} leaves it as it is.
 
-    The base stays, and `max_position_embeddings` becomes that of the longer window. Raises ValueError for an
-    unknown type or parameter.
+    The base stays, and `max_position_embeddings` becomes the length of the longer window. Raises ValueError
+    for an unknown type or parameter.
     """
     if not scaling:
         return hf
@@ -107,9 +107,9 @@ def positions(hf: dict) -> int:
 
     YaRN multiplies the original context, whichever of the two `max_position_embeddings` is; vLLM's table of
     rotations has this size. Linear scaling multiplies `max_position_embeddings`, as in vLLM, except in Gemma
-    3, whose `max_position_embeddings` are the scaled ones. Dynamic scaling adds none: its frequencies depend
-    on the final length of a sequence, so the probabilities with which its tokens are generated one after
-    another are not those that the trainer computes for the whole.
+    3: its `max_position_embeddings` are the scaled ones. Dynamic scaling adds none: its frequencies depend on
+    the final length of a sequence, so the probabilities during generation, one token after another, differ
+    from the trainer's for the whole.
     """
     rope, given = rope_parameters(hf), hf["max_position_embeddings"]
     if rope["rope_type"] == "yarn":
@@ -221,7 +221,7 @@ def _yarn(powers: Tensor, rope: dict, context: float) -> Tensor:
     """Return the frequencies of YaRN (arXiv:2309.00071, section 3.2).
 
     powers: inverse frequencies without scaling. context: the original one. Pairs that turn more than
-    `beta_fast` times within it are unchanged, those that turn less than `beta_slow` times are divided by
+    `beta_fast` times within it are unchanged, pairs that turn less than `beta_slow` times are divided by
     `factor`. The pairs between are interpolated by their number; unless `truncate` is false, both borders are
     rounded to whole pairs, outwards.
     """

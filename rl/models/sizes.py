@@ -56,7 +56,7 @@ def num_experts(hf: dict) -> int:
 
 
 def ffn_width(hf: dict) -> int:
-    """Return the intermediate size of a dense layer, or that of an expert if no layer is dense."""
+    """Return the intermediate size of a dense layer, or of an expert if no layer is dense."""
     keys = ("shared_intermediate_size", "intermediate_size", "moe_intermediate_size")  # the first: Granite 4
     return next(hf[key] for key in keys if hf.get(key))
 

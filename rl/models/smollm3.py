@@ -1,4 +1,4 @@
-"""SmolLM3 3B: Llama's decoder, in which every fourth layer does not rotate queries and keys (NoPE)."""
+"""SmolLM3 3B: Llama's decoder; every fourth layer does not rotate queries and keys (NoPE)."""
 
 from rl.models import dense
 

@@ -15,7 +15,7 @@ class TowerCost:
     per_token: int
     """Operations of the mergers, per token of the text model."""
     per_pair: int
-    """Operations of attention, per pair of patches of which one attends to the other."""
+    """Operations of attention, per pair of a patch and a patch that it attends to."""
     layers: tuple[int, int]
     """Number of layers with attention between all patches, and with attention only within windows."""
     window: int
@@ -55,9 +55,9 @@ class TowerCost:
 class TowerActivations:
     """Numbers of elements per patch that the backward pass of a vision tower in transformers needs.
 
-    A block of width `D` and intermediate size `F` keeps 15 D + 4 F in Qwen2.5-VL, whose norms compute in
-    float32 and whose MLP has a gate, and 11 D + 2 F in Qwen3-VL. tests/unit/models/test_tower_cost.py
-    compares both with the tensors that torch 2.13 saves.
+    A block of width `D` and intermediate size `F` keeps 15 D + 4 F in Qwen2.5-VL (norms in float32, an MLP
+    with a gate) and 11 D + 2 F in Qwen3-VL. tests/unit/models/test_tower_cost.py compares both with the
+    tensors that torch 2.13 saves.
     """
 
     depth: int

@@ -24,7 +24,7 @@ NEEDS = {
 }
 """Key of config.json, or of its text_config -> what the model needs if the value is not empty."""
 TEXT_ALONE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""Architectures with a vision tower whose text model is supported."""
+"""Architectures with a vision tower and a supported text model."""
 
 
 def needed(hf: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ def export_peft(
     the rank, [B, -B0] [A; A0], so that they belong to the original W.
 
     Collective over the world; rank 0 writes, and needs memory for all adapters. The directory gets its name
-    when it is complete and every tensor in its file is that of the model; else every rank raises
+    when it is complete and every tensor in its file equals the model's; else every rank raises
     WronglyExported. fence: as in `export_hf`.
     """
     adapters = trainer.parts.get(Adapters)
