@@ -12,7 +12,7 @@ from rl.config.command_line import field_docs
 OPTIONS = [
     own.name for own in fields(Resources) if own.name != "scheduler" and type(own.default) in (int, str)
 ]
-"""Fields of `Resources` whose option takes a number or a text."""
+"""Fields of `Resources` with an option that takes a number or a text."""
 
 
 def make_parser(command: str, doc: str | None) -> argparse.ArgumentParser:

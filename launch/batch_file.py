@@ -1,4 +1,4 @@
-"""Batch files like those of slurm/: plain bash around slurm/job.sh, to be edited and submitted again."""
+"""Batch files like the files of slurm/: plain bash around slurm/job.sh, to be edited and submitted again."""
 
 import shlex
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ slurm/elastic.sbatch does this. Ranks do not survive the death of another rank, 
 files in the run directory (`launch.elastic_files`) on generations: a number, members, a layout. The first
 living member leads: when a member dies, or another node can join, it proposes the next generation. An agent
 that finds a newer generation kills the ranks of its own one, and starts ranks if it is a member. These
-continue from the newest checkpoint. Exit codes are those of train_rl.py.
+continue from the newest checkpoint. Exit codes are train_rl.py's.
 """
 
 import argparse
@@ -418,7 +418,7 @@ def _number(name: str, default: float) -> float:
 
 
 def _environment(at: Generation, place: int, rank: int, local: int) -> dict[str, str]:
-    """Return the environment of a rank: that of a Slurm step of the generation's members."""
+    """Return the environment of a rank, as a Slurm step of the generation's members would set it."""
     own = ("MASTER_PORT", "RANK", "WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_HET_SIZE")
     return {name: value for name, value in os.environ.items() if name not in own} | {
         "LOCKSTEP_GENERATION": str(at.number),

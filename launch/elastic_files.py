@@ -113,7 +113,8 @@ class Board:
         return sorted(found.values(), key=lambda lease: lease.node)
 
     def excuse(self, seconds: float) -> None:
-        """Do not count the seconds in which this agent itself did not run."""
+        """Do not count seconds during which this agent itself did not run, for example while it was
+        stopped."""
         self._seen = {key: (beat, at + seconds, moved) for key, (beat, at, moved) in self._seen.items()}
 
     def silent_s(self, key: str) -> float:
@@ -164,7 +165,7 @@ class Board:
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """Return the exit code of a node from those of its ranks: 2, a fault's, 75 or 0, the first of them."""
+    """Return the exit code of a node from its ranks' exit codes: 2, a fault's, 75 or 0, the first of them."""
     faults = [code if code > 0 else 128 - code for code in codes if code not in (0, 75)]
     return 2 if 2 in faults else next(iter(faults), 75 if 75 in codes else 0)
 

@@ -24,7 +24,7 @@ JOIN = "LOCKSTEP_JOIN"
 class Jobs:
     """The jobs as the agent of one node sees them.
 
-    directory: that of the leases. own: id of the node's job, empty outside of Slurm. say: writes a line.
+    directory: with the leases. own: id of the node's job, empty outside of Slurm. say: writes a line.
     """
 
     def __init__(self, directory: Path, own: str, say: Callable[[str], None]):
@@ -55,8 +55,8 @@ class Jobs:
     def end(self, code: int, nodes_left: Sequence[str], nodes: Sequence[str]) -> None:
         """Let the own job end as the run does; for the job's last agent.
 
-        Its batch script does it, unless the job's first node is lost. code: of the run. nodes_left: those of
-        the job that live. nodes: all of the job.
+        Its batch script does it, unless the job's first node is lost. code: of the run. nodes_left: live
+        nodes of the job. nodes: all of the job.
         """
         again = code == 75 and os.environ.get("NO_REQUEUE", "0") != "1"
         try:

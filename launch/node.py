@@ -2,9 +2,9 @@
 
     NODE_RANK=1 python -m launch.node NODES RANKS LOGS PROGRAM [argument ...]
 
-Rank 0 writes to the output of this process, each other rank to LOGS/rank-N.log. The ranks meet as those of a
-Slurm step do (`rl.runtime.rendezvous`). When one ends with an error, the others have GRACE_S seconds to
-report the cause. The exit code is that of the ranks.
+Rank 0 writes to the output of this process, each other rank to LOGS/rank-N.log. The ranks meet as the ranks
+of a Slurm step do (`rl.runtime.rendezvous`). When one ends with an error, the others have GRACE_S seconds to
+report the cause. The exit code is the ranks'.
 """
 
 import os

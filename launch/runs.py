@@ -22,15 +22,16 @@ DIRECTORY = "launch"
 """Subdirectory of a run or a sweep for batch files, logs and submissions."""
 JOBS, SWEEP = "jobs.jsonl", "sweep.json"
 RANK_LOGS = ".ranks"
-"""Suffix of the directory in which slurm/job.sh keeps rank logs and a copy of the run's status.json."""
+"""Suffix of slurm/job.sh's directory with rank logs and a copy of the run's status.json: for example,
+x-17.ranks."""
 SILENT_S = 300.0
-"""Seconds without a heartbeat after which a running run, whose job is not in the queue, counts as lost."""
+"""Seconds without a heartbeat after which a running run counts as lost, if its job is not in the queue."""
 UNREADABLE_RUN = "unreadable"
-"""State of a run whose files cannot be read."""
+"""State of a run with files that cannot be read."""
 STATUS = dict(state="", step=None, max_steps=None, time=None, restarts=None, job="", reason="")
 """Fields of status.json; a file of another version may lack some of them."""
 UNFINISHED = ("stopped", "failed", "lost", "unstarted")
-"""States in which a run does not continue by itself."""
+"""States of runs that do not continue by themselves."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ CORES_PER_GPU = 8
 
 
 class Slurm:
-    """Slurm, whose batch files use slurm/job.sh. The methods are those of `Other`."""
+    """Slurm. Its batch files use slurm/job.sh; the methods are the same as in `Other`."""
 
     suffix = ".sbatch"
     render = staticmethod(batch_file.render)
@@ -43,7 +43,7 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Other:
-    """A scheduler whose batch files use slurm/nodes.sh."""
+    """A scheduler with batch files that use slurm/nodes.sh, for example PBS Pro."""
 
     suffix: str
     directive: str
@@ -51,7 +51,7 @@ class Other:
     options: Callable[[Resources, str, Path], list[str]]
     """Options of a job of these resources with this name and this directory of logs."""
     directory: str
-    """Variable with the directory in which a job starts."""
+    """Variable with the start directory of a job."""
     index: str
     """Task of an array, in bash."""
     commands: Callable[[Path, str, Sequence[int], int], list[list[str]]]

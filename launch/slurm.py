@@ -23,7 +23,7 @@ def run(*command: str, given: str | None = None) -> str:
 
     given: its standard input.
     """
-    # Inside a job, its variables would become those of the new one.
+    # Inside a job, the new job would inherit its variables.
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -49,7 +49,7 @@ def submit(file: str, *, options: Sequence[str] = ()) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
-    """Return the states of those jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm.
+    """Return the states of the jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm.
 
     A task of an array is 17_3, in the argument and in the result.
     """

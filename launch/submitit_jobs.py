@@ -111,7 +111,7 @@ class Train:
         assert self._process is not None
         if stop and self._code is None:
             self._process.send_signal(signal.SIGUSR2)
-        # Not Popen.wait, whose lock the interrupted call of the same thread may hold.
+        # Not Popen.wait: the interrupted call of the same thread may hold its lock.
         while self._code is None:
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             self._code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -1,9 +1,9 @@
 """`python -m launch sweep SWEEP.yaml`: many runs as one job array, or in one job, with a directory each.
 
-Writes SWEEP_DIR/launch (the batch file, the overrides of each point, the submissions) and submits one array,
-of which at most `at_a_time` tasks run at once. A second call submits points that are new in the file; with
---only failed it submits those that did not finish and are not in the queue, which continue from their
-checkpoints. docs/launch.md describes the file.
+Writes SWEEP_DIR/launch (the batch file, the overrides of each point, the submissions) and submits one array
+with at most `at_a_time` tasks at once. A second call submits points that are new in the file; with --only
+failed it submits points that did not finish and are not in the queue; they continue from their checkpoints.
+docs/launch.md describes the file.
 """
 
 import json
@@ -137,7 +137,7 @@ def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
 
 
 def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
-    """Check the config of every point; return that of the first.
+    """Check the config of every point; return the first point's.
 
     Raises ConfigError, which names the point.
     """
@@ -154,7 +154,7 @@ def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Conf
 
 
 def check_adapters(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
-    """Check the config of a sweep in one job and those of its points; return the former.
+    """Check the config of a sweep in one job and the configs of its points; return the sweep's.
 
     Raises ConfigError, which names the point.
     """
@@ -183,7 +183,7 @@ def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list
     every = known + [point for point in points if point.name not in names]
     (place / "points").mkdir(parents=True, exist_ok=True)
     tasks = {point.name: task for task, point in enumerate(every)}
-    for point in points:  # also earlier ones, whose common overrides may have changed
+    for point in points:  # also earlier ones: their common overrides may have changed
         lines = overrides_of(sweep, directory, point)
         if broken := [line for line in lines if "\n" in line]:
             raise ConfigError(f"{broken[0]!r} has a line break; put it into the config file.")

@@ -102,7 +102,7 @@ class RunFiles:
                 self._view.record(int(record[STEP]), record)
 
     def _read_heartbeats(self) -> None:
-        # Seconds are those at the heartbeat: the clock of its host may differ from this one's.
+        # Seconds were counted at the heartbeat: the clock of its host may differ from this one's.
         directory, now = self.directory / "heartbeat", time.monotonic()
         first = _read(directory / "rank_0.json")
         if first is None:
