@@ -147,7 +147,7 @@ def everywhere(by_node: ByNode) -> list[Finding]:
 
 
 def excluded(by_node: ByNode) -> list[str]:
-    """Return the nodes to exclude: those with a bad finding that not all nodes have."""
+    """Return the nodes to exclude: nodes with a bad finding that not all nodes have."""
     shared = everywhere(by_node)
     own = {
         host: [f for f in found if f.level == "bad" and f not in shared] for host, found in by_node.items()

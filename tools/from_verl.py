@@ -4,15 +4,15 @@
     python tools/from_verl.py ppo.yaml actor_rollout_ref.actor.optim.lr=2e-6
     python train_rl.py --config my.yaml --dry-run --world-size 8
 
-Writes the config, with the settings in which it differs from this project's defaults; settings that the verl
-run leaves at verl's defaults are translated too. Then lists on stderr, with the reason, each setting that has
-no counterpart, and each one that needs none. A layout that does not fit the script's number of GPUs by the
+Writes the config, with the settings that differ from this project's defaults; settings that the verl run
+leaves at verl's defaults are translated too. Then lists on stderr, with the reason, each setting that has no
+counterpart, and each one that needs none. A layout that does not fit the script's number of GPUs by the
 estimate of the dry run is changed, which changes nothing that is learned.
 
 A .sh file is executed by bash, so that its variables, arithmetic and $@ have their values. Its PATH has no
 programs but python, torchrun, uv and ray, which only report their arguments. Redirections and programs named
-by their whole path still work, so pass only scripts that you trust. Names of settings are those of verl 0.7
-(commit b178a3cd, January 2026) and of August 2026 (1dda039b9), defaults those of the former; tools/verl/ has
+by their whole path still work, so pass only scripts that you trust. Names of settings are from verl 0.7
+(commit b178a3cd, January 2026) and from August 2026 (1dda039b9), defaults from the former; tools/verl/ has
 the tables.
 """
 

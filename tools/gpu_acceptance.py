@@ -3,7 +3,7 @@
     python tools/gpu_acceptance.py                   all stages; on one GPU 45 to 60 minutes
     python tools/gpu_acceptance.py --quick           5 to 8 minutes
     python tools/gpu_acceptance.py --stage speed     one stage again, into the same page
-    python tools/gpu_acceptance.py --from resume     this stage and those after it, into the same page
+    python tools/gpu_acceptance.py --from resume     this stage and all later ones, into the same page
     python tools/gpu_acceptance.py --rehearse        the same stages on a CPU with tiny sizes
 
 The times are estimates. Every stage runs in its own processes with a time limit below ten minutes. The next
@@ -78,7 +78,7 @@ def refused(why: str) -> int:
 
 
 def chosen(args: argparse.Namespace, mode: str) -> list[Stage]:
-    """Return the stages to run, in order: those of --stage, or those of the mode, from --from on."""
+    """Return the stages to run, in order: the stages of --stage, or of the mode, from --from on."""
     stages = all_stages()
     if args.stage:
         return [stage for stage in stages if stage.name in args.stage]

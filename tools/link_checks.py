@@ -31,8 +31,8 @@ def first_ranks(hosts: Sequence[str]) -> list[int]:
 def check_clocks(hosts: Sequence[str], *, max_skew_s: float) -> dict[str, list[Finding]]:
     """Return findings by node: clocks that differ from the median clock.
 
-    Rank 0 asks the first rank of each node for its time; the fastest of several answers is used, whose error
-    is at most half of its round trip.
+    Rank 0 asks the first rank of each node for its time; the fastest of several answers is used; its error is
+    at most half of its round trip.
     """
     offsets = [0.0 if peer == 0 else _offset(peer) for peer in first_ranks(hosts)]
     shared = torch.tensor(offsets, dtype=torch.float64)
@@ -109,7 +109,7 @@ def measure_pairs(
 
 
 def _all_reduce_speed(ranks: list[int], device: Device, mib: int) -> float:
-    """Return the GB/s of an all-reduce of two ranks, in which each sends its whole buffer."""
+    """Return the GB/s of an all-reduce of two ranks; each sends its whole buffer."""
     group = dist.new_group(ranks, use_local_synchronization=True)
     buffer = torch.ones((mib << 20) // 4, device=device.torch)
     for _ in range(WARM_UP):

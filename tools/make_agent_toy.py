@@ -113,7 +113,7 @@ def multiply(rng: np.random.Generator) -> Task:
 
 
 def tictactoe(rng: np.random.Generator) -> Task:
-    """Return equal rows, and games whose moves are random squares, taken ones too."""
+    """Return equal rows, and games with random squares as moves, taken ones too."""
     start = [user("x")]
     rows = [(start, "")] * 64
     turns: list[Turn] = []

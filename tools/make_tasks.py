@@ -1,4 +1,4 @@
-"""Write rows for environments whose tasks come from a generator: one JSON object per line, verl's columns.
+"""Write rows for environments with tasks from a generator: one JSON object per line, verl's columns.
 
     python tools/make_tasks.py reasoning-gym --name chain_sum,countdown --out DIR
     python tools/make_tasks.py reasoning-gym --name chain_sum --options '{"max_terms": 3}' --out DIR

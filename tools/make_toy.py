@@ -3,8 +3,8 @@
     python tools/make_toy.py --out toy
     python tools/make_toy.py --out toy --seed 1 --hidden 64 --heads 4 --intermediate 128 --tie
 
-The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, of which 500 are held out. The
-script writes
+The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, for example 12+34=; 500 are
+held out. The script writes
 
     OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
     OUT/test.parquet    the 500 held-out rows
@@ -98,8 +98,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Return a Qwen2 in float32 with weights drawn from `seed` and the tokenizer's vocabulary size.
 
-    experts: if above 0, the model is a Qwen3-MoE in which two of so many experts compute each token.
-    Raises ValueError for sizes that do not divide.
+    experts: if above 0, the model is a Qwen3-MoE; two of so many experts compute each token. Raises
+    ValueError for sizes that do not divide.
     """
     if hidden % heads or (hidden // heads) % 2:
         raise ValueError(
@@ -203,8 +203,8 @@ def write_answers(out: Path, problems: list[tuple[int, int]], seed: int) -> None
 def make_toy(out: str | Path, *, seed: int = 0, **sizes: int) -> Path:
     """Write the data and the model to `out` (created if needed) and return `out`.
 
-    `seed` determines the held-out problems and the weights, `sizes` are those of `build_model`. Raises
-    ValueError for sizes that do not divide.
+    `seed` determines the held-out problems and the weights, `sizes` go to `build_model`, for example
+    hidden=64. Raises ValueError for sizes that do not divide.
     """
     out = Path(out)
     tokenizer = build_tokenizer()

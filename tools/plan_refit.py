@@ -8,8 +8,8 @@
 Prints bytes per rank (min, mean, max) and the total of all ranks: bytes that stay on their rank, bytes
 received and sent within a node and between nodes, the least that any refit must receive (the rank's part of
 the engine that it does not train), and the bytes that a refit by gathering every weight on every rank would
-receive. A second table has the number of ranks with which a rank exchanges messages. The plan is that of a
-run (rl/refit/plan.py). NCCL's memory is an estimate (rl/refit/connections.py).
+receive. A second table has the number of ranks with which a rank exchanges messages. The plan is a run's plan
+(rl/refit/plan.py). NCCL's memory is an estimate (rl/refit/connections.py).
 
 Times are lower bounds from bytes and link speeds, without latency: for the busiest rank, and with a barrier
 after each batch. `--train` takes tp, pp, ep and etp (default: 1 with ep > 1, else tp), `--rollout` takes tp

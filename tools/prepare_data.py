@@ -168,7 +168,7 @@ def build_rows(
 def distinct_problems(
     found: Iterator[tuple[str, Any]], to_answer: Callable[[str], str], what: str
 ) -> list[tuple[str, str]]:
-    """Return (problem, answer) of each distinct problem in order; drop those with several answers."""
+    """Return (problem, answer) of each distinct problem in order; drop problems with several answers."""
     answers: dict[str, set[str]] = {}
     num_records = 0
     for place, record in found:

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 2 tools/replay.py runs/agent 12 --weights models/step-11
 
 A run with environments and `agents.order=arrival` stores the log of each generation in RUN_DIR/events. The
-weights are those of the checkpoint of the step before, those of the model itself for step 1, or those of a
-Hugging Face checkpoint (--weights). With `roles` a step has all that generators sampled with these weights,
-for its batch or for later ones. Environments are not needed, because their answers are in the log. Use
-the number of ranks of the run, or another one that its layout allows; the replicas share the logs. The exit
-code is 0 if every completion is identical, 1 if not, and 2 for wrong arguments.
+weights come from the checkpoint of the step before (for step 1, from the model itself), or from a Hugging
+Face checkpoint (--weights). With `roles` a step has all that generators sampled with these weights, for its
+batch or for later ones. Environments are not needed, because their answers are in the log. Use the number of
+ranks of the run, or another one that its layout allows; the replicas share the logs. The exit code is 0 if
+every completion is identical, 1 if not, and 2 for wrong arguments.
 """
 
 import argparse

@@ -6,7 +6,7 @@
     python tools/rollouts.py runs/grpo --source openai/gsm8k --export gsm8k.jsonl
 
 A range is LOW:HIGH, both included, LOW:, :HIGH or one value. Filters are combined. --export writes parquet,
-JSONL or CSV by the name of the file; parquet and JSONL have every column, CSV those without tokens.
+JSONL or CSV by the name of the file; parquet and JSONL have every column, CSV all columns without tokens.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def bounds(text: str) -> tuple[float, float]:
 def select(
     files: dict[int, Path], args: argparse.Namespace, columns: list[str] | None = None
 ) -> Iterator["pa.Table"]:
-    """Yield the matching rows of each step. columns: those that the caller reads; None for all."""
+    """Yield the matching rows of each step. columns: columns that the caller reads; None for all."""
     import pyarrow.compute as pc
 
     ranges = {name: getattr(args, name) for name in ("group", "score", "reward", "length")}

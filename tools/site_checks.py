@@ -54,7 +54,8 @@ def check_glibc(needed: tuple[tuple[int, int], str]) -> Finding:
 
 
 def needed_glibc() -> tuple[tuple[int, int], str]:
-    """Return the newest glibc in the platform tags of the installed wheels (PEP 600), and whose it is."""
+    """Return the newest glibc in the platform tags of the installed wheels (PEP 600), and the package that
+    needs it."""
     needed = [((2, 17), "")]
     for package in importlib.metadata.distributions():
         tags = re.findall(r"^Tag: .*manylinux_(\d+)_(\d+)_", package.read_text("WHEEL") or "", re.MULTILINE)
@@ -107,7 +108,7 @@ def driver_cuda() -> int | None:
 
 
 def check_processes(ranks_on_node: int) -> Finding:
-    """Check the limits on processes and threads: `ulimit -u` and that of the cgroup."""
+    """Check the limits on processes and threads: `ulimit -u` and the cgroup's."""
     limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
     for line in _lines("/proc/self/cgroup"):
         if (pids := _lines(f"/sys/fs/cgroup{line.rpartition(':')[2]}/pids.max")) and pids[0].isdigit():

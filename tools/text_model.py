@@ -3,7 +3,7 @@
     python tools/text_model.py models/Qwen3.5-35B-A3B --out models/qwen3.5-35b-a3b
 
 The tensors keep their values. The tower and the layers for multi-token prediction are left out. Each expert
-becomes a tensor of its own; the published files hold those of a layer as one. transformers and vLLM read the
+becomes a tensor of its own; the published files hold a layer's experts as one. transformers and vLLM read the
 result with the classes Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM. Needs the memory of a file of 4 GiB.
 """
 

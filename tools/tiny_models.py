@@ -44,7 +44,7 @@ LATENTS = dict(
     first_k_dense_replace=1,
 )
 """vLLM's attention over latents requires kv_lora_rank + qk_rope_head_dim = 576 on CPU, and on Hopper one of a
-few combinations of the three widths of a head, of which this is the smallest."""
+few combinations of the three widths of a head; this one is the smallest."""
 YARN = dict(
     rope_type="yarn",
     rope_theta=10000.0,
@@ -199,7 +199,7 @@ DEEP_TEXT = dict(
 )
 DEEP_TOWER = TOWER | dict(
     patch_size=14,
-    num_position_embeddings=9,  # a grid of 3 x 3, from which those of the images are interpolated
+    num_position_embeddings=9,  # a grid of 3 x 3, the images' embeddings are interpolated from it
     deepstack_visual_indexes=[0, 1],
 )
 VISION: dict[str, tuple[dict, dict]] = {
@@ -264,7 +264,7 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
                 tensor.add_(torch.randn_like(tensor) * 0.2)
             if name.endswith("A_log"):
                 tensor.sub_(3.0)  # states of gated delta nets last for some tokens
-                # Their norms would multiply the gradient of a token whose embedding is 0 by a million.
+                # Their norms would multiply the gradient of a token with embedding 0 by a million.
                 model.get_input_embeddings().weight[0].normal_(std=0.1)
     model.save_pretrained(directory)
     if architecture in VISION:
@@ -286,7 +286,7 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
 
 
 def _with_prediction_head(tensors: dict[str, torch.Tensor], hf: dict) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint with those of a head whose layer is like the last one."""
+    """Return the tensors of a checkpoint and of a head with a layer like the last one."""
     number, hidden = hf["num_hidden_layers"], hf["hidden_size"]
     prefix, last = f"model.layers.{number}.", f"model.layers.{number - 1}."
     layer = {n.removeprefix(last): t + 0.02 * torch.randn(t.shape) for n, t in tensors.items() if last in n}

@@ -41,9 +41,9 @@ from tools.make_toy import make_toy  # noqa: E402
 from tools.records import comparable  # noqa: E402
 
 SECONDS_TO_FOLLOW = 2.0
-"""Seconds in which ranks must end by themselves after one has died; then they are killed."""
+"""Seconds for ranks to end by themselves after one has died; then they are killed."""
 SECONDS_TO_END = 600.0
-"""Seconds in which a run without kills must end."""
+"""Maximum seconds of a run without kills."""
 POLL_S = 0.002
 INTO_SAVE_S = 0.05
 """Largest delay in seconds between the start of a save and a kill that targets it."""
@@ -156,7 +156,7 @@ def read_checkpoints(run_dir: Path) -> int:
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
-    """Return the comparable records of a run, then those of the prompts that it consumed."""
+    """Return the comparable records of a run, then the records of the prompts that it consumed."""
     records, consumed = comparable(run_dir), run_dir / FILE_NAME
     return records + [json.loads(line) for line in consumed.open()] if consumed.exists() else records
 

@@ -6,8 +6,8 @@
     python tools/trace.py runs/grpo --cost            what tracing cost this run
 
 It writes <run>/trace/step_<step>.json.gz, which https://ui.perfetto.dev opens. A process is a rank; its
-tracks are phases, the main thread, the GPU, reward workers and other threads. Times are those of rank 0's
-clock. docs/traces.md says what to look for. The tool needs neither torch nor the machine of the run.
+tracks are phases, the main thread, the GPU, reward workers and other threads. Times are on rank 0's clock.
+docs/traces.md says what to look for. The tool needs neither torch nor the machine of the run.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The features of the program that each have a short run of train_rl.py. This module imports nothing heavy.
 
-The verdict of such a run is that of the program's own checks (docs/checks.md): they compare, in every step,
+The program's own checks decide the verdict of such a run (docs/checks.md): they compare, in every step,
 weights and log-probs of engine and trainer, gradients, tokens and the ranks. `refit.check_every=1` compares
 every element of the weights after every refit.
 """
@@ -29,7 +29,7 @@ class Feature:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Keys of the tiny model's config."""
     differs: bool = False
-    """Whether older or rounded weights sample tokens, whose probabilities then differ from the trainer's."""
+    """Whether older or rounded weights sample tokens; the probabilities then differ from the trainer's."""
     ranks: int = 1
     """Ranks, and GPUs: NCCL refuses two ranks on one GPU."""
     has_images: bool = False

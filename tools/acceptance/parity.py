@@ -17,7 +17,7 @@ from tools.acceptance.stages import ARCHITECTURES, FEW
 from tools.acceptance.worker import Task, world
 
 CHANGED_SHARE = 0.1
-"""Maximum share of tokens whose experts change by rounding (3 of 8 experts, random routers, 2 layers)."""
+"""Maximum share of tokens that rounding sends to other experts (3 of 8 experts, random routers, 2 layers)."""
 LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 4), (8, 8), (2, 64), (40, 21), (3, 3))
 """Numbers of prompt and response tokens of the compared samples."""
 EPS = 1e7

@@ -95,7 +95,7 @@ def run_carried(
 
 
 def rows_of(turns: dict[str, list[Turn]], rates: dict[str, list[float]], unit: str) -> list[Row]:
-    """Return a row per side with carry-over. rates: those of each side's turns, in `unit`."""
+    """Return a row per side with carry-over. rates: the rates of each side's turns, in `unit`."""
     rows = []
     for side in list(turns)[1:]:
         rounds = {SYNCHRONOUS: rates[SYNCHRONOUS], CARRIED: rates[side]}

@@ -67,7 +67,7 @@ def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
 
 @contextmanager
 def simulated_world(world: int):
-    """Initialise torch.distributed as rank 0 of a world whose other ranks do not exist.
+    """Initialise torch.distributed as rank 0 of a world without the other ranks.
 
     Collectives of torch's backend `fake` return at once, as if all ranks had sent the same data. Only this
     rank's own work is measured.

@@ -1,7 +1,7 @@
 """Number of GPUs with which full fine-tuning fits, by the optimizer's dtype and place: dry runs.
 
-For each number of GPUs, layouts are tried in which tensor, pipeline and expert parallel sizes are powers of
-2 (pp also those that 3 divides). A row names the first number with a layout that fits.
+For each number of GPUs, layouts are tried with tensor, pipeline and expert parallel sizes that are powers of
+2 (pp also multiples of 3, for example 12). A row names the first number with a layout that fits.
 """
 
 import itertools
@@ -88,7 +88,7 @@ def fewest(config: Config, most: int | None) -> Estimate:
 def layouts(config: Config, number: int, model: ShapeModel) -> Iterator[Config]:
     """Yield configs with the layouts of that number of GPUs, the least split first.
 
-    Those are left out whose weights and gradients, 6 bytes per parameter, exceed a GPU, or with the
+    Layouts are left out if weights and gradients, 6 bytes per parameter, exceed a GPU, or with the
     optimizer's state all GPUs.
     """
     adam, available = config.training.optimizer, Hardware().memory

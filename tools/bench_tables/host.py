@@ -11,7 +11,7 @@ from tools.bench_tables.report import ROOT, Row, middle
 from tools.bench_tables.tasks import save_task
 
 SHORT, LONG = 64, 320
-"""Response lengths of the two generations whose difference is the time of decoding steps."""
+"""Response lengths of two generations; the difference of their times is the time of decoding steps."""
 OURS, THEIRS = "Lockstep", "vLLM's scheduler"
 
 
@@ -53,7 +53,7 @@ def run(spec: dict) -> tuple[list[float], list[float]]:
 
 
 def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is_ours: bool) -> list:
-    """Return two lists over the rounds: milliseconds per step, and those of them outside vLLM's step."""
+    """Return two lists over the rounds: milliseconds per step, and the part outside vLLM's step."""
     from rl.runtime.ranks import discover
     from train_rl import prepare_environment
 
@@ -142,7 +142,7 @@ def compute_nothing(executor) -> None:
 
 
 def use_scheduler_of_vllm(scheduler) -> None:
-    """Replace the methods of a `DecodeScheduler` by those of vLLM's class."""
+    """Replace the methods of a `DecodeScheduler` by the methods of vLLM's class."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     for name in ("schedule", "update_from_output"):

@@ -6,8 +6,8 @@ processor seconds are counted, because the estimate counts the turns that they t
 
 A pass over few tokens gives the time of launches, passes over many in short and in long sequences the speeds
 of products and of attention. An engine step with one sample gives its time on the host, steps with many
-samples the time per sample, and those with long caches the speed of reading them. A message is measured
-after a product, because a rank in a pass also waits for the others, and for its thread to be woken.
+samples the time per sample, steps with long caches the speed of reading them. A message is measured after a
+product, because a rank in a pass also waits for the others, and for its thread to be woken.
 """
 
 import json
@@ -230,7 +230,7 @@ def measure_rank(model: str) -> dict[str, float]:
         engine = RolloutEngine(served, config.rollout, seed=1, device=device)
 
         def generation(samples: int, prompt: int, length: int) -> float:
-            """Return the seconds of a generation whose samples share no prompt."""
+            """Return the seconds of a generation of samples that share no prompt."""
             sampling = Sampling(1, length)
             prompts = [token_ids(prompt, number) for number in range(samples)]
             return seconds(lambda: engine.generate(prompts, sampling, [*range(samples)]), together, 3)

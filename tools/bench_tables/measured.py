@@ -1,4 +1,4 @@
-"""Seconds of a step that the dry run predicts, beside those measured on this machine in many layouts.
+"""Seconds of a step that the dry run predicts, beside measured seconds on this machine in many layouts.
 
 The constants (`tools.bench_tables.machine`) are measured for each number of ranks, before its first layout.
 Ranks have one thread. Answers do not end before the limit of tokens, so that the lengths are known. Figures
@@ -33,7 +33,7 @@ COMMON = (
     "rollout.samples_per_prompt=8",
     "rollout.max_response_tokens=128",
 )
-"""Overrides of all layouts. Two updates per step, of which the second needs a separate log-prob pass."""
+"""Overrides of all layouts. Two updates per step; the second one needs a separate log-prob pass."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Seconds of a step that the dry run predicts, beside those that other programs published.
+"""Seconds of a step that the dry run predicts, beside seconds that other programs published.
 
 One set of constants (`rl.dry_run.hardware`) serves all rows; of the H20 only the data sheet differs. The rows
 describe the other programs' runs as far as they published them. The constants were chosen with RUNS in view;
@@ -6,7 +6,7 @@ HELD_OUT, of an older version and of GB200, was compared once, after that.
 
 - NeMo-RL 0.6 on H100 (docs/about/performance-summary.md at 7ea279ab, and the recipes that it names). Old and
   reference log-probs are separate passes. Sequences are cut off at the longest; their mean is published, not
-  that of prompts. Weights move one by one: gathered on every GPU, or broadcast to those that generate.
+  the prompts' mean. Weights move one by one: gathered on every GPU, or broadcast to the generating ones.
 - verl on H20 (docs/perf/dpsk.md, examples/grpo_trainer/run_deepseek_v3_671b_vllm_megatron.sh): 768 samples of
   1,960 tokens on average, three updates, the optimizer in host memory, the engine without CUDA graphs.
 """
@@ -179,7 +179,7 @@ Q32 |= dict(layout=dict(tp=4, pp=4))
 
 
 def one_off(train: int) -> dict:
-    """Return the fields of a run whose other ranks generate the next batch."""
+    """Return the fields of a run with other ranks that generate the next batch."""
     return dict(train=train, lag=1, memory_share=0.8)
 
 
@@ -259,7 +259,7 @@ def seconds_of(run: Published, sigma: float) -> dict[str, float]:
 
 
 def whole_model_seconds(found: Estimate) -> float:
-    """Return the seconds in which every rank receives the whole model, one tensor after another.
+    """Return the seconds until every rank has received the whole model, one tensor after another.
 
     On shared GPUs each receives its own copy by its own port. A broadcast to other GPUs reaches a node once,
     by all its ports.

@@ -31,7 +31,7 @@ class BenchFailed(Exception):
 
 
 def clock() -> Callable[[], float]:
-    """Return the function that counts seconds: those of this process's threads with CLOCK=processor."""
+    """Return the function that counts seconds; with CLOCK=processor it counts this process's threads."""
     return time.process_time if os.environ.get(CLOCK) == "processor" else time.perf_counter
 
 
@@ -113,7 +113,7 @@ class Side:
         return bool(self.taken) and self.taken[-1][STEP] >= step
 
     def stop(self) -> None:
-        """Kill the side's processes, whose results are not needed."""
+        """Kill the side's processes; their results are not needed."""
         kill_tree(self._process)
 
 

@@ -1,4 +1,4 @@
-"""A game of up to four turns whose answers take log-normal times."""
+"""A game of up to four turns with answers that take log-normal times."""
 
 import asyncio
 import math

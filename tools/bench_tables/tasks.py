@@ -1,4 +1,4 @@
-"""Checkpoints and data for all sides of a comparison: random models whose answers have natural lengths.
+"""Checkpoints and data for all sides of a comparison: random models with answers of natural lengths.
 
 A model with random weights does not end its answers. Therefore two channels of the residual stream, to which
 no layer writes, tell the end of the prompt from an answer, which ends with the same probability after each

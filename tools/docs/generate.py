@@ -143,7 +143,7 @@ def blocks(name: str) -> dict[str, str]:
 
 
 def page_keys(name: str, algorithm: declarations.Algorithm) -> str:
-    """Return the keys that the algorithm reads; of those that many algorithms read, the names alone."""
+    """Return the keys that the algorithm reads; for keys that many algorithms read, the names alone."""
     keys, defaults = own_keys(name, algorithm), flatten(Config()) | algorithm.defaults
     common = ", ".join(f"`{key}`" for key in keys if key in COMMON_KEYS)
     listed = key_list([key for key in keys if key not in COMMON_KEYS], defaults)
@@ -151,7 +151,7 @@ def page_keys(name: str, algorithm: declarations.Algorithm) -> str:
 
 
 def own_keys(name: str, algorithm: declarations.Algorithm) -> list[str]:
-    """Return the keys that the algorithm reads: those of its sections, its estimator and its loss."""
+    """Return the keys that the algorithm reads: of its sections, its estimator and its loss."""
     defaults = flatten(Config())
     sections = {"critic", "implicit_reward", "preference", "teacher", "dynamic_sampling"} & set(
         algorithm.needs

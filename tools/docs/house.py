@@ -54,7 +54,7 @@ def needed(arrows: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
 
 
 def house() -> str:
-    """Return the rooms by floor with their imports; a room is drawn below those that import it."""
+    """Return the rooms by floor with their imports; a room is drawn below the rooms that import it."""
     rows = floors()
     floor_of = {room: number for number, rooms in enumerate(rows) for room in rooms}
     arrows = {room: imports(room).keys() & floor_of.keys() for room in floor_of}

@@ -13,7 +13,7 @@ from tools.docs.matrix import matrix_page  # noqa: E402
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add config.md, the page of all keys, and matrix.md, that of pairs of features."""
+    """Add config.md, the page of all keys, and matrix.md, the page of pairs of features."""
     files.append(File.generated(config, "config.md", content=config_page()))
     files.append(File.generated(config, "matrix.md", content=matrix_page()))
     return files

@@ -8,7 +8,7 @@ from rl.run_directory.named_metrics import metrics
 
 
 def table(titles: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table of cells whose bars are escaped."""
+    """Return a Markdown table of cells with escaped bars."""
     lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 

@@ -264,7 +264,7 @@ def _kept_groups(
     images: dict[int, dict[int, list[str]]],
     limit: float,
 ) -> dict[int, set[int]]:
-    """Return the groups of each step whose contents are in the page: evenly spaced ones within the limit."""
+    """Return the groups of each step with their contents in the page: evenly spaced ones within the limit."""
     sizes: dict[tuple[int, int], int] = defaultdict(lambda: GROUP_BYTES)
     for step, group, length in zip(steps.tolist(), groups.tolist(), lengths.tolist()):
         sizes[step, group] += TOKEN_BYTES * length

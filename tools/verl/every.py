@@ -39,7 +39,7 @@ def convert_every(checkout: Path, out: Path, *, train_rows: int, gpu_memory_gib:
 
 
 def attempt(script: Path, *, out: Path, train_rows: int, gpu_memory_gib: float) -> Outcome:
-    """Convert one script, whose path is relative to the working directory, and start the dry run."""
+    """Convert one script and start the dry run. script: relative to the working directory."""
     file = out / f"{'__'.join(script.with_suffix('').parts[1:])}.yaml"
     file.unlink(missing_ok=True)
     try:

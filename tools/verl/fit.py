@@ -24,7 +24,7 @@ def fitted(
 
     The dry run estimates the memory. The settings that may change (`rl.dry_run.changes`) do not change what
     is learned. tree: the settings, nested. shape: config.json of a model that is not here; "": one of
-    configs/models, if the model's name begins with that of one. Raises ValueError if the run cannot be.
+    configs/models, if the model's name begins with a name there. Raises ValueError if the run cannot be.
     """
     if not (tree.get("model", {}).get("path") and tree.get("data", {}).get("train")):
         return {}, ["Without model.path and data.train, which the script leaves empty, nothing was checked."]

@@ -10,11 +10,11 @@ NAMES = {
     "data.batch_size": "data.train_batch_size",
     "model.path": "actor_rollout_ref.model.path",
 }
-"""Setting of main_generation, verl's older program -> that of main_generation_server."""
+"""Setting of main_generation, verl's older program -> setting of main_generation_server."""
 
 
 def read_generation(settings: Settings, notes: list[str]) -> bool:
-    """Return whether the script only generates; give its settings the names of those of training."""
+    """Return whether the script only generates; give its settings the names of training's settings."""
     given = settings.given
     if not given.get("data.output_path"):
         return False

@@ -1,4 +1,4 @@
-"""Names and values of verl's settings beside those of this project."""
+"""Names and values of verl's settings beside this project's."""
 
 import re
 from typing import Any
@@ -79,7 +79,7 @@ SOURCES: dict[str, list[dict[str, Any]]] = {
 }
 """Reward functions by data_source that verl chooses itself; for others rl.rewards.math:score."""
 MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
-"""Reward managers of verl, all of which call its reward functions by data_source."""
+"""Reward managers of verl; all of them call its reward functions by data_source."""
 
 RENAMED = {
     r"^reward\.custom_reward_function\.": "custom_reward_function.",
@@ -117,7 +117,7 @@ TARGETS = {
     "linear_fc1_gate": ["gate_proj"],
     "linear_fc1_up": ["up_proj"],
 }
-"""Megatron's linear layers -> those of the checkpoint, for adapter.targets."""
+"""Megatron's linear layers -> the checkpoint's layers, for adapter.targets."""
 
 REFUSED = {
     r"^data\.(video|audio)_key$": "videos and sounds are not supported; train on text or images.",
@@ -163,7 +163,7 @@ MODELS = {
 }
 """Pattern of the name of a published model -> why it cannot be trained."""
 TEXT_ALONE = r"Qwen3\.[5-9]"
-"""Pattern of the names of models with a vision tower whose text model can be trained."""
+"""Pattern of the names of models with a vision tower and a trainable text model."""
 SEES = r"Qwen(2\.5|3)-VL"
 """Pattern of the names of models that read images."""
 EXPERTS = r"(?i)A\d+B\b|MoE|gpt-oss|Mixtral|DeepSeek-(V[23]|R1)|Moonlight|Kimi-K2|GLM-4\.[5-7]|MiniMax-M2"
@@ -173,7 +173,7 @@ LEGACY_TUNING = {
     **{"optim.lr": 1e-5, "optim.betas": [0.9, 0.95], "optim.lr_warmup_steps_ratio": 0.1},
     **{"optim.lr_scheduler": "cosine", "trainer.n_gpus_per_node": 8},
 }
-"""Defaults of fsdp_sft_trainer, verl's older fine-tuning, that differ from those of sft_trainer."""
+"""Defaults of fsdp_sft_trainer, verl's older fine-tuning, that differ from sft_trainer's."""
 
 OFF = (None, False, "", [], {}, "none", "None", "null")
 """Values of settings that are switched off."""

@@ -7,7 +7,7 @@ from tools.verl.keys import AGGREGATIONS, ALGORITHMS, KL_ESTIMATORS, LOSSES, WEI
 from tools.verl.script import Settings
 
 NO_RATIO = ("gmpo", "dppo-kl")
-"""Losses of which clip_low bounds a log-ratio or a divergence, which may be above 1."""
+"""Losses with a clip_low that bounds a log-ratio or a divergence, and may be above 1."""
 ALWAYS_SEQUENCE_MEAN = ("sapo", "geo_mean")
 """Losses that verl averages as seq-mean-token-mean whatever `loss_agg_mode` says."""
 

@@ -73,7 +73,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
 
 
 def settings_of(arguments: Sequence[str], settings: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings of a command line, over those of its config."""
+    """Return the settings of a command line, over its config's settings."""
     settings = dict(settings or {})
     options = launch_options(arguments)
     for option, key in {"nproc-per-node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}.items():
@@ -164,7 +164,7 @@ def parse(text: str) -> Any:
         try:
             return float(value)  # YAML 1.1 reads 1e-6 as a string
         except ValueError:
-            return text  # in which # begins no comment
+            return text  # here # begins no comment
     return value
 
 
@@ -172,7 +172,7 @@ def arguments_of_script(path: Path, overrides: Sequence[str]) -> tuple[list[str]
     """Return the arguments with which a script starts verl, and notes. Raises ValueError if it does not.
 
     A variable that the script requires and the environment lacks gets its name as its value, or 1 if the name
-    is that of a number. A script that prints its usage gets 8 processes and a directory.
+    means a number, for example NUM_GPUS. A script that prints its usage gets 8 processes and a directory.
     """
     variables: dict[str, str] = {}
     positional: tuple[str, ...] = ()

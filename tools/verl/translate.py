@@ -18,7 +18,7 @@ MODEL_PATHS = ("actor_rollout_ref.model.path", "model.path")
 def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list[str]]:
     """Return this project's settings by dotted key, and notes for the user.
 
-    Raises ValueError for a setting whose value is unknown.
+    Raises ValueError for a setting with an unknown value.
     """
     notes: list[str] = []
     generates = read_generation(settings, notes)
@@ -261,7 +261,7 @@ def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:
 
 
 def validation_sampling(settings: Settings, notes: list[str], ours: dict[str, Any]) -> dict[str, Any]:
-    """Translate the sampling of validation. ours: that of training.
+    """Translate the sampling of validation. ours: the sampling of training.
 
     verl's engine reads the temperature, which is 0 by default; do_sample has no effect.
     """
@@ -322,7 +322,7 @@ def reward(settings: Settings, notes: list[str]) -> dict[str, Any]:
         raise ValueError(
             f"reward_manager={name} has no counterpart; it must be one of {', '.join(MANAGERS)}."
         )
-    if name == "dapo" and not path:  # its data sources are those of mathematics, such as aime_2026
+    if name == "dapo" and not path:  # its data sources are mathematics, for example aime_2026
         ours["reward.function"] = "rl.rewards.dapo:score"
     if get(f"{overlong}.enable", False):
         ours["reward.overlong_buffer_tokens"] = get(f"{overlong}.len", 0)

@@ -7,7 +7,7 @@ from tools.verl.script import Settings
 
 
 def is_tuning(settings: Settings) -> bool:
-    """Return whether the settings are those of verl's trainer for supervised fine-tuning."""
+    """Return whether the settings are for verl's trainer for supervised fine-tuning."""
     return any(key.startswith(("model.", "optim.")) for key in settings.given)
 
 
