@@ -66,7 +66,7 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
     """Raise ConfigError on every rank if the tables of the ranks differ. Collective over the world.
 
     The message names the first key that differs and its ranks. It ends with `reason`, which describes what
-    those ranks did, for example "run different programs".
+    these ranks did, for example "run different programs".
     """
     tables = gather_objects(dict(mine))
     for key in sorted(set().union(*tables)):

@@ -11,11 +11,11 @@ class Diagnosis:
     at_fault: tuple[int, ...]
     """Ranks for which the others wait; empty if the heartbeats do not show which."""
     reason: str
-    """The property that distinguishes those ranks from the others."""
+    """The property that distinguishes the ranks at fault, for example "behind the others"."""
 
 
 def lost_ranks(heartbeats: list[Heartbeat | None], silent_s: float) -> list[int]:
-    """Return ranks that have ended, or whose heartbeat has not changed for more than `silent_s`."""
+    """Return ranks that have ended, or have not changed their heartbeat for more than `silent_s`."""
     return [
         rank
         for rank, beat in enumerate(heartbeats)

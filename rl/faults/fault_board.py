@@ -71,7 +71,7 @@ class FaultBoard:
         return None if found is None else _fault(found)
 
     def acknowledge(self) -> None:
-        """Count this rank among those that have read the first fault, and written stacks if required."""
+        """Count this rank: it has read the first fault, and written stacks if required."""
         self._store.add("seen", 1)
 
     def num_acknowledged(self) -> int:

@@ -2,7 +2,7 @@
 
 Two jobs in one directory would overwrite each other's checkpoints and metrics while each looks healthy. The
 lock names the process that holds it. A process takes it by linking a complete file to the lock's name, which
-only one process can do, also on NFS. A lock whose run has ended is taken over. If a run was taken over by
+only one process can do, also on NFS. The lock of an ended run is taken over. If a run was taken over by
 mistake (its host hung for minutes), `check_lock` ends it before it writes again.
 """
 
@@ -97,8 +97,8 @@ def loss_of(directory: Path) -> str:
 def is_of_another(run_dir: str, token: str, before: str) -> bool:
     """Return whether a start with another token holds the directory, or held it after this one.
 
-    The status names the last start if the lock is released; it still names the start before this one, whose
-    token is `before`, if this one has not yet written it. A file that cannot be read names none.
+    The status names the last start if the lock is released; it still names the start before this one (token
+    `before`) if this one has not yet written it. A file that cannot be read names none.
     """
     owner = _read(Path(run_dir, FILE_NAME))
     if owner is not None:
@@ -126,7 +126,7 @@ def _link(source: Path, path: Path) -> bool:
     try:
         os.link(source, path)
     except FileExistsError:
-        # An NFS client repeats a request whose answer was lost, and then finds its own link.
+        # An NFS client repeats a request if the answer was lost, and then finds its own link.
         try:
             return source.samefile(path)
         except FileNotFoundError:  # the other run has removed its link meanwhile

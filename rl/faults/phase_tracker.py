@@ -16,7 +16,7 @@ from rl.config.limits import PhaseLimits
 from rl.runtime import tracing
 
 WAITS = ("wait_samples", "wait_weights")
-"""Phases in which a role waits for the other one."""
+"""Phases of a role that waits for the other role."""
 
 PHASES = (
     "start_up",
@@ -44,7 +44,7 @@ WAITING = ("/torch/distributed/", "/vllm/distributed/", "/pipeline_parallel/p2p_
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 STORE = ("/rl/runtime/job_store.py", "/rl/runtime/store_server.py")
-"""Files in which a rank waits for a message; where it waits is what calls them."""
+"""Files that wait for a message; the place of the wait is their caller, for example rendezvous.py."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PhaseTracker:
 
     Args:
         limits: seconds per phase.
-        backstop: open file in which the backstop writes the stacks (see BACKSTOP_S).
+        backstop: open file to which the backstop writes the stacks (see BACKSTOP_S).
     """
 
     def __init__(self, limits: PhaseLimits, backstop: TextIO):
@@ -108,14 +108,14 @@ class PhaseTracker:
         """Make this the current phase."""
         self._number += 1
         limit_s = getattr(self._limits, phase)
-        # Read by this thread: the current GPU is that of a thread, and while the main thread hangs in the
+        # Read by this thread: the current GPU belongs to a thread, and while the main thread hangs in the
         # allocator, a watchdog that asks it would hang, too.
         device_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         entry = PhaseEntry(phase, step, self._number, time.monotonic(), limit_s, device_bytes=device_bytes)
         self._set(entry)
 
     def _set(self, entry: PhaseEntry, seconds: float = 0.0) -> None:
-        """Make this the current phase, of which `seconds` have passed."""
+        """Make this the current phase; `seconds` of it have passed."""
         # One assignment, so that the watchdog never reads a new phase with an old time.
         self.current = entry
         tracing.mark_phase(entry.phase)

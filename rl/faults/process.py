@@ -12,7 +12,7 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class Process:
-    """Identity of a process, which differs even from that of a later process with the same pid."""
+    """Identity of a process: a later process with the same pid has another one."""
 
     host: str
     pid: int

@@ -32,7 +32,7 @@ from rl.run_directory.status import Status
 from rl.runtime.device import Device
 from rl.runtime.job_store import JobStore, StoreError
 
-if TYPE_CHECKING:  # a run in which all replicas must live does not import it
+if TYPE_CHECKING:  # a run that requires all replicas does not import it
     from rl.runtime.excluded_replicas import ExcludedReplicas
 
 POLL_S = 0.5
@@ -41,11 +41,11 @@ POLL_S = 0.5
 ACK_S = 7.5
 """Maximum wait for the other ranks' stacks after an overrun, in seconds.
 
-It exceeds `phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank whose interpreter lock is held.
+It exceeds `phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank with a held interpreter lock.
 """
 
 DIAGNOSIS_S = 2.0
-"""Time in which the rank that found an overrun reads heartbeats and reports the rank at fault, in seconds."""
+"""Seconds for the rank that found an overrun to read heartbeats and report the rank at fault."""
 
 CAUSE_S = 4.0
 """Maximum wait of a rank with a closed connection for another rank to report the cause, in seconds."""
@@ -57,7 +57,7 @@ EXIT_S = 30.0
 """Maximum time for the main thread to exit after an error, in seconds; then the watchdog ends the process."""
 
 REFUSED_EXIT = 2
-"""Exit code of a run whose input is invalid."""
+"""Exit code of a run with invalid input, for example an unknown key."""
 
 STACKS, ERRORS = "stacks", "errors"
 
@@ -161,7 +161,7 @@ class Watchdog:
         return loss_of(Path(self._run_dir))
 
     def _write_heartbeat(self) -> None:
-        if self.status.is_taken_over():  # the files are those of another run
+        if self.status.is_taken_over():  # the files belong to another run
             return
         try:
             self._writer.write()
@@ -401,7 +401,7 @@ class Watchdog:
     # Helpers --------------------------------------------------------------------------------------------
 
     def _heartbeats(self, ranks: Container[int] | None = None) -> list[Heartbeat | None]:
-        """Return the heartbeats by rank. ranks: those to read; None: all."""
+        """Return the heartbeats by rank. ranks: ranks to read; None: all."""
         found = enumerate(self._reader.read(ranks))
         return [None if rank in self._excluded_ranks else beat for rank, beat in found]
 

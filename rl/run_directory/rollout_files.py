@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # pyarrow is imported by the runs that store or read rollouts
 DIRECTORY = "rollouts"
 TOKENS_FILE = "tokens.json"
 GIVEN_BY = ("tool", "user", "environment")
-"""Sources of tokens whose entry in `turns` is 0, -1 and -2 (`rl.rollout.samples.SOURCES`)."""
+"""Sources of tokens with the entries 0, -1 and -2 in `turns` (`rl.rollout.samples.SOURCES`)."""
 WAITING_STEPS = 2
 """Number of steps that may wait to be written; the next one blocks, which bounds the memory."""
 
@@ -65,7 +65,7 @@ def ground_truth(text: str | None, is_json: bool) -> Any:
 
 
 def remove_after(run_dir: str | Path, step: int) -> None:
-    """Remove the files of steps after `step`, which are repeated, and those that were not completed."""
+    """Remove the files of steps after `step`, which are repeated, and incomplete files."""
     for number, path in stored_steps(run_dir).items():
         if number > step:
             path.unlink()

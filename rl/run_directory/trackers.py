@@ -65,7 +65,7 @@ class TrackerThread:
         self._noted, self._limit = -1, BEHIND
 
     def start(self, path: Path, resume_step: int | None) -> None:
-        """Begin with a file whose records after `resume_step` were dropped."""
+        """Begin with a file without the records after `resume_step`."""
         self._path, tracker = path, self._tracker
         self._state_path = path.parent / DIRECTORY / f"{tracker.name}.json"
         self._state: dict[str, Any] = {"step": -1}

@@ -62,7 +62,7 @@ class RunView:
     """Host of each rank, as far as known."""
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics of a step, in place of those of this step and later ones (after a resume)."""
+        """Add the metrics of a step, in place of records of this step and later ones (after a resume)."""
         self.records = [each for each in self.records if each["training/global_step"] < step][1 - WIDTH :]
         numbers = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
         self.records.append({**numbers, "training/global_step": step})
@@ -101,7 +101,7 @@ def _slowest_text(view: RunView, last: dict[str, float]) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one character per value, whose height is its place between the minimum and the maximum."""
+    """Return one character per value; its height shows the place between the minimum and the maximum."""
     low, high = min(values), max(values)
     scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(LEVELS[round((value - low) * scale)] for value in values)

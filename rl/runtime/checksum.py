@@ -37,7 +37,7 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
     """Return the checksum of a part of a tensor, int64 [], modulo 2**64.
 
     The bits of the elements, as integers, are weighted by row and by column in the whole tensor. The checksum
-    of the whole tensor is therefore the sum of those of its parts, however it is divided. It changes if a
+    of the whole tensor is therefore the sum of its parts' checksums, however it is divided. It changes if a
     single element changes, and if two different rows or columns are exchanged.
 
     start: row and column of the first element in the whole tensor, by default 0. A tensor of more than two
@@ -72,7 +72,7 @@ def _place(part: Tensor, start: Sequence[int]) -> tuple[int, int]:
 
 
 def buckets(parts: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield every index once; those of one bucket have one shape and dtype, and at most BUCKET bytes."""
+    """Yield every index once; parts of one bucket have one shape and dtype, and at most BUCKET bytes."""
     by_shape = defaultdict[tuple, list[int]](list)
     for number, part in enumerate(parts):
         by_shape[part.shape, part.dtype].append(number)
@@ -83,7 +83,7 @@ def buckets(parts: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-    """Return the indices of the pairs whose tensors, of one shape and dtype, differ in a bit.
+    """Return the indices of the pairs of tensors, of one shape and dtype, that differ in a bit.
 
     Small tensors are compared together, on CUDA all. In host memory others are read once, without a copy.
     """

@@ -1,11 +1,10 @@
 """Collectives that several rooms use. Each is collective over its group, by default the world.
 
-Which collective runs in which group:
-- world: exchange of samples, scores, results of forward passes, metrics, weights of a refit (point to point);
-- control (the world on gloo): the comparison before each phase, stop decisions, checkpoints, errors;
-- tp, ep: inside the layers and the head; pp: activations between stages; dp: gradients and weights;
-- replica (the ranks of one vLLM engine): records of events, vLLM's own tensor parallelism.
-docs/architecture.md lists those of one step, with sizes.
+Which collective runs in which group: - world: exchange of samples, scores, results of forward passes,
+metrics, weights of a refit (point to point); - control (the world on gloo): the comparison before each phase,
+stop decisions, checkpoints, errors; - tp, ep: inside the layers and the head; pp: activations between stages;
+dp: gradients and weights; - replica (the ranks of one vLLM engine): records of events, vLLM's own tensor
+parallelism. docs/architecture.md lists the collectives of one step, with sizes.
 """
 
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ class ExcludedReplicas:
         called, and while weights are sent."""
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers of the replicas that are left out, in the order in which they died."""
+        """Return the numbers of the replicas that are left out, in the order of their deaths."""
         return tuple(json.loads(self._store.get("list") or "[]"))
 
     def excluded_ranks(self) -> set[int]:

@@ -43,8 +43,8 @@ def warm_up(device: Device) -> int:
 def limit_collectives(limits: PhaseLimits) -> None:
     """Derive the time limit of collectives from the longest phase of a step. Not collective.
 
-    Until this call the limit is that of the start-up. A group has one time limit, although a rank may wait in
-    it during a short phase or a long one. The watchdog applies the limits of single phases.
+    Until this call the limit is the start-up's. A group has one time limit, although a rank may wait in it
+    during a short phase or a long one. The watchdog applies the limits of single phases.
     """
     longest = max(seconds for name, seconds in vars(limits).items() if name != "start_up")
     for group in groups_here():

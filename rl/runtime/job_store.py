@@ -20,7 +20,7 @@ from rl.runtime.job_key import NUM_BYTES, Seal, is_proof, nonce, proof
 from rl.runtime.store_server import MAX_BYTES, TO_CLIENT, TO_SERVER, Table
 
 CONNECT_S = 20.0
-"""Maximum time in which a connection is tried again, in seconds."""
+"""Maximum time for trying a connection again, in seconds."""
 GREET_S = 5.0
 """Maximum wait for the server's part of the proofs, in seconds."""
 PAUSE_S = 0.05

@@ -53,7 +53,7 @@ UNKNOWN = (
 LAUNCHERS = {
     launcher.name: launcher
     for launcher in (
-        Launcher("node", *_OWN),  # first: the scheduler's variables may be those of its process per node
+        Launcher("node", *_OWN),  # first: the scheduler's variables may describe its process per node
         Launcher("pals", *_PALS, hosts="PBS_NODEFILE"),
         Launcher("jsrun", *_JSM, "LSB_JOBID"),
         Launcher(

@@ -14,7 +14,7 @@ LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 
 
 def without_proxies(ranks: Ranks, address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that exempt the job's hosts, added to those that are set; {} without a proxy.
+    """Return the variables that exempt the job's hosts, added to the present exemptions; {} without a proxy.
 
     address: of this host, in the job's network. Worker processes inherit the variables.
     """

@@ -99,7 +99,7 @@ def _shared_key(ranks: Ranks, env: Mapping[str, str]) -> JobKey:
 def attempt_of(ranks: Ranks, env: Mapping[str, str]) -> str:
     """Return a text that distinguishes this start of the program from others, identical on all ranks.
 
-    A requeued job has the same id as its earlier attempt, of which a rank may still run.
+    A requeued job has the same id as its earlier attempt, and a rank of the attempt may still run.
     """
     if ranks.launcher == "slurm":
         step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))

@@ -114,7 +114,7 @@ def job() -> Job:
 
 
 def enter_role(name: str, members: range, device: Device, timeout: datetime.timedelta = TIMEOUT) -> None:
-    """Make the ranks of a role the world, in which they are numbered from 0. Collective over the job.
+    """Make the ranks of a role the world, numbered from 0. Collective over the job.
 
     Megatron, vLLM and every collective over the world then work within the role. `job().group` still spans
     all ranks. The roles divide the ranks of the job among themselves.
@@ -157,7 +157,8 @@ def leave_together(ranks: Ranks) -> bool:
 
 @contextmanager
 def _store_of_job(ranks: Ranks, group: dist.ProcessGroup) -> Iterator[JobStore]:
-    """Yield this rank's connection to the job's store, whose process rank 0 starts and ends. Collective."""
+    """Yield this rank's connection to the job's store; rank 0 starts and ends the store's process.
+    Collective."""
     if ranks.key is None:
         yield own_store()
         return

@@ -27,8 +27,8 @@ def begin(*, has_launcher: bool) -> None:
     _last = _started(os.getpid())
     if not has_launcher or "LOCKSTEP_GENERATION" in os.environ:  # an agent's ranks (`launch.elastic`)
         return
-    # Slurm's parent is a daemon of root, which /proc with hidepid does not show; that of a container's first
-    # process has no number there. The launcher's time is then unknown.
+    # Slurm's parent is a daemon of root, which /proc with hidepid does not show; the parent of a container's
+    # first process has no number there. The launcher's time is then unknown.
     with contextlib.suppress(OSError):
         parts["launcher"] = max(0.0, _last - _started(os.getppid()))
 

@@ -212,7 +212,7 @@ async def serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def main() -> None:
-    """Serve at the socket whose descriptor is the last argument; the key is read from standard input."""
+    """Serve at the socket; its descriptor is the last argument. The key is read from standard input."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Slurm and terminals send signals to all processes of a job; this one ends with rank 0.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -47,7 +47,7 @@ active: Recorder | None = None
 
 
 def begin_step(number: int) -> None:
-    """End the recording of the step before, and begin that of step `number` if it is traced."""
+    """End the recording of the step before, and begin recording step `number` if it is traced."""
     if control is not None:
         control.begin(number)
 

@@ -31,7 +31,7 @@ def cached_scan(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
     """Return `scan(path)`, from the cache if possible. A change of the directory invalidates the cache."""
     directory = Path(path)
     directory = directory.parent if directory.is_file() else directory
-    if directory.name != "models":  # a single model, whose few files are read if it is used
+    if directory.name != "models":  # a single model: its few files are read if it is used
         return scan(path)  # type: ignore[arg-type]
     times = [file.stat().st_mtime_ns for file in (directory, directory.parent / "__init__.py")]
     key = hashlib.sha256(repr((str(directory), times, sys.implementation.cache_tag)).encode()).hexdigest()

@@ -38,7 +38,7 @@ MARGIN_S = 30.0
 POLL_S = 1.0
 """Shortest time between two checks of the store and of files during a generation, in seconds."""
 REMEMBERED_STEPS = 5
-"""Number of latest steps whose times predict the next one; the first steps of a run are slow."""
+"""Number of latest steps that predict the time of the next one; the first steps of a run are slow."""
 
 _KEY = "stop"
 REASONS = ("", "run.max_time is over", "the job's end is near", "SIGUSR2", "SIGTERM", "the file 'stop'")
@@ -109,8 +109,8 @@ class StopRequests:
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
         """Record the seconds of a step without its checkpoint, and of its checkpoint (0 if none).
 
-        unstoppable: seconds of the step in which a stop has to wait.
-        Returns a warning, once, if the signal of later steps will come too late; else ''.
+        unstoppable: seconds of the step during which a stop has to wait, for example the update. Returns a
+        warning, once, if the signal of later steps will come too late; else ''.
         """
         self._step_seconds = [*self._step_seconds, step][-REMEMBERED_STEPS:]
         self._save_seconds = max(self._save_seconds, save)

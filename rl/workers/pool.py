@@ -44,7 +44,7 @@ class Pool(ABC, Generic[W]):
             workers: maximum number of processes.
             memory_mib: address space of a worker and of each process that it starts; 0 for no limit.
             startup_s: limit of a worker's start, the imports included, in seconds.
-            variables: names of environment variables that a worker inherits besides those of every worker.
+            variables: names of environment variables that a worker inherits besides every worker's variables.
             interpreter: Python interpreter of the workers; "" for this process's.
         """
         self.max_workers = workers

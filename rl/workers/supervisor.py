@@ -44,7 +44,7 @@ def run_worker(serve: Callable[[socket.socket, dict[str, Any]], None]) -> None:
     work, control = (socket.socket(fileno=options[name]) for name in ("work", "control"))
     for connection in (work, control):
         connection.set_inheritable(False)  # programs that users' code starts must not inherit them
-    with contextlib.suppress(OSError):  # the job's CPUs have changed since: keep those of the parent
+    with contextlib.suppress(OSError):  # the job's CPUs have changed since: keep the parent's
         os.sched_setaffinity(0, options["cpus"])
     supervisor = Supervisor(control, parent=options["parent"])
     pid = os.getpid()
@@ -233,7 +233,7 @@ def descendants(root: int, processes: Mapping[int, Process]) -> list[int]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes of this user whose environment has MARK=mark, for at most KILLING_S."""
+    """Kill the processes of this user with MARK=mark in their environment, for at most KILLING_S."""
     entry = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + KILLING_S
     while found := [pid for pid in _pids() if entry in _environment(pid)]:
