@@ -63,7 +63,12 @@ class RolloutCorrection:
     @property
     def corrects(self) -> bool:
         """Return whether the loss accounts for tokens of older weights, by a weight or by bypass."""
-        return bool(self.bypass or self.truncate_tokens or self.truncate_samples or self.icepop_high)
+        return self.bypass or self.has_weights
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether tokens or samples have weights in the loss."""
+        return bool(self.truncate_tokens or self.truncate_samples or self.icepop_high)
 
     @property
     def weighs_tokens(self) -> bool:

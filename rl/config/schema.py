@@ -546,7 +546,7 @@ def needs_feedback(config: Config) -> bool:
 def needs_early_logprobs(config: Config) -> bool:
     """Return whether something reads the old policy's log-probs before the first update of a step.
 
-    If nothing does, the first mini-batch needs no separate forward pass: its update's own forward pass uses
+    If nothing does, a step with one update needs no separate forward pass: the update's own forward pass uses
     the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses
     that select tokens, rejections (they change the loss denominators), an adaptive weight of the entropy
     bonus (it needs the entropy), and algorithms that declare "old_logprobs" in NEEDS.

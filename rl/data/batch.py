@@ -48,7 +48,7 @@ class Batch:
     old_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     """Log-prob by the trainer, before this step's updates."""
     deferred_at: int | None = None
-    """Number of the policy's updates before the one that fills `old_logprobs`, if an update does."""
+    """Number of the policy's updates when `log_probs` left `old_logprobs` to the only update of the step."""
     ref_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     """Log-prob by the reference policy."""
     advantages: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)

@@ -102,8 +102,8 @@ def estimate_seconds(
         idle["gen"] = max(
             0.0, seconds["gen"] - encoding - generation_seconds(replace(work, sigma=0.0), engines)
         )
-        if not config.rollout_correction.bypass and (share := _share_of_old_logprobs(config)):
-            add("old_log_prob", policy, 2, share)
+        if not config.rollout_correction.bypass and _passes_for_old_logprobs(config):
+            add("old_log_prob", policy, 2)
     if needs_reference(config):
         add("ref", policy, 2)
         # One transfer: the reference weights go to the GPU, into the memory of the gradients.
@@ -135,14 +135,11 @@ def held_parameters(parts: Sequence[Part], layout: Layout) -> float:
     return (others / layout.tp + routed / (layout.ep * layout.etp)) / layout.pp
 
 
-def _share_of_old_logprobs(config: Config) -> float:
-    """Return the share of a step's samples that need a separate pass for their old log-probs, 0 to 1.
-
-    Unless something reads them earlier, the first mini-batch takes them from its update.
-    """
+def _passes_for_old_logprobs(config: Config) -> bool:
+    """Return whether old log-probs need a separate pass: the only update of a step gives them itself."""
     prompts = config.data.prompts_per_step
-    minibatches = math.ceil(prompts / (config.training.prompts_per_minibatch or prompts))
-    return 1.0 if needs_early_logprobs(config) else 1 - 1 / minibatches
+    is_only = (config.training.prompts_per_minibatch or prompts) >= prompts and config.training.epochs == 1
+    return needs_early_logprobs(config) or not is_only
 
 
 def training_pass(

@@ -9,8 +9,8 @@ from rl.objectives import rollout_correction
 from rl.phases.batch_metrics import token_mean
 
 
-def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
-    """Fill `loss_weights` and reduce `mask` as `rollout_correction` configures; return the metrics.
+def weigh(batch: Batch, correction: RolloutCorrection, weights: Tensor | None) -> dict[str, float]:
+    """Fill `loss_weights` with the result of the function of this name; return the metrics.
 
     Reads old_logprobs and rollout_logprobs [T]: log-probs of the same tokens under the same weights, by the
     trainer and by the engine.
@@ -23,11 +23,27 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
     bound = correction.truncate_tokens or correction.truncate_samples or correction.icepop_high
     upper = bound or rollout_correction.USUAL_UPPER
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
-    weights = loss_weights(correction, *pair, lengths, mask)
     if weights is not None:
         batch.extra["loss_weights"] = weights
         check_loss_weights(batch, of_samples=correction.weighs_samples)
         metrics["rollout_corr/weight_mean"] = token_mean(weights, mask)
+    return metrics
+
+
+def weights_of(batch: Batch, logprobs: Tensor, correction: RolloutCorrection) -> Tensor | None:
+    """Return `loss_weights` of a batch, [T]. logprobs: those of the trainer, [T]."""
+    if batch.rollout_logprobs is None:
+        return None
+    return loss_weights(correction, logprobs, batch.rollout_logprobs, batch.lengths, batch.mask)
+
+
+def reject(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
+    """Reduce `mask` as `rollout_correction.reject` configures; return the metrics. Reads as `weigh`."""
+    if batch.rollout_logprobs is None or not correction.rejections:
+        return {}
+    assert batch.old_logprobs is not None and batch.mask is not None
+    pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
+    metrics: dict[str, float] = {}
     kept = mask
     for criterion in correction.rejections:  # each reads the mask as it was before any rejection
         options = dict(level=criterion.level, statistic=criterion.statistic)
@@ -35,10 +51,9 @@ def correct_rollout(batch: Batch, correction: RolloutCorrection) -> dict[str, fl
         passed = rollout_correction.reject(*pair, lengths, mask, **options)
         metrics |= rollout_correction.criterion_metrics(*pair, lengths, mask, passed, **options)
         kept = kept * passed
-    if correction.rejections:
-        metrics |= rollout_correction.rejection_metrics(lengths, mask, kept)
-        metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
-        batch.mask = kept.float()
+    metrics |= rollout_correction.rejection_metrics(lengths, mask, kept)
+    metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
+    batch.mask = kept.float()
     return metrics
 
 

@@ -23,6 +23,7 @@ from rl.phases.batch_metrics import length_metrics, score_metrics
 from rl.phases.draw import Draw
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlanner
+from rl.phases.old_logprobs import OldLogprobs
 from rl.phases.reward_shaping import KlPenalty
 from rl.phases.sampler import Call, Sampler
 from rl.phases.scorer import Scorer
@@ -69,8 +70,9 @@ class Phases:
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
         self.checks = Checks(config, policy, end_ids)
         shared = (config, step, engines, self.memory, planner)
-        self.inference = Inference(*shared, self.checks)
-        self.updates = Updates(*shared, self.inference, self.checks)
+        old_logprobs = OldLogprobs(config, step, policy, planner, self.checks)
+        self.inference = Inference(*shared, self.checks, old_logprobs)
+        self.updates = Updates(*shared, self.inference, self.checks, old_logprobs)
         self.teaching = None if make_teachers is None else make_teachers(*shared, tokenizer)
         """Passes of the teachers; None if the run has none."""
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
@@ -160,8 +162,8 @@ class Phases:
         """Fill `old_logprobs`, with a reference policy `ref_logprobs`, and with `teacher.advantage_coef`
         `teacher_logprobs`; apply `rollout_correction`.
 
-        `old_logprobs` may remain None until the first `update`. An algorithm that reads them earlier must
-        declare "old_logprobs" in NEEDS.
+        With one update per step `old_logprobs` may remain None until the `update`. An algorithm that reads
+        them earlier must declare "old_logprobs" in NEEDS.
         """
         self.inference.log_probs(batch)
         if self.config.teacher.advantage_coef:

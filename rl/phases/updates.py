@@ -19,9 +19,9 @@ from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
 from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread, token_mean
-from rl.phases.deferred import FirstUpdate
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner, samples_by_rank
+from rl.phases.old_logprobs import OldLogprobs
 from rl.phases.policy_gradient import with_entropy_bonus
 from rl.phases.step_record import StepRecord
 from rl.rollout.sampling import seed_of
@@ -56,9 +56,11 @@ class Updates:
         planner: MinibatchPlanner,
         inference: Inference,
         checks: Checks,
+        old_logprobs: OldLogprobs,
     ):
         self._config, self._step, self._engines, self._memory = config, step, engines, memory
         self._planner, self._inference, self._checks = planner, inference, checks
+        self._old_logprobs = old_logprobs
         self.entropy_control = adaptive_entropy(config)
         """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
 
@@ -76,8 +78,7 @@ class Updates:
     ) -> None:
         """Update the policy.
 
-        If `Inference.log_probs` deferred the old log-probs, those of the first mini-batch are from its
-        update's own forward pass, those of the others from a separate pass before it.
+        If `Inference.log_probs` deferred the old log-probs, they are from the update's own forward pass.
 
         select_tokens: called before each update with the whole mini-batch; the loss reads the result as the
         column `selected_tokens`.
@@ -96,8 +97,7 @@ class Updates:
             self._step.metrics["actor/entropy_coef"] = weight
             loss = with_entropy_bonus(loss, config, weight) if weight else loss
         others = [] if mismatched is None else self._planner.new_plans(mismatched)
-        is_deferred = self._inference.is_deferred(batch)
-        rest = self._inference.old_outputs(batch, plans[1:]) if is_deferred else None
+        only_update = self._old_logprobs.only_update(batch, loss)
 
         @contextmanager
         def update_of(plan: MinibatchPlan) -> Iterator[Loss]:
@@ -106,11 +106,9 @@ class Updates:
                 self._select_tokens(batch, plan, select_tokens, number=number)
             if mismatched is not None:
                 yield loss.given(kl=self._mismatch_kl(mismatched, others[plans.index(plan)]))
-            elif rest is not None and number == 0:
-                first = FirstUpdate(loss, config.rollout_correction)
-                yield first.loss
-                outputs = rest + first.outputs(policy, len(batch.mask))  # each 0 where the other is not
-                self._inference.fill_old_logprobs(batch, *outputs, first=plan)
+            elif only_update is not None:
+                yield only_update.loss
+                self._old_logprobs.fill(batch, *only_update.outputs(policy, batch))
             else:
                 yield loss
 
@@ -211,7 +209,7 @@ class Updates:
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
         size = token_mean(batch.column("old_values").abs(), batch.mask) if name == "critic" else 1.0
-        outputs = Outputs(is_first=self._inference.has_old_outputs(name, batch), size=size)
+        outputs = Outputs(is_first=self._inference.has_old_outputs(name), size=size)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
             micro_batches = [plan.micro_batches for plan in plans]

@@ -142,19 +142,19 @@ def importance_weights_inverted(bug: Bug, weights, old_logprobs, rollout_logprob
 @caught_by(FIRST, r"CheckFailed: first update check|LogprobMismatch|CheckFailed: likelihood check")
 def old_log_probs_of_the_step_before(bug: Bug) -> None:
     """A ratio of the first iteration was kept and used again later."""
-    from rl.phases.inference import Inference
+    from rl.phases.old_logprobs import OldLogprobs
 
     kept: dict = {}
-    fill = Inference.fill_old_logprobs
+    fill = OldLogprobs.fill
 
-    def remembered(self, batch, logprobs, *rest, **options):
+    def remembered(self, batch, logprobs, *rest):
         weights = kept.setdefault("first", logprobs.clone())
         if bug.is_on:
             bug.acts()
             logprobs = weights[: len(logprobs)] if len(weights) >= len(logprobs) else logprobs * 0.5
-        fill(self, batch, logprobs, *rest, **options)
+        fill(self, batch, logprobs, *rest)
 
-    Inference.fill_old_logprobs = remembered
+    OldLogprobs.fill = remembered
 
 
 @exhibit("tensorforce/tensorforce#312", overrides=("training.prompts_per_minibatch=2",))

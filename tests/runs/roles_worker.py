@@ -12,21 +12,21 @@ import train_rl
 
 
 def gap() -> None:
-    from rl.phases.inference import Inference
+    from rl.phases.old_logprobs import OldLogprobs
 
-    original = Inference.fill_old_logprobs
+    original = OldLogprobs.fill
 
-    def fill_old_logprobs(self, batch, logprobs, entropy, **options):
+    def fill(self, batch, logprobs, *rest):
         versions = batch.weight_versions
         for first, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()):
             own = versions[first:end]
-            if own.min() < own.max() == self._engines.policy.version:
+            if own.min() < own.max() == self._policy.version:
                 far = (logprobs[first:end] - batch.rollout_logprobs[first:end]).abs()
                 with Path(self._config.run.dir, "gap.txt").open("a") as file:
                     file.write(f"{float(far[own == own.max()].max())}\n")
-        original(self, batch, logprobs, entropy, **options)
+        original(self, batch, logprobs, *rest)
 
-    Inference.fill_old_logprobs = fill_old_logprobs
+    OldLogprobs.fill = fill
 
 
 def old_labels() -> None:

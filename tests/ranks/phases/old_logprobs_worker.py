@@ -1,4 +1,4 @@
-"""One rank of test_old_logprobs.py: a GRPO step with old log-probs from the first update or a separate pass.
+"""One rank of test_old_logprobs.py: a GRPO step with old log-probs from its only update or a separate pass.
 
     old_logprobs_worker.py CHECKPOINT OUT_FILE PIPELINE_STAGES
 
@@ -27,7 +27,7 @@ from rl.engines.memory import MemorySharing  # noqa: E402
 from rl.faults.agreement import PhaseAgreement  # noqa: E402
 from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
-from rl.phases import inference  # noqa: E402
+from rl.phases import old_logprobs  # noqa: E402
 from rl.phases.phases import Phases  # noqa: E402
 from rl.phases.step_record import StepRecord  # noqa: E402
 from rl.run_directory.progress import Progress  # noqa: E402
@@ -37,14 +37,14 @@ from rl.training.loss import Loss, TokenSelection  # noqa: E402
 
 CASES = {
     "one update": ["objective.entropy_coef=0.1", "objective.kl_coef=0.1"],
-    "two epochs": [
-        "training.epochs=2",
+    "weights": [
         "rollout_correction.icepop_low=0.8",
         "rollout_correction.icepop_high=1.2",
         "objective.top_entropy=0.5",
         "objective.off_policy_mask=0.001",
     ],
     "pairs": ["algorithm=spin"],
+    "two epochs": ["training.epochs=2"],
     "several updates": ["training.prompts_per_minibatch=4"],
 }
 GROUPS, SAMPLES = 8, 2
@@ -80,7 +80,7 @@ def begun(overrides: list[str], *, separate: bool) -> tuple[Phases, Batch]:
     keys += ["model.dtype=float32", f"training.pp={sys.argv[3]}", "training.micro_batch_tokens=60"]
     config = load_config(None, ["training.optimizer.lr=1e-2", *keys, *overrides])
     assert not needs_early_logprobs(config)
-    inference.needs_early_logprobs = lambda config: separate
+    old_logprobs.needs_early_logprobs = lambda config: separate
     hf = read_hf_config(config.model.path)
     engines = Engines({"policy": build_policy(config, hf, GRID, DEVICE)})
     phases = Phases(

@@ -18,7 +18,7 @@ from rl.objectives.kl_controller import AdaptiveKL
 from rl.objectives.losses import clip_cov, kl_cov
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.top_entropy import select_tokens
-from rl.phases.correction import correct_rollout
+from rl.phases.correction import reject, weigh, weights_of
 from rl.phases.policy_gradient import policy_loss, token_selection, with_entropy_bonus
 from rl.phases.reward_shaping import KlPenalty
 from rl.training.loss import Totals
@@ -415,7 +415,7 @@ def test_a_token_has_to_pass_every_criterion_of_rejection():
     other = rollout_correction.reject(*pair, level="sequence", statistic="k3", low=0.0, high=0.05)
     keys = ["reject=token-k1,sample-k3", "reject_low=[-0.3, 0]", "reject_high=[0.3, 0.05]"]
     correction = config_with(*[f"rollout_correction.{key}" for key in keys]).rollout_correction
-    found = correct_rollout(batch, correction)
+    found = reject(batch, correction)
     assert torch.equal(batch.mask, one * other)
     assert 0 < batch.mask.sum() < min(one.sum(), other.sum()) and max(one.sum(), other.sum()) < before.sum()
     share = 1 - float(batch.mask.sum() / before.sum())
@@ -438,7 +438,7 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
     ):
         batch = example_with_a_gap()
         correction = config_with(*[f"rollout_correction.{key}" for key in keys]).rollout_correction
-        found = correct_rollout(batch, correction)
+        found = weigh(batch, correction, weights_of(batch, batch.old_logprobs, correction))
         pair = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.mask
         expected = rollout_correction.metrics(*pair, level=level, upper=upper)
         assert found.items() >= expected.items() and len(expected) == 27
