@@ -7,6 +7,9 @@ w - r s |w|, with random signs s and their mean size |w|. Half of the difference
 slope along r s |w|, which follows from the gradient of w too. Errors of all later layers reach that gradient.
 With r / 2 the error of the difference is a quarter, so what both differ by is allowed, too.
 
+The 17 passes read about 256 tokens of the first samples, which are cut, so that they cost little beside a
+step of any model. The model is compared with itself, so any tokens will do.
+
 Models with routed experts are not compared, because another w sends some tokens to other experts, nor those
 with adapters, because the norms beside them do not learn.
 """
@@ -15,13 +18,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from rl.checks.logprobs import rounding_limit
-from rl.checks.rounding import few_tokens
 from rl.data.batch import Batch
 from rl.models.placement import count_experts
 from rl.runtime.collectives import sum_over_world
@@ -42,6 +45,8 @@ GAP = 0.1
 """Difference of log-probs by rounding, in units of its bound (`rounding_limit`): right runs stay below it."""
 INDEPENDENT = 256
 """Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
+CUT = 64
+"""Number of tokens kept of a prompt, its last ones, and of a response."""
 
 
 class WrongBackward(RuntimeError):
@@ -51,7 +56,7 @@ class WrongBackward(RuntimeError):
 def check_slope(
     model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, *, noise: float | None = None
 ) -> None:
-    """Compare on the first micro-batches of a plan. Raises WrongBackward. Collective over the world.
+    """Compare on the first samples of a plan. Raises WrongBackward. Collective over the world.
 
     The weights are bitwise the same afterwards. noise: measured noise of log-probs (`RoundingNoise`), in
     nats; None: their bound is used.
@@ -60,8 +65,7 @@ def check_slope(
     norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
     if not norms or count_experts(model.weight_map.weights):
         return
-    multiple = model.grid.micro_batch_multiple
-    few = few_tokens(plan, batch, batch.mask > 0, multiple=multiple, enough=INDEPENDENT)
+    batch, few = _first_tokens(batch, plan, multiple=model.grid.micro_batch_multiple)
     tokens = batch.tokens_of([i for micros in few for micro in micros for i in micro])
     count = float((batch.mask[tokens] > 0).sum())
     if not count:
@@ -98,6 +102,39 @@ def check_slope(
             f"{_listed(along)} according to the gradient. The backward pass of a layer, of the head, or of "
             "the communication between the ranks that share a sample (tp, cp, pp) is wrong."
         )
+
+
+def _first_tokens(batch: Batch, plan: MicroBatchPlan, *, multiple: int) -> tuple[Batch, MicroBatchPlan]:
+    """Return the first samples of a plan, cut, with about INDEPENDENT counted tokens, and their own plan.
+
+    Each sample stays on its data parallel rank. Samples with images stay whole, because the model must find
+    every token of an image. multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`).
+    """
+    is_cut = not any(prompt.images for prompt in batch.prompts)
+    ranks: dict[int, int] = {}
+    count = 0
+    for samples in zip_longest(*([i for micro in micros for i in micro] for micros in plan)):
+        for rank, sample in enumerate(samples):
+            if sample is None or count >= INDEPENDENT:
+                continue
+            mask = batch.mask[batch.offsets[sample] : batch.offsets[sample + 1]]
+            if own := int((mask[: CUT if is_cut else None] > 0).sum()):
+                ranks[sample] = rank
+                count += own
+    chosen = sorted(ranks)
+    places = {sample: place for place, sample in enumerate(chosen)} if is_cut else {i: i for i in chosen}
+    few = [[[places[i] for i in chosen if ranks[i] == rank]] for rank in range(len(plan))]
+    few = [micros + [[]] * (multiple - 1) for micros in few]
+    if not is_cut:
+        return batch, few
+    masks = [batch.mask[batch.offsets[i] : batch.offsets[i + 1]][:CUT] for i in chosen]
+    return Batch(
+        prompt_ids=[batch.prompt_ids[i][-CUT:] for i in chosen],
+        response_ids=[batch.response_ids[i][:CUT] for i in chosen],
+        groups=batch.groups[chosen].unique(return_inverse=True)[1],
+        truncated=batch.truncated[chosen],
+        mask=torch.cat(masks) if masks else batch.mask[:0],
+    ), few
 
 
 def _mean(micro: MicroBatch, *, count: float) -> tuple[Tensor, dict[str, Tensor]]:
