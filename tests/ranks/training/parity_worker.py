@@ -68,7 +68,7 @@ def config_of(
                 ep=rollout[1],
                 dp_attention=rollout[1] > rollout[0],
                 temperature=TEMPERATURE,
-                max_response_tokens=64,
+                max_response_tokens=24,
                 max_concurrent_samples=4,
                 cpu_kv_cache_mib=16,
             ),
