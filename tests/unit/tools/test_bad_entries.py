@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import status, sweep_report, watch
-from rl.features.agents import stored_log
-from rl.run_directory import rollout_files
+from rl.run_directory import event_files, rollout_files
 from rl.run_directory.consumed import ConsumedLog
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to
 from tests.ordinary_user import as_ordinary_user
@@ -101,7 +100,7 @@ def resume(run: Path) -> None:
     if (run / "consumed.jsonl").exists():
         keep_lines_up_to(run / "consumed.jsonl", 1)
     rollout_files.remove_after(run, 1)
-    stored_log.remove_after(str(run), 1)
+    event_files.remove_after(str(run), 1)
 
 
 TOOLS: dict[str, Callable[[Path, Path], object]] = {
