@@ -1,1 +1,1 @@
-"""Low-rank adapters: what they add to the trainer, in which slots an engine holds them, and their files."""
+"""Low-rank adapters: their layers in the trainer, their slots in an engine, and their files."""

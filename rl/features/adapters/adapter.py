@@ -1,15 +1,17 @@
 """Low-rank adapters on the layers of a training model: W x + scale * B A x, where only A and B learn.
 
 A parameter of Megatron may hold several linear layers of the checkpoint, each with an adapter of its own
-(`rl.models.adapters`). A forward hook on its module adds their sum: the A of the parts are stacked, and the B
-are the blocks of one matrix whose rows have the parameter's order.
+(`rl.models.adapters`). For example, linear_qkv holds q_proj, k_proj and v_proj. A forward hook on the module
+adds the sum of the adapters: the A of the parts are stacked, and the B are blocks of one matrix with rows in
+the parameter's order.
 
-Tensor parallelism. Of a weight that is split by rows every rank has A and its rows of B: A x is gathered from
-the parts of the tokens (or copied, with the sum of its gradient). Of a weight that is split by columns it has
-its columns of A, and B: A x is summed over the ranks. Only these [T, r] are sent. The gradient of a part that
-every rank has is complete on each of them, or it is marked for finalize_model_grads, which sums it (under
-sequence parallelism, where a rank sees a part of the tokens). Routed experts see all tokens of their
-tensor parallel group, which sums their outputs later; there the gradient itself is summed.
+Tensor parallelism. For a weight split by rows, every rank has A and its rows of B: A x is gathered from the
+parts of the tokens (or copied, with the sum of its gradient). For a weight split by columns, every rank has
+its columns of A, and all of B: A x is summed over the ranks. Only A x, [T, r], is sent. If every rank has a
+part, for example A of a weight split by rows, the part's gradient is complete on each rank. Under sequence
+parallelism a rank sees some of the tokens only; there the part is marked, and finalize_model_grads sums its
+gradient. Routed experts see all tokens of their tensor parallel group, and the group sums their outputs
+later; there the gradient itself is summed.
 """
 
 import hashlib
@@ -119,7 +121,7 @@ class Adapters(Part):
         self.learned_map = base.over([*weights, *head], parameters)
         mark_split_weights(self.learned_map)
         self.initial_map: WeightMap | None = None
-        """With PiSSA the initial adapters: the original W is the present one and scale * B A of these."""
+        """The initial adapters of PiSSA: the original W is the present W plus their scale * B A."""
         self._sums_of_frozen: dict[str, int] = {}
         """Checksums of the frozen weights at the first check."""
         for added in self._sums.values():
@@ -134,9 +136,10 @@ class Adapters(Part):
                 load_hf(adapter.path, self.learned_map)
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
-        """Compare the frozen weights with those of the first call, the adapters with the gradient buffers.
+        """Compare the frozen weights with the first call's, and the adapters with the gradient buffers.
 
-        The optimizer updates what has a gradient buffer. Raises WrongLearning on every rank.
+        The optimizer updates a parameter only if it has a gradient buffer. Raises WrongLearning on every
+        rank.
         """
         learned = self.learned_map.parameters
         own = {id(parameter) for parameter in learned.values()}
@@ -222,7 +225,7 @@ class Adapters(Part):
         return f"wrote {target}, the adapters in the format of peft"
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
-        """Return (tensor parallel group, parameters by name) of what all its ranks hold; experts second."""
+        """Return (tensor parallel group, parameters that all its ranks hold, by name); experts second."""
         whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for weight, parameter in self.learned_map.local():
             if not weight.cut.split:
@@ -249,7 +252,7 @@ class Adapters(Part):
                 parameter.zero_()
 
     def _set(self, weight: Weight, values: Tensor) -> None:
-        """Set this rank's part of A or B to that of the whole tensor."""
+        """Set this rank's part of A or B. values: the whole tensor."""
         parameter = self.learned_map.parameter(weight)
         for piece in self.learned_map.pieces(weight):
             parameter[index(piece.local_box)] = values[index(piece.hf_box)].to(parameter)
@@ -258,7 +261,7 @@ class Adapters(Part):
     def _start_principal(self) -> None:
         """Set B A to the principal part of each W, and take it out of W (PiSSA).
 
-        Every rank that holds a part of W decomposes the whole, and takes the result of the first.
+        Every rank that holds a part of W decomposes the whole W, and takes the first rank's result.
         """
         groups = self._base.grid.groups
         for base, pairs in self._held().items():
@@ -375,7 +378,7 @@ class _Sum:
         return total.view(out.shape)
 
     def _copies(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B; gradients of what is not split are summed over the ranks of an expert."""
+        """Return A and B; the unsplit one's gradient is summed over the ranks if nothing else sums it."""
         if self._sums_gradients:
             a, b = (a, self._copied(b)) if self._splits_columns else (self._copied(a), b)
         return a, b
@@ -467,8 +470,8 @@ def _add_parameters(
                 setattr(module, kind, ParameterDict())
             dtype = torch.float32 if part.float32 else weight.dtype
             parameter = Parameter(weight.new_empty(part.megatron_shape(size), dtype=dtype))
-            # Megatron reads both: which data parallel group reduces the gradient, and whether its parts are
-            # of parts of the tokens.
+            # Megatron reads both attributes: `allreduce` selects the data parallel group for the gradient;
+            # with `sequence_parallel` each rank's gradient covers only its part of the tokens.
             parameter.allreduce = getattr(weight, "allreduce", True)
             parameter.sequence_parallel = (
                 sequence_parallel and pair.base.expert is None and not part.cut.split
@@ -480,9 +483,10 @@ def _add_parameters(
 
 
 def _order(weight: Weight, base: WeightMap, device: torch.device) -> tuple[Tensor | None, list[int]]:
-    """Return which row of the concatenated parts is in each row of a parameter, and the rows of each part.
+    """Return the row of the concatenated parts for each row of a parameter, and each part's number of rows.
 
-    The rows of a part are in the order of the checkpoint. The first is None if they all are.
+    The rows of a part are in the order of the checkpoint. The first result is None if the parameter holds one
+    piece, for example o_proj: its rows have the checkpoint's order already.
     """
     pieces = base.pieces(weight)
     of_part = [[piece for piece in pieces if piece.hf == name] for name in weight.hf]
@@ -499,7 +503,7 @@ def _order(weight: Weight, base: WeightMap, device: torch.device) -> tuple[Tenso
 
 
 def _exchange(by_columns: bool, *, sequence_parallel: bool) -> Callable[..., Tensor]:
-    """Return what a weight that is split over tensor parallel ranks does with A x."""
+    """Return the collective for A x of a weight that is split over tensor parallel ranks."""
     if by_columns and sequence_parallel:
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region
     if by_columns:
@@ -600,7 +604,7 @@ def _whole(weights: WeightMap, weight: Weight) -> Tensor:
 def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
     """Return the parts of a model with adapters.
 
-    base_of: a model with the same frozen weights, whose memory this one uses.
+    base_of: a model with the same frozen weights; the new model uses its memory.
     """
     assert base_of is None or config.adapter.init != "pissa", "PiSSA changes the weights of another model"
     found: list[Part] = [] if base_of is None else [SharedBase(base_of)]

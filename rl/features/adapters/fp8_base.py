@@ -1,12 +1,12 @@
 """Frozen weights of linear layers in FP8, with one factor per block of 128 x 128 elements.
 
-The format is that of DeepSeek-V3's checkpoints (`rl.models.fp8_blocks`), with blocks of the rank's
-own parameter. They are blocks of the whole parameter too, because `rl.config.adapter_checks` refuses other
-layouts; the values therefore do not depend on the layout.
+The format is DeepSeek-V3's (`rl.models.fp8_blocks`), with blocks of the rank's own parameter. They are blocks
+of the whole parameter too, because `rl.config.adapter_checks` refuses other layouts: for example, a rank's
+192 rows would end in the middle of a block. The values therefore do not depend on the layout.
 
 Between two passes through its module a parameter has no memory; each pass, forward or backward, fills it with
-the dequantised values and frees it again. The values are the same in every pass, and those that leave the
-trainer: refit, export and checksums read them through `value`.
+the dequantised values and frees it again. The values are the same in every pass. Refit, export and checksums
+read the same values through `value`.
 """
 
 from collections import defaultdict
@@ -59,7 +59,7 @@ class Fp8Base(Part):
         return tensors + self.tensors
 
     def value(self, weight: Weight, parameter: Tensor) -> Tensor:
-        """Return the dequantised values of a parameter; one that is not quantised itself."""
+        """Return the dequantised values of a parameter, or the parameter itself if it is not quantised."""
         return self._value(parameter)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A model whose frozen weights are those of another model, in the same memory."""
+"""A model that uses the frozen weights of another model, in the same memory."""
 
 from torch import Tensor
 
@@ -10,14 +10,14 @@ from rl.training.weights import WeightMap
 class SharedBase(Part):
     """Uses the memory of `owner`'s weights, a model of the same layout with low-rank adapters.
 
-    A critic shares the policy's base so, and all points of a sweep in one job share that of the first.
+    For example, a critic uses the policy's base, and all points of a sweep in one job use the first point's.
     """
 
     def __init__(self, owner: TrainingEngine):
         self._owner = owner
 
     def load(self, weight_map: WeightMap) -> bool:
-        """Make this rank's parameters use the owner's memory. A value head, which it lacks, becomes 0."""
+        """Make this rank's parameters use the owner's memory. A value head becomes 0: the owner has none."""
         source = self._owner.weight_map.parameters
         for name, parameter in weight_map.parameters.items():
             if name in source:

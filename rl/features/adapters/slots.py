@@ -4,9 +4,9 @@ vLLM has buffers for A and B of several adapters in every linear layer with an a
 token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
 weights (`rl.refit.refit`). vLLM's own loading, which reads files and applies a scale of its own, is not used.
 
-The name of an adapter stays when its values change, so requests that run then use the new ones from the next
-engine step on. The keys of vLLM's prefix cache contain the version with which a request began. Cached keys
-and values of one version therefore cannot serve requests that begin with another (vLLM #42125).
+The name of an adapter stays when its values change, so running requests use the new values from the next
+engine step on. The keys of vLLM's prefix cache contain the version at which a request began. For example,
+keys and values cached at version 3 cannot serve a request that begins at version 4 (vLLM #42125).
 """
 
 import functools
@@ -45,7 +45,7 @@ def _module(pair: LowRank) -> str:
 
 
 def _layer(pair: LowRank) -> str:
-    """Return vLLM's name of the adapted layer, which may be a part of the one that computes it."""
+    """Return vLLM's name of the adapted layer, for example q_proj, which vLLM computes in qkv_proj."""
     return f"{_module(pair).rpartition('.')[0]}.{pair.module.rpartition('.')[2]}"
 
 
@@ -113,7 +113,7 @@ class AdapterSlots(WeightSlots):
         self._manager._last_mapping = None
 
     def weights(self, weights):
-        # Layers with adapters contain those without.
+        # vLLM's layer with an adapter contains the original one as `base_layer`.
         return {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
 
     def _add(self, index: int) -> None:

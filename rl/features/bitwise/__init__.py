@@ -1,1 +1,1 @@
-"""Arithmetic with which trainer and engine compute bitwise equal log-probs (`model.numerics=bitwise`)."""
+"""Arithmetic that makes the log-probs of trainer and engine bitwise equal (`model.numerics=bitwise`)."""

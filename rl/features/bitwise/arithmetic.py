@@ -1,9 +1,10 @@
-"""Sums, products and functions whose results do not depend on order, blocking, ranks or processor.
+"""Sums, products and functions with results independent of order, blocking, ranks and processor.
 
-A sum of floating-point numbers depends on the order of its terms, because each addition rounds. Here the
-terms are first rounded to multiples of a power of two, with so few bits that float64 holds every product and
-every partial sum exactly. Any order of the additions, and any BLAS, then gives the same result, so float64
-matrix products can be used as they are. The sums of several ranks may be added in any order too.
+A sum of floating-point numbers depends on the order of its terms, because each addition rounds: for example,
+in float64 (1e16 + 1) - 1e16 is 0, but (1e16 - 1e16) + 1 is 1. Here the terms are first rounded to multiples
+of a power of two, with so few bits that float64 holds every product and every partial sum exactly. Any order
+of the additions, and any BLAS, then gives the same result, so float64 matrix products can be used as they
+are. The sums of several ranks may be added in any order too.
 
 The remaining operations are elementwise +, -, *, / and sqrt, which IEEE 754 rounds in one way. `exp` and
 `log` are composed of them, because vectorised and scalar versions of a library's functions differ in the last
@@ -28,7 +29,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def scale_above(x: Tensor, dim: int, group=None) -> Tensor:
-    """Return the power of two above |x| along a dimension, which is kept, float64.
+    """Return the power of two above |x| along a dimension, float64; the dimension is kept with size 1.
 
     group: ranks that hold the other elements of the dimension; collective over it (one max).
     """
@@ -39,7 +40,10 @@ def scale_above(x: Tensor, dim: int, group=None) -> Tensor:
 
 
 def bits_for(terms: int) -> int:
-    """Return the bits of two factors such that float64 holds the sum of `terms` products exactly."""
+    """Return the bits per factor with which float64 holds a sum of `terms` products exactly.
+
+    For example, 21 bits for 1,024 terms: a product has 42 bits, and the sum 10 more.
+    """
     return (53 - (terms - 1).bit_length()) // 2
 
 
@@ -57,7 +61,7 @@ def slices(x: Tensor, bits: int, count: int) -> list[Tensor]:
 
 
 def product(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-    """Return the parts of a @ b, whose integers are exact: [high @ high, high @ low + low @ high].
+    """Return the parts of a @ b as exact integers: [high @ high, high @ low + low @ high].
 
     The parts of several ranks may be added before `combine`. a, b: from `slices`, with the same bits.
     """
@@ -83,7 +87,7 @@ def sum_over(parts: list[Tensor], group) -> list[Tensor]:
 
 
 def total(x: Tensor, group=None) -> Tensor:
-    """Return the sum over the last dimension, which is kept, and over the ranks of the group.
+    """Return the sum over the last dimension, kept with size 1, and over the ranks of the group.
 
     x: float64, at most 1 in absolute value, at most MAX_TERMS terms.
     """

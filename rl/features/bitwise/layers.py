@@ -33,7 +33,7 @@ SCORES = 1 << 22
 
 
 def _count(dtype: torch.dtype) -> int:
-    """Return the number of slices: two hold more than the 24 bits of float32, one those of bfloat16."""
+    """Return the number of slices: two exceed the 24 bits of float32, one exceeds the 8 of bfloat16."""
     return 2 if dtype is torch.float32 else 1
 
 
@@ -167,7 +167,7 @@ def packed_attention(
     gather: Callable[[Tensor], tuple[Tensor, Tensor]],
     scale: float,
 ) -> Tensor:
-    """Return the causal attention of B sequences whose queries are packed, [T, heads, v].
+    """Return the causal attention of B sequences with packed queries, [T, heads, v].
 
     query: [T, heads, d], the sequences' queries one after another. lengths, key_lengths: int64 [B], numbers
     of queries and keys. A sequence's last query sees all of its keys. slots: int64 [B, S], where the keys
@@ -235,7 +235,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def choose(scores: Tensor, routing: Routing) -> Tensor:
-    """Return the experts of each token; with groups, of the groups whose two best experts are the best."""
+    """Return the experts of each token; with groups, only experts of the best groups.
+
+    A group's score is the sum of its two best experts. For example, with 8 groups and `group_topk` 4 the
+    experts of the 4 groups with the highest scores are left to choose from.
+    """
     if routing.group_topk:
         assert routing.num_groups is not None and routing.topk // routing.group_topk == 2
         grouped = scores.unflatten(1, (routing.num_groups, -1))
@@ -251,9 +255,9 @@ def experts(
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [T, H].
 
-    weights, ids: [T, k] from `route`. ups: [2F/tp, H] of each expert, the rows of gate, then those of up.
-    downs: [H, F/tp]. The weight is applied before the projection down, so that the sum over experts, channels
-    and ranks is one sum.
+    weights, ids: [T, k] from `route`. ups: [2F/tp, H] of each expert, the rows of gate, then of up. downs:
+    [H, F/tp]. The weight is applied before the projection down, so that the sum over experts, channels and
+    ranks is one sum.
     """
     terms = downs[0].shape[1] * (1 if group is None else group.size()) * ids.shape[1]
     largest = torch.stack([down.abs().amax(1) for down in downs]).amax(0)

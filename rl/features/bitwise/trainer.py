@@ -1,7 +1,7 @@
 """Megatron's layers with the arithmetic of `rl.features.bitwise`, for model.numerics=bitwise.
 
 The forward pass is computed by functions that the engine calls too (`rl.features.bitwise.engine`). The
-backward pass is that of the ordinary layer at the same inputs, which it computes again.
+backward pass computes the ordinary layer again at the same inputs, and takes its gradient.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def bitwise(function: Callable, ordinary: Callable, *inputs: Tensor):
 
 
 class BitwiseLinear(AdaptedWeight):
-    """A linear layer; that of a policy with adapters computes with the merged weight, as the engine does."""
+    """A linear layer; with adapters it computes with the merged weight, as the engine does."""
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, group: dist.ProcessGroup | None = None
@@ -233,7 +233,7 @@ class BitwiseRotary(RowRotary):
 class BitwisePolicy(Policy):
     @staticmethod
     def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, logits_filter=None):
-        """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise those of the engine."""
+        """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise equal to the engine's."""
         assert logits_filter is None, "the bitwise log-softmax is over the whole vocabulary"
         options = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk)
         return bitwise(
@@ -274,7 +274,7 @@ CLASSES = {
 class BitwiseNumerics(Part):
     """Computes a policy's log-probs bitwise as an engine in the same mode does.
 
-    A value model computes as without it, but with Megatron's own layers.
+    A value model computes its values as without this part, but with Megatron's own layers.
     """
 
     uses_te = False
@@ -288,7 +288,7 @@ class BitwiseNumerics(Part):
 def make_bitwise(model: Policy, hf: dict) -> None:
     """Give the modules of a model the classes above. Not collective.
 
-    The class of an object is replaced, because Megatron compares classes of its specs by identity.
+    The classes are replaced in the built model, because Megatron compares classes of its specs by identity.
     """
     for module in model.modules():
         module.__class__ = CLASSES.get(type(module), type(module))

@@ -1,9 +1,10 @@
 """Carry-over: a step ends when enough groups are complete, and the others continue in the next step.
 
 A generation starts with `rollout.oversample` times the number of groups that it has to return, and ends when
-enough are complete. The others are carried over with the log-prob and weight version of every token. All
-ranks hold the same carried groups, because new tokens are exchanged like samples. docs/asynchrony.md has the
-rules.
+enough are complete. For example, with oversample 1.5 a step of 8 groups starts with 12, the carried ones
+included, and ends when 8 are complete. The others are carried over with the log-prob and weight version of
+every token. All ranks hold the same carried groups, because new tokens are exchanged like samples.
+docs/asynchrony.md has the rules.
 """
 
 import math
@@ -36,7 +37,7 @@ from rl.stopping.requests import StepAborted, StopRequests
 
 
 class CarryOver(Generation):
-    """Generation that keeps the groups that were drawn and not consumed.
+    """Generation that keeps drawn groups until a step consumes them.
 
     Args:
         prompts: all prompts of the data, for the groups of a checkpoint.
@@ -71,10 +72,10 @@ class CarryOver(Generation):
         return max(0, total - len(self.frontier.groups))
 
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
-        """Continue the carried groups and start those of the prompts, until enough are complete.
+        """Continue the carried groups and start groups of the prompts, until enough are complete.
 
-        Returns the batch of as many groups as the last `num_to_draw` named, those with the oldest tokens
-        first. Raises StepAborted on every rank after a stop request; the frontier is then unchanged.
+        Returns a batch of the complete groups with the oldest tokens, as many as the argument of the last
+        `num_to_draw`. Raises StepAborted on every rank after a stop request; the frontier is then unchanged.
         """
         config, version = self._config.rollout, self._policy.version
         oldest_allowed = version + 1 - config.max_staleness  # in the next step
@@ -107,7 +108,7 @@ class CarryOver(Generation):
         return self._noted(self._dialogues.batch(samples, call))
 
     def _collected(self, samples: list[Sample]) -> list[Sample]:
-        """Return samples with all held values of each on the rank that generated its last tokens."""
+        """Return the samples; the rank that generated a sample's last tokens has all of its held values."""
         holders = [sample.holder for sample in samples]
         samples, moved = held_parts.collect(samples, holders, self._step.device.torch)
         self._moved += moved
@@ -116,7 +117,7 @@ class CarryOver(Generation):
     def _continue(
         self, groups: list[SampledGroup], due: set[int], num_missing: int, purpose: str
     ) -> list[Sample]:
-        """Generate until `num_missing` groups and those that are due are complete; return the new tokens."""
+        """Generate until `num_missing` groups and all in `due` are complete; return the new tokens."""
         engine, sampling, dialogues = self._engine, self._sampling, self._dialogues
         contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]
         seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]

@@ -1,4 +1,4 @@
-"""The form in which samples that are unfinished at the end of a generation continue in the next step."""
+"""Carry-over as a form of sampling: unfinished samples of a generation continue in the next step."""
 
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing

@@ -1,9 +1,9 @@
 """Generation that ends when enough groups are complete, and continues the others in the next step.
 
-An unfinished sample keeps its tokens, log-probs and weight versions. It continues as a request whose context
-is the prompt and the tokens so far, with the same seed. The CPU's sampler and vLLM's on CUDA draw by seed and
-position, so under equal weights the sample is the one of an uninterrupted generation, up to rounding. An
-unfinished trajectory continues on the replica that holds its environment, if that one has time.
+An unfinished sample keeps its tokens, log-probs and weight versions. It continues as a request with the same
+seed: the request's context is the prompt and the tokens so far. The CPU's sampler and vLLM's on CUDA draw by
+seed and position, so under equal weights an uninterrupted generation gives the same sample, up to rounding.
+An unfinished trajectory continues on the replica that holds its environment, if this replica has time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from rl.rollout.source import SampleSource, Start
 
 
 class Quota:
-    """Counts complete groups, and tells when enough groups, and all that are due, are complete.
+    """Counts complete groups, and tells when enough groups, and all due groups, are complete.
 
     Args:
         num_groups: number of complete groups that is enough.
@@ -58,8 +58,9 @@ def work_of(
 ) -> tuple[Iterator[int], Quota]:
     """Return the work of this replica in one call, and the quota that ends it. Every rank calls it.
 
-    holds: whether a replica has what its groups need (`SampledGroup.holder`), and begins with them. is_fixed:
-    whether every replica has a fixed share of the groups and of the quota, which depends on no clock.
+    holds: whether replicas hold what some groups need, for example an environment, and begin with these
+    groups (`SampledGroup.holder`). is_fixed: whether every replica has a fixed share of the groups and of the
+    quota, which depends on no clock.
     """
     holders = [group.holder // engine.tp if holds else -1 for group in groups]
     num_replicas = engine.num_replicas
@@ -119,7 +120,7 @@ class QuotaSchedule(QueueSchedule):
 
 
 def extend(groups: Sequence[SampledGroup], continued: Sequence[Sample]) -> list[SampledGroup]:
-    """Return the groups with their samples that were continued.
+    """Return the groups with their continued samples.
 
     continued: the exchanged rows of `QuotaSchedule`, in place of all unfinished samples of a group, or none.
     """
@@ -153,7 +154,7 @@ def _with_held(row: Sample, before: Sample | None) -> Sample:
 
 
 def _is_same(segment: Segment, other: Segment) -> bool:
-    """Return whether two segments were sampled together; not if a trajectory was begun again."""
+    """Return whether two segments were sampled together; False if a trajectory was begun again."""
     return all(np.array_equal(getattr(segment, name), getattr(other, name)) for name in COLUMNS)
 
 
@@ -164,7 +165,7 @@ def samples_of(groups: Sequence[SampledGroup]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The groups that were drawn and not consumed; identical on all ranks."""
+    """The groups that were drawn and not yet consumed; identical on all ranks."""
 
     groups: tuple[SampledGroup, ...] = ()
     num_drawn: int = 0
@@ -173,8 +174,8 @@ class Frontier:
     def state_dict(self, samples: list[Sample], *, held: bool) -> dict[str, Any]:
         """Return the frontier as plain data.
 
-        samples: `samples_of` its groups. held: whether this rank has the values of their held columns, which
-        the data then include.
+        samples: `samples_of` its groups. held: whether this rank has the values of their held columns; the
+        data then include the values.
         """
         return {
             "num_drawn": self.num_drawn,
@@ -188,7 +189,7 @@ class Frontier:
     def from_state(cls, state: dict[str, Any], prompt_of: Callable[[int, int], Prompt]) -> "Frontier":
         """Return the frontier of `state_dict`. prompt_of: (index, draw) -> prompt.
 
-        Raises ValueError if a prompt has other tokens than the one that the group's samples respond to.
+        Raises ValueError if a prompt's tokens have changed since the group's samples were generated.
         """
         prompts = [prompt_of(index, draw) for index, draw in state["prompts"]]
         known = zip(prompts, state["fingerprints"], strict=True)

@@ -1,1 +1,1 @@
-"""Refits in which only the elements that changed travel."""
+"""Refits that send only changed elements."""

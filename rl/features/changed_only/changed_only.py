@@ -1,10 +1,12 @@
-"""Refits in which only the elements that changed since the last one travel (`refit.changed_only`).
+"""Refits that send only the elements that changed since the last refit (`refit.changed_only`).
 
 With bfloat16 weights and a small learning rate an update leaves the bits of most elements as they were. The
 sender of a message keeps in host memory what it sent last, and compares. A message then has one of two forms:
-whole, or the positions and the new bits of the elements that changed, if that is smaller. A header of 8 bytes
-announces the form to each receiver, which writes the new bits over what its engine holds; both forms leave
-the same bits there. The first refit of a process, and the first after a change of the plan, is whole.
+whole, or the positions and the new bits of the changed elements, if this form is smaller. For example, a
+changed bfloat16 element takes 4 + 2 bytes, so the second form is smaller if less than a third has changed. A
+header of 8 bytes announces the form to each receiver. The receiver writes the new bits over its engine's
+elements; both forms leave the same bits there. The first refit of a process, and the first after a change of
+the plan, is whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ POSITION = torch.int32
 WHOLE = -1
 """Header of a message that is sent whole; else the number of elements that changed."""
 UNITS = {2: torch.int16, 4: torch.int32}
-"""Dtype in which the bits of elements are compared, by the bytes of an element of the model's dtype."""
+"""Bytes of an element of the model's dtype -> integer dtype for comparing the elements' bits."""
 
 
 class ChangedOnly:
@@ -85,7 +87,7 @@ class ChangedOnly:
 
 
 def _by_peer(messages: Sequence[Message], contents: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """Return the contents that are not empty by rank, in the order of the messages."""
+    """Return the non-empty contents by rank, in the order of the messages."""
     out: dict[int, list[Tensor]] = {}
     for message, content in zip(messages, contents):
         for peer in message.peers if len(content) else ():

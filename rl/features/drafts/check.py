@@ -1,7 +1,8 @@
-"""A test that an engine with drafts samples from the distribution whose log-probs it reports.
+"""A test that an engine with drafts samples from the distribution of its reported log-probs.
 
 The reported log-probs are compared with the trainer's in every step (`rl.checks.logprobs`). A wrong rule for
-accepting drafts would leave them right and sample tokens in other proportions.
+accepting drafts would leave them right and sample tokens in other proportions: for example, a rule that
+accepts every draft samples from the draft model's distribution.
 """
 
 import math
@@ -13,12 +14,12 @@ import numpy as np
 NUM_SAMPLES = 4096
 """Samples of one prompt that the test draws on each replica."""
 NUM_TOKENS = 4
-"""Number of their tokens."""
+"""Number of tokens of each sample."""
 TOP_K = 4
-"""Number of the most probable tokens from which they are drawn, so that many samples share three tokens."""
+"""Number of the most probable tokens to sample from: so few that many samples share their first three."""
 EXPECTED = 5.0
-"""Minimum expected count of a cell of the test (Cochran 1954). Rarer tokens share one cell, for which this
-many are expected at the minimum."""
+"""Minimum expected count of a cell of the test (Cochran 1954). Rarer tokens share one cell; its expected
+count is raised to this minimum."""
 LIMIT = 6.0
 """Normal deviate from which the distribution is called wrong: once in 1e9 tests of a right one."""
 
@@ -26,14 +27,14 @@ LIMIT = 6.0
 def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]], *, top_k: int = 0) -> tuple[float, int]:
     """Return Pearson's statistic and its degrees of freedom, over the contexts that occurred often enough.
 
-    Tokens that follow equal tokens have one distribution, up to rounding, which depends on the other tokens
-    of a step and with routed experts is larger than the test's precision. The expected count of a token is
-    therefore the harmonic mean of its probabilities in the samples that have it, which is not biased by which
-    samples these are. If rounding changes the set of the top_k tokens, so that more than top_k occur, only
-    the more probable half has cells of its own. The first tokens, which have no drafts, are left out.
+    Tokens that follow equal tokens have one distribution, up to rounding. The rounding depends on the other
+    tokens of a step; with routed experts it exceeds the test's precision. The expected count of a token is
+    therefore based on the harmonic mean of its probabilities in the samples that have it: the choice of these
+    samples does not bias this mean. If rounding changes the set of the top_k tokens, so that more than top_k
+    occur, only the more probable half has cells of its own. The first tokens have no drafts and are left out.
 
-    completions: token ids [R] and their log-probs [R] for samples of one prompt. top_k: number of the most
-        probable tokens from which they were drawn; 0: all.
+    completions: token ids [R] and their log-probs [R] for samples of one prompt. top_k: number of
+        the most probable tokens that the samples were drawn from; 0: all.
     """
     counts: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
     inverses: defaultdict[tuple[bytes, int], float] = defaultdict(float)
@@ -51,7 +52,7 @@ def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]], *, top_k: i
         if top_k and sum(count > 0 for count in expected.values()) > top_k:
             own = own[: top_k // 2]
         cells = [(float(seen[token]), expected[token]) for token in own]
-        # Tokens of a cell of its own that did not occur, e^-5 or rarer, fall into the common one.
+        # A token with an expected count of 5 is missing with probability e^-5, and then in the common cell.
         rest = total - sum(n for n, _ in cells), total - sum(count for _, count in cells)
         if rest[1] >= EXPECTED or rest[0]:
             cells.append(rest)

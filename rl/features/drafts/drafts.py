@@ -35,7 +35,9 @@ class WrongDistribution(RuntimeError):
 class Drafts(Part):
     """Lets an engine verify proposed tokens, and ends drafting in a generation in which it does not pay.
 
-    What proposes them is that of a subclass.
+    Subclasses choose the proposer. Drafting pays if a step yields more than 1 + K * (parameters of the
+    proposer) / (parameters of the policy) tokens: for example, 4 drafts of a model of 1/20 of the policy's
+    size must yield 1.2 tokens per step. `rollout.draft.min_tokens_per_step` replaces this bound.
     """
 
     def __init__(self, draft: Draft):
@@ -45,7 +47,7 @@ class Drafts(Part):
         """Drafts verified, and drafts accepted, by position, in the last call of `RolloutEngine.run`."""
 
     def speculation(self, engine) -> dict:
-        """Return the options of vLLM's SpeculativeConfig that say what proposes the tokens."""
+        """Return the options of vLLM's SpeculativeConfig that select the proposer."""
         raise NotImplementedError
 
     def options(self, engine):
@@ -59,7 +61,7 @@ class Drafts(Part):
         drafter = engine.platform.drafter(engine)
         of_policy = {id(parameter) for parameter in engine.model.parameters()}
         self._own = {n: p for n, p in drafter.model.named_parameters() if id(p) not in of_policy}
-        """Parameters of what proposes the tokens, without those that are the policy's."""
+        """The proposer's parameters, without parameters that it shares with the policy."""
         sizes = [sum(p.numel() for p in each) for each in (self._own.values(), engine.model.parameters())]
         self._required = self.draft.min_tokens_per_step or 1 + self.draft.tokens * sizes[0] / sizes[1]
         engine.platform.verify_drafts(engine)
@@ -99,7 +101,7 @@ class Drafts(Part):
         """Count the drafts of one verification; replaces `make_spec_decoding_stats` of vLLM's scheduler."""
         self._counts[0, :num_draft_tokens] += 1
         self._counts[1, :num_accepted_tokens] += 1
-        # Counts are identical on all ranks of a replica, which therefore end drafting in the same step.
+        # Counts are identical on all ranks of a replica, so they end drafting in the same step.
         if self._counts[0, 0] == TRIAL and 1 + self._counts[1].sum() / TRIAL < self._required:
             self._is_on = False
             self._engine.platform.switch_drafts(self._engine, on=False)
@@ -136,7 +138,7 @@ class DraftModel(Drafts):
         super().built(engine)
         drafter = engine.platform.drafter(engine)
         model, config = drafter.model, drafter.speculative_config.draft_model_config
-        # vLLM loads the draft model in the format of the policy, whose weights it does not read.
+        # vLLM loads the draft model in the policy's `load_format`, and reads no weights then.
         with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
             get_model_loader(LoadConfig()).load_weights(model, config)
         derive_weights(model)

@@ -5,12 +5,12 @@ In each update, after the forward pass of a micro-batch through the policy's lay
 
     loss = KL(p || q)    p: the policy's distribution of token t + 2, q: the head's, both at the temperature
 
-It is the soft cross-entropy less the policy's entropy, which has no gradient. Embedding and output head are
-the policy's, detached. Gradients, their norm and the optimizer are the head's own, so the policy's update is
-bitwise that without a head. Rejection sampling accepts a draft with the probability sum_v min(p, q).
+It is the soft cross-entropy less the policy's entropy; the entropy has no gradient. Embedding and output head
+are the policy's, detached. Gradients, their norm and the optimizer are the head's own, so the policy's update
+is bitwise the same as without a head. Rejection sampling accepts a draft with probability sum_v min(p, q).
 
-Only responses are learned from, from the second token on: the first is predicted by the prompt's last state,
-before any draft.
+Only responses are learned from, from the second token on: the prompt's last state predicts the first token,
+before any draft. For example, a response of 5 tokens gives 4 terms of the loss.
 """
 
 import functools
@@ -65,10 +65,10 @@ class HeadChunk(MegatronModule):
         return self.mtp
 
     def forward(self, hidden: Tensor, embeddings: Tensor, row: PackedRow, rotary) -> Tensor:
-        """Return the last hidden states, which the output head reads, of the shape of the arguments.
+        """Return the last hidden states for the output head, in the shape of the arguments.
 
         hidden: states of the policy, [T, 1, H] or [T/tp, 1, H] under sequence parallelism. embeddings: of the
-        tokens after those of `hidden`. row, rotary: those of the policy's layers.
+        token after each token of `hidden`. row, rotary: arguments of the policy's layers.
         """
         own = self.mtp
         x, _ = own.eh_proj(torch.cat([own.enorm(embeddings), own.hnorm(hidden)], -1))
@@ -77,7 +77,7 @@ class HeadChunk(MegatronModule):
 
 
 class PredictionHead(TrainingEngine):
-    """The head of a policy. Its passes are parts of the policy's, so those of TrainingEngine are not for it.
+    """The head of a policy. Its passes are parts of the policy's; TrainingEngine's passes are not used.
 
     Methods are collective over the last pipeline stage unless they say otherwise.
     """
@@ -85,7 +85,7 @@ class PredictionHead(TrainingEngine):
     def __init__(self, policy: TrainingEngine, training: Training, lr: float):
         optimizer = replace(training.optimizer, lr=lr) if lr else None
         spec = replace(policy.spec, optimizer=optimizer, keeps_reference=False)
-        # A backward pass in every micro-batch could not tell which one is the last.
+        # The head runs a backward pass in every micro-batch, and cannot tell which micro-batch is the last.
         super().__init__(spec, replace(training, overlap_gradients="off"), policy.grid, policy.device)
         self._policy, self._last = policy, policy.chunks[-1]
         self._embedding: Tensor | None = None
@@ -147,7 +147,7 @@ class PredictionHead(TrainingEngine):
         self._sums += torch.stack([losses @ weights, accepted @ weights]).double()
 
     def _embeddings(self, micro: MicroBatch, *, divided: bool) -> Tensor:
-        """Return the embeddings of the tokens after those of the row, [T, 1, H].
+        """Return the embedding of the token after each token of the row, [T, 1, H].
 
         divided: this rank's [T/tp, 1, H]. As in vLLM, 0 at the first position of a sequence.
         """
@@ -179,9 +179,9 @@ class PredictionHead(TrainingEngine):
 
 
 def _learned_from(batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return indices of response tokens of the micro-batch, and masks of the tokens after them, on the CPU.
+    """Return indices of response tokens, int64 [n], and masks of the tokens after them, float32 [n].
 
-    int64 [n] and float32 [n]: those that are not the last of their response.
+    Both are on the CPU. The last token of each response is left out: no token of the response follows it.
     """
     lengths = batch.lengths[micro.samples]
     is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)

@@ -1,10 +1,10 @@
 """Refits of an engine with weights in FP8 (`rl.features.fp8_engine.weights`).
 
-The quantised weights move in a few groups of whole layers, each with a plan of its own, so that the staging
-tensors of one group exist at a time. The trainer's values, which are bfloat16, travel into them. When a group
+The quantised weights move in a few groups of whole layers, each with a plan of its own, so that only one
+group's staging tensors exist at a time. The trainer's bfloat16 values travel into these tensors. When a group
 has arrived, the engine quantises it. For the checks the trainer quantises its own part of each weight and
-dequantises it; the engine dequantises what it holds. Both are equal bit for bit, because no rank of either
-holds a part of a block (`rl.config.layout_checks`).
+dequantises it; the engine dequantises what it holds. Both are bitwise equal, because every rank holds whole
+blocks (`rl.config.layout_checks`).
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ class GroupedFp8Weights(Fp8Weights, Groups):
 
 
 def _by_layers(weights: Sequence[Weight], training: TrainingPlacement) -> list[list[Weight]]:
-    """Return the groups: layers at about the same place in their pipeline stage, so that all stages send."""
+    """Return the groups: layers at about the same place in each pipeline stage, so that all stages send."""
     stages: dict[int, set[int]] = defaultdict(set)
     for weight in weights:
         stages[training.place(weight).stages[0]].add(weight.layer or 0)
@@ -70,7 +70,8 @@ def _quantised(values: Values, weight: Weight, parameter: Tensor) -> Tensor:
 def in_blocks(value: Tensor, weight: Weight, pieces: Sequence[Piece]) -> Tensor:
     """Return the quantised and dequantised elements of a parameter, of its shape and dtype.
 
-    Blocks are those of the Hugging Face tensors. pieces: those of the parameter.
+    Blocks are cut from the Hugging Face tensors: for example, the q, k and v of a fused qkv have blocks of
+    their own. pieces: the parameter's pieces of these tensors.
     """
     out = value.clone()
     for name in weight.hf:

@@ -1,14 +1,15 @@
 """KV cache of ended turns in host memory (`rollout.kv_offload_gib`).
 
 When a request has ended, the full blocks of its KV cache are copied to host memory. The next turn of its
-dialogue, whose prompt begins with the same tokens, copies back those that other requests have displaced from
-the engine's cache:
+dialogue begins with the same tokens. It copies back the blocks that other requests have displaced from the
+engine's cache:
 
     request ends -> its blocks -> host memory -> blocks of the next turn -> only the new tokens are computed
 
 vLLM's own connectors report a copy when it has ended, at times that differ between ranks. Here each rank of a
 replica has its own scheduler, and all must schedule the same. This connector therefore decides by requests
-and their tokens alone, and its copies run in the order of the forward passes, before the one of their step.
+and their tokens alone, and its copies run in the order of the forward passes, before the pass of their step.
+For example, with blocks of 16 tokens a turn that ends after 100 tokens leaves 6 blocks in host memory.
 """
 
 import ctypes
@@ -80,7 +81,7 @@ class Copies(KVConnectorMetadata):
     """The copies before the forward pass of a step, between blocks of the engine's cache and host memory."""
 
     stores: dict[int, int] = field(default_factory=dict)
-    """Slot in host memory -> block. A slot that was given up before the step has its last block only."""
+    """Slot in host memory -> block: the last one if several blocks got the slot before the step."""
     loads: list[tuple[int, int]] = field(default_factory=list)
     """(Block, slot), after the stores."""
 
@@ -93,9 +94,9 @@ class HostCache(KVConnectorBase_V1):
         self.num_slots = 0
         """Number of blocks for which there is host memory."""
         self.num_loaded = 0
-        """Number of tokens whose keys and values were copied back."""
+        """Number of tokens for which keys and values were copied back."""
         self._slots: OrderedDict = OrderedDict()
-        """Hash of a block's tokens and those before it -> slot, the least recently used first."""
+        """Hash of all tokens up to the end of a block -> slot, the least recently used first."""
         self._free: list[int] = []
         self._copies = Copies()
         self._first: dict[str, int] = {}
@@ -108,7 +109,7 @@ class HostCache(KVConnectorBase_V1):
         return self._vllm_config.cache_config.block_size
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        """Return the number of tokens to copy back, and that the step waits for them."""
+        """Return the number of tokens to copy back, and False: the step waits for the copies."""
         first = num_computed_tokens // self._block_size
         stop = (request.num_tokens - 1) // self._block_size  # the last token is computed in any case
         held = [block_hash in self._slots for block_hash in request.block_hashes[first:stop]]
@@ -127,7 +128,7 @@ class HostCache(KVConnectorBase_V1):
     def request_finished(self, request, block_ids):
         """Decide which blocks of an ended request are kept; vLLM frees them before they are copied.
 
-        Whatever is written there next follows the copy. The last block becomes the first to be given up.
+        The copy precedes the next write to the blocks. Of these blocks the last one will be given up first.
         """
         self._first.pop(request.request_id, None)  # of a request that was aborted while it waited
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -202,7 +203,7 @@ class HostCache(KVConnectorBase_V1):
         """Blocks are copied when their request has ended."""
 
     def wait_for_save(self):
-        """The copies precede what overwrites their blocks on the stream."""
+        """The copies precede the next writes to their blocks on the stream."""
 
 
 def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:

@@ -1,7 +1,9 @@
 """The owner of each group among the replicas, so that groups of a dead replica are generated again.
 
 Like `shared_queue`, a counter in the job's store gives an item to the replica that asks first. Each item also
-has a key with its owner. It is changed by compare-and-set only, so one replica takes over an item.
+has a key with its owner. It is changed by compare-and-set only, so one replica takes over an item. For
+example, if replica 2 dies with item 7, replicas 0 and 1 both try to replace owner 2 of item 7, and one of
+them succeeds.
 """
 
 import time
@@ -30,13 +32,13 @@ class Claims(Iterator[int]):
         self._next_search = 0.0
 
     def __next__(self) -> int:
-        """Return the next item that no replica has."""
+        """Return the next item without an owner."""
         while not self._claim(item := self._store.add("next", 1) - 1, ""):
             pass
         return item
 
     def abandoned(self, items: range) -> int | None:
-        """Claim one of these items that a replica had which is left out, and return it; None without one."""
+        """Claim an item of an excluded replica among these, and return it; None if there is none."""
         now = time.monotonic()
         if now < self._next_search:
             return None
@@ -57,7 +59,7 @@ class Claims(Iterator[int]):
         return True
 
     def note_done(self, item: int) -> None:
-        """Note that the trainers have the samples of an item, which nobody needs to generate again."""
+        """Note that the trainers have the samples of an item: nobody needs to generate it again."""
         self._store.set(str(item), _DONE)
 
     def forget(self, items: range) -> None:

@@ -1,4 +1,4 @@
-"""The form in which some ranks train while others generate."""
+"""Roles as a form of sampling: some ranks train while others generate."""
 
 import torch.distributed as dist
 

@@ -72,15 +72,15 @@ class GenerationByRoles(Sampler):
         memory.wait_for_readers = self._wait_for_readers
         self._next_batch = 0
         self._num_learned = 0
-        """Number of the first batch that is not learned from."""
+        """Number of the first batch that the policy has not learned from."""
         self._num_asked = 0
         """Number of batches that the generators may begin."""
         self._groups: dict[int, Delivery] = {}
-        """Groups that have arrived and are not learned from, by number. The key of a delivery is (its number
-        and the fingerprint of its prompt, or the name of a `Generate`; `Dialogue.counts` since the delivery
-        before)."""
+        """Groups that have arrived and are not learned from, by number. The key of a delivery has two parts:
+        the group's number and its prompt's fingerprint, or the name of a `Generate`; and the sums of
+        `Dialogue.counts` since the delivery before."""
         self._taken: list[tuple[int, int]] = []
-        """(group, index of its prompt) of the groups of this step."""
+        """(group, index of its prompt) for each group of this step."""
         self._consumed_log = ConsumedLog(config.run.dir)
         self._answers: dict[str, dict[int, Delivery]] = {}
         """Answers to a `Generate` by the rank of the replica's leader, by the message's name."""
@@ -88,7 +88,7 @@ class GenerationByRoles(Sampler):
         self._first = 0
         """Number of the first group of this start."""
         self._kept = 0
-        """Number of the first claim that is not forgotten."""
+        """Number of the first claim that is still in the store."""
         if link.excluded is not None:
             from rl.features.roles.claims import Claims
 
@@ -114,7 +114,7 @@ class GenerationByRoles(Sampler):
         self._link.held = BytesMoved()
 
     def learned(self) -> None:
-        """Note, in `consumed.jsonl` too, that the algorithm has learned from all batches that it took.
+        """Note that the algorithm has learned from the batches of this step, also in `consumed.jsonl`.
 
         Rank 0 writes.
         """
@@ -135,8 +135,8 @@ class GenerationByRoles(Sampler):
     def before_save(self) -> None:
         """Wait for all groups that the generators may have begun, so that a checkpoint holds them.
 
-        Without it they would be generated again after a resume, with newer weights. Only for runs that are
-        to be repeatable, or whose stops wait for samples.
+        Without the wait, a resumed run would generate these groups again, with newer weights. Only for runs
+        that must be repeatable, and for stops that wait for samples.
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
             groups = range(self._batches.first(self._num_learned), self._batches.first(self._num_asked))
@@ -199,7 +199,7 @@ class GenerationByRoles(Sampler):
             self._link.send_weights(self._policy.version)
 
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
-        """Return the next batch of the stream, whose prompts the trainers have drawn too."""
+        """Return the next batch of the stream. prompts: the batch's prompts, as the trainers drew them."""
         groups = self._batches.groups(self._next_batch)
         if len(prompts) != len(groups):
             raise ValueError(
@@ -317,7 +317,7 @@ class GenerationByRoles(Sampler):
         return self._messages.put(message) if dist.get_rank() == 0 else self._messages.skip()
 
     def _wait_for_readers(self) -> None:
-        """Wait until every generator has the weights, which may change from then on."""
+        """Wait until every generator has the weights; the trainer may change them afterwards."""
         with self._step.phase("wait_weights", timing="update_weights"):
             moved = self._link.wait_sent()
         if moved is not None:

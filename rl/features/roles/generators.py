@@ -79,14 +79,14 @@ class Generators:
         self._dialogue_form = dialogue_form
         in_waves = config.agents.is_on and config.agents.order == "waves"
         self._has_fixed_share = in_waves and not config.roles.min_replicas
-        """Whether each replica has a fixed share of the work; a dead one's share would never be done."""
+        """Whether each replica has a fixed share of the work; a dead replica's share would never be done."""
         self._device, self._tracker = device, watchdog.tracker
         self._messages = Messages(session.job().store)
         self._prompt_order = inputs.prompt_order()
         self._step = 0
         self._next_look = 0.0
         self._waits_for = ""
-        """Reason for which the engine takes no step: "weights", or the text of a wait for environments."""
+        """Reason why the engine takes no step: "weights", or the text of a wait for environments."""
         self._exit_code: int | None = None
         warm_up(device)
 
@@ -188,7 +188,7 @@ class Generators:
         self._link.send_samples((key, counts), samples)
 
     def _take_weights(self, version: int) -> None:
-        """Take weights that the engine does not have. The limit of `generate` begins again in any case."""
+        """Take a new version of the weights. The limit of `generate` begins again in any case."""
         self._step = version + 1
         tracing.begin_step(self._step)
         if self._engine.weights_version != version:

@@ -5,7 +5,7 @@ spans all ranks of the job, with communicators of its own. Ranks of the link are
 
     trainer                                        generator
     link.send_weights(version)   -- weights -----> link.receive_weights(version), between two engine steps
-    log-prob pass, in which no weight changes
+    log-prob pass: no weight changes
     link.wait_sent()   # before the update
     link.receive_samples()       <- samples ----- link.send_samples(key, samples), called by a leader
 
@@ -58,12 +58,13 @@ if TYPE_CHECKING:
 
 UNLIMITED = datetime.timedelta(days=30)
 """Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
-heartbeats end a run whose other side is gone."""
+heartbeats end a run if the other side is gone."""
 UNLIMITED_S = UNLIMITED.total_seconds()
 
 SAMPLED = 13
-"""One in so many weights is compared when samples are sent, with each version other ones. The number is a
-prime, because the weights of all layers have the same order."""
+"""Distance of the weights that are compared when samples are sent. Each version begins at another weight: for
+example, version 15 compares weights 2, 15, 28 and so on. The number is a prime: a divisor of the number of
+weights per layer would select the same weights of every layer."""
 
 Part = tuple[WeightPlan, Mapping[int, Tensor], Mapping[int, Tensor]]
 """Weights that travel together, with the trainer's and the engine's tensors by the plan's indices."""
@@ -72,7 +73,7 @@ _SAMPLES = "samples"
 """Key of the queue in the store that announces samples: their sender's rank, and the sizes in bytes of the
 samples and of their held values."""
 _HELD_TAG = 1
-"""Tag of messages with held values; that of samples is 0."""
+"""Tag of messages with held values; messages with samples have tag 0."""
 
 
 class Delivery(NamedTuple):
@@ -117,14 +118,14 @@ class Link:
         self._control = own_group(torch_store, "link-control", device=None, **options)
         self._weights = own_group(torch_store, "link-weights", device=device, **options)
         self._planned: list[WeightPlan] = []
-        """The plan of the weights, and that of the adapters beside them."""
+        """The plan of the weights, and a plan of the adapters beside them."""
         self._changes: list[MessageForm | None] = []
         """Messages that each plan sent last (`refit.changed_only`)."""
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
         self._engine: RolloutEngine | None = None
         self._excluded: tuple[int, ...] = ()
-        """The replicas that are not in the communicator for weights."""
+        """Replicas that are not in the communicator for weights."""
         self.leaders: tuple[int, ...] = ()
         """First ranks of the replicas that lived at the last `receive_samples`; the same on all trainers."""
         self._sending: Future[BytesMoved | None] | None = None
@@ -271,8 +272,8 @@ class Link:
         part in the transfer, which begins when the last has called. Sets the engine's `weights_version`.
 
         After the first refit and every `refit.check_every` versions both ends compare checksums; raises
-        RefitMismatch on a rank whose weights differ, naming weights and ranks. For `check_weights` the
-        trainers send checksums of some weights with every version.
+        RefitMismatch on a rank with wrong weights, naming weights and ranks. For `check_weights` the trainers
+        send checksums of some weights with every version.
         """
         assert self._planned and self._engine is not None, "plan_weights(engine=...) comes first"
         self.check_weights()
@@ -307,11 +308,11 @@ class Link:
         return done
 
     def check_weights(self) -> None:
-        """Raise RefitMismatch if the engine's weights are not those of the last refit. Not collective.
+        """Raise RefitMismatch if the engine's weights differ from the last refit's. Not collective.
 
-        A replica may acknowledge a version and hold another one. Compares the trainers' checksums of each
-        SAMPLED-th weight, once: on a leader when it sends the first samples of a version, on the other ranks
-        before the next version.
+        A replica may acknowledge a version and hold another one. Compares the trainers' checksums of every
+        SAMPLED-th weight once: a leader when it sends the first samples of a version, other ranks before they
+        take the next version.
         """
         sums, self._sums = self._sums, []
         if not sums:
@@ -328,7 +329,7 @@ class Link:
                 )
 
     def _await_receivers(self, number: int) -> None:
-        """Wait until all replicas that live are between two engine steps, and announce which they are.
+        """Wait until all living replicas are between two engine steps, and announce the excluded ones.
 
         On the first training rank. No replica is left out from then on until the weights have been sent.
         """
@@ -351,7 +352,7 @@ class Link:
         store.set(f"receivers {number}", json.dumps(excluded))
 
     def _agreed(self, store: JobStore, number: int) -> tuple[int, ...]:
-        """Wait for the announcement of `_await_receivers`; return the replicas that take no part."""
+        """Wait for the announcement of `_await_receivers`; return the excluded replicas."""
         store.wait([key := f"receivers {number}"], UNLIMITED_S)
         return tuple(json.loads(store.get(key) or "[]"))
 
@@ -378,8 +379,8 @@ class Link:
     def _move(
         self, number: int, version: int, parts: list[Part]
     ) -> tuple[BytesMoved, list[tuple[Weight, str]], list[Sums]]:
-        """Carry out the plans; return bytes, wrong weights with what they differ from, and sums for
-        `check_weights`.
+        """Carry out the plans; return bytes, wrong weights (weight, the side that it differs from), and sums
+        for `check_weights`.
 
         number: of the refit. After the first, the base of adapters does not travel, but is compared.
         Collective over the job.
@@ -407,7 +408,7 @@ class Link:
         if not self.device.is_cuda:
             yield
             return
-        torch.cuda.set_device(self.device.torch)  # the current device is that of a thread
+        torch.cuda.set_device(self.device.torch)  # each thread has its own current device
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             yield
@@ -418,7 +419,7 @@ class Link:
     def send_samples(self, key: Any, samples: list[Sample]) -> None:
         """Send finished samples to all training ranks; return at once. Called by a replica's leader.
 
-        The values of held columns are sent to one of them, in turn.
+        The values of held columns are sent to one of the training ranks, in turn.
 
         key: identifies the samples, such as a group's number; plain data. Raises what the sending
         thread raised meanwhile.
@@ -507,7 +508,7 @@ class Link:
 
 
 def _weights(config: Config, hf: dict) -> list[list[Weight]]:
-    """Return the weights that travel: those of the model, and those of adapters beside them."""
+    """Return lists of the weights that travel: the model's, and the adapters' if they travel beside it."""
     weights, adapter = architecture(hf).weights(hf), config.adapter
     if not adapter.is_on or adapter.in_engine == "merged":
         return [weights]

@@ -16,7 +16,7 @@ class Begin:
     cursor: dict[str, Any]
     """State of the sampler of prompts before batch `batch`."""
     batch: int
-    """Number of the first batch that is not learned from, counted from the beginning of the run."""
+    """Number of the first batch that was not learned from, counted from the beginning of the run."""
     finished: frozenset[int]
     """Numbers of groups from that batch on that exist already."""
 
@@ -27,13 +27,13 @@ class NextBatch:
 
     step: int
     version: int
-    """Version of the weights, which are being sent if it differs from that of the message before."""
+    """Version of the weights; if the message before had another version, the weights are being sent."""
     batch: int
     """Number of the batch that the trainers wait for."""
     limit: int
-    """Number of the first batch that may not begin yet."""
+    """Number of the first batch that may not begin yet: for example, 7 for batch 5 with roles.lag=1."""
     purpose: str
-    """With `roles.lag` 0, distinguishes the seeds of this batch."""
+    """Part of the seeds of this batch with `roles.lag` 0; with a lag the batch's number is used."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Generate:
     sampling: Sampling
     seeds: list[int]
     keeps_failed: bool
-    """Whether a trajectory whose environment failed is a sample."""
+    """Whether a trajectory with a failed environment is a sample."""
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 Groups are numbered over all batches (`Batches`). A batch is a function of the seed and its number. Version n
 of the policy learns from batch n. (If an algorithm needs several batches for one step, the same version
 learns from all of them.) The trainers' message for batch n under version v therefore allows the generators to
-begin batches up to n + lag with weights v, and no later one.
+begin batches up to n + lag with weights v, and no later one. For example, with `roles.lag=1` the message for
+batch 5 allows batches 5 and 6.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
 when no turn is in progress (turn), or between two engine steps (group, sample). With `rollout.deterministic`
-all but the first read it a fixed number of engine steps after the replica's last sample of the batch before.
-The engine takes no step until it has come, so that everything but the clock is a function of the seed.
+a replica reads each message but the first a fixed number of engine steps after its last sample of the batch
+before. The engine takes no step until the message has come. Everything but the clock is then a function of
+the seed.
 """
 
 from collections import deque
@@ -35,7 +37,7 @@ class Batches:
     size: int
     """Number of prompts that a batch draws."""
     share: float = 1.0
-    """Share of these, the first ones, to which the policy responds (`teacher.student_share`)."""
+    """Share of a batch's prompts, the first ones, that the policy responds to (`teacher.student_share`)."""
 
     @classmethod
     def of_config(cls, config: Config) -> "Batches":
@@ -49,7 +51,7 @@ class Batches:
         return int(batch * self.size * self.share + 1e-6)
 
     def groups(self, batch: int) -> range:
-        """Return the numbers of a batch's groups."""
+        """Return the numbers of a batch's groups, for example 8 to 11 of batch 2 with `size` 4."""
         return range(self.first(batch), self.first(batch + 1))
 
     def of(self, group: int) -> int:
@@ -59,7 +61,7 @@ class Batches:
 
 
 def batch_purpose(batch: int) -> str:
-    """Return what distinguishes the seeds of a batch that begins before its step."""
+    """Return the part of the seeds that names the batch, for a batch that begins before its step."""
     return f"train.{batch + 1}"
 
 
@@ -71,7 +73,7 @@ class StreamSchedule:
         queue: gives this replica its groups; without `rollout.deterministic` counted from batch
             `begin.batch`.
         send: takes the number of a group, the fingerprint of its prompt and its samples.
-        take_over: returns one of these items of the queue that a dead replica began, None if there is none.
+        take_over: claims one of the given items that a dead replica began; returns None if there is none.
     """
 
     def __init__(
@@ -99,16 +101,16 @@ class StreamSchedule:
         self._prompts: dict[int, list[Prompt]] = {}
         self._num_drawn = begin.batch
         self._waiting: deque[Start] = deque()
-        """Samples of groups that have begun, which the engine has no room for yet."""
+        """Samples of begun groups that wait for room in the engine."""
         self._held: int | None = None
         """The next group of this replica, if it was drawn from the queue."""
         self._open: dict[int, list[list[Sample]]] = {}
         """Rows of the finished samples of the groups that have begun."""
         self._due_at: int | None = None
         self._next_message: NextBatch | None = None
-        """A message that has been read, whose weights are taken when no turn is in progress."""
+        """A message that has been read; its weights are taken when no turn is in progress."""
         self.barrier: tuple[str, Message] | None = None
-        """The message that ended the engine's run, with its name: any but a `NextBatch`."""
+        """Name and message that end the engine's run: any message but a `NextBatch`."""
 
     # Schedule ---------------------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class StreamSchedule:
         return [self._waiting.popleft() for _ in range(min(self.together, len(self._waiting)))]
 
     def next_events(self, step: int, source: SampleSource) -> list[Event]:
-        # Between two turns a message comes first. Else it would depend on the time that environments take
+        # Between two turns a message comes first. Otherwise the time that environments take would decide
         # whether the next turns, or further groups, begin before or after the weights of a fixed step.
         fills = source.num_open > 0 and not source.running
         events = [] if fills or self._next_message else source.fill()
@@ -160,7 +162,7 @@ class StreamSchedule:
             return True
         if self._granularity == "batch" or not self._config.rollout.deterministic:
             return self._granularity != "batch"
-        # This replica's groups of the batches before that of the next message are complete.
+        # Read it only if this replica has completed its groups of all batches before the message's batch.
         if min((*self._open, self._next_group())) < self._batches.first(self._next_batch):
             return False
         if self._due_at is None:
@@ -212,7 +214,7 @@ class StreamSchedule:
         self._waiting += [Start(group, number, prompt, seed) for number in range(self._group_size)]
 
     def _next_group(self) -> int:
-        """Return the next group of this replica, without the groups that exist already."""
+        """Return the next group of this replica, skipping groups that exist already."""
         while self._held is None or self._held in self._finished or self._held < self._first:
             item = next(self._queue)  # it has no end
             # A fixed rule gives a group to the same replica after a resume; a counter begins again.

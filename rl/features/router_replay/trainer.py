@@ -3,10 +3,10 @@
 Only the choice is replayed. The weights of the chosen experts are the present router's, from its scores at
 these indices, and the gradient flows through them.
 
-Megatron's RouterReplay hands the indices out from global lists, in the order in which they were put in. The
-calls of a router have another order: 1F1B runs later micro-batches forward before the backward pass of
-earlier ones, and recomputation calls the router again there (verl #7805). Here the routes belong to the
-micro-batch. A layer gives its router those of its packed row before every call, also in a recomputation.
+Megatron's RouterReplay hands out the indices from global lists, first in, first out. Routers are called in
+another order: for example, 1F1B runs later micro-batches forward before the backward pass of earlier ones,
+and recomputation calls the router again in the backward pass (verl #7805). Here the routes belong to the
+micro-batch. A layer gives its router the routes of its packed row before every call, also in a recomputation.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 
 MAX_MISMATCH, MAX_OF_NEIGHBOURS = 0.2, 0.9
-"""Limits on the share of (token, layer) for which the present router chooses other experts than the routes:
-one absolute, one relative to the share with the routes of the neighbouring token. Rounding changes few
-choices and updates some, but routes of other tokens, layers or samples fit no better than a neighbour's."""
+"""Limits on the share of (token, layer) with other experts than the present router's: one absolute, one
+relative to the share with the neighbouring token's routes. Rounding changes few choices and updates some, but
+routes of other tokens, layers or samples fit no better than a neighbour's. For example, a share of 0.3 is an
+error if the neighbour's share is 0.32, and is accepted if the neighbour's share is 0.9."""
 
 
 class WrongRoutes(WrongInputs):
@@ -53,13 +54,13 @@ class Routes:
     experts: Tensor
     """In the smallest sufficient integer type, [L, T, k]."""
     given: Tensor
-    """bool [T, 1] or []: tokens whose experts are given. Others, such as padding, have the router's own."""
+    """bool [T, 1] or []: tokens with given experts. Others, such as padding, have the router's own choice."""
     chosen: set[int] = field(default_factory=set)
-    """Layers whose choice is in `experts`."""
+    """Layers with a choice in `experts`."""
     counts: Tensor | None = None
-    """Sums to which the first pass over each layer adds, float64 [4, L]: the number of given tokens for which
-    the present router selects other experts than those given, the numbers for which it selects others than
-    those of the token before and of the token after, and that of all given tokens. None: not counted."""
+    """Numbers of given tokens by layer, float64 [4, L]; the first pass over a layer adds to them. Rows 0 to
+    2: the present router selects other experts than the given ones, than the given ones of the token before,
+    and of the token after. Row 3: all given tokens. None: not counted."""
     counted: set[int] = field(default_factory=set)
     """Layers that `counts` includes."""
 
@@ -85,7 +86,7 @@ class LayerReplay:
     def __init__(self, layer: int):
         self.layer = layer
         self.routes: Routes | None = None
-        """Those of the micro-batch that the layer runs on; None: the router chooses."""
+        """Routes of the micro-batch that the layer computes; None: the router chooses."""
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """Return scores and indices of the experts to use, [T, k] each. scores: [T, E]."""
@@ -137,10 +138,11 @@ class RouterReplay(Part):
     def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
         """Return the row with the routes for a pass over it.
 
-        The engine's are also used by the reference policy, so that the divergence of equal weights is 0. With
-        old_policy the policy's first pass records them, and the reference policy chooses its own. They are
-        stored in `row`, which must be the one that the batch caches (`lay_out`). In the contexts of a
-        self-taught policy, which the engine did not route, the router chooses.
+        With mode "engine" the reference policy uses the engine's routes too, so that the divergence of equal
+        weights is 0. With "old_policy" the policy's first pass records the routes, and the reference policy
+        chooses its own. The routes are stored in `row`, which must be the object that the batch caches
+        (`lay_out`). In the contexts of a self-taught policy the router chooses: the engine routed other
+        tokens.
         """
         chooses = is_reference if self.mode == "old_policy" else not batch.expects_held
         if not self._num_layers or chooses:
@@ -161,8 +163,8 @@ class RouterReplay(Part):
     def _given(self, batch: Batch, row: MicroBatch) -> Routes:
         """Return the engine's routes of the row's tokens.
 
-        A prompt that several samples share has the routes of the first sample among those that began with the
-        newest weights. The engine may not have routed tokens from the last sampled one on, which predict
+        A prompt that several samples share has the routes of one sample: the first one that began with the
+        newest weights. The last sampled token and later ones may have no routes, because they predict
         nothing.
         """
         column, num_tokens, device = batch.held["routes"], row.tokens.numel(), row.tokens.device
@@ -196,7 +198,7 @@ class RouterReplay(Part):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of tokens and layers for which the old policy would have chosen other experts.
+        """Return the share of (token, layer) with other experts than the old policy would have chosen.
 
         It covers the engine's routes since the last call. Collective over the world.
         """

@@ -1,1 +1,1 @@
-"""The tokens from which the engine sampled, over which the trainer renormalises."""
+"""The sets of tokens that the engine sampled from; the trainer renormalises over them."""

@@ -1,8 +1,9 @@
-"""Sampling masks of a completion: the tokens among which each of its tokens was sampled, as two held columns.
+"""Sampling masks of a completion: the set of tokens that each token was sampled from, as two held columns.
 
 `kept_ids` has the ids of all masks end to end, sorted within a mask, and `kept_counts` the size of each mask.
-Both have the smallest unsigned type that holds the size of the vocabulary. A bit set would be smaller only if
-a mask had more than 1/32 of a large vocabulary.
+For example, two tokens with the masks {3, 7} and {5} have `kept_ids` [3, 7, 5] and `kept_counts` [2, 1]. Both
+have the smallest unsigned type that holds the size of the vocabulary. A bit set would be smaller only if a
+mask had more than 1/32 of a large vocabulary.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,8 @@ from rl.run_directory.rollout_files import ground_truth, read, stored_steps
 class StoredBatches:
     """The batches of another run's steps, for `run.mode=train_only`. Every rank reads them.
 
-    Raises ConfigError if the run has not stored every step up to run.max_steps.
+    Raises ConfigError if the run has not stored every step up to run.max_steps. For example, a run that
+    stopped after step 80 allows at most run.max_steps=80.
     """
 
     def __init__(self, config: Config):
@@ -56,7 +57,7 @@ class StoredBatches:
 
         found = {name: tensor(name) for name, column in STORED.items() if not column.learned}
         columns = {name: column for name, column in found.items() if column is not None}
-        for name in ("groups", "trajectories"):  # of a part of the step's samples
+        for name in ("groups", "trajectories"):  # renumber: some groups of the step may not be stored
             if name in columns:
                 columns[name] = columns[name].unique(return_inverse=True)[1]
         feedback = rows["feedback"] if any(text is not None for text in rows["feedback"]) else None

@@ -1,4 +1,4 @@
-"""The form in which a run learns from the stored samples of another run (`run.mode=train_only`)."""
+"""Stored samples of another run as a form of sampling (`run.mode=train_only`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from rl.stopping.requests import StopRequests
 
 
 class StoredSampler(Generation):
-    """Generation of a run whose training batches are those of another run."""
+    """Generation of a run that takes its training batches from another run."""
 
     def __init__(self, *args: Any, stored: StoredBatches):
         super().__init__(*args)

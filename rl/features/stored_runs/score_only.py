@@ -1,8 +1,8 @@
 """`run.mode=score_only`: apply the reward function to stored rollouts, and print what differs.
 
 Runs in one process without torch.distributed, Megatron, vLLM or a model. It reads the rollouts of
-`run.rollouts`, else of `run.dir`, and writes nothing. The scores of a reward model and a judge are the stored
-ones, with their present coefficients.
+`run.rollouts`, else of `run.dir`, and writes nothing. The stored scores of a reward model and a judge are
+used, with their present coefficients.
 """
 
 import json
@@ -77,7 +77,7 @@ def score_only(config: Config) -> int:
 
 
 def _whole(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last row of each sample, whose response is scored; samples without a score are left out."""
+    """Return the last row of each sample: its response is scored. Samples without a score are left out."""
     last = {(row["group"], row["sample"]): row for row in rows if row["score"] is not None}
     return list(last.values())
 
@@ -93,7 +93,7 @@ def _asked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_models(reward: Reward, row: dict[str, Any], score: Score) -> float:
-    """Return the score with the stored ones of the reward model and the judge."""
+    """Return the score plus the stored scores of the reward model and the judge."""
     value, details = score.values["score"], json.loads(row["score_details"])
     for name, model in (("reward_model", reward.model), ("judge", reward.judge)):
         if not model.path:

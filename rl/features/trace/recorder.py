@@ -165,7 +165,7 @@ class Recorder:
         return _Span(self, name, args)
 
     def add(self, track: str, name: str, begin: int, end: int, args: dict[str, Any]) -> None:
-        """Add a span whose times, of time.monotonic_ns(), are known."""
+        """Add a span with known times, from time.monotonic_ns()."""
         self._events.append((track, name, begin, end, args))
 
     def add_reward(self, worker: int, begin: float) -> None:
@@ -281,7 +281,7 @@ class _Span:
 
 
 class _MegatronTimers:
-    """Megatron's timers (`config.timers`), whose intervals become spans of the host and of the GPU."""
+    """Megatron's timers (`config.timers`): their intervals become spans of the host and of the GPU."""
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
