@@ -1,12 +1,13 @@
 """Advantages computed a second time, for some groups of a step: slowly, in float64, from scores and config.
 
 Nothing here calls `rl.objectives`: each formula is written down again in plain Python, as its paper has it.
-What the algorithm computed must agree to float32 rounding. Where it whitens over the batch, values are
-compared up to shift and scale, and mean and variance of the whole batch with those that whitening gives.
+What the algorithm computed must agree to float32 rounding. If the algorithm whitens over the batch, values
+are compared up to shift and scale. For example, the values 3 and 5 agree with the whitened advantages -1 and
+1. The mean and variance of the whole batch must then be what whitening gives.
 
-Not computed again: the advantages of prime before whitening, whose process rewards are in no column; the KL
-penalty with an adaptive coefficient; the baselines of remax; advantages with a teacher's part; what a user's
-algorithm or estimator computes.
+Not computed again: the advantages of prime before whitening, because no column holds its process rewards; the
+KL penalty with an adaptive coefficient; the baselines of remax; advantages with a teacher's part; what a
+user's algorithm or estimator computes.
 """
 
 import math
@@ -21,7 +22,7 @@ from rl.config.schema import Config, Objective
 from rl.data.batch import COLUMNS, Batch
 
 NUM_VALUES = 500
-"""Samples and counted tokens of the groups that a step computes again, at least one group."""
+"""Number of samples and counted tokens that a step computes again, in whole groups, at least one group."""
 ROUNDING = 16 * torch.finfo(torch.float32).eps
 """Maximum relative error of the result of a few float32 operations."""
 WHITEN_EPS = 1e-8
@@ -74,7 +75,7 @@ class _Groups(Sequence[list[_Sample]]):
 Group = list[_Sample]
 Groups = Sequence[Group]
 Values = list[float] | list[list[float]]
-"""For each sample of a group one number, or one for each of its counted tokens."""
+"""One number for each sample of a group, or one number for each counted token of each sample."""
 
 
 def check_advantages(batch: Batch, config: Config) -> None:
@@ -117,10 +118,10 @@ def check_advantages(batch: Batch, config: Config) -> None:
 
 
 def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
-    """Return the scale of the rounding errors of a group's advantages; infinity if they are nothing else.
+    """Return the scale of rounding errors in a group's advantages; infinity if only errors are left.
 
-    Rewards are rounded in proportion to their size. A division by their small spread, such as a standard
-    deviation, magnifies these errors.
+    Rewards are rounded in proportion to their size. A division by a small spread, such as a standard
+    deviation, magnifies these errors. For example, the rewards 0.9 and 0.9 + 1e-7 differ by rounding only.
     """
     size, spread = max(map(abs, rewards)), max(rewards) - min(rewards)
     largest = max((float(np.abs(own).max()) for own in advantages if own.size), default=0.0)
@@ -146,7 +147,7 @@ def _compare(
 ) -> None:
     """Raise CheckFailed unless a token column has these values at the counted tokens of a sample.
 
-    size: minimum of the scale to which the rounding errors are relative.
+    size: lower bound of the scale. Tolerated errors are relative to the scale.
     """
     found = np.asarray(sample.tokens(name))
     wrong = np.abs(found - own) > ROUNDING * max(size, *np.abs(found), *np.abs(own), size)
@@ -188,13 +189,12 @@ def _check_reward(samples: Batch, sample: _Sample, config: Config) -> None:
 
 
 def _check_whitened(samples: Batch, pairs: list[tuple[_Sample, np.ndarray]], config: Config) -> None:
-    """Check mean and variance of all advantages, and that those of the pairs are their values, scaled and
-    shifted."""
+    """Check the mean and variance of all advantages, and each pair's advantages up to shift and scale."""
     counted = samples.advantages[samples.mask > 0].double()
     if len(counted) < 2:
         return
     values = np.concatenate([np.zeros(0), *(own for _, own in pairs)])
-    # The variance of all, of which this is a part, becomes v / (v + WHITEN_EPS).
+    # `part` is at most the variance v of all values, and whitening turns v into v / (v + WHITEN_EPS).
     part = float(np.square(values - values.mean()).sum()) / (len(counted) - 1) if len(values) else 0.0
     least, size = part / (part + WHITEN_EPS), float(counted.abs().max())
     mean, variance = float(counted.mean()), float(counted.var())
@@ -209,7 +209,7 @@ def _check_whitened(samples: Batch, pairs: list[tuple[_Sample, np.ndarray]], con
     if not len(values) or abs(found[high] - found[low]) < 1e-3 * size:
         return
     scale = abs(found[high] - found[low]) / (values[high] - values[low])
-    size = max(size, scale * float(np.abs(values).max()))  # of the numbers that were rounded before
+    size = max(size, scale * float(np.abs(values).max()))  # whitening rounded numbers of this size
     for sample, own in pairs:
         _compare(samples, sample, "advantages", (own - values[low]) * scale + found[low], config, size)
 
@@ -230,7 +230,7 @@ def _rewards(group: Group) -> list[float]:
 
 
 def _relative(x: list[float], *, by_std: bool) -> list[float]:
-    """Return numbers less their mean, over their standard deviation if `by_std`."""
+    """Return numbers minus their mean, divided by their standard deviation if `by_std`."""
     mean, scale = _mean(x), _std(x) + EPS if by_std else 1.0
     return [(v - mean) / scale for v in x]
 
@@ -317,7 +317,7 @@ def _optimal_token_baseline(group: Group, goal: Objective, groups: Groups) -> Va
         cell = [k for k in range(len(group)) if len(to_go[k]) > t]
         weights = [energies[k][t] for k in cell] if any(energies[k][t] for k in cell) else [1.0] * len(cell)
         baseline = math.fsum(to_go[k][t] * w for k, w in zip(cell, weights)) / math.fsum(weights)
-        for k in cell:  # the only one that is this long has no baseline, unless it has no peers at all
+        for k in cell:  # a token past all other samples has no baseline, but for a group of one
             found[k].append(to_go[k][t] - (0.0 if len(cell) == 1 < len(group) else baseline))
     return found
 

@@ -1,8 +1,9 @@
 """Checks of a batch between phases, for errors that no phase notices: a run would only learn less.
 
-A check compares a result with what it must be by another source. Its cost is that of a pass over a token
-column on the host. A statistical check bounds the probability that it ends a healthy run by RISK per step,
-for every model and dtype. docs/checks.md lists all checks.
+A check compares a result with a second source. For example, `check_endings` compares the labels of responses
+with their last tokens. It costs about as much as a pass over a token column on the host. A statistical check
+bounds the probability that it ends a healthy run by RISK per step, for every model and dtype. docs/checks.md
+lists all checks.
 
 Every function is pure, and every rank has the same batch, so CheckFailed is raised on every rank.
 """
@@ -66,9 +67,9 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
 
 
 def check_digests(batch: Batch) -> None:
-    """Check that each sample has the tokens and ending with which it was delivered, and its own score.
+    """Check that each sample still has its delivered tokens and ending, and its own score.
 
-    A user's algorithm may fill `scores` itself; it may not move them to other samples.
+    A user's algorithm may fill `scores` itself; it may not move scores to other samples.
     """
     if batch.digests is None:
         return
@@ -87,10 +88,10 @@ def check_digests(batch: Batch) -> None:
 
 
 def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[int]:
-    """Check that each sample has its own seed, also among those of earlier calls; return the seeds.
+    """Check that no seed was used twice, in this call or an earlier one; return the seeds.
 
-    Samples with equal seeds are drawn from equal random numbers, which no comparison of their tokens shows
-    if their prompts differ.
+    Samples with equal seeds are drawn from equal random numbers. If their prompts differ, a comparison of the
+    tokens cannot show it.
     """
     if batch.seeds is None:
         return frozenset()
@@ -160,10 +161,10 @@ def check_endings(
 def check_duplicates(batch: Batch) -> None:
     """Check that samples of a prompt are not equal more often than by chance.
 
-    Sample j of N equals an earlier one of its group with probability p_j or less for each of these, which is
-    known from the engine's log-probs. Let S be the sum of max(0, -log p_j - log N) over the samples that
-    equal an earlier one. The expectation of exp(S) is at most exp(G / 2) for groups of G samples, so
-    P(S >= s) <= exp(G / 2 - s) by Markov's inequality.
+    Sample j of N equals a given earlier sample of its group with probability p_j at most; the engine's
+    log-probs give p_j. Let S be the sum of max(0, -log p_j - log N) over the samples that equal an earlier
+    sample. The expectation of exp(S) is at most exp(G / 2) for groups of G samples, so P(S >= s) <= exp(G / 2
+    - s) by Markov's inequality.
     """
     if batch.rollout_logprobs is None or batch.mask is None:
         return
@@ -190,15 +191,15 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str, version: int
     """Check that log-probs [T] belong to the sampled tokens.
 
     The engine sampled token x_t from q_t and reported log q_t(x_t). For every distribution p_t that was fixed
-    before x_t was drawn, the expectation of r_t = p_t(x_t) / q_t(x_t) is at most 1. That of the product over
-    all tokens of (1 + r_t) / 2 is therefore at most 1 too, and by Markov's inequality the product exceeds
-    1 / RISK only with the probability RISK. Log-probs of other tokens, in another base, or of a q_t that was
-    not sampled from exceed it after some hundred tokens. SLACK is for rounding, and for algorithms that
-    select groups by their results.
+    before x_t was drawn, the expectation of r_t = p_t(x_t) / q_t(x_t) is at most 1. The product of (1 + r_t)
+    / 2 over all tokens therefore has an expectation of at most 1 too. By Markov's inequality the product
+    exceeds 1 / RISK with a probability of at most RISK. Wrong log-probs exceed this bound after some hundred
+    tokens: for example log-probs of other tokens, in another base, or of a distribution that was not sampled
+    from. SLACK is for rounding, and for algorithms that select groups by their results.
 
-    version: only tokens that these weights sampled are compared, None for all. Of tokens of older weights
-    that were selected by their results, the product has no such bound: the policy has become more likely to
-    give such results since.
+    version: only tokens that these weights sampled are compared, None for all. The bound does not hold for
+    tokens of older weights that were selected by their results, because the policy has since become more
+    likely to give such results.
     """
     if batch.rollout_logprobs is None or batch.mask is None:
         return
@@ -218,10 +219,10 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str, version: int
 def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
     """Return a warning if every sample has the same score, by chance or not; "" otherwise.
 
-    A reward that always returns one number, or only after some step, looks like that; so does a task that is
-    too hard or easy, so the run continues. There is no warning if earlier groups of this run often had this
-    score for all samples. history: number of groups by the score that all their samples had, "differs" for
-    groups with several scores; those of the batch are added.
+    A broken reward function gives such scores, for example one that returns 0 for every response. A task that
+    is too hard or too easy does so too, so the run continues. There is no warning if earlier groups of this
+    run often had this score for all samples. history: number of groups by the score that all their samples
+    had, "differs" for groups with several scores; the groups of the batch are added.
     """
     assert batch.scores is not None
     value, total = float(batch.scores[0]), sum(history.values())
@@ -248,7 +249,7 @@ def describe_failures(counts: Counter[str]) -> str:
 def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
     """Return a warning if more than MAX_FAILED_SHARE of a call's trajectories failed; "" otherwise.
 
-    counts: as in `describe_failures`; a trajectory that is sampled again after a failure is another one.
+    counts: as in `describe_failures`; a failed trajectory that is sampled again counts twice.
     """
     failed = sum(number for name, number in counts.items() if name.startswith("failures/"))
     total = failed + counts["succeeded"]
@@ -263,7 +264,8 @@ def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
 
 
 def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
-    """Check that tokens which the engine sampled too rarely have weights of 1 or more, and vice versa."""
+    """Check that tokens which the engine samples more rarely than the policy have weights of at least 1, and
+    vice versa."""
     assert batch.old_logprobs is not None and batch.mask is not None
     gap = torch.where(batch.mask > 0, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
     if of_samples:
@@ -282,7 +284,8 @@ def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
 def check_informative(batch: Batch) -> None:
     """Check that samples of each group have different scores, as dynamic sampling promises.
 
-    Rewards and advantages may be equal nevertheless: a length penalty may make up for a better score.
+    Rewards and advantages may be equal nevertheless: for example, a length penalty may make up for a better
+    score.
     """
     if batch.scores is None or not len(batch):
         return

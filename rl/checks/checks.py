@@ -59,8 +59,8 @@ class Start(Protocol):
 class Checks:
     """The checks of a run. Every rank calls each moment with the same arguments and raises the same error.
 
-    policy: the model that learns from the samples. end_ids: ids of tokens that end a response, besides those
-    of `rollout.stop_token_ids`.
+    policy: the model that learns from the samples. end_ids: ids of tokens that end a response, besides
+    `rollout.stop_token_ids`.
     """
 
     def __init__(self, config: Config, policy: TrainingEngine, end_ids: frozenset[int]):
@@ -70,17 +70,17 @@ class Checks:
         """Maximum mean difference of log-probs, relative to their mean size; 0: they are not compared."""
         coarser = FP8_FACTOR if config.rollout.quantization == "fp8" else 1
         self._engine_limit = self._limit * coarser
-        """The same for those of the engine."""
+        """Maximum mean difference between engine and trainer; larger with an engine in FP8."""
         is_measured = slack > 0 and weights.dtype is torch.bfloat16 and config.model.numerics != "bitwise"
-        is_measured &= config.training.router_replay != "engine"  # whose own check names the layer
+        is_measured &= config.training.router_replay != "engine"  # its own check names the layer
         self.noise: RoundingNoise | None = None
         if is_measured:
             self.noise = RoundingNoise(policy.grid.micro_batch_multiple, slack * coarser)
         self.start: Start | None = None
         """Start of the run; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
-        # Whether the batch is a subset selected by results or lengths.
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
+        # Whether the batch is a subset selected by results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
         self._checked_losses: set[str] = set()
@@ -101,7 +101,7 @@ class Checks:
     def validated(self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
         """Check the scored samples of a validation, which reads results by their place.
 
-        prompts: those of the validation, in its order.
+        prompts: the prompts of the validation, in its order.
         """
         check_present(batch, self._policy.version)
         self._samples(batch, samples_per_prompt)
@@ -128,11 +128,11 @@ class Checks:
     ) -> dict[str, float]:
         """Check `old_logprobs`, or with `reference` the `ref_logprobs`; return metrics of the differences.
 
-        plans: the mini-batches, which tell the data parallel rank of a sample. entropy: that of the policy at
-            each token, float32 [T]; None if it is not known.
+        plans: the mini-batches, which tell the data parallel rank of a sample. entropy: the policy's entropy
+            at each token, float32 [T]; None if it is not known.
         """
         config, found, selects = self._config, {}, self._selects
-        is_replay = config.run.mode == "train_only"  # whose policy may have learned from these tokens
+        is_replay = config.run.mode == "train_only"  # the policy may have learned from these tokens
         if reference:
             # In a selected subset the ratios of the missing tokens may be smaller.
             is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
@@ -166,7 +166,7 @@ class Checks:
     ) -> None:
         """Check the batch that a model is about to learn from, and the loss and learning rate.
 
-        name: of the model. plans: the mini-batches.
+        name: the model's name, for example "policy". plans: the mini-batches.
         """
         check_digests(batch)
         if name == "policy":
@@ -178,7 +178,7 @@ class Checks:
         self.rates.check(name, schedule, step)
 
     def weights(self, name: str, model: TrainingEngine) -> None:
-        """Compare weights that several ranks hold, and what parts of the model check, before an update.
+        """Check before an update that ranks hold equal weights, and run the checks of the model's parts.
 
         An update overwrites every weight on all ranks with the value of the rank that owns it, which would
         hide a difference.
@@ -212,11 +212,11 @@ class Checks:
         return [warning for warning in found if warning]
 
     def sampled_now(self, batch: Batch) -> Tensor | None:
-        """Return the tokens whose log-probs must be the engine's, bool [T]; None if no comparison is made."""
+        """Return which tokens must have the engine's log-probs, bool [T]; None if nothing is compared."""
         config, rollout = self._config, self._config.rollout
         is_biased = rollout.truncates and rollout.biased_truncation
         is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
-        is_replay = config.run.mode == "train_only"  # whose policy may have learned from these tokens
+        is_replay = config.run.mode == "train_only"  # the policy may have learned from these tokens
         if not self._limit or is_biased or is_replay or batch.rollout_logprobs is None:
             return None
         # Older weights computed a part of the cache, or chose the experts of the first turns.
@@ -225,7 +225,7 @@ class Checks:
         return present_tokens(batch, self._policy.version, whole=whole)
 
     def _along_reference(self, batch: Batch) -> None:
-        """Compare, once the old log-probs and those of the reference are known, in either order."""
+        """Run `check_direction` once old and reference log-probs are both known."""
         columns = batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs
         if self._limit and all(column is not None for column in columns):
             check_direction(batch, present_tokens(batch, self._policy.version, whole=True))

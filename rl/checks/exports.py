@@ -56,7 +56,7 @@ def wrong_texts(source: str, directory: str) -> str:
 
 
 def _texts(kind: Any, path: str) -> dict[str, Any]:
-    """Return the output of a tokenizer or processor for some texts and chats, by its description."""
+    """Return outputs of a tokenizer or processor by description, for example "the tokens of a text"."""
     found: dict[str, Any] = {}
     loaded = _outcome(lambda: kind.from_pretrained(path, local_files_only=True))
     if isinstance(loaded, str):
@@ -75,7 +75,8 @@ def _texts(kind: Any, path: str) -> dict[str, Any]:
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
-    """Return the value, or the type of the error, because templates and libraries may raise any."""
+    """Return the value, or the name of the error's type, because templates and libraries may raise any
+    error."""
     try:
         return call()
     except Exception as error:
@@ -85,8 +86,8 @@ def _outcome(call: Callable[[], Any]) -> Any:
 def wrong_forward(policy: TrainingEngine, directory: Path) -> str | None:
     """Return on rank 0 how log-probs of a checkpoint in transformers differ from the policy's, if they do.
 
-    Both compute log-probs of random tokens. They are not compared for models that read images, or of more
-    than MAX_CHECKED parameters. With routed experts the sample with the largest difference is left out,
+    Both compute log-probs of random tokens. Models that read images, and models with more than MAX_CHECKED
+    parameters, are not compared. With routed experts the sample with the largest difference is left out,
     because a rounding error may route its tokens elsewhere. Collective over the world.
     """
     hf, weights = policy.weight_map.hf, policy.weight_map.weights

@@ -15,8 +15,8 @@ SLACK = 4
 """Factor for the tail of the distribution of a sum of rounding errors."""
 FP8_FACTOR = 4
 """Factor of the limit if the engine's weights are in FP8. The relative error of an element is then at most
-2^-4, 2.5 % as a root mean square. With that of the activations a product has sqrt(2) times as much, 2.3 times
-SLACK * 2^-8, the limit for a product in bfloat16."""
+2^-4, 2.5 % as a root mean square. If the activations are rounded too, the error of a product is sqrt(2) times
+as large: 2.3 times SLACK * 2^-8, the limit for a product in bfloat16."""
 
 
 class LogprobMismatch(RuntimeError):
@@ -24,7 +24,7 @@ class LogprobMismatch(RuntimeError):
 
 
 class NumericsDiffer(RuntimeError):
-    """Raised on every rank if a log-prob of the trainer is not bitwise that of the engine."""
+    """Raised on every rank if a log-prob of the trainer is not bitwise equal to the engine's."""
 
 
 def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
@@ -43,8 +43,8 @@ def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
 def present_tokens(batch: Batch, version: int, *, whole: bool) -> Tensor:
     """Return which counted tokens the engine sampled with the present weights, bool [T].
 
-    version: that of the trainer's weights. whole: whether samples with an older token are left out whole,
-        because the engine's context of the later tokens is not that of the trainer.
+    version: of the trainer's weights. whole: whether samples with an older token are left out whole,
+        because the engine computed their later tokens from a cache of older weights.
     """
     assert batch.mask is not None
     counted = batch.mask > 0
@@ -86,7 +86,7 @@ def check_engine(
         logprobs: the trainer's, float32 [T].
         counted: the tokens that are compared (`present_tokens`), bool [T].
         limit: the largest mean difference (`rounding_limit`), relative to the size of log-probs.
-        noise: the largest mean difference by the measured noise (`rl.checks.rounding`), in nats.
+        noise: the largest mean difference according to the measured noise (`rl.checks.rounding`), in nats.
         routes: whether the model routes tokens to experts. The sample with the largest difference is then
             left out, because a rounding error may route one of its tokens elsewhere.
         ranks: samples of each data parallel rank of the trainer, for the message.
@@ -139,7 +139,7 @@ def check_equal(
 ) -> None:
     """Raise NumericsDiffer if sampled tokens have another log-prob than in the engine.
 
-    logprobs: the trainer's, float32 [T]. version: that of the policy that learns from the batch. plans: the
+    logprobs: the trainer's, float32 [T]. version: of the policy that learns from the batch. plans: the
     mini-batches, which tell the rank of a sample. replayed: run whose samples are replayed (`run.rollouts`).
     """
     assert batch.rollout_logprobs is not None and batch.mask is not None

@@ -1,8 +1,9 @@
 """Statistical comparisons of log-probs, which detect systematic errors of the size of rounding.
 
 The bound of `rl.checks.logprobs` holds for every model, so in bfloat16 it is far above the noise of most.
-Here the noise is estimated from other tokens of the run: those of the other ranks, of earlier steps, and from
-the variance of sampling itself. Sums decay by the factor FADE per step, so that a late error is not diluted.
+Here the noise is estimated from the tokens of other ranks, from earlier steps, and from the variance of
+sampling itself. For example, `Gaps.check` compares the samples that one rank generated with the samples of
+the other ranks. Sums decay by the factor FADE per step, so that a late error is not diluted.
 """
 
 import math
@@ -25,15 +26,15 @@ MIN_SAMPLES = 32
 ENTROPY_SLACK = 8
 """The mean of -log q may differ from the entropy by the bound of log-probs divided by this number."""
 DEVIATIONS = 9.0
-"""Standard errors by which a rank differs; the log of a sample's mean gap has lighter tails than a normal
-distribution, whose tail is 1e-19 there."""
+"""Number of standard errors above which a rank differs. A normal distribution has a tail of 1e-19 there, and
+the log of a sample's mean gap has lighter tails."""
 MIN_FACTOR = 2.0
-"""Factor by which the gaps of a rank must exceed those of the others: ranks may have other devices."""
+"""Factor by which a rank's gaps must exceed the gaps of other ranks: ranks may have different devices."""
 POSITION_FACTOR = 4.0
-"""The same for tokens at some positions, whose rounding depends on the context."""
+"""Factor by which gaps at some positions must exceed the gaps at others: rounding depends on the context."""
 MAX_PROBABILITY = 0.75
-"""Probability up to which tokens are compared by position. In more probable ones the rounding of the
-log-softmax itself, which is not in proportion to 1 - p, exceeds that of the logits."""
+"""Probability up to which tokens are compared by position. For a more probable token the log-softmax rounds
+more than the logits, and its rounding is not in proportion to 1 - p."""
 MAX_GROUPS = 32
 """Maximum number of groups of positions: the binary logarithms of positions below 2**32."""
 UNITS = {
@@ -45,10 +46,10 @@ UNITS = {
 SLOPE = 0.3
 """Share of the distance from the reference by which engine and trainer may differ systematically."""
 MIN_DISTANCE = 1.5
-"""Minimum of the squared distance from the reference in units of the squared gaps; that of noise is 1.25."""
+"""Minimum of the squared distance from the reference in units of the squared gaps; noise has 1.25."""
 NEARER = 4.0
-"""Factor by which the engine's squared distance from the policy may exceed that from the reference. If the
-policy has not moved it is at most 2, even if the reference has no noise."""
+"""Largest ratio of the engine's squared distance from the policy to its squared distance from the reference.
+If the policy has not moved the ratio is at most 2, even if the reference has no noise."""
 JUMP, MIN_STEPS = 3.0, 5
 """A mean gap above JUMP times the median of at least MIN_STEPS earlier steps is logged as a warning."""
 
@@ -57,10 +58,10 @@ class DrawnEntropy:
     """Compares the log-probs of sampled tokens with the entropy of their distribution.
 
     The expectation of -log q(x) of a token x drawn from q is the entropy H of q. With -log q cut off at b,
-    the differences are those of a martingale with terms of at most b, whose conditional variances are at
-    most b H. By Freedman's inequality (1975) their sum exceeds a with a probability of at most
-    exp(-a^2 / (2 (V + a b / 3))), with V the sum of b H. Samples from another temperature or from a
-    truncated distribution exceed it.
+    the sum of the differences is a martingale. Its terms are at most b, and their conditional variances at
+    most b H. By Freedman's inequality (1975) the sum exceeds a with a probability of at most exp(-a^2 / (2 (V
+    + a b / 3))), with V the sum of b H. For example, samples from another temperature or from a truncated
+    distribution exceed this bound.
 
     vocab_size: number of tokens of the vocabulary, which determines b: tokens with -log q > b have a total
         probability of at most 1 / vocab_size.
@@ -82,7 +83,7 @@ class DrawnEntropy:
         found = (-batch.rollout_logprobs[counted].double()).clamp(max=self._cut) - own
         step = np.array([float(found.sum()), float(own.sum()), len(found)])
         self._sums = step + self._sums * (FADE, FADE**2, FADE)
-        beyond = self._cut * math.exp(-self._cut / 2)  # of the mean that is cut off
+        beyond = self._cut * math.exp(-self._cut / 2)  # cutting off -log q lowers the mean by at most this
         for total, entropies, count in (step, self._sums):
             first = -math.log(RISK / 2) * self._cut / 3
             limit = first + math.sqrt(first**2 - 2 * math.log(RISK / 2) * self._cut * entropies)
@@ -106,10 +107,10 @@ class Gaps:
         self._earlier: list[float] = []
 
     def check(self, gaps: Tensor, ranks: dict[str, Tensor], *, limit: float) -> None:
-        """Raise LogprobMismatch if the gaps of one rank are larger than those of the others.
+        """Raise LogprobMismatch if the gaps of one rank are larger than the gaps of the others.
 
         gaps: mean difference of each sample's tokens, float64 [n]. ranks: kind of rank -> rank of each
-        sample, int64 [n]. limit: bound of rounding, which is the unit of what counts as equal.
+        sample, int64 [n]. limit: bound of rounding; FLOOR times the limit is added to every gap.
         """
         logs = (gaps + FLOOR * limit).log()
         self._add(logs, ranks, limit)
@@ -117,10 +118,10 @@ class Gaps:
     def check_positions(self, batch: Batch, counted: Tensor, *, limit: float) -> None:
         """Raise LogprobMismatch if the gaps of tokens at some positions are larger than at the others.
 
-        Positions count from the first token of the prompt, and are grouped by their binary logarithm. An
-        error of the logits moves the log-prob of a token of probability p in proportion to 1 - p, within a
-        factor of sqrt(2), so gaps are compared in relation to it, without tokens above MAX_PROBABILITY. The
-        units are the tokens of a sample in one group.
+        Positions count from the first token of the prompt, and are grouped by their binary logarithm. For
+        example, positions 8 to 15 are one group. An error of the logits moves the log-prob of a token of
+        probability p in proportion to 1 - p, within a factor of sqrt(2). Gaps are therefore divided by 1 - p,
+        and tokens above MAX_PROBABILITY are left out. The units are the tokens of a sample in one group.
 
         counted: bool [T], the tokens that are compared. limit: as in `check`.
         """
@@ -175,7 +176,7 @@ class Gaps:
                 )
 
     def jump(self, mean: float) -> str:
-        """Return a warning if the mean gap of a step is far above those of earlier steps; "" otherwise."""
+        """Return a warning if the mean gap of a step is far above the gaps of earlier steps; "" otherwise."""
         earlier = sorted(self._earlier[-20:])
         self._earlier = [*self._earlier[-19:], mean]
         if len(earlier) < MIN_STEPS or mean <= JUMP * (median := earlier[len(earlier) // 2]) or not median:
@@ -190,15 +191,15 @@ class Gaps:
 def check_direction(batch: Batch, counted: Tensor) -> None:
     """Raise LogprobMismatch if engine and trainer differ along the policy's distance from the reference.
 
-    An adapter that the engine applies with another scale, or weights that are a mixture of both, shift the
-    log-probs in proportion to that distance, by less than the bound of rounding as long as the policy has
-    learned little. counted: bool [T], the tokens that the present weights sampled. Samples are the units of
-    the standard error.
+    For example, an engine that applies the adapter with another scale has log-probs shifted in proportion to
+    this distance. So has an engine with a mixture of the policy's and the reference's weights. The shift is
+    below the bound of rounding as long as the policy has learned little. counted: bool [T], the tokens that
+    the present weights sampled. Samples are the units of the standard error.
     """
     assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     gaps = torch.where(counted, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
-    # With the mean of both sides the noise of neither has a part in the slope.
+    # The distance is taken from the mean of both, so that the noise of neither side adds to the slope.
     distance = (batch.old_logprobs + batch.rollout_logprobs) / 2 - batch.ref_logprobs
     distance = torch.where(counted, distance, 0.0).double()
     products = segment_sum(gaps * distance, batch.lengths)

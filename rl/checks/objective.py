@@ -5,12 +5,13 @@ start, before the first update:
 
     ratio 1       it increases the log-probs of tokens with positive advantage, and no others; masked tokens
                   have none
-    other ratios  at equal ratios within the clip range the gradient is the ratio times that at ratio 1, for
-                  losses of samples too (PROPORTIONAL); for the losses in OTHERWISE it is another one
+    other ratios  at equal ratios r within the clip range the gradient is r times the gradient at ratio 1, for
+                  losses of samples too (PROPORTIONAL); for the losses in OTHERWISE it differs from the
+                  gradient at ratio 1
     KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
     entropy       the bonus increases the entropy of the counted tokens only
 
-Computed in float64, which gives four digits of a KL term that is a millionth of the entropy bonus.
+All is computed in float64. For example, a KL term that is a millionth of the entropy bonus has four digits.
 """
 
 import math
@@ -27,9 +28,9 @@ from rl.training.packing import MicroBatch
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 """Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
 PROPORTIONAL = {"cispo", "clip-cov", "dppo-kl", "dppo-tv", "gmpo", "gspo", "kl-cov", "luspo", "ppo"}
-"""Losses whose gradient is proportional to the ratio of token or sample, within the clip range."""
+"""Losses with a gradient proportional to the ratio of token or sample, within the clip range."""
 OTHERWISE = {"dro", "fipo", "sapo", "vespo"}
-"""Losses whose gradient depends on the ratio in another way."""
+"""Losses with a gradient that depends on the ratio in another way."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
 """Columns that change a loss if a batch has them."""
 LENGTHS = (3, 2, 4)
@@ -142,7 +143,7 @@ def _problem_of_ratio(loss: LossFunction, config: Config, advantages: Tensor) ->
     near = min(goal.clip_low, goal.clip_high) / 2
     if goal.loss not in PROPORTIONAL | OTHERWISE or not near:
         return ""
-    # Without advantages the gradient is that of the KL term, the entropy bonus and other penalties.
+    # Without advantages, only the KL term, the entropy bonus and other penalties have a gradient.
     (at_one, penalties), (at_ratio, penalties_there) = (
         [
             Point(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope

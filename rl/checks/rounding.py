@@ -1,9 +1,10 @@
 """The rounding noise of a policy in bfloat16, and the engine's difference in units of it.
 
 The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most. Here the noise
-is measured: log-probs are compared with those of a second pass that rounds the hidden states once more.
+is measured: log-probs are compared with log-probs of a second pass, which rounds the hidden states once more.
 Engine and trainer of a right run differ by 1 to 2.6 times this noise. An error of the logits moves the
-log-prob of a token of probability p in proportion to 1 - p, so the noise grows with the mean of 1 - p.
+log-prob of a token of probability p in proportion to 1 - p, so the noise grows with the mean of 1 - p. For
+example, a batch of less certain tokens than at the measurement has a higher limit.
 """
 
 import math
@@ -22,14 +23,14 @@ WARNED, ENDED = 4.0, 8.0
 EVERY = 50
 """Number of batches after which the noise is measured again: it depends on the lengths and the entropy."""
 MIN_TOKENS = 64
-"""Minimum number of tokens of a measurement. With n fewer in a batch the limit grows by sqrt(MIN_TOKENS / n):
-the mean of few tokens depends on the largest."""
+"""Minimum number of tokens of a measurement. In a batch with n < MIN_TOKENS tokens the limit grows by
+sqrt(MIN_TOKENS / n), because the mean of few tokens depends on the largest."""
 SEED = 0
 
 
 @contextmanager
 def rounded_again(model: TrainingEngine) -> Iterator[None]:
-    """Change the hidden states after each layer of a model by a random error of rounding, in the context.
+    """Change the hidden states after each layer by a random rounding error for the duration of the block.
 
     A state h becomes h (1 + eps u), rounded, with u uniform in [-1/2, 1/2]. The tensor parallel ranks of a
     stage draw the same numbers; other random states are not used.
@@ -53,15 +54,15 @@ def rounded_again(model: TrainingEngine) -> Iterator[None]:
 class RoundingNoise:
     """The mean difference of log-probs that one more rounding per layer causes, measured every EVERY batches.
 
-    multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`). factor: by which the engine may
-    round more coarsely, and `agreement.logprob_slack`.
+    multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`). factor: `agreement.logprob_slack`
+    times FP8_FACTOR for an engine in FP8.
     """
 
     def __init__(self, multiple: int, factor: float):
         self._multiple, self._factor, self._age = multiple, factor, 0
         self._noise: float | None = None
         self._measured = self._present = 0.0
-        """Mean of 1 - p over the tokens of the last measurement, and over those of the present batch."""
+        """Mean of 1 - p over the tokens of the last measurement, and over the tokens of the present batch."""
         self._few = 1.0
 
     def plan(self, first: MicroBatchPlan, batch: Batch, counted: Tensor) -> MicroBatchPlan | None:
@@ -88,7 +89,7 @@ class RoundingNoise:
 
     @property
     def noise(self) -> float | None:
-        """Noise of the present batch; None before the first measurement. Not below the measured one."""
+        """Noise of the present batch, at least the measured noise; None before the first measurement."""
         more = self._present / self._measured if self._measured else 1.0
         return None if self._noise is None else self._noise * max(1.0, more) * self._few
 

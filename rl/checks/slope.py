@@ -1,17 +1,18 @@
 """A check of the model's backward pass: its gradient is compared with differences of its log-probs.
 
-Layers with a backward pass of their own (attention over context parallel ranks, fused kernels, the head) may
-be wrong there although their outputs are right, and all other comparisons of an update begin with the
-gradients that they give. Once per start the weights w of the first layer's norm are set to w + r s |w| and
-w - r s |w|, with random signs s and their mean size |w|. Half of the difference of the mean log-prob is its
-slope along r s |w|, which follows from the gradient of w too. Errors of all later layers reach that gradient.
-With r / 2 the error of the difference is a quarter, so what both differ by is allowed, too.
+A layer with a backward pass of its own may have wrong gradients although its outputs are right: for example
+attention over context parallel ranks, a fused kernel, or the head. All other comparisons of an update begin
+with the gradients of these layers. Once per start the weights w of the first layer's norm are set to w + r s
+|w| and w - r s |w|, with random signs s and the mean |w| of the absolute weights. Half of the difference of
+the mean log-prob is its slope along r s |w|. The gradient of w must give the same slope, and errors of all
+later layers reach this gradient. A second difference, with r / 2, has a quarter of the error; the distance
+between the two differences is therefore tolerated.
 
-The 17 passes read about 256 tokens of the first samples, which are cut, so that they cost little beside a
-step of any model. The model is compared with itself, so any tokens will do.
+The 17 passes read about 256 tokens, cut from the first samples, and cost little beside a step of any model.
+The model is compared with itself, so any tokens will do.
 
-Models with routed experts are not compared, because another w sends some tokens to other experts, nor those
-with adapters, because the norms beside them do not learn.
+Models with routed experts are not compared, because another w sends some tokens to other experts. Models with
+adapters are not compared, because their norms do not learn.
 """
 
 import math
@@ -37,10 +38,10 @@ DIRECTIONS = 4
 STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-4}
 """The factor r by dtype: far above the distance of two numbers. The slope is off by about r^2."""
 TOLERANCE = {torch.float32: 0.05, torch.bfloat16: 0.25}
-"""Maximum distance of the slopes from those of the gradient, relative to their size."""
+"""Maximum distance of the measured slopes from the gradient's slopes, relative to their size."""
 NONLINEAR = 0.25
-"""Distance of the slopes with r from those with r / 2, relative to their size, above which they say nothing:
-the distribution of a low temperature is far from linear in so large a change."""
+"""Maximum distance between the slopes with r and with r / 2, relative to their size; above it nothing is
+compared. For example, log-probs at a low temperature are far from linear in so large a change."""
 GAP = 0.1
 """Difference of log-probs by rounding, in units of its bound (`rounding_limit`): right runs stay below it."""
 INDEPENDENT = 256
@@ -59,7 +60,7 @@ def check_slope(
     """Compare on the first samples of a plan. Raises WrongBackward. Collective over the world.
 
     The weights are bitwise the same afterwards. noise: measured noise of log-probs (`RoundingNoise`), in
-    nats; None: their bound is used.
+    nats; None: the bound of rounding is used.
     """
     vectors = [w for w in model.learned_map.weights if w.layer == 0 and len(w.shapes[0]) == 1]
     norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
@@ -85,7 +86,7 @@ def check_slope(
                     means.append(_mean_logprob(model, batch, few, count))
                     ends.append(value)
             found[half, number] = (means[0] - means[1]) / 2 * (1 + half)
-            size = max(1.0, *map(abs, means))  # of the log-probs: their rounding is in proportion
+            size = max(1.0, *map(abs, means))  # log-probs are rounded in proportion to their size
         if gradient is not None:
             along[number] = float((ends[0] - ends[1]).mul(gradient).sum())
     along = sum_over_world(along, device)
@@ -93,7 +94,7 @@ def check_slope(
     if curvature > NONLINEAR * float(found.norm()):
         return
     error = 2 * noise if noise else GAP * size * rounding_limit(hf, dtype)
-    error *= math.sqrt(2 * DIRECTIONS / min(count, INDEPENDENT))  # of the norm of the slopes
+    error *= math.sqrt(2 * DIRECTIONS / min(count, INDEPENDENT))  # error of the norm of the slopes
     gap, slope = float((found - along).norm()), max(float(found.norm()), float(along.norm()))
     if gap > TOLERANCE[dtype] * slope + curvature + 3 * error:
         raise WrongBackward(

@@ -1,7 +1,8 @@
 """The age of tokens when a batch is learned from, in versions of the policy.
 
 Before every `learn` the sampler's `check` (`rl.phases.sampler`) refuses a batch with a token that is too old.
-The samplers of carry-over and roles end, drop or wait for samples early enough.
+The samplers of carry-over and roles end, drop or wait for samples early enough. For example, a token that
+version 3 sampled has the staleness 2 when version 5 learns from it.
 """
 
 from rl.data.batch import Batch
@@ -14,8 +15,8 @@ class StaleTokens(RuntimeError):
 def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
     """Return the metrics of the tokens' staleness: `version` minus the version that sampled them.
 
-    version: that of the policy that is about to learn from the batch. limit: largest staleness of a token.
-    Raises StaleTokens if a sampled token is older, or newer than the policy.
+    version: of the policy that is about to learn from the batch. limit: largest staleness of a token. Raises
+    StaleTokens if a sampled token is older, or newer than the policy.
     """
     assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
     ages = version - batch.weight_versions
@@ -38,9 +39,9 @@ def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
 
 
 def check_present(batch: Batch, version: int) -> None:
-    """Raise StaleTokens if other weights sampled tokens than the policy's, as in a validation.
+    """Raise StaleTokens if older or newer weights than the policy's sampled a token.
 
-    version: that of the policy.
+    version: of the policy.
     """
     assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
     other = (batch.weight_versions != version) & (batch.mask > 0)

@@ -2,7 +2,7 @@
 
     python -m rl.checks.transformers_pass DIRECTORY TEMPERATURE OUT    writes log-probs to OUT, float64 [T]
 
-In a process of its own, because an engine of vLLM changes classes of transformers in its process.
+It runs in a process of its own, because an engine of vLLM changes classes of transformers in its process.
 """
 
 import sys
@@ -20,7 +20,8 @@ LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3))
 
 
 def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Batch:
-    """Return random prompts and responses of these lengths, the same in each call; each is a group."""
+    """Return random prompts and responses of these lengths, the same in each call, as groups of one
+    sample."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length):
@@ -53,7 +54,7 @@ def hf_logprobs(model, batch: Batch, *, temperature: float = 1.0) -> tuple[Tenso
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Let models of transformers that are first imported in the context compute with torch alone.
+    """Make models of transformers compute with torch alone if they are first imported inside the block.
 
     With flash-linear-attention or causal-conv1d installed, transformers uses their kernels for delta nets,
     also on a CPU, where Triton cannot run them.

@@ -28,21 +28,20 @@ schedule, float32 may round every change away."""
 SMALL_NORM = 1e-6
 """Gradient norm from which an update must change weights. Below it Adam's epsilon may dominate."""
 NUM_CODES, NUM_CONTENTS = 1021, 262139
-"""Both are prime. Codes of positions are 1 to NUM_CODES, those of tokens' contents 0 to NUM_CONTENTS - 1.
+"""Both are prime. Codes of positions are 1 to NUM_CODES, codes of tokens' contents 0 to NUM_CONTENTS - 1.
 Their product is below 2**28, so float64 sums it exactly over 2**25 tokens."""
 GRADIENT_TOLERANCE = 1e-5
 """Maximum relative difference of the gradient that arrives at the outputs from the gradient of the loss."""
 HALVES_TOLERANCE = 1e-4
 """Maximum distance of a loss from the sum of the losses of its halves, in units of its terms. Float32 sums of
 a million terms of random sign have an error of 1000 * eps / 2 = 6e-5 of them."""
-"""Outputs of a model that a loss may read (`rl.training.packing.MicroBatch`)."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
 """Output of a model -> column with its values before the updates of a step."""
 NUM_EQUAL = 32
-"""Maximum number of tokens whose outputs may all be unchanged, bit for bit, although weights moved."""
+"""Maximum number of tokens that may all have bitwise unchanged outputs although weights moved."""
 SMALL_STEP = 1e-4
 """Learning rate, in units of the dtype's eps, from which an update must change outputs. Adam changes a weight
-by about the rate, so one in a few hundred weights of size 0.02 is then rounded to another value."""
+by about the rate, so at this rate one in a few hundred weights of size 0.02 is rounded to another value."""
 
 
 class WrongTokens(RuntimeError):
@@ -62,10 +61,12 @@ class Counts:
     def __call__(self, micro: MicroBatch) -> Tensor:
         """Return what a micro-batch adds to `UpdateResult.observed`, float64 [5].
 
-        The elements are: counted tokens / denominator of the loss, whose sum over the update is 1; counted
-        tokens * denominator; the sum of the codes of the counted tokens (position, token id and columns); and
-        for the output of OLD that the model has, the sum of |output - old output| / denominator, and the
-        number of tokens compared.
+        The elements are: counted tokens / denominator of the loss (1 when summed over the update); counted
+        tokens * denominator; the sum of the codes of the counted tokens (position, token id and columns); the
+        sum of |output - old output| / denominator, for the output of OLD that the model has; and the number
+        of tokens compared.
+
+        For example, an update of 80 tokens in two micro-batches of 50 and 30 adds up 50 / 80 + 30 / 80 = 1.
         """
         counted = micro.mask > 0
         count = micro.mask.sum(dtype=torch.float64)
@@ -84,7 +85,7 @@ class Counts:
     def check(self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid) -> None:
         """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
 
-        If one was not, collective over the world, to name the ranks.
+        Collective over the world if a token was not, to name the ranks.
         """
         share, product, found, *_ = result.observed
         planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan]
@@ -113,16 +114,17 @@ class Counts:
 
 
 class WrongGradient(RuntimeError):
-    """Raised on every rank if the backward pass began with another gradient than that of the loss, or if the
-    loss is not a sum over samples."""
+    """Raised on every rank if the backward pass did not begin with the gradient of the loss, or if the loss
+    is not a sum over samples."""
 
 
 class LossGradient:
-    """Compares the gradient of an update's loss with the gradient that arrives at the model's outputs, and
-    the loss of a micro-batch with the sum of those of its two halves.
+    """Compares the gradient that arrives at the model's outputs with the gradient of the loss, and the loss
+    of a micro-batch with the summed losses of its two halves.
 
     A factor that the schedule or the engine applies to the loss would scale every gradient. A loss that is
-    divided by numbers of its micro-batch would weigh tokens by the packing. One micro-batch of each update is
+    divided by a number of its micro-batch would weigh tokens by the packing: for example, a mean over the
+    tokens of each micro-batch weighs a token of a small micro-batch more. One micro-batch of each update is
     compared.
 
     batch: the batch of the micro-batches.
@@ -132,7 +134,7 @@ class LossGradient:
         self._loss, self._batch = loss, batch
         self._arrived: list[Tensor] = []
         self._halves: Tensor | None = None
-        """Loss of the micro-batch less those of its halves, and its scale, float64 [2]."""
+        """Loss of the micro-batch minus the losses of its halves, and the scale of the terms, float64 [2]."""
         self._is_watching = False
 
     def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -163,7 +165,7 @@ class LossGradient:
                 (slice(middle, None), slice(first, None)),
             )
         ]
-        # The terms of a loss may cancel; their size is that of its gradient.
+        # The terms of a loss may cancel, so the size of its gradient is added to the scale.
         size = sum(half.abs() for half in of_halves) + sum(slope.abs().sum() for slope in slopes)
         self._halves = torch.stack((value.detach() - sum(of_halves), torch.as_tensor(size))).double()
 
@@ -194,7 +196,7 @@ class LossGradient:
 
 
 class WrongLearningRate(RuntimeError):
-    """Raised on every rank if a resumed run's schedule does not continue that of the checkpoint."""
+    """Raised on every rank if a resumed run's schedule does not continue the checkpoint's schedule."""
 
 
 class LearningRates:
@@ -206,7 +208,7 @@ class LearningRates:
         """Rate of the model that is updated now."""
 
     def check_used(self, lr: float, step: int) -> None:
-        """Raise WrongLearningRate if an update used another rate than that of the step's schedule."""
+        """Raise WrongLearningRate unless an update used the rate that the schedule gives for the step."""
         if lr != self._present:
             raise WrongLearningRate(
                 f"an update of step {step} used the learning rate {lr:g}, but the schedule gives "
@@ -214,10 +216,11 @@ class LearningRates:
             )
 
     def check(self, name: str, schedule: RateSchedule, step: int) -> None:
-        """Note the rate of a step, and compare that of the step before a resume with the present schedule.
+        """Note the rate of a step, and after a resume compare the last rate used with the present schedule.
 
-        Raises CheckFailed if the rate is 0, and WrongLearningRate if the same schedule gives another rate for
-        the step before than the one used.
+        Raises CheckFailed if the rate is 0, and WrongLearningRate if the same schedule now gives another rate
+        for the last step. For example, a checkpoint of step 100 holds the rate of step 100, which the
+        schedule must give again before step 101.
         """
         optimizer, rate = schedule.optimizer, schedule.rate(step)
         self._present = rate
@@ -253,7 +256,7 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
 
 
 class Outputs:
-    """Compares outputs of a model in the updates of a step with those before the first one.
+    """Compares outputs of a model in the updates of a step with the outputs before the first update.
 
     is_first: whether the present weights computed the old outputs. size: mean absolute value of the old
         outputs of a critic; 1 for log-probs.
@@ -267,9 +270,9 @@ class Outputs:
     def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
         """Check the outputs of an update's forward pass, and that the update moved weights. Not collective.
 
-        Raises CheckFailed if outputs of the first update of a step differ from the old ones, if outputs of a
-        later update are all equal to the old ones although weights have moved, or if no weight changed
-        although there was a gradient.
+        Raises CheckFailed if the first update of a step has other outputs than the old ones, if all outputs
+        of a later update equal the old ones although weights have moved, or if no weight changed although
+        there was a gradient.
         """
         *_, gap, compared = result.observed
         eps = torch.finfo(DTYPES[dtype]).eps
@@ -297,7 +300,7 @@ class Outputs:
 
 
 def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
-    """Return what a loss reads of some samples of a micro-batch."""
+    """Return the part of a micro-batch that a loss reads, for some samples."""
     return replace(
         micro,
         samples=micro.samples[samples],
@@ -336,7 +339,7 @@ def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Observed:
-    """An update of a model, with what observed it."""
+    """An update of a model, with its observers."""
 
     model: TrainingEngine
     batch: Batch
