@@ -27,13 +27,14 @@ def batch_of(
 ) -> Batch:
     """Return the batch of finished samples, ordered by prompt, sample number and row.
 
-    Raises SamplesDiffer if a sample is missing, doubled, or differs from the one that was generated.
+    Raises SamplesDiffer if a sample is missing, doubled, or was changed after its generation.
 
     Args:
         contexts: token ids of each prompt, int32 [P_i].
         prompts: the prompts themselves, if the batch is to have them.
-        samples_per_prompt: number that every prompt must have, the failed ones included, which the batch
-            leaves out; None if samples may be missing.
+        samples_per_prompt: number of samples that every prompt must have, including failed ones; None if
+            samples may be missing. The batch leaves failed samples out: for example, with 8 samples and one
+            failure it has 7 samples of the prompt.
         turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
     """
     samples = sorted(samples, key=lambda sample: (sample.prompt, sample.number, sample.row))
@@ -116,7 +117,7 @@ def _check_numbers(samples: Sequence[Sample], num_prompts: int, samples_per_prom
 
 
 def _check_digests(batch: Batch, samples: Sequence[Sample]) -> None:
-    """Raise SamplesDiffer if a sample of the batch differs from the one that was generated."""
+    """Raise SamplesDiffer if a sample of the batch was changed after its generation."""
     assert batch.mask is not None
     flags = (batch.mask > 0).numpy()
     for i, (sample, first) in enumerate(zip(samples, batch.offsets.tolist())):

@@ -1,4 +1,4 @@
-"""The requests that vLLM computes: what it is given for a request, and what it returns."""
+"""The requests that vLLM computes: their arguments, and the results that vLLM returns."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Call:
-    """Arguments with which vLLM takes a request. The parts of the engine may change them."""
+    """A request's arguments to vLLM. The parts of the engine may change them."""
 
     prompt: dict
     params: "SamplingParams"
@@ -28,7 +28,7 @@ class Call:
 
 
 def call_of(request: Request, sampling: Sampling, version: int) -> Call:
-    """Return the call of a request. version: that of the engine's weights."""
+    """Return the call of a request. version: of the engine's weights."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -67,7 +67,8 @@ class Live:
     internal_id: str
     """vLLM's id: the name and a random suffix."""
     spans: list[tuple[int, int]]
-    """(number of the first token, version of the policy that sampled the tokens from there on)."""
+    """(number of the first token, version of the policy that sampled the tokens from there on): for example,
+    [(0, 3), (20, 4)] if version 4 sampled all tokens after the first 20."""
     seed: int
 
     def versions(self, num_tokens: int) -> np.ndarray:
@@ -114,7 +115,7 @@ class Calls:
     def step(self) -> list[tuple[str, Completion]]:
         """Run one engine step; return the requests that finished.
 
-        With `rollout.async_scheduling` they are those of the step before, and the new step is in flight.
+        With `rollout.async_scheduling` these requests finished in the step before; the new step is in flight.
         """
         with tracing.span("engine step", requests=len(self)):
             outputs = self._vllm.step()

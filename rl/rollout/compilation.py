@@ -11,9 +11,9 @@ import socket
 def graph_sizes(largest: int) -> list[int]:
     """Return the numbers of samples for which vLLM captures CUDA graphs, ascending; the last is `largest`.
 
-    An engine step of n samples runs the graph of the next size; from 64 on at most an eighth of it is
-    padding. vLLM's default captures up to twice the samples that run at a time, and at most 512, above which
-    a step runs without a graph.
+    An engine step of n samples runs the graph of the next size: for example, 100 samples run the graph of
+    104. From 64 samples on at most an eighth of a graph is padding. vLLM's default captures up to twice the
+    samples that run at a time, and at most 512; a larger step runs without a graph.
     """
     sizes, size = [1, 2, 4], 8
     while size < largest:

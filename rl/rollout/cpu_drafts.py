@@ -1,10 +1,11 @@
 """Verification of draft tokens on the CPU, where vLLM's rejection sampler samples from another distribution.
 
 The token at a position is a function of the policy's distribution and of one number, the hash of the
-request's seed and the position (`HashedSampler`). A draft is accepted if it is that token, so samples,
-sampling masks and log-probs are those of an engine without drafts, up to the rounding of log-probs. The draft
-model samples with the same number from its own distribution: the more its distribution resembles the
-policy's, the more often both choose the same token, and always if they are equal.
+request's seed and the position (`HashedSampler`). A draft is accepted if it is this token, so samples,
+sampling masks and log-probs are the same as without drafts, up to the rounding of log-probs. The draft model
+samples with the same number from its own distribution: for example, with 0.6 both models choose their first
+token with a cumulative probability above 0.6. The more the distributions resemble each other, the more often
+both choose the same token, and always if they are equal.
 """
 
 from dataclasses import replace
@@ -30,7 +31,7 @@ def propose_nothing(*, next_token_ids, **_) -> torch.Tensor:
 
 
 class DraftedSampler(HashedSampler):
-    """`HashedSampler` for steps in which requests have several rows: one for each draft, and the last one."""
+    """`HashedSampler` for requests with several rows per step: one for each draft, and the last one."""
 
     counts: np.ndarray | None = None
     """Rows per request in the present step, int [B]; None: one."""
@@ -79,7 +80,7 @@ class Verifier(RejectionSampler):
         Args:
             metadata: vLLM's SpecDecodeMetadata.
             draft_probs: None; vLLM has them only for its own sampling of drafts.
-            logits: [rows, V]; for each request those at its drafts, and after the last one.
+            logits: [rows, V]; for each request the logits at its drafts, and after the last draft.
         """
         assert draft_probs is None
         counts = torch.tensor(metadata.num_draft_tokens) + 1

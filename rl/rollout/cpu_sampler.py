@@ -65,8 +65,8 @@ class HashedSampler(Sampler):
     def _record(masks, logprobs, names, positions):
         """Store the sampling mask of each row. A token that is drawn again replaces its entry.
 
-        vLLM also draws a token after each chunk of a prompt, and ignores it; its position is that of the
-        first token.
+        vLLM also draws a token after each chunk of a prompt, and ignores it; this token has the position of
+        the first token of the response.
         """
         row, token = (logprobs > -torch.inf).nonzero(as_tuple=True)
         ends = row.bincount(minlength=len(names)).cumsum(0)[:-1].numpy()

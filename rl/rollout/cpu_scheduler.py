@@ -1,4 +1,4 @@
-"""vLLM's scheduler with a short path for steps in which every request decodes one token.
+"""vLLM's scheduler with a short path for steps that decode one token of every request.
 
 Scheduling and its bookkeeping cost vLLM about 60 us of Python per token, most of the time of a small model's
 step. A step without prompts needs little of it: no request is admitted, and a request needs a new block of
@@ -39,8 +39,8 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
     """Schedules exactly what vLLM's scheduler does, without speculation or pipeline stages. With a connector
     (`rollout.kv_offload_gib`) it is vLLM's scheduler.
 
-    A step may be scheduled before the tokens of the one before are known: a request then has placeholders
-    for them (`num_output_placeholders`). A request without stop strings yields one output, when it is
+    A step may be scheduled before the previous step's tokens are known: a request then has placeholders for
+    these tokens (`num_output_placeholders`). A request without stop strings yields one output, when it is
     finished. For another version of vLLM, compare `_schedule_decoding` with the loop over `running` in
     Scheduler.schedule, and `update_from_output` with Scheduler's and AsyncScheduler's.
     """
@@ -53,7 +53,7 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
         return self._schedule_decoding() or super().schedule(throttle_prefills)
 
     def _schedule_decoding(self) -> SchedulerOutput | None:
-        """Return a plan in which each running request decodes one token, or None if there is more to do."""
+        """Return a plan that decodes one token of each running request, or None if there is more to do."""
         running = [request for request in self.running if not self._awaits_last(request)]
         starts = [request.num_computed_tokens for request in running]
         full = [request for request, start in zip(running, starts) if start % self.block_size == 0]
@@ -120,7 +120,7 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
             return super().update_from_output(scheduler_output, model_runner_output)
         logprobs = model_runner_output.logprobs.logprobs[:, 0].tolist() if live else []
         outputs, finished, preempted = [], set(), set()
-        for request, num_tokens in live:  # without those that ended while this step was in flight
+        for request, num_tokens in live:  # without requests that ended while this step was in flight
             name = request.request_id
             row = model_runner_output.req_id_to_index[name]
             request.num_in_flight_tokens -= num_tokens

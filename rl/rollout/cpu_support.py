@@ -112,7 +112,7 @@ def _keep_experts_alive() -> None:
 
 
 def _choose_experts_by_sigmoid() -> None:
-    """Make a router with a sigmoid choose from one group of all experts: the CPU build has it with groups."""
+    """Make a router with a sigmoid choose from one group of all experts: the CPU build requires groups."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     build = CPURouter.__init__
@@ -155,9 +155,9 @@ def live_experts(
 ):
     """Sum the outputs of each token's experts; replaces CPUUnquantizedExperts.apply.
 
-    output, hidden_states: [T, H]. w1: [E, 2F/tp, H], the rows of gate, then those of up. w2: [E, H, F/tp].
+    output, hidden_states: [T, H]. w1: [E, 2F/tp, H], the rows of gate, then of up. w2: [E, H, F/tp].
     topk_weights, topk_ids: [T, k]. expert_map: with expert parallelism the index in w1 and w2 of each expert
-    of the layer, -1 for those of other ranks, whose outputs vLLM adds.
+    of the layer, -1 for experts of other ranks; vLLM adds the ranks' outputs.
     """
     assert not apply_router_weight_on_input
     activate, biases = _ACTIVATIONS[activation.value], (self.w1_bias, self.w2_bias)
@@ -187,7 +187,7 @@ def add_fp8_layers() -> None:
 def add_collectives_of_experts() -> None:
     """Add the collectives with which vLLM exchanges tokens between replicas that share experts.
 
-    Its CPU communicator lacks them; those of its CUDA communicator have the same arguments.
+    vLLM's CPU communicator lacks them. The arguments are the same as in its CUDA communicator.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -220,7 +220,7 @@ def clear_attention_of_dummy_steps() -> None:
     """Make the attention of a step without requests 0, as vLLM's other backends do.
 
     The CPU build returns uninitialised memory. Replicas that share experts compute the token of such a step
-    together with those of other replicas, and how many tokens an expert has changes the rounding of each.
+    together with other replicas' tokens, and an expert's number of tokens changes the rounding of each token.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -305,7 +305,7 @@ def unlink_shared_memory() -> None:
 
 
 class KvCache:
-    """The KV cache of the CPU engine, whose memory can be released and restored.
+    """The KV cache of the CPU engine; its memory can be released and restored.
 
     The views of all layers share storages. Releasing and restoring changes only the size of the storages, so
     the views remain valid.

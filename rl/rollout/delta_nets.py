@@ -19,7 +19,7 @@ from rl.rollout.vllm_model import allow_no_torchvision
 
 
 class DeltaNets(Part):
-    """The part of an engine whose model has gated delta nets."""
+    """The part of an engine for a model with gated delta nets."""
 
     def options(self, engine):
         allow_no_torchvision()  # the file of Qwen3.5 has its vision models too
@@ -57,7 +57,7 @@ class Step:
     begins: Tensor
     """bool [N]: whether a sequence has nothing in the caches yet."""
     old: Tensor
-    """int64 [N, taps - 1]: places of a sequence's last inputs, before those of its tokens."""
+    """int64 [N, taps - 1]: places of a sequence's cached inputs, before the inputs of its tokens."""
     new: Tensor
     """int64 [T]: places of the tokens."""
     last: Tensor
@@ -93,8 +93,8 @@ def compute(
 ) -> None:
     """Compute convolution and recurrence of a layer; replaces vLLM's cpu_gdn_attention_core.
 
-    mixed_qkv: [T', channels], a, b: [T', H] and core_attn_out [T', H, V], the output, of which the first T
-    rows are tokens.
+    mixed_qkv: [T', channels]. a, b: [T', H]. core_attn_out: [T', H, V], the output. In all of them the first
+    T rows are tokens.
     """
     context = get_forward_context()
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]

@@ -1,11 +1,12 @@
 """Data parallel attention: replicas that share experts and step together (`rollout.dp_attention`).
 
 Each replica of `rollout.tp` ranks has its own requests, scheduler and KV cache, and computes attention and
-dense layers alone. `rollout.ep` / `rollout.tp` adjacent replicas hold one copy of the experts: in a mixture
-every rank receives the tokens of all these replicas, computes the outputs of its experts, and sends them
-back. Therefore they must run each forward pass together. Before each engine step they agree on whether one of
-them has requests; one that has none then takes a dummy step, which its event log counts. A replica that has
-finished takes dummy steps until all have finished.
+dense layers alone. `rollout.ep` / `rollout.tp` adjacent replicas hold one copy of the experts: for example, 4
+replicas with ep=8 and tp=2. In a mixture every rank receives the tokens of all these replicas, computes the
+outputs of its experts, and sends the outputs back. The replicas must therefore run each forward pass
+together. Before each engine step they agree on whether one of them has requests. A replica without requests
+then takes a dummy step, and its event log counts the step. A replica that has finished takes dummy steps
+until all have finished.
 """
 
 import functools
@@ -21,7 +22,7 @@ BATCHED_TOKENS = 16384
 
 
 class DataParallelAttention(ExpertParallel):
-    """Makes vLLM gather the tokens of several replicas for the experts, and keeps these in step."""
+    """Makes vLLM gather the tokens of several replicas for the experts, and keeps the replicas in step."""
 
     def options(self, engine):
         cpu_support.add_collectives_of_experts()

@@ -36,11 +36,11 @@ class RolloutEngine:
     """vLLM on this rank. The constructor is collective over the world; other methods are over the replica.
 
     Args:
-        model: what it serves.
+        model: the model that it serves.
         rollout: layout, capacity and memory; how responses are sampled is an argument of `generate`.
         seed: seed of the engine's own generators; each sample has its own seed.
         name: distinguishes the engines of one job.
-        parts: what the features of the run add to it; `rl.engines.rollout_engines` chooses them.
+        parts: additions by the features of the run; `rl.engines.rollout_engines` chooses them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RolloutEngine:
         self.awake = True
         """Whether the engine holds its memory and may generate."""
         self.weights_version = -1
-        """Version of the policy whose weights the engine holds (`TrainingEngine.version`); -1: none yet."""
+        """Version of the policy's weights in the engine (`TrainingEngine.version`); -1: none yet."""
 
     @property
     def is_busy(self) -> bool:
@@ -133,7 +133,7 @@ class RolloutEngine:
             part.wake(self, what)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's weights by vLLM's name, without those that vLLM derives from others."""
+        """Return this rank's weights by vLLM's name, without weights that vLLM derives from others."""
         weights: dict[str, torch.Tensor] = {
             name: parameter
             for name, parameter in self.model.named_parameters()
@@ -157,7 +157,7 @@ class RolloutEngine:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Recompute what vLLM derives from the weights, in the same memory, and clear the prefix cache.
+        """Derive vLLM's own tensors from the weights again, in the same memory, and clear the prefix cache.
 
         Call it after every write to weights. A cache that is kept for unfinished samples is separated by the
         version at which a sample began.
@@ -192,7 +192,8 @@ class RolloutEngine:
     def capacity(self, num_prompts: int, samples_per_prompt: int) -> int:
         """Return the most samples of a call that this replica may hold at a time.
 
-        It is at most the replica's share. Otherwise the first to start would draw all prompts.
+        It is at most the replica's share: for example, 32 for 16 prompts of 8 samples on 4 replicas.
+        Otherwise the first replica to start would draw all prompts.
         """
         share = -(-num_prompts // self.num_replicas) * samples_per_prompt
         return max(samples_per_prompt, min(self.config.max_concurrent_samples, share))
@@ -216,7 +217,7 @@ class RolloutEngine:
             seeds: one per prompt, see `Start.seed`.
             progress: see `SampleSource`.
             interrupt: see `run`.
-            order: the prompts in the order in which they start; None: as given.
+            order: places of the prompts in starting order; None: as given.
             adapters: see `QueueSchedule`.
         """
         queue = self.queue(len(prompts))
@@ -240,7 +241,7 @@ class RolloutEngine:
         on_wait: Callable[[str], None] = lambda text: None,
         keep_records: bool = True,
     ) -> bool:
-        """Generate what the source of the replica's leader asks for. Collective over the replica.
+        """Generate for the source on the replica's leader. Collective over the replica.
 
         Before an engine step, the ranks exchange a record if nothing runs, if the source waits, if a request
         has finished since the last record, and at the latest after INTERVAL steps.
@@ -252,7 +253,7 @@ class RolloutEngine:
                 ends.
             take_weights: writes the weights of a version into the engine, after an event `Weights`.
             on_wait: called with the text of each event `Waiting`, and with "" when the wait is over.
-            keep_records: whether `events` keeps its records, of which it has the hash in any case.
+            keep_records: whether `events` keeps its records; it keeps their hash in any case.
 
         Returns whether the run was completed, and not interrupted. `events` is then its log.
         """

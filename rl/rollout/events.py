@@ -2,8 +2,9 @@
 
 The ranks of a replica must give vLLM the same requests, aborts and weights before the same engine step, or
 their collectives no longer match. Only the leader (the replica's first rank) sees queues, clocks and
-environments. It writes its decisions as events, and broadcasts them as one record. Everything else that an
-engine does is a function of these records, so a stored log repeats a generation exactly.
+environments. It writes its decisions as events, and broadcasts them as one record: for example, "add request
+5, abort request 2" before engine step 40. Everything else that an engine does is a function of these records,
+so a stored log repeats a generation exactly.
 """
 
 import hashlib
@@ -54,8 +55,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The engine takes no step, because something is awaited: environments while nothing runs, or weights
-    whose engine step is fixed. Repeated until it has come, and not stored."""
+    """Take no step, because something is awaited: environments while nothing runs, or weights for a fixed
+    engine step. Repeated until the awaited thing has come, and not stored."""
 
     text: str
     """Name of the awaited thing, for the report of a hang."""
@@ -116,7 +117,7 @@ class EventLog:
         return events
 
     def note_dummy_step(self) -> None:
-        """Add a dummy step to the hash, and to the records after those of the last record's step."""
+        """Add a dummy step to the hash, and to the records behind the last record."""
         self._hash.update(b"dummy")
         if not self._keep_records:
             return

@@ -15,7 +15,7 @@ def exchange(own: Sequence[Sample], device: Device, *, conversations: bool = Fal
     """Return the samples of all ranks, in the order of the ranks. Collective over the world.
 
     Values of held columns stay on the rank that generated them; all ranks learn their sizes. conversations:
-    whether those of trajectories are exchanged, too.
+    whether the conversations of trajectories are exchanged, too.
     """
     packed = pack(own, held=False, conversations=conversations)
     samples: list[Sample] = []

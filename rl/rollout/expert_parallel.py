@@ -1,8 +1,9 @@
 """Expert parallelism in the engine: each rank of a replica holds whole experts (`rollout.ep`).
 
-The attention is tensor parallel. Every rank has all tokens of a step and computes the outputs of its experts,
-which vLLM adds up over the ranks. Rank i of `rollout.ep` adjacent ones holds the experts i E/ep to
-(i + 1) E/ep - 1, as `rl.models.placement.RolloutPlacement` has it for the refit.
+The attention is tensor parallel. Every rank has all tokens of a step and computes the outputs of its experts;
+vLLM adds the outputs over the ranks. Rank i of `rollout.ep` adjacent ranks holds E/ep experts from number i
+E/ep on, as in `rl.models.placement.RolloutPlacement` for the refit. For example, with 128 experts and ep=8
+rank 1 holds the experts 16 to 31.
 """
 
 import torch.distributed as dist

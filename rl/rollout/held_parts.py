@@ -25,7 +25,7 @@ def num_bytes(segment: Segment) -> int:
 
 
 def content_of(segment: Segment) -> bytes:
-    """Return the values of a segment, which this rank has."""
+    """Return the values of a segment that this rank holds."""
     if not segment.held:
         return b""
     return KEY.type(segment.row_key).tobytes() + b"".join(v.tobytes() for v in segment.held.values())
@@ -34,7 +34,7 @@ def content_of(segment: Segment) -> bytes:
 def with_values(segment: Segment, content: bytes, holder: int) -> Segment:
     """Return the segment with the values of `content_of`, which rank `holder` has from now on.
 
-    Raises RuntimeError if they are those of another segment.
+    Raises RuntimeError if the values belong to another segment.
     """
     if not segment.held:
         return segment
@@ -53,7 +53,7 @@ def with_values(segment: Segment, content: bytes, holder: int) -> Segment:
 
 
 def unpacked(samples: Sequence[Sample], content: bytes, holder: int) -> list[Sample]:
-    """Return the samples with their values, which are end to end in `content`. See `with_values`."""
+    """Return the samples with their values. content: all values end to end. See `with_values`."""
     first = 0
 
     def complete(segment: Segment) -> Segment:
@@ -65,7 +65,7 @@ def unpacked(samples: Sequence[Sample], content: bytes, holder: int) -> list[Sam
 
 
 def without_values(segment: Segment, holder: int) -> Segment:
-    """Return the segment as ranks have it that do not hold its values."""
+    """Return the segment in the form for ranks that do not hold its values."""
     held = {name: Absent(values.dtype, values.shape) for name, values in segment.held.items()}
     return replace(segment, held=held, holder=holder) if held else segment
 
@@ -79,11 +79,11 @@ def only_on(samples: Sequence[Sample], holder: int) -> list[Sample]:
 def collect(
     samples: Sequence[Sample], targets: Sequence[int], device: torch.device
 ) -> tuple[list[Sample], BytesMoved]:
-    """Return the samples with all values of each on one rank, and this rank's bytes.
+    """Collect all values of a sample on one rank; return the samples and this rank's bytes.
 
     Collective over the world.
 
-    targets: that rank, for each sample. Nothing is sent if it has them already.
+    targets: the rank for each sample. Values that it has already are not sent.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = np.zeros((world, world), np.int64)  # from, to

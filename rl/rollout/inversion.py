@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 CHUNK = 1 << 18
-"""Number of probabilities that are summed at once, such that their float64 sums fit in a core's cache."""
+"""Number of probabilities to sum at once: their float64 sums fit in a core's cache."""
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -30,10 +30,11 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def invert(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return for each row the first token whose cumulative probability exceeds `uniform`, int64 [B].
+    """Return for each row the first token with a cumulative probability above `uniform`, int64 [B].
 
-    A token of probability 0 is never returned. The sums are float64: float32 would distort tokens below 6e-8.
-    Raises ValueError if a row is not a number.
+    For example, with the probabilities 0.2, 0.5, 0.3 and the number 0.6 it is token 1. A token of probability
+    0 is never returned. The sums are float64: float32 would distort tokens below 6e-8. Raises ValueError if a
+    row is not a number.
 
     Args:
         logprobs: float32 [B, V].

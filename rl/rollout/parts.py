@@ -46,7 +46,7 @@ class Part:
         """End a call of `RolloutEngine.run`."""
 
     def request(self, engine: "RolloutEngine", request: Request, call: Call) -> None:
-        """Change the arguments with which vLLM takes a request."""
+        """Change the arguments of a request to vLLM."""
 
     def completion(self, engine: "RolloutEngine", internal_id: str, output) -> dict[str, np.ndarray]:
         """Return the held columns of a request that has finished, or was aborted after some tokens.
@@ -77,7 +77,7 @@ class WeightSlots(Part):
     """Weights beside the model's, such as several adapters, each in a slot with a number."""
 
     versions: list[int]
-    """Version of the policy whose weights each slot holds; -1: none yet."""
+    """Version of the policy's weights in each slot; -1: none yet."""
     has_base = False
     """Whether the engine holds the model's weights; else the next refit writes them too."""
 

@@ -21,11 +21,11 @@ class Platform(Part):
         raise NotImplementedError
 
     def drafter(self, engine):
-        """Return vLLM's object that proposes draft tokens. Its `model` is the model with which it does."""
+        """Return vLLM's object that proposes draft tokens. Its `model` is the draft model."""
         raise NotImplementedError
 
     def verify_drafts(self, engine) -> None:
-        """Replace how vLLM samples and verifies draft tokens, where it samples from a wrong distribution."""
+        """Replace vLLM's sampling and verification of drafts where their distribution is wrong."""
 
     def switch_drafts(self, engine, *, on: bool) -> None:
         """Let the following engine steps propose tokens, or none.

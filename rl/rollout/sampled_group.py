@@ -20,11 +20,11 @@ class SampledGroup:
     samples: tuple[Sample, ...]
     """Their rows, ordered by number and row."""
     holder: int = -1
-    """Rank that generated its last tokens, whose replica may hold environments; -1: none."""
+    """Rank that generated its last tokens; this rank's replica may hold environments. -1: none."""
 
     @classmethod
     def of(cls, prompt: Prompt, num_samples: int) -> "SampledGroup":
-        """Return a group whose samples have not been started."""
+        """Return a group of samples that have not been started."""
         return cls(prompt, tuple(Sample(0, number, (), "abort") for number in range(num_samples)))
 
     def within(self, max_tokens: int) -> "SampledGroup":

@@ -1,4 +1,4 @@
-"""Requests to the engine, its completions, and the samples that consist of them.
+"""Requests to the engine, its completions, and the samples made of completions.
 
 Token ids are the truth: a sample is a list of segments of token ids. Text and messages are derived from them.
 `pack` is the one serialised form of samples, in checkpoints and in messages between ranks.
@@ -57,8 +57,8 @@ class Completion:
     weight_versions: np.ndarray
     """int32 [R]: version of the policy that sampled each token (`TrainingEngine.version`)."""
     held: dict[str, np.ndarray] = field(default_factory=dict)
-    """Values of held columns (`rl.data.held`) by name: first those of the first token, and so on. Columns in
-    OF_SEQUENCE have C + R - 1 values, for a context of C tokens."""
+    """Values of held columns (`rl.data.held`) by name, in the order of the tokens. Columns in OF_SEQUENCE
+    have C + R - 1 values for a context of C tokens: for example, 102 for 100 tokens and 3 sampled ones."""
     context_digest: int = -1
     """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
     seed: int = -1
@@ -66,12 +66,12 @@ class Completion:
 
 
 def context_digest(token_ids: Sequence[int] | np.ndarray, before: int = 0) -> int:
-    """Return a 32-bit hash of the tokens of a context. before: the hash of those before them."""
+    """Return a 32-bit hash of the tokens of a context. before: the hash of the tokens before them."""
     return zlib.crc32(np.ascontiguousarray(token_ids, np.int32), before)
 
 
 def segment_digest(token_ids: np.ndarray, is_sampled: np.ndarray) -> int:
-    """Return a 32-bit hash of tokens, int32 [S], and of which ones the policy sampled, bool [S]."""
+    """Return a 32-bit hash of tokens, int32 [S], and of whether the policy sampled each, bool [S]."""
     return zlib.crc32(is_sampled.astype(np.uint8), context_digest(token_ids))
 
 
@@ -91,8 +91,8 @@ class Segment:
     reward: float = 0.0
     """Reward of the turn, by an environment that rewards single turns."""
     held: dict[str, np.ndarray | Absent] = field(default_factory=dict)
-    """Held columns (`Completion`), without values of tokens before the segment that earlier segments have;
-    `Absent` on ranks that have received the sample without these values."""
+    """Held columns (`Completion`), without values that earlier segments have; `Absent` on ranks that have
+    received the sample without these values."""
     digest: int = -1
     """`segment_digest` where the segment was made; -1 if unknown."""
     context_digest: int = -1
@@ -110,8 +110,8 @@ class Segment:
     def of(cls, completion: Completion, turn: int = 0, before: Sequence["Segment"] = ()) -> "Segment":
         """Return the tokens of a completion as a segment.
 
-        before: the earlier segments of the row. Columns in OF_CONTEXT have values of these tokens again, of
-        which the first ones count: those of the pass from which a token was sampled.
+        before: the earlier segments of the row. Columns in OF_CONTEXT have values of these tokens again. The
+        earlier segments' values count: they come from the passes that sampled the tokens.
         """
         columns = completion.token_ids, completion.logprobs, completion.weight_versions
         held, context = dict(completion.held), completion.context_digest
@@ -146,7 +146,7 @@ class Segment:
         """Return the first tokens of the segment, at least one. Its held values must be on this rank."""
         columns = {name: getattr(self, name)[:num_tokens] for name in COLUMNS}
         held = dict(self.held)
-        for name in held.keys() & OF_SEQUENCE:  # the last value is that of the token before the last one
+        for name in held.keys() & OF_SEQUENCE:  # the last token has no value
             held[name] = held[name][: len(held[name]) - (len(self.token_ids) - num_tokens)]
         if "kept_counts" in held:
             counts = np.asarray(held["kept_counts"])[:num_tokens]
@@ -156,19 +156,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response, or one row of it: a trajectory whose context was rewritten has several rows."""
+    """One response, or one row of it: for example, a rewritten context begins another row."""
 
     prompt: int
     """Index of the prompt in the call that generated the sample."""
     number: int
-    """Index of the sample among those of its prompt."""
+    """Index of the sample in its group."""
     segments: tuple[Segment, ...]
     end: str = "stop"
     """One of ENDS; a sample that ended with "abort" is unfinished."""
     row: int = 0
-    """Index of the row among those of the response."""
+    """Index of the row in the response."""
     prompt_ids: np.ndarray | None = None
-    """int32 [P]: context before the first segment, if it is not that of the prompt."""
+    """int32 [P]: context before the first segment, if it differs from the prompt."""
     outcome: dict[str, float] | None = None
     """Numbers that an environment reports, such as `score`; None if the reward function gives them."""
     conversation: list[dict] | None = None
@@ -232,7 +232,7 @@ class Sample:
         return np.array(numbers, np.int32).repeat([len(s.token_ids) for s in self.segments])
 
     def held(self, name: str) -> np.ndarray | None:
-        """Return the values of a held column, those of all segments end to end.
+        """Return the values of a held column, of all segments end to end.
 
         None if there are none, or if other ranks have some of them.
         """
@@ -246,10 +246,7 @@ class Sample:
 
     @property
     def holder(self) -> int:
-        """Rank that has the values of held columns of the last segment with any.
-
-        Rank 0 if every rank that has the sample has them.
-        """
+        """Rank with the held values of the last segment that has any; 0 if all ranks have them."""
         last = next((segment.holder for segment in reversed(self.segments) if segment.held), self.rank)
         return max(last, 0)
 
@@ -280,7 +277,7 @@ class Sample:
 def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = True) -> dict[str, Any]:
     """Return samples as plain data: arrays of one dimension, lists, numbers and texts.
 
-    held: with the values of held columns, not only their sizes. conversations: with those.
+    held: with the values of held columns, not only their sizes. conversations: with conversations.
     """
     segments = [segment for sample in samples for segment in sample.segments]
     contexts = [sample.prompt_ids for sample in samples if sample.prompt_ids is not None]
@@ -332,7 +329,7 @@ def _pack_held(values: list, *, with_values: bool) -> dict[str, Any]:
 def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
     """Return the samples of `pack`.
 
-    rank: rank that generated the samples, and has the held values of which `pack` says no other holder.
+    rank: rank that generated the samples; it has the held values unless `pack` names another holder.
     """
     segments = iter(_segments(packed, rank))
     per_sample = ("prompt", "number", "row", "end", "num_segments", "context_length")

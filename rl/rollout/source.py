@@ -1,12 +1,12 @@
-"""The samples of a replica: a schedule of samples, each of which proceeds as a dialogue.
+"""The samples of a replica: a schedule starts samples, and each sample proceeds as a dialogue.
 
     schedule    which samples start next, when the engine takes weights, and when it is done
     dialogue    how one sample proceeds: one turn, or a trajectory with an environment
 
-`SampleSource` joins one schedule with one dialogue, on the replica's leader. The schedules here
-are `queue_schedule`, and those of carry-over and roles; the dialogues are `single_turn`, and trajectories
-with environments. Every schedule works with every dialogue; `rl.config.exclusions` says which pairs a run
-may have.
+`SampleSource` joins one schedule with one dialogue, on the replica's leader. Schedules are `queue_schedule`,
+`quota_schedule` (carry-over) and `stream_schedule` (roles). Dialogues are `single_turn`, and trajectories
+with environments. Every schedule works with every dialogue; `rl.config.exclusions` says which pairs a run may
+have.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ class Start:
     group: int
     """Number of its group in the schedule."""
     number: int
-    """Index of the sample among those of its group."""
+    """Index of the sample in its group."""
     prompt: Prompt
     seed: int
     """Seed of the group. Sample `number` has `seed_of(seed, number)`, whichever replica draws it."""
@@ -34,7 +34,7 @@ class Start:
     so_far: tuple[Sample, ...] = ()
     """The sample's rows before it was interrupted."""
     next_number: int = 0
-    """Smallest number that no sample of the group has had; 0: that of samples_per_prompt."""
+    """Next unused number of a sample in the group; 0 means samples_per_prompt."""
 
 
 class Schedule(Protocol):
@@ -47,7 +47,7 @@ class Schedule(Protocol):
         """Return the samples that start next, [] if none may start now."""
 
     def next_events(self, step: int, source: "SampleSource") -> list[Event]:
-        """Return the events before engine step `step`, those of `source.fill` among them."""
+        """Return the events before engine step `step`, including the events of `source.fill`."""
 
     def ended(self, start: Start, rows: list[Sample]) -> None:
         """Take the rows of a sample that has ended, or was aborted; [] if its environment failed."""
@@ -68,7 +68,7 @@ class Dialogue:
         raise NotImplementedError
 
     def has_room(self, num_live: int, together: int) -> bool:
-        """Return whether so many samples may start. num_live: number of requests in the engine."""
+        """Return whether `together` samples may start. num_live: number of requests in the engine."""
         raise NotImplementedError
 
     def start(self, start: Start) -> None:
@@ -93,8 +93,8 @@ class Dialogue:
         return []
 
     def wait(self, num_live: int) -> bool:
-        """Wait a second for what the next requests depend on, which `advance` takes; return whether it was
-        necessary."""
+        """Wait at most a second if the next requests depend on something that `advance` takes; return whether
+        it waited."""
         return False
 
     def describe_wait(self) -> str:
@@ -146,7 +146,7 @@ class SampleSource:
         self._take_ended()
 
     def suspend(self) -> None:
-        """End a run of the engine in which samples have not ended: the schedule takes their rows."""
+        """End a run of the engine before all samples have ended: the schedule takes their rows."""
         self._dialogue.suspend()
         self._take_ended()
 

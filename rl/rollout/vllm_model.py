@@ -68,7 +68,7 @@ def build_llm(model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, devi
 
     Random states, environment and thread count of the process are unchanged afterwards.
 
-    hf: the model's config.json. options: further arguments of LLM. The others are those of `RolloutEngine`.
+    hf: the model's config.json. options: further arguments of LLM. Others: as in `RolloutEngine`.
     """
     from vllm import LLM
 
@@ -77,7 +77,7 @@ def build_llm(model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, devi
     if "GptOssForCausalLM" in hf["architectures"]:
         from vllm.model_executor.models import gpt_oss
 
-        # Its only use divides the experts' width by the ranks of the job, which are not those of a replica.
+        # It only divides the experts' width by the job's number of ranks; a replica may have fewer.
         gpt_oss.dist = types.SimpleNamespace(is_initialized=lambda: False)
     if not model.frozen:
         # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
