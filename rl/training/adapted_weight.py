@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Addition(Protocol):
-    """What is added to a weight."""
+    """An addition to a weight, for example the product B A of a low-rank adapter."""
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return the tensors from which the addition is computed."""

@@ -32,7 +32,7 @@ class PackedRow(PackedSeqParams):
     rotation: Tensor | tuple[Tensor, Tensor] | None = None
     """Result of `rl.training.rotary.RowRotary.of`."""
     local_rotation: Tensor | None = None
-    """The same for layers with a window, if they rotate by other angles."""
+    """Rotation for layers with a window, if they rotate by other angles."""
     position_ids: Tensor | None = None
     """int64 [1, T]."""
     near: RowAttention | None = None
@@ -47,14 +47,14 @@ class PackedRow(PackedSeqParams):
     """`MicroBatch.extras`."""
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return keys or values of the whole row, [W, ...]. x: those of this rank's part, or of the row.
+        """Return keys or values of the whole row, [W, ...]. x: this rank's part of them, or all.
 
         Collective over the context parallel group if the row is divided.
         """
         return x if self.part is None or len(x) == len(self.part.order) else self.part.row(x)
 
     def within(self, window: int | None) -> RowAttention:
-        """Return the row's attention, with masks for a window. Collective as `keys` if there is one."""
+        """Return the row's attention, with masks if there is a window; it is then collective as `keys`."""
         assert self.attention is not None
         if window is None:
             return self.attention
@@ -68,8 +68,8 @@ class PackedRow(PackedSeqParams):
 class CoreAttention(MegatronModule):
     """Causal attention over packed rows (thd), with grouped queries.
 
-    With softmax_type learnable the softmax of a head has one more score, a parameter, which has no value: a
-    sink (arXiv:2309.17453, gpt-oss).
+    With softmax_type=learnable each head has a sink (arXiv:2309.17453, gpt-oss): a learned score that enters
+    the softmax's denominator but adds no value.
 
     On CUDA with 16-bit types it calls torch's variable-length flash attention once. On the CPU it calls
     torch's flash attention a few times on parts of the row, without copies of the inputs.
@@ -226,7 +226,7 @@ class _AttendOnCpu(torch.autograd.Function):
             queries, keys = slice(part.start, part.end), slice(part.first, part.last)
             inputs = _one(query[queries]), _one(key[keys]), _one(value[keys])
             more, lse_more = _forward(*inputs, 0.0, False, attn_mask=_mask(part, query), scale=scale)
-            if part.mask is not None:  # torch returns 0 for queries whose window holds none of the keys
+            if part.mask is not None:  # torch returns 0 for queries without any of these keys in their window
                 lse_more = lse_more.masked_fill(part.mask.isinf().all(-1), float("-inf"))
             weight = torch.sigmoid(lse_more - _one(lse[queries]))
             _one(out[queries]).lerp_(more, weight[..., None].to(more.dtype))
@@ -301,9 +301,9 @@ def _grouped(query: Tensor, key: Tensor) -> dict[str, bool]:
 
 
 def _take_share(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Scale out [T, heads, d] in place by what the sinks [heads] leave it; return the new log-sum-exp.
+    """Scale out [T, heads, d] in place by 1 minus the sinks' share; return the new log-sum-exp.
 
-    lse: float32 [T, heads], of the scores without sinks.
+    lse: float32 [T, heads], log-sum-exp of the scores without sinks.
     """
     out.mul_(torch.sigmoid(lse - sinks.float())[..., None].to(out.dtype))
     return torch.logaddexp(lse, sinks.float())

@@ -2,11 +2,12 @@
 
 Transformer Engine's Adam rounds bfloat16 moments to the nearest number. That suits a second moment that
 decays by 5 % per step, as DeepSeek-V3's does (arXiv:2412.19437, 3.3.1: bfloat16 moments, beta2 0.95, no loss
-in quality). With beta2 = 0.999, the default here, it does not: a step changes the second moment by less than
-half of the distance between two bfloat16 numbers (2^-9), so it would never decrease. Therefore both moments
-are rounded stochastically: up with a probability equal to the distance from the number below, so that their
-mean is exact (arXiv:2010.06192 does this for weights). The random bits are a hash of the moments, the
-gradient and the step, not a generator's: a resumed run rounds as the first one did, in any layout.
+in quality). It does not suit beta2 = 0.999, the default here: a step changes the second moment by 0.1 %, less
+than half of the distance between two bfloat16 numbers (2^-9), so the moment would never decrease. Therefore
+both moments are rounded stochastically: up with a probability equal to the distance from the number below, so
+that their mean is exact (arXiv:2010.06192 does this for weights). The random bits are a hash of the moments,
+the gradient and the step, and come from no generator. For example, a resumed run in another layout rounds as
+the first run did.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ from rl.runtime.device import aligned, host_memory
 from rl.training.optimizer import IN_HOST, MASTER
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements whose moments are float32 at once, by device: those fit the cache of a core; a GPU needs more work
-per launch."""
+"""Number of elements with float32 moments at once, by device. On a CPU they fit the cache of a core; a GPU
+needs more work per launch."""
 STAGED = 1 << 22
 """Elements of a message between device and host. Two are in flight: one moves while the host updates the
 other."""
@@ -31,11 +32,11 @@ class CompactAdam(torch.optim.Optimizer):
     """AdamW over the groups of another optimizer, with the state layout of Transformer Engine's Adam.
 
     Args:
-        groups: used as they are, so that whoever changes them changes this optimizer.
+        groups: used without a copy, so that a change of a group's learning rate changes this optimizer.
         moments: dtype of the moments.
-        in_host: weights whose state is in host memory.
-        masters: those of them that copy a weight of another dtype. Their state holds the values, as MASTER;
-            on the device they exist only between `step` and `release_masters`.
+        in_host: weights with their state in host memory.
+        masters: the weights of `in_host` that copy a weight of another dtype. Their state holds the
+            values, as MASTER; on the device they exist only between `step` and `release_masters`.
     """
 
     def __init__(

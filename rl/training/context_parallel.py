@@ -1,19 +1,19 @@
 """Context parallelism: the ranks of a context parallel group share one packed row.
 
-Each rank holds a part of every segment of the row (`rl.training.rows`). A segment is cut into 2 cp chunks, of
-which rank r holds chunks r and 2 cp - 1 - r: a late chunk, whose tokens attend to many others, goes with an
-early one (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). `rl.training.packing` cuts the row. In every
-layer the attention gathers the keys and values of the whole row (`PackedRow.keys` in `rl.training.attention`;
-for MLA the latents, `rl.training.gathered_latents`; for a gated delta net its inputs,
-`rl.training.delta_net`) and computes those of the rank's queries. The outputs of the head are gathered once
-per pass. Each rank of the group then computes the loss of the whole row, so no loss depends on context
-parallelism.
+Each rank holds a part of every segment of the row (`rl.training.rows`). A segment is cut into 2 cp chunks,
+and rank r holds chunks r and 2 cp - 1 - r (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). For example,
+with training.cp=2 rank 0 holds chunks 0 and 3, and rank 1 chunks 1 and 2. Tokens of a late chunk attend to
+many others, so each rank also holds an early chunk. `rl.training.packing` cuts the row. In every layer the
+attention gathers the keys and values of the whole row (`PackedRow.keys` in `rl.training.attention`; for MLA
+the latents, `rl.training.gathered_latents`; for a gated delta net its inputs, `rl.training.delta_net`) and
+computes the results of the rank's queries. The outputs of the head are gathered once per pass. Each rank of
+the group then computes the loss of the whole row, so no loss depends on context parallelism.
 
 To Megatron the ranks of a group are data parallel ranks: they hold equal weights, and the sum of their
-gradients is that of the row. `rl.models.placement` has the order of the ranks.
+gradients is the gradient of the row. `rl.models.placement` has the order of the ranks.
 
 T: tokens of the row. W: T and the padding of all parts. W/cp: tokens of a part. R: response tokens of the
-row, of which a part predicts r.
+row. r: response tokens that a part predicts.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ContextGroup:
-    """The context parallel group of this rank, whose ranks share rows."""
+    """The context parallel group of this rank; its ranks share rows."""
 
     size: int
     rank: int
@@ -127,7 +127,7 @@ class Split:
         return place[self._own], arrays
 
     def on(self, arrays: dict[str, Tensor]) -> tuple["Part", RowAttention]:
-        """Return this part and its attention. arrays: those that `cut` returned, on the device."""
+        """Return this part and its attention. arrays: the arrays of `cut`, on the device."""
         runs: list[Run] = []
         prefixes: list[Prefix] = []
         end = 0
@@ -188,7 +188,8 @@ class Part:
         return _Gather.apply(x, self.context.group)
 
     def order_of(self, shards: int) -> Tensor:
-        """Return the index of each token of the row, int64 [W], in what tensor parallel ranks gather.
+        """Return the index of each token of the row, int64 [W], in the tensor that tensor parallel ranks
+        gather.
 
         shards: number of tensor parallel ranks. Each holds an equal piece of every part (sequence
             parallelism) and first gathers the pieces of its context parallel group (`gathered`).

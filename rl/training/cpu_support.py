@@ -2,8 +2,9 @@
 
 Megatron-core names the accelerator literally: "cuda", torch.cuda.current_device(), 'torch.cuda.FloatTensor',
 x.cuda(). `install` puts a finder in front of sys.meta_path. The finder compiles megatron.core.* from its own
-source with those names mapped to the CPU. torch is not patched, so vLLM in the same process sees an ordinary
-CPU build, and operations have no extra cost. `install` must run before the first `import megatron.core`.
+source and maps these names to the CPU. For example, `x.cuda()` becomes `x`. torch is not patched, so vLLM in
+the same process sees an ordinary CPU build, and operations have no extra cost. `install` must run before the
+first `import megatron.core`.
 
 The finder rewrites the following names; the rest of Megatron works on CPU:
 - `torch.cuda` -> a namespace (`_cuda_namespace`): device of weights, buffers and p2p shapes; streams and
@@ -157,7 +158,7 @@ class _Rewrite(ast.NodeTransformer):
         """Numbers of the lines with one of `_WORDS`, in order."""
 
     def visit(self, node):
-        """Visit a node if one of its lines can change: three quarters of Megatron's cannot."""
+        """Visit a node if one of its lines can change; three quarters of Megatron's lines cannot."""
         if isinstance(node, (ast.stmt, ast.expr)):
             next_line = bisect.bisect_left(self._lines, node.lineno)
             if next_line == len(self._lines) or self._lines[next_line] > node.end_lineno:
@@ -280,7 +281,7 @@ class _Loader(SourceFileLoader):
     cuda = _cuda_namespace()
 
     def get_code(self, fullname):
-        """Return the rewritten module's code; that of __pycache__ if nothing in it is rewritten."""
+        """Return the rewritten module's code; the code of __pycache__ if nothing is rewritten."""
         path = self.get_filename(fullname)
         source = self.get_data(path)
         lines = [source.count(b"\n", 0, word.start()) + 1 for word in _WORDS.finditer(source)]

@@ -1,4 +1,4 @@
-"""One cuDNN per process: that of torch's own packages."""
+"""One cuDNN per process: the cuDNN of torch's own packages."""
 
 import ctypes
 import importlib.util
@@ -12,7 +12,7 @@ def load_torchs_cudnn() -> None:
     transformer-engine is linked against cuDNN's eight libraries. torch loads only some of them, and the
     loader takes the others from the system if it has a cuDNN too. Two versions in one process do not fit:
     transformer-engine's import then fails with an undefined symbol, or a later call returns
-    CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH. A library that is loaded already is not looked for again.
+    CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH. A library that is already loaded is not searched for again.
     CUDNN_HOME tells transformer-engine where to look first.
     """
     if importlib.util.find_spec("transformer_engine") is None:

@@ -1,8 +1,9 @@
 """Gated delta nets in place of attention (arXiv:2412.06464; Qwen3-Next): the layer, over packed rows.
 
-Queries, keys and values pass a short causal convolution, then the gated delta rule
-(`rl.models.delta_rule`). Both restart at each sequence of a row. Answers that share a prompt continue from
-the window and the state at its end. A tensor parallel rank has whole key heads and their value heads.
+Queries, keys and values pass a short causal convolution, then the gated delta rule (`rl.models.delta_rule`).
+Both restart at each sequence of a row. Answers that share a prompt continue from the window and the state at
+the prompt's end. For example, a prompt that eight answers share passes the rule once, and each answer begins
+with its last state. A tensor parallel rank has whole key heads and their value heads.
 
 Context parallel ranks gather the inputs of the whole row, compute all of it and keep their part.
 
@@ -43,14 +44,15 @@ class Pass:
     """Sequences that are computed at once."""
 
     tokens: Tensor | None
-    """int64 [n]: their tokens in the row, one sequence after another; None: the whole row in its order."""
+    """int64 [n]: the sequences' tokens in the row, one sequence after another; None: the whole row."""
     parents: Tensor | None
-    """int64 [sequences]: the sequence of the first pass from whose last state each begins; None: from 0."""
+    """int64 [sequences]: the sequence of the first pass that hands its last state to each; None: begin at
+    0."""
     cu_seqlens: Tensor
-    """int64 [sequences + 1]: their bounds among the n tokens, for fused kernels."""
+    """int64 [sequences + 1]: bounds of the sequences among the n tokens, for fused kernels."""
     lengths: list[int]
     chunks: Chunks | None = None
-    """For the rule without fused kernels."""
+    """Division into chunks, for the rule without fused kernels."""
 
     def chunked(self) -> Chunks:
         """Return the division of the sequences into chunks."""
@@ -63,7 +65,7 @@ class Recurrence:
     """The order of a row's tokens, for recurrent layers: which token follows which.
 
     groups: the adjacent groups that fill the row. part: this rank's part of it, if ranks share the row.
-    device: that of the result.
+    device: of the result.
     """
 
     def __init__(self, groups: Sequence[Group], part: "Part | None", device: torch.device):
@@ -87,14 +89,14 @@ class Recurrence:
         """int64 [T]: position in the row of each token of the part; None: the part is the row."""
         self.passes = [Pass(tokens[: sum(sizes[0])] if answers else None, None, bounds[0], sizes[0])]
         self.tokens: Tensor | None = None
-        """int64 [W]: place of each token of the row in the concatenated passes; None: the same."""
+        """int64 [W]: place of each token of the row in the concatenated passes; None: the row's order."""
         if answers:
             self.passes.append(Pass(tokens[sum(sizes[0]) :], among, bounds[1], sizes[1]))
             self.tokens = place
 
     @classmethod
     def of(cls, row: PackedRow, device: torch.device) -> "Recurrence":
-        """Return that of a row, which all its layers share."""
+        """Return the recurrence of a row, which all layers share."""
         if row.recurrence is None:
             row.recurrence = cls(row.groups, row.part, device)
         return row.recurrence
@@ -132,7 +134,7 @@ def _rule(q, k, v, decay, beta, part: Pass, initial, *, needs_final: bool):
 
 
 class GatedDeltaNet(MegatronModule):
-    """The layer. Its linear layers and submodules are those of Megatron's self-attention."""
+    """The layer, with the linear layers and submodules of Megatron's self-attention."""
 
     def __init__(self, config, submodules, layer_number, *, pg_collection, **_):
         super().__init__(config=config)
@@ -186,7 +188,7 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(out.flatten(1)[:, None])
 
     def _core(self, row: Recurrence, inputs, conv_weight, a_log, dt_bias) -> Tensor:
-        """Return what the states hold for each query [W, H, V]. inputs: [W, 2 G K + H V + 2 H]."""
+        """Return the states' value for each query [W, H, V]. inputs: [W, 2 G K + H V + 2 H]."""
         heads, keys = self.value_heads, self.key_heads * self.key_dim
         mixed, b, a = inputs.split([inputs.shape[-1] - 2 * heads, heads, heads], -1)
         mixed = causal_conv(row.windows(mixed, conv_weight.shape[-1]), conv_weight[:, 0])
@@ -198,7 +200,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class Mixer:
-    """Builds a layer's attention, or the gated delta net that it has in its place."""
+    """Builds a layer's attention, or a gated delta net in its place."""
 
     def __new__(cls, config, submodules, layer_number, **options):
         kind = GatedDeltaNet if config.linear_attention_freq[layer_number - 1] else SelfAttention

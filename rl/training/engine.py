@@ -1,7 +1,7 @@
 """A model on the training grid: forward passes and updates over packed micro-batches.
 
 The policy, a critic and reward models, trained or frozen, are TrainingEngines. They share the grid; each has
-its own weights, optimizer and head.
+its own weights, optimizer and head. For example, ppo trains two: the policy and the critic.
 """
 
 import math
@@ -137,7 +137,7 @@ class TrainingEngine:
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether other weights learn than those of the checkpoint."""
+        """Whether other weights learn than the checkpoint's, for example an adapter's."""
         return self.learned_map is not self.weight_map
 
     @property
@@ -257,7 +257,7 @@ class TrainingEngine:
     def _step(self, sums: dict[str, Tensor], observed: Tensor, *, lr: float) -> UpdateResult:
         """Take an optimizer step with the reduced gradients; raises as `update`.
 
-        sums, observed: what this rank's micro-batches of the last stage added up to; {} on other stages.
+        sums, observed: sums over this rank's micro-batches on the last stage; {} on other stages.
         """
         assert self.optimizer is not None and self.spec.optimizer is not None
         for group in self.optimizer.param_groups:
@@ -315,7 +315,7 @@ class TrainingEngine:
     def offload(self, *, weights: bool) -> None:
         """Free the device memory of gradients and optimizer state until `reload`. Not collective.
 
-        weights: also free that of the weights. The model cannot compute before `reload`.
+        weights: also free the weights' memory. The model cannot compute before `reload`.
         """
         for model in self.parts.models().values():
             model.offload(weights=weights)
@@ -418,7 +418,7 @@ class TrainingEngine:
     ) -> tuple[dict[str, float], list[float]]:
         """Return the last stages' metrics and other values, summed over the data parallel ranks.
 
-        values: float64 [n], with another n on stages before the last one. probe: see `ReductionProbe.sums`.
+        values: float64 [n]; n may differ on stages before the last one. probe: see `ReductionProbe.sums`.
         clipped: see `clipped_norms`. wrong: see `StateSample.changes`. Raises WrongReduction, StateChanged
         and WrongStep. Collective over the world.
         """

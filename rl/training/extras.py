@@ -1,10 +1,11 @@
-"""What options add to a packed micro-batch: objects that are found by their class.
+"""Extras of a packed micro-batch: objects of optional features, found by their class.
 
 The core reads an object only through the classes of this file. For example, with rollout.top_p a part of the
 engine adds sampling masks; the head asks for a `LogitsFilter` and does not know where it comes from. A part
 finds its own object again by its own class.
 
-R response tokens of a micro-batch; context parallelism cuts them to the r tokens that this rank predicts.
+R: response tokens of a micro-batch. r: response tokens that this rank predicts; r < R with context
+parallelism.
 """
 
 from abc import ABC, abstractmethod
@@ -55,7 +56,7 @@ class RowFilter(Protocol):
 
 
 class LogitsFilter(PerToken):
-    """Excludes tokens from the distribution at each response token, for example those that top_p excluded."""
+    """Excludes tokens from the distribution at each response token, for example all outside of top_p."""
 
     @abstractmethod
     def on_rows(self, first: int, rows: int, device: torch.device) -> RowFilter:

@@ -49,7 +49,7 @@ class FormedMLP(MLP):
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm over all heads of a token, of which tensor parallel ranks hold parts."""
+    """RMSNorm over all heads of a token; each tensor parallel rank holds some of the heads."""
 
     def __init__(self, attention: SelfAttention, heads: int):
         super().__init__()
@@ -69,7 +69,7 @@ class AllHeadsNorm(nn.Module):
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """The mean over a group's ranks, which all use it: its gradient is the mean of theirs."""
+    """The mean over a group's ranks. All ranks use it, so its gradient is the mean of their gradients."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -96,7 +96,7 @@ def _formed(module, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
 
 
 def give_form(model: nn.Module, form: Form) -> None:
-    """Change the layers of a stage of Megatron's GPTModel to those of the form. Not collective.
+    """Turn the layers of a stage of Megatron's GPTModel into the layers of the form. Not collective.
 
     The class of an object is replaced, because Megatron compares classes of its specs by identity.
     """
@@ -131,7 +131,8 @@ def _let_rows_alternate(experts: nn.Module) -> None:
 
 
 def _gate_before_up(module, args, out: tuple) -> tuple:
-    """Return output and bias [..., 2F] of gate and up whose elements alternate, with gate before up."""
+    """Return output and bias [..., 2F] with all gate elements first, from alternating gate and up
+    elements."""
     return tuple(x if x is None else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in out)
 
 

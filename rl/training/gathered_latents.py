@@ -21,7 +21,7 @@ class GatheredLatents(LatentAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states, position_ids, packed_seq_params: PackedRow, **_
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the queries of this rank's tokens, keys and values of the whole row, and the two latents.
+        """Return this rank's queries, the whole row's keys and values, and the two latents.
 
         hidden_states: [W/cp, 1, H], or [W/cp/tp, 1, H] under sequence parallelism. Result: queries [W/cp,
         heads/tp, d + rope], keys [W, heads/tp, d + rope], values [W, heads/tp, v]. Collective over the tensor

@@ -84,7 +84,7 @@ def _finalize_without_division(model, num_tokens=None, **kwargs):
 NORM_TOLERANCE = 1e-3
 """Relative difference of norms, which are summed in float32."""
 ADDED = 1e-6
-"""Number that Megatron adds to the norm that it divides by (`clip_grad_by_total_norm_fp32`)."""
+"""Number that Megatron adds to the norm before dividing by it (`clip_grad_by_total_norm_fp32`)."""
 SMALLEST = 1e-12
 """Norm below which the squares of a large model's gradients are not representable in float32."""
 
@@ -98,11 +98,11 @@ class StateChanged(RuntimeError):
 
 
 class ReductionProbe:
-    """Compares the reduced gradient of one weight with what the backward passes of all ranks gave for it.
+    """Compares the reduced gradient of one weight with the gradients of all ranks' backward passes.
 
     A reduction that is left out, repeated or divided leaves the replicas equal, so no comparison of weights
-    finds it. Each update watches the next weight that learns, so that all are watched in turn: biases, tied
-    embeddings, routed experts, adapters.
+    finds it. For example, a mean in place of the sum scales all replicas alike. Each update watches the next
+    weight that learns, so that all are watched in turn: biases, tied embeddings, routed experts, adapters.
 
     With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. This hook
     does not see values that Transformer Engine's products add to the gradient directly
@@ -157,7 +157,7 @@ class ReductionProbe:
         tp, tp_rank = learned.tensor_split(weight)
         if getattr(parameter, "average_gradients_across_tp_domain", False):
             return parameter, 1 / tp
-        norms_of_heads = ("q_layernorm", "k_layernorm")  # of the heads that the rank holds
+        norms_of_heads = ("q_layernorm", "k_layernorm")  # each rank adds the gradient of its own heads
         in_parts = self._config.qk_layernorm and any(name in weight.megatron for name in norms_of_heads)
         in_parts = in_parts or weight.cut.split or getattr(parameter, "sequence_parallel", False)
         return parameter, float(in_parts or tp_rank == 0)
@@ -167,7 +167,7 @@ class ReductionProbe:
         self._found.append(torch.stack((_weighted(flat), flat.abs().sum(dtype=torch.float64))))
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:
-        """Return this rank's part of what `check` compares, float64 [4], to be summed over the world.
+        """Return this rank's terms for `check`, float64 [4], to be summed over the world.
 
         Call it between the reduction and the optimizer's step.
         """
@@ -205,7 +205,7 @@ def _weighted(flat: torch.Tensor, part: slice | None = None) -> torch.Tensor:
 def clipped_norms(
     optimizer: MegatronOptimizer, learned: WeightMap, norm: float, num_changed: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's part of what `check_clipped` compares, float64 [1 + 2 world].
+    """Return this rank's terms for `check_clipped`, float64 [1 + 2 world].
 
     Element 0 is the squared norm of this rank's clipped gradients, without copies that another rank counts.
     Elements 1 + rank and 1 + world + rank are `norm`, by which the rank clipped, and `num_changed`
@@ -226,8 +226,8 @@ def clipped_norms(
 def check_clipped(found: Sequence[float], limit: float) -> None:
     """Check the norm of the clipped gradient, and that only updates changed the optimizer's state.
 
-    Raises WrongReduction if the norm is not the one that follows from the norm by which a rank clipped, and
-    StateChanged if sampled elements of the state have changed since the last update. Not collective.
+    Raises WrongReduction if the norm does not follow from the norm that a rank clipped by, and StateChanged
+    if sampled elements of the state have changed since the last update. Not collective.
 
     found: `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer; 0: no clipping.
     """

@@ -24,6 +24,7 @@ class Grid:
 
     For routed experts the same ranks are etp x ep x (expert data parallel) x pp. The cp ranks of a context
     parallel group share the samples of one data parallel rank. Megatron counts each as a data parallel rank.
+    For example, 8 ranks with training.tp=2 and training.cp=2 have dp=2.
     """
 
     groups: ProcessGroupCollection
@@ -40,7 +41,7 @@ class Grid:
     vpp: int = 1
     """Chunks of a model on this rank, between which other stages compute (`rl.training.interleaved`)."""
     context: "ContextGroup | None" = None
-    """Context parallel group; None with cp=1, where a rank holds whole rows."""
+    """Context parallel group; None with cp=1: each rank then holds whole rows."""
 
     @property
     def cp(self) -> int:
@@ -66,7 +67,7 @@ class Grid:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number of which a pass's micro-batches must be a multiple (`rl.training.interleaved`)."""
+        """Divisor of the number of micro-batches of a pass (`rl.training.interleaved`)."""
         return self.pp if self.vpp > 1 else 1
 
     @property
@@ -118,7 +119,7 @@ def build_grid(
 
 
 def _context_group(tp: int, cp: int) -> "ContextGroup":
-    """Create the context parallel groups and return that of this rank. Collective over the world."""
+    """Create the context parallel groups and return this rank's group. Collective over the world."""
     from rl.training.context_parallel import ContextGroup
 
     members = context_ranks(dist.get_world_size(), tp=tp, cp=cp)

@@ -1,7 +1,7 @@
 """Triton kernels of the log-prob head: statistics of a chunk's logits, and the gradient in their place.
 
-They compute the same as `statistics` and `gradient` of `rl.training.logprobs`, but read each logit once and
-make no float32 copy of the logits. Imported on CUDA only; tests run them in Triton's interpreter.
+They compute `statistics` and `gradient` of `rl.training.logprobs`, but read each logit once and make no
+float32 copy of the logits. Imported on CUDA only; tests run them in Triton's interpreter.
 """
 
 import torch

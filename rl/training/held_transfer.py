@@ -1,8 +1,8 @@
-"""Transport of held columns' rows (`rl.data.held`) from the ranks that generated them to those that train.
+"""Transport of held columns' rows (`rl.data.held`) from the ranks that generated them to the training ranks.
 
 The plan is plain data that every rank computes identically from the micro-batch plan. All passes of a step
 use the same micro-batch plan, so a row travels once. A column declares which part of a row a pipeline stage
-needs.
+needs. For example, a stage needs the replayed experts of its own layers only.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ value, None for nothing."""
 
 
 class Move(NamedTuple):
-    """One row, or a part of it, to one rank."""
+    """Transfer of one row, or a part of it, to one rank."""
 
     sample: int
     source: int
@@ -39,10 +39,10 @@ class Move(NamedTuple):
 def plan_moves(
     column: HeldColumn, plan: MicroBatchPlan, need: Need, *, tp: int, pp: int, cp: int = 1
 ) -> tuple[list[Move], dict[int, int]]:
-    """Return the moves of the rows that a plan needs and no earlier plan has moved, and where they go.
+    """Return the moves of rows that were not moved before, and each sample's data parallel rank.
 
-    The second result has the data parallel rank of each of these samples. Raises RuntimeError if an earlier
-    plan gave a sample to another data parallel rank.
+    A row that an earlier plan moved is not moved again. Raises RuntimeError if an earlier plan gave a sample
+    to another data parallel rank.
     """
     dp, holders, sizes = len(plan), column.holders.tolist(), column.num_bytes.tolist()
     moves, dp_ranks = [], {}

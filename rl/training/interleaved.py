@@ -1,10 +1,11 @@
 """Megatron's interleaved schedule (`training.vpp`): several chunks of a model on each pipeline rank.
 
-Chunk c of rank r holds part c * pp + r of the model, so a micro-batch passes every rank vpp times. While the
-pipeline fills and drains, a rank waits for pp - 1 chunks instead of pp - 1 whole stages. Its idle time,
-relative to its work on m micro-batches, is (pp - 1) / (vpp m) instead of (pp - 1) / m (arXiv:2104.04473,
-section 2.2). In exchange vpp times as many activations travel between ranks, and the first ranks hold the
-activations of more micro-batches.
+Chunk c of rank r holds part c * pp + r of the model, so a micro-batch passes every rank vpp times. For
+example, with training.pp=2 and training.vpp=2 rank 0 holds parts 0 and 2. While the pipeline fills and
+drains, a rank waits for pp - 1 chunks instead of pp - 1 whole stages. Its idle time, relative to its work on
+m micro-batches, is (pp - 1) / (vpp m) instead of (pp - 1) / m (arXiv:2104.04473, section 2.2). In exchange
+vpp times as many activations travel between ranks, and the first ranks hold the activations of more
+micro-batches.
 
 m must be a multiple of pp (`Grid.micro_batch_multiple`); the plans of micro-batches ensure it.
 """
@@ -27,7 +28,7 @@ def run_interleaved(
 ) -> None:
     """Run the rows through the interleaved schedule. Collective over the pipeline group.
 
-    The arguments are those of `rl.training.pipeline.run_schedule`.
+    The arguments are as in `rl.training.pipeline.run_schedule`.
     """
     assert len(rows) % grid.micro_batch_multiple == 0, (
         "the plan has a number of micro-batches of another grid"
@@ -49,8 +50,9 @@ def run_interleaved(
 def received_rows(rows: list[MicroBatch], grid: Grid) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """Return the rows of the activations and of the gradients that this rank receives, in order.
 
-    A rank receives the input of every pass of a chunk, but the first rank's first chunk has none: it gets
-    what the last rank computed, except results of the last chunk. Gradients travel the same way back.
+    A rank receives an input for every pass of a chunk, except for the model's first chunk. The first rank
+    receives the outputs of the last rank, except the outputs of the model's last chunk. Gradients travel the
+    same way back.
     """
     passes = get_schedule_table(len(rows), grid.vpp, grid.pp)
     all_inputs = [rows[micro] for micro, _ in passes]

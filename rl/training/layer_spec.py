@@ -2,7 +2,8 @@
 
 Megatron's local spec can neither pack sequences, nor shard norms under sequence parallelism, nor run without
 materialising [heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and on CUDA; `block_spec` puts them
-into the local spec. Parameter names are those of the local spec; `te_name` returns TE's.
+into the local spec. Parameters have the names of the local spec; `te_name` returns TE's names, for example
+for the weight of a norm that TE fuses.
 """
 
 import contextlib
@@ -41,8 +42,8 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
     """Return the spec of the transformer layers of a pipeline stage's chunk for a TransformerConfig.
 
     vp_stage: number of the chunk; None if the stage is not divided.
-    fuses_norms: let TE compute a norm and the linear layer after it in one layer, whose normed input an
-    adapter could not read.
+    fuses_norms: let TE compute a norm and the linear layer after it in one layer. An adapter cannot read the
+    normed input of such a layer.
     """
     own_mixers: dict[type, type] = {}
     if config.multi_latent_attention:
@@ -71,11 +72,11 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
 
 @contextlib.contextmanager
 def megatrons_names(config) -> Iterator[None]:
-    """Let Megatron build the layers of `block_spec(config)` within the context.
+    """Provide the names that Megatron needs to build `block_spec(config)`, for the duration of the block.
 
-    Megatron 0.16.1 uses two names that it imports only with TE: its float32 router raises NameError without
-    one of them, and MLA accepts no class but the other one for its projections down to the latents. The
-    second is restored, because a process may build a model with TE's layers too.
+    Megatron 0.16.1 uses two names that it imports only with TE. Without the first, its float32 router raises
+    NameError. The second is the only class that MLA accepts for its projections down to the latents; it is
+    restored afterwards, because a process may build a model with TE's layers too.
     """
     vars(moe_utils).setdefault("te_general_gemm", None)
     before = vars(multi_latent_attention).get("TELinear")

@@ -27,7 +27,8 @@ class RateSchedule:
     optimizer: Optimizer
     last_step: int
     warmup_steps: int = 0
-    """Number of steps before the schedule starts, in which the model does not learn."""
+    """Number of steps without learning before the schedule starts, for example for the policy during
+    critic.warmup_steps."""
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step of the run."""

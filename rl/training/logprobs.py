@@ -5,7 +5,7 @@ dtype. If one chunk holds all tokens, the backward pass reuses its logits; other
 so that memory is O(chunk * V/tp) instead of O(T * V) at the cost of one more projection.
 
 On CUDA, one Triton kernel per direction reads the logits once (`rl.training.head_kernels`). The functions
-here are the CPU path and the reference against which the kernels are tested.
+here are the CPU path and the reference in tests of the kernels.
 """
 
 import torch
@@ -44,8 +44,8 @@ def linear_logprobs(
     logits_filter: for T positions; it leaves the targets. None: the whole vocabulary.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
-    not named cost nothing, nor do gradients of outputs that the loss does not use. The forward pass is
-    collective over `group` (one all-gather); the backward pass is not.
+    not named cost nothing, and neither do gradients of outputs that the loss does not use. The forward pass
+    is collective over `group` (one all-gather); the backward pass is not.
     """
     keep = torch.is_grad_enabled() and len(targets) <= chunk
     wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
@@ -183,7 +183,7 @@ def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: f
 
 
 def own_rows(weight: Tensor, vocab_size: int, group) -> tuple[int, int]:
-    """Return the first row of this rank's part of the head, and how many of its rows are no padding."""
+    """Return the first row of this rank's part of the head, and its number of rows without padding."""
     first = group.rank() * len(weight)
     return first, max(0, min(len(weight), vocab_size - first))
 

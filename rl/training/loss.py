@@ -1,5 +1,7 @@
-"""A loss: a function of one micro-batch and of its mini-batch's denominators, and what the run must know of
-it."""
+"""A loss: a function of one micro-batch and of its mini-batch's denominators, with its properties.
+
+For example, `Loss(function, reads=("logprobs",))` lets the model skip the entropy.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,9 +20,9 @@ class Totals:
     num_tokens: float
     """Number of response tokens with mask 1."""
     num_samples: float
-    """Number of samples with at least one such token."""
+    """Number of samples with at least one token with mask 1."""
     num_units: float
-    """Number of units (`Batch.samples_per_unit`, such as pairs) whose samples all have such a token."""
+    """Number of units (`Batch.samples_per_unit`, such as pairs) with such a token in every sample."""
 
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -35,7 +37,8 @@ class Loss:
     reads: tuple[str, ...] | None = None
     """Names of the model's outputs that the function reads; the model computes no others. None: all."""
     check: Callable[[], None] | None = None
-    """Raises CheckFailed if the gradient is not that of the formula. The run calls it once per start."""
+    """Raises CheckFailed if the gradient does not follow from the formula. The run calls it once per
+    start."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
 

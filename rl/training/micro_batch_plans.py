@@ -4,12 +4,13 @@ The plan is plain data that every rank computes identically from the lengths and
 passes of a step use the same plan. The log-probs before and in the first update therefore come from the same
 packed rows and are bitwise equal.
 
-The plan balances cost (`Cost`), not tokens. Samples of a group with equal prompts share one copy of it in a
-micro-batch (`training.shared_prefix`). They are divided only if they exceed the tokens of a row
+The plan balances cost (`Cost`), not tokens. Samples of a group with equal prompts share one copy of the
+prompt in a micro-batch (`training.shared_prefix`). For example, eight answers of 100 tokens to a prompt of
+200 tokens take 1,000 tokens instead of 2,400. They are divided only if they exceed the tokens of a row
 (`training.micro_batch_tokens` x cp), or if the cost of the ranks would otherwise be uneven. "Group" below
 means such samples (`contexts`).
 
-`rl.phases.minibatches` divides the batch of a step into mini-batches before; `rl.training.packing` packs each
+`rl.phases.minibatches` divides the batch of a step into mini-batches first; `rl.training.packing` packs each
 micro-batch into a row.
 """
 
@@ -47,7 +48,7 @@ class Cost:
     """Estimated operations of a packed row: linear in its tokens, and per pair of tokens in attention.
 
     The coefficients follow from the shape of the model, not from a measurement. Ranks would have to agree on
-    measured values, which would also give other plans, and therefore other rounding, at each start. Only
+    measured values. These would also give other plans, and therefore other rounding, at each start. Only
     ratios matter. Backward passes and recomputation multiply all coefficients by about the same factor.
     """
 
@@ -153,8 +154,9 @@ class Workload:
 def contexts(batch: Batch) -> Tensor:
     """Return a number for each sample, int64 [N], equal for samples that share a copy of their prompt.
 
-    These are the samples of a group whose prompts are equal. Rows of a trajectory, and a self-taught policy
-    with feedback, have several prompts in a group. Numbers are in the order of the groups.
+    Samples share a copy if they have the same group and equal prompts. A group may have several prompts: for
+    example rows of a trajectory, or a self-taught policy with feedback. Numbers are in the order of the
+    groups.
     """
     firsts: dict[tuple[int, bytes], int] = {}
     keys = [
@@ -196,8 +198,8 @@ def plan_micro_batches(
     """Return the micro-batches of each of `dp` ranks for the samples `indices`.
 
     samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order; `indices`
-    must contain whole units. multiple: the number of micro-batches is a multiple of it
-    (`Grid.micro_batch_multiple`); samples are divided further, and what is missing is empty.
+    must contain whole units. multiple: the number of micro-batches is a multiple of this number
+    (`Grid.micro_batch_multiple`); samples are divided further, and missing micro-batches are empty.
 
     Groups, or parts of them, are assigned in descending order of cost, each to the rank with the least cost
     so far. A rank gets as few micro-batches as best-fit finds. They have about equal cost, and at most

@@ -39,7 +39,7 @@ class HeadRequest:
     """Positions and outputs that the head computes; passed to GPTModel.forward as its labels.
 
     predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
-    extras: those of the micro-batch.
+    extras: of the micro-batch.
     """
 
     predict_at: Tensor
@@ -60,8 +60,8 @@ class HeadRequest:
 class Packed(GPTModel):
     """One pipeline stage of a model for packed rows, or with `training.vpp` one chunk of a stage.
 
-    The last one returns a tensor float32 [R] for each name in `outputs`, which the training engine sets to
-    those that a pass needs.
+    The last chunk returns a tensor float32 [R] for each name in `outputs`. The training engine sets `outputs`
+    before a pass, for example to ("logprobs",).
     """
 
     outputs: tuple[str, ...]
@@ -142,7 +142,7 @@ class Policy(Packed):
             return found
         further = labels.extras.get(HeadOutput)
         assert further is not None and self.outputs == (*names, further.name)
-        # The float32 arrays of a chunk are several times those of the log-probs.
+        # A chunk has several times the float32 arrays that log-probs need.
         chunk = max(1, self.head_chunk_tokens // 4)
         return *found, further(hidden, self.head_weight, **options, chunk=chunk)
 
@@ -156,8 +156,8 @@ class Policy(Packed):
 class ValueModel(Packed):
     """A language model with a value head instead of the vocabulary's head.
 
-    Values are read at the position before each response token. A critic's value is therefore that of the
-    state in which the token was sampled.
+    Values are read at the position before each response token, so a critic rates the state before the token
+    was sampled. For example, the value of the first response token is read at the prompt's last token.
     """
 
     outputs = ("values",)
@@ -260,8 +260,8 @@ def _recompute(training: Training, num_layers: int, *, te: bool) -> dict[str, An
                 "with model.dtype=bfloat16); leave it out."
             )
         return dict(recompute_granularity="selective", recompute_modules=modules)
-    # Megatron's "block" recomputes the first layers of a stage, whose backward passes come last, when the
-    # activations of the others are free.
+    # Megatron's "block" recomputes the first layers of a stage. Their backward passes come last, when the
+    # activations of the other layers are free.
     most = max(stage_layers(num_layers, training.pp * training.vpp))
     number = recomputed_layers(most, training.recompute_every)
     return dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=number)

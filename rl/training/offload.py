@@ -1,4 +1,4 @@
-"""Move the memory of tensors to the host and back. The tensors and all views of them stay valid objects."""
+"""Transfer of the memory of tensors to the host and back; tensors and their views stay valid objects."""
 
 from collections.abc import Iterable
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from rl.config.schema import Optimizer
 
 MASTER = "master"
-"""Key of a main weight in its optimizer state, if it is there because its state is in host memory."""
+"""Key of a main weight in its optimizer state, which holds it if the state is in host memory."""
 IN_HOST = "in_host"
-"""Key of an optimizer's defaults: the ids of the main weights whose state is in host memory."""
+"""Key of an optimizer's defaults: the ids of the main weights with their state in host memory."""
 SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
 RELATIVE = 1e-3
@@ -105,7 +105,7 @@ def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Any]]]:
-    """Yield (parameter, this rank's part of its main weight, state of that) of what this rank updates.
+    """Yield (parameter, this rank's part of its main weight, the part's state) of what this rank updates.
 
     The values of a main weight in host memory are in its state, as MASTER.
     """
@@ -116,7 +116,7 @@ def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor,
 
 
 def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
-    """Clip the gradients, whose norm is `norm`, and update the parameters. Requires `prepare_grads`.
+    """Clip the gradients by their norm `norm`, and update the parameters. Requires `prepare_grads`.
 
     `MegatronOptimizer.step` would prepare the gradients and compute their norm again. Collective over the
     data parallel group.
@@ -142,7 +142,8 @@ def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Ten
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer, *, in_host: bool = True) -> Iterator[Tensor]:
-    """Yield the main weights and the moments on this rank. in_host: also those that stay in host memory."""
+    """Yield the main weights and the moments on this rank. in_host: also the tensors that stay in host
+    memory."""
     for part in optimizer_parts(optimizer):
         held = part.optimizer.defaults.get(IN_HOST, ())
         for group in part.optimizer.param_groups:
@@ -170,9 +171,9 @@ class WrongStep(RuntimeError):
 class StateSample:
     """Compares about SAMPLED elements of each weight and of its moments with a second source.
 
-    Only updates may change them, and an update must change them as AdamW (arXiv:1711.05101, algorithm 2)
-    does with the keys of the config, which is computed again here in float64. Weights of one dimension, those
-    of norms and biases, do not decay.
+    Only updates may change the elements, and an update must change them as AdamW does (arXiv:1711.05101,
+    algorithm 2). AdamW with the config's keys is computed again here in float64. Weights of one dimension do
+    not decay, for example the weights of norms and biases.
 
     adam: the optimizer's section of the config. names: of the parameters, for the messages.
     """
@@ -181,7 +182,7 @@ class StateSample:
         self._adam, self._names = adam, names
         self._addresses: list[int] = []
         self._rows: list[tuple[Tensor, Tensor, list[Tensor | None]]] = []
-        """Parameter, its main weight, and the sampled elements of that and of both moments."""
+        """Parameter, its main weight, and the sampled elements of main weight and both moments."""
         self._decays = torch.zeros(0)
         self._before: Tensor | None = None
         self._noted: Tensor | None = None
@@ -278,7 +279,8 @@ def _adamw(
 ) -> tuple[Tensor, Tensor]:
     """Return weights and moments after a step, and how far float32 arithmetic may be off, float64 [3, n].
 
-    before: those before it. gradient: after clipping, [n]. decays: whether a weight decays, bool [n].
+    before: weights and moments before the step. gradient: after clipping, [n]. decays: whether a weight
+    decays, bool [n].
     """
     (weight, mean, square), gradient = before, gradient.double()
     beta1, beta2 = adam.beta1, adam.beta2
@@ -287,7 +289,7 @@ def _adamw(
     scale = lr / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + adam.eps)
     expected = weight * (1 - lr * adam.weight_decay * decays) - scale * mean
     eps, tiny = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).tiny
-    relative = max(RELATIVE, eps / (1 - max(beta1, beta2)))  # of 1 - beta in float32
+    relative = max(RELATIVE, eps / (1 - max(beta1, beta2)))  # error of 1 - beta in float32
     rounding = max(relative, 2 * torch.finfo(getattr(torch, adam.moments)).eps)
     bounds = 2 * eps * weight.abs() + relative * scale * terms
     return (

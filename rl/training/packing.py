@@ -22,7 +22,8 @@ class MicroBatch:
 
     The row holds the samples' sequences, shortest first, then padding. Columns and the outputs of the forward
     pass are [R] in the order of the samples. `predict_at` are the positions of the row that predict the R
-    response tokens, `targets` those tokens.
+    response tokens; `targets` are the R tokens themselves. For example, the first response token after a
+    prompt of 5 tokens is predicted at position 4 of its sequence.
 
     With context parallelism T is the number of tokens of this rank's part, and `predict_at` has the r
     positions in it.
@@ -33,7 +34,7 @@ class MicroBatch:
     tokens: Tensor
     """int64 [1, T]."""
     position_ids: Tensor
-    """int64 [1, T], restarting at 0 in each sequence; [3, T] in a row whose positions have three axes."""
+    """int64 [1, T], restarting at 0 in each sequence; [3, T] in a row with images (`rl.models.rope.axes`)."""
     bounds: Tensor
     """int32 [2]: 0 and T."""
     attention: RowAttention
@@ -44,7 +45,7 @@ class MicroBatch:
     lengths: Tensor
     """int64 [B], number of response tokens of each sample."""
     column_index: Tensor
-    """int64 [R] on the CPU: indices of these tokens in the batch's token columns."""
+    """int64 [R] on the CPU: indices of the targets in the batch's token columns."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """The batch's token columns at these tokens, float32 [R] each."""
     sample_columns: dict[str, Tensor] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class MicroBatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """The model's outputs at these tokens, by name, [R, ...] each; on the last stage, after the pass."""
     extras: Extras = Extras()
-    """What options add to the row, found by its class."""
+    """Objects that optional features add to the row, found by their class."""
     starts: np.ndarray | None = None
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
     part: "Part | None" = None
@@ -136,9 +137,9 @@ def lay_out(
 ) -> MicroBatch:
     """Return the micro-batch without columns.
 
-    multiple: the row, or each part of it, is padded to a multiple of it (tp under sequence parallelism, else
-    1). share: adjacent samples of one group with equal prompts share one copy of the prompt. context: the
-    ranks that share the row with this one; None: this rank holds all of it.
+    multiple: the row, or each part of it, is padded to a multiple of this number (tp under sequence
+    parallelism, else 1). share: adjacent samples of one group with equal prompts share one copy of the
+    prompt. context: the ranks that share the row with this one; None: this rank holds all of it.
 
     The layout is cached as long as the batch lives, because several passes over a batch use the same plan.
     """

@@ -1,7 +1,8 @@
 """Parts of a training engine: the hooks through which a feature takes part in a model's passes.
 
-Each feature is a subclass of `Part` in its own file. The engine calls the hooks of its parts in their order
-and does not know which features they are; `rl.engines.training_parts` chooses them from the config.
+Each feature is a subclass of `Part` in its own file. For example, the vision tower overrides `extend` to add
+its module. The engine calls the hooks of its parts in their order and does not know which features they are;
+`rl.engines.training_parts` chooses them from the config.
 """
 
 from collections.abc import Callable
@@ -28,24 +29,24 @@ if TYPE_CHECKING:
 
 
 class WrongInputs(RuntimeError):
-    """Raised on every rank if what a part gives the passes is not that of the engine's samples."""
+    """Raised on every rank if a part gives the passes inputs that are not from the engine's samples."""
 
 
 class Part:
     """One feature of one model. A hook that a part does not override has no effect."""
 
     needs: dict[str, Need] = {}
-    """Held columns that the passes read, and which part of them."""
+    """Held columns that the passes read -> the part of them that a stage needs."""
     moved = BytesMoved()
     """Bytes of these columns since the last call of `Parts.metrics`."""
     fuses_norms = True
     """Whether a layer may fuse its norm with the product that follows."""
     uses_te = True
-    """Whether the layers may be those of Transformer Engine."""
+    """False if this part cannot run with Transformer Engine's layers."""
     freezes_model = False
     """Whether the model's own weights do not learn, so that a backward pass needs no gradients of them."""
     learned_map: WeightMap | None = None
-    """The weights that learn; None: those of the model."""
+    """The weights that learn; None: the model's own weights."""
 
     # Construction
 
@@ -72,9 +73,10 @@ class Part:
         return parameter
 
     def merging(self) -> Callable[[Weight, Tensor], Tensor] | None:
-        """Return a function that maps a weight and its values to those that the passes use.
+        """Return a function that maps a weight and its values to the values that the passes use.
 
-        None if they are the same. Collective over the tensor parallel groups; the function is not.
+        None if the passes use the values unchanged. Collective over the tensor parallel groups; the function
+        is not.
         """
         return None
 
@@ -87,7 +89,7 @@ class Part:
         return {}
 
     def served_map(self, weight_map: WeightMap) -> WeightMap:
-        """Return the weights that a generation engine holds. weight_map: those of the model."""
+        """Return the weights that a generation engine holds. weight_map: the model's weights."""
         return weight_map
 
     def beside(self) -> tuple[WeightMap, Callable[[Weight, Tensor], Tensor]] | None:
@@ -106,7 +108,7 @@ class Part:
         """Return what is wrong with values that a refit sends, computed again in another way; "" if nothing.
 
         of: gives the values of (weight, parameter). number: chooses what is computed. is_beside: whether the
-        values are those of `beside`. Not collective.
+        values belong to the weights of `beside`. Not collective.
         """
         return ""
 
@@ -123,7 +125,7 @@ class Part:
         return ""
 
     def exported_map(self, weight_map: WeightMap) -> WeightMap:
-        """Return the weights of a Hugging Face checkpoint. weight_map: those of the model."""
+        """Return the weights of a Hugging Face checkpoint. weight_map: the model's weights."""
         return weight_map
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
@@ -132,7 +134,7 @@ class Part:
     # Memory
 
     def resident(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that leave the device with the weights. tensors: those without this part."""
+        """Return the tensors that leave the device with the weights. tensors: the list before this part."""
         return tensors
 
     @property
@@ -174,7 +176,7 @@ class Parts(tuple[Part, ...]):
         return next((part for part in self if isinstance(part, kind)), None)
 
     def learned_map(self, weight_map: WeightMap) -> WeightMap:
-        """Return the weights that learn. weight_map: those of the model."""
+        """Return the weights that learn. weight_map: the model's weights."""
         return next((part.learned_map for part in self if part.learned_map is not None), weight_map)
 
     def models(self) -> dict[str, "TrainingEngine"]:
@@ -182,13 +184,13 @@ class Parts(tuple[Part, ...]):
         return {name: model for part in self for name, model in part.models().items()}
 
     def served_map(self, weight_map: WeightMap) -> WeightMap:
-        """Return the weights that a generation engine holds. weight_map: those of the model."""
+        """Return the weights that a generation engine holds. weight_map: the model's weights."""
         for part in self:
             weight_map = part.served_map(weight_map)
         return weight_map
 
     def exported_map(self, weight_map: WeightMap) -> WeightMap:
-        """Return the weights of a Hugging Face checkpoint. weight_map: those of the model."""
+        """Return the weights of a Hugging Face checkpoint. weight_map: the model's weights."""
         for part in self:
             weight_map = part.exported_map(weight_map)
         return weight_map
@@ -235,8 +237,8 @@ class Parts(tuple[Part, ...]):
     def metrics(self, device: torch.device) -> dict[str, float]:
         """Return metrics of the passes since the last call. Collective over the world.
 
-        They are those of the parts and the bytes of held columns that all ranks received, and those that the
-        plans gave them.
+        They are the parts' own metrics, the bytes of held columns that all ranks received, and the bytes that
+        the plans predicted.
         """
         metrics: dict[str, float] = {}
         if any(part.needs for part in self):

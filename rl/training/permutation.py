@@ -1,7 +1,8 @@
 """Order of the tokens at the experts on a GPU without Transformer Engine and its fused kernels.
 
 Megatron's own functions add the outputs of a token's experts, and the gradients of its copies, by atomic
-operations, whose order is undefined: two passes over the same tokens then differ by rounding.
+operations. Their order is undefined, so two passes over the same tokens differ by rounding. For example, (a +
+b) + c and a + (b + c) are rounded differently.
 """
 
 from megatron.core.transformer.moe import moe_utils, token_dispatcher

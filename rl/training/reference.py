@@ -1,4 +1,4 @@
-"""A copy of the weights that a model learns from, with which it can compute as before it learned."""
+"""A copy of a model's initial weights, for passes with the model as it was before it learned."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ SAMPLED_ELEMENTS = 1024
 class Reference:
     """The initial values of the parameters that learn, in one block of host memory, page-locked on CUDA.
 
-    With adapters they are those of the adapters. Not collective.
+    With adapters only the adapters learn, so only their initial values are kept. Not collective.
     """
 
     def __init__(self, learned: Sequence[Parameter]):

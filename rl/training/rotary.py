@@ -74,7 +74,7 @@ class RowRotary(nn.Module):
 class _Rotate(torch.autograd.Function):
     """Rotate pairs of channels of x [T, heads, d]; the backward pass rotates back.
 
-    rotation: [T, 1, r], of the first r channels; the others stay.
+    rotation: [T, 1, r], of the first r channels; the other channels stay.
     adjacent: whether a pair is two adjacent channels (DeepSeek's weights) or one channel of each half of r.
     In the output, a pair is always one channel of each half.
     """
@@ -98,7 +98,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _output(x: Tensor, rotation: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return a copy of x with its rotated channels undefined, and those channels of x and of the copy."""
+    """Return a copy of x with undefined rotated channels, and the rotated channels of x and of the copy."""
     out, width = torch.empty_like(x, memory_format=torch.contiguous_format), rotation.shape[-1]
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]

@@ -1,8 +1,9 @@
 """Layout of a packed row as plain data: which tokens attend to which.
 
 A row is a sequence of segments. A segment is a whole sequence, the prompt of a group of answers, or one of
-these answers. Its queries attend causally to its own keys. Those of an answer also attend to all keys of its
-prompt. `RowAttention` describes that for one row; it is computed once per micro-batch, and
+these answers. Its queries attend causally to its own keys. The queries of an answer also attend to all keys
+of its prompt. For example, a prompt with two answers is three segments, and the second answer does not see
+the first. `RowAttention` describes this for one row; it is computed once per micro-batch, and
 `rl.training.attention` applies it in every layer.
 
 T: tokens of the row. Tk: keys of all segments; a shared prompt counts once per answer.
@@ -80,7 +81,7 @@ class RowAttention:
     """Tokens to which each token of a row attends. The CPU reads `runs`, `prefixes`, CUDA the other fields.
 
     Queries are the tokens of the row, or of one part of it (`rl.training.context_parallel`); keys are always
-    those of the whole row.
+    the tokens of the whole row.
     """
 
     runs: list[Run]
@@ -129,10 +130,10 @@ def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.de
 
 
 def windowed(row: RowAttention, query: Tensor, key: Tensor, window: int) -> RowAttention:
-    """Return the attention in which a token attends to itself and the window - 1 tokens before it.
+    """Return the attention of a row with a window: a token sees itself and the window - 1 tokens before.
 
-    It differs in the masks of `runs` and `prefixes`. query, key: positions in their sequences of the queries
-    and of the keys, int64 [T].
+    Only the masks of `runs` and `prefixes` differ from `row`. query, key: positions in their sequences of the
+    queries and of the keys, int64 [T].
     """
 
     def mask(q: Tensor, k: Tensor, causal: bool) -> Tensor:

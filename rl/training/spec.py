@@ -20,6 +20,6 @@ class ModelSpec:
     optimizer: Optimizer | None = None
     """None for a frozen model."""
     temperature: float = 1.0
-    """Temperature of the distribution whose log-probs a language model computes."""
+    """Temperature at which a language model computes log-probs."""
     keeps_reference: bool = False
     """Whether a copy of the initial weights is kept for `TrainingEngine.reference_weights`."""

@@ -1,7 +1,7 @@
 """Load and gather the weights of the training model through the layouts of `rl.models.layout`.
 
-`load_hf` reads on each rank only the boxes that it holds. `full_weights` yields every Hugging Face tensor
-whole on every rank, one at a time. `mark_split_weights` tells Megatron which weights are split.
+`load_hf` reads on each rank only the boxes that the rank holds. `full_weights` yields every Hugging Face
+tensor whole on every rank, one at a time. `mark_split_weights` tells Megatron which weights are split.
 """
 
 import copy
@@ -103,8 +103,9 @@ class WeightMap:
     def is_counted(self, weight: Weight) -> bool:
         """Return whether a sum over one replica's ranks includes this rank's part of a weight that it holds.
 
-        It does not include copies: a tied embedding's on the last stage, and those of a weight that is not
-        split on other tensor parallel ranks than the first.
+        Copies are not counted: the last stage's copy of a tied embedding, and copies of an unsplit weight on
+        all tensor parallel ranks but the first. For example, with training.tp=2 a norm's weight counts on
+        rank 0 only.
         """
         first = self.placement.place(weight).stages[0] == self.grid.pp_rank
         return first and (weight.cut.split or self.tensor_split(weight)[1] == 0)
@@ -127,9 +128,9 @@ def mark_split_weights(weight_map: WeightMap) -> None:
     """Set Megatron's mark on weights that are split over tensor parallel ranks; clear it on all others.
 
     Megatron's gradient norm counts a marked weight on every rank and any other weight on the first rank only.
-    One marked `shared` it does not count.
-    Call this before the optimizer is built. Transformer Engine 2.11 marks the weight of every linear layer,
-    even of duplicated ones such as MLA's down-projections to the latents (`Linear.reset_parameters`).
+    It does not count a weight marked `shared`. Call this before the optimizer is built. Transformer Engine
+    2.11 marks the weight of every linear layer, even of duplicated ones such as MLA's down-projections to the
+    latents (`Linear.reset_parameters`).
     """
     for weight, parameter in weight_map.local():
         parameter.tensor_model_parallel = weight.cut.split
