@@ -4,10 +4,10 @@ Both sides are read by the model's list of weights: every element of the engine'
 element of the trainer's. A part that the plan omits, or sends to another place, is compared like any other.
 
 If all ranks that generate with a weight also train these elements of it, each rank compares its own bitwise.
-For each other weight every rank adds the checksums of its engine's parts, and subtracts those of the parts
-of which it is the first holder in training, times the number of copies of the tensor in all engines. The
-checksums depend on the position in the whole Hugging Face tensor, so the sum over the ranks is 0 if all
-elements are equal.
+For each other weight every rank adds the checksums of its engine's parts. One of the ranks that train a part
+subtracts the part's checksum, times the number of copies of the tensor in all engines: for example, twice
+with two engine replicas. The checksums depend on the position in the whole Hugging Face tensor, so the sum
+over the ranks is 0 if all elements are equal.
 """
 
 import math
@@ -33,7 +33,7 @@ class Part:
 
     weight: int
     tensor: int
-    """Index of the Hugging Face tensor among those of all weights."""
+    """Index of the Hugging Face tensor among all weights' tensors."""
     piece: Piece
     factor: int
     """Factor of its checksum in the sum over ranks."""
@@ -152,7 +152,7 @@ def coverage(equality: Equality, weights: Sequence[Weight]) -> Counter[str]:
 
 
 def uncompared(counts: Mapping[str, int], weights: Sequence[Weight], held: Mapping[str, Tensor]) -> list[str]:
-    """Return a message for each engine parameter of which an element is not compared on this rank.
+    """Return a message for each engine parameter with an element that is not compared on this rank.
 
     counts: elements that are compared (`coverage`). held: the parameters that must be compared, by vLLM's
     name.
@@ -173,10 +173,10 @@ def differing(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[int]:
-    """Return the indices of weights of which this rank, or any rank, finds a difference.
+    """Return the indices of weights that differ within this rank, or in the sums over all ranks.
 
-    Collective over the group, by default the world; a rank sends 8 bytes per Hugging Face tensor, if any is
-    not compared within the ranks. trained, held: this rank's tensors by the index of the weight.
+    Collective over the group, by default the world; a rank sends 8 bytes per Hugging Face tensor, if any
+    weight is compared between ranks. trained, held: this rank's tensors by the index of the weight.
     """
     pairs = []
     for copy in equality.own:

@@ -8,10 +8,11 @@ what its engine needs and its trainer does not hold. If there are several candid
 them, within the limit on the number of a rank's partners (`SENDERS`).
 
 The plan is plain data, computed without communication. Every rank computes the same routes and batches, and
-then its own messages. A `kind` is a set of weights that are split identically and whose names differ only in
-the numbers of layer and expert. A `stream` is a choice of senders that many weights share; replicas of the
-engine that receive a stream from one rank receive identical messages, which it packs once. `parts` is the
-number of parts into which a weight is divided to fit the buffer.
+then its own messages. A `kind` is a set of weights that are split identically, with names that differ only in
+the numbers of layer and expert: for example, the fused qkv weights of all layers. A `stream` is a choice of
+senders that many weights share; replicas of the engine that receive a stream from one rank receive identical
+messages, which it packs once. `parts` is the number of parts into which a weight is divided to fit the
+buffer.
 """
 
 import functools
@@ -28,7 +29,7 @@ from rl.models.layout import Piece, Weight
 from rl.models.placement import Holders, Place, RolloutPlacement, TrainingPlacement, job_ranks
 
 SENDERS = 64
-"""Maximum number of ranks from which a rank receives, unless the weights that it needs are on more ranks.
+"""Maximum number of senders to one rank, unless the weights that it needs are on more ranks.
 
 NCCL opens a connection for each partner.
 """
@@ -65,7 +66,7 @@ class Message:
     """
 
     peers: tuple[int, ...]
-    """Ranks to which the message is sent, or the one rank from which it is received."""
+    """Receivers of the message, or its one sender."""
     regions: tuple[Region, ...]
     num_bytes: int
 
@@ -151,8 +152,8 @@ class Kind:
 class Stream:
     """Senders and receivers of fragments that the same training ranks hold and the same ranks need.
 
-    int64 [n] each: `givers[i]` sends to `needers[i]`, whose tensor parallel rank in generation is
-    `needer_tp_ranks[i]`. No rank occurs twice in `needers`.
+    int64 [n] each: `givers[i]` sends to `needers[i]`, which has tensor parallel rank `needer_tp_ranks[i]` in
+    generation. No rank occurs twice in `needers`.
     """
 
     number: int
@@ -354,7 +355,8 @@ def _choose(holders: np.ndarray, needers: np.ndarray, nodes: np.ndarray, turn: i
     """Return a holder for each needer, int64 [len(needers)].
 
     It is the needer itself if it is a holder, else a holder on its node, else any holder. Needers are spread
-    over several candidates. If they do not divide evenly, the first candidate is shifted by `turn`.
+    over several candidates: for example, two needers on a node with the holders 0 to 3 receive from 0 and 2.
+    If the needers do not divide evenly, the first candidate is shifted by `turn`.
     """
     givers = np.where(np.isin(needers, holders), needers, -1)
     pools = [(holders[nodes[holders] == node], nodes[needers] == node) for node in np.unique(nodes[holders])]

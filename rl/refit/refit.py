@@ -1,8 +1,9 @@
 """Write the trainer's weights into the engine, and check that they arrived.
 
-The path of a weight, such as a fused qkv weight: the model's file says which Hugging Face tensors it consists
-of (`rl.models.dense`), `rl.models.layout` which regions of them Megatron and vLLM hold on each rank,
-`rl.refit.plan` which rank sends which region to which, and `rl.refit.transfer` sends them.
+The path of a weight, for example a fused qkv weight: the model's file (`rl.models.dense`) names its Hugging
+Face tensors q_proj, k_proj and v_proj. `rl.models.layout` says which regions of these tensors Megatron and
+vLLM hold on each rank. `rl.refit.plan` chooses the sender of every region that a rank needs.
+`rl.refit.transfer` sends the regions.
 
 Weights that the engine holds as plain tensors of the trainer's dtype are written in place. Their plan sends
 each rank only its own shard (`rl.refit.plan`). For other weights (quantised, packed), the engine's own loader
@@ -10,8 +11,8 @@ reads its part of the whole tensors (`rl.refit.gather`). With `rollout.quantizat
 planned, in groups that the engine's part quantises where they arrive (`rl.refit.values.Groups`).
 
 Low-rank adapters reach the engine in one of two forms (`adapter.in_engine`; `rl.refit.values`). Merged: the
-values that travel are those of W + scale * B A. Adapter: those of A and scale * B, and those of W unless the
-engine holds it.
+values W + scale * B A travel. Adapter: the values of A and scale * B travel, and W unless the engine holds
+it.
 """
 
 import socket
@@ -57,7 +58,7 @@ class WeightPlan:
     fallback: list[Weight]
     """Weights that the engine's loader reads."""
     empty: tuple[str, ...]
-    """vLLM's names of parameters of which this rank holds no part of a weight: they are 0."""
+    """vLLM's names of parameters that hold no part of a weight on this rank: they are 0."""
     num_compared: int
     """Elements of all engines that the equality covers."""
     num_elements: int
@@ -189,7 +190,7 @@ def check_weights(
 
 
 def what_is_equal(trainer: TrainingEngine) -> str:
-    """Return a sentence on how many elements of the engines equal those of the trainer's present weights.
+    """Return a sentence on how many elements of the engines equal the trainer's present weights.
 
     Not collective; identical on all ranks.
     """
@@ -215,10 +216,10 @@ def _parts(
 ) -> Iterator[Part]:
     """Yield the parts of a refit. Collective over the world.
 
-    They are the weights, or, if the engine has adapters, the base weights and the adapter. Quantised weights
-    are in several parts.
+    One part has all weights; for an engine with adapters one part has the base weights, and a second one the
+    adapter. Quantised weights are in several parts.
 
-    staged: hold quantised weights in tensors that the refit writes, not in those that are compared.
+    staged: hold quantised weights in tensors that the refit writes, not in tensors for the comparison.
     """
     every, own = values_of(trainer, in_parts=engine.slots is not None), _groups_of(engine)
     if own is not None:
@@ -241,7 +242,7 @@ def _groups_of(engine: RolloutEngine) -> Groups | None:
 
 
 def held_by(engine: RolloutEngine, adapter: int = 0) -> list[Mapping[str, Tensor]]:
-    """Return the engine's tensors by vLLM's name: the weights, and those of an adapter beside them."""
+    """Return the engine's tensors by vLLM's name: the weights, and an adapter's tensors beside them."""
     weights = engine.weights()
     return [weights] if engine.slots is None else [weights, engine.slots.buffers(adapter)]
 
@@ -249,7 +250,7 @@ def held_by(engine: RolloutEngine, adapter: int = 0) -> list[Mapping[str, Tensor
 def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
     """Return the bytes of a refit, summed over all ranks. Collective over the world.
 
-    They are those received, those copied within a rank, and those gathered for the engine's loader.
+    Bytes are received, copied within a rank, or gathered for the engine's loader.
     """
     names = ("received", "local", "fallback")
     mine = torch.tensor([getattr(moved, name) for name in names], dtype=torch.float64)
@@ -290,7 +291,7 @@ def plan_weights(
     buffer_mib: int,
     group: dist.ProcessGroup | None = None,
 ) -> WeightPlan:
-    """Plan the refits. Collective over the group, by default the world, whose ranks the placements name.
+    """Plan the refits. Collective over the group, by default the world; the placements name its ranks.
 
     All ranks agree on the nodes and on the weights that are written in place.
 
@@ -348,8 +349,8 @@ def _not_writable(
 ) -> set[int]:
     """Return the indices of the weights that cannot be written in place on this rank.
 
-    The engine does not hold them in the described layout and the trainer's dtype. The other weights of their
-    modules are included, because vLLM loads whole modules.
+    The engine holds them in another layout than described, or in another dtype than the trainer. The other
+    weights of their modules are included, because vLLM loads whole modules.
     """
     extents = {} if engine is None else _extents(weights, engine)
     local = {} if weight_map is None else {weight.hf: parameter for weight, parameter in weight_map.local()}
@@ -393,7 +394,7 @@ def _extents(weights: list[Weight], engine: RolloutEngine) -> dict[str, tuple[in
 
 
 def _fits(parameter: Tensor, extent: tuple[int, ...] | None, weight: Weight) -> bool:
-    if weight.cut is VOCAB:  # a rank may hold padding rows, even only those
+    if weight.cut is VOCAB:  # a rank may hold padding rows, even only padding rows
         rows, *rest = extent or (0, *weight.shapes[0][1:])
         return rows <= parameter.shape[0] and list(parameter.shape[1:]) == rest
     if extent is None:  # this rank holds no part of it: a bias that only the first rank adds

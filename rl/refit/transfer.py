@@ -1,7 +1,7 @@
 """Execution of a refit plan: copies within the rank, then batches of packed messages.
 
 The check exchanges checksums in the same way. Messages are point-to-point, over gloo for CPU tensors and NCCL
-for CUDA tensors. A plan's ranks are those of the given group, by default the world's; all of them call.
+for CUDA tensors. A plan's ranks are the given group's, by default the world's; all of them call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ Exchange = Callable[[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tenso
 
 
 class MessageForm(Protocol):
-    """The form in which the messages of one plan's refits travel, if it is not the plain one."""
+    """Another form of the messages of one plan's refits, for example `rl.features.changed_only`."""
 
     def exchange(
         self,
@@ -228,9 +228,10 @@ def _checksums(parts: list[Tensor], device: torch.device) -> Tensor:
 def checksum(tensor: Tensor) -> Tensor:
     """Return two checksums of the tensor's bits, int64 [2], modulo 2**64.
 
-    The first is the sum of the elements' bits as integers, the second that sum weighted by position.
+    The first is the sum of the elements' bits as integers, the second the same sum weighted by position.
 
     The first changes if any single element changes, the second if any two different elements are exchanged.
+    For example, the bits 1, 2 have the checksums 3 and 5, and the bits 2, 1 have 3 and 4.
     """
     rows = bits(tensor).flatten(0, -2) if tensor.ndim > 1 else bits(tensor)[:, None]
     width = rows.shape[1]

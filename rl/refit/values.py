@@ -1,11 +1,11 @@
 """The values that a refit gives to the engine, from the trainer's weights and low-rank adapters.
 
-With `adapter.in_engine=merged` they are those of W + scale * B A, computed in float32 and rounded once, one
-weight at a time when it is read. With `adapter` they are W, which travels once, and A and scale * B.
+With `adapter.in_engine=merged` they are W + scale * B A, computed in float32 and rounded once, one weight at
+a time when it is read. With `adapter` they are W, which travels once, and A and scale * B.
 
 In the merged form whole merged weights travel, not A and B to a receiver that adds scale * B A to its own W.
-A receiver that keeps W holds the weights twice. One that does not must subtract the delta of the step before,
-and its rounding errors add up (docs/adapters.md). The form with few bytes is `adapter`.
+A receiver that keeps W holds the weights twice. A receiver without W must subtract the delta of the step
+before, and its rounding errors add up (docs/adapters.md). The form with few bytes is `adapter`.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Values:
     of: Callable[[Weight, Tensor], Tensor] = lambda weight, parameter: parameter
     """Computes the value of a weight from this rank's parameter, of the same shape and dtype."""
     is_beside: bool = False
-    """Whether the weights are held beside those of the model."""
+    """Whether the engine holds the weights beside the model's, for example an adapter's."""
 
     def by_number(self, weights: Sequence[Weight]) -> Mapping[int, Tensor]:
         """Return what this rank's parameters give for these weights, by their place in the list."""
