@@ -1,1 +1,1 @@
-"""Prompts, the order in which they are drawn, and batches; identical on all ranks."""
+"""Prompts, their order, and batches; identical on all ranks."""

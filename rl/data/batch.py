@@ -33,12 +33,13 @@ class Batch:
     truncated: Tensor = per_sample(torch.bool, required=True, stored="bool")
     """Whether the response ended at the length limit."""
     prompts: list[Prompt] = field(default_factory=list)
-    """The prompt of each group; empty for a batch whose groups are not prompts."""
+    """The prompt of each group; empty if the batch's groups are not prompts."""
     trajectories: Tensor | None = per_sample(torch.int64, stored="int32", stored_as="trajectory")
     """Index of the trajectory of each row, if a trajectory has several rows."""
     turns: Tensor | None = per_token(torch.int32, stored="int32")
-    """Number of the turn, from 1, in which the policy sampled a token; 0 or less for tokens given to it
-    (minus the index of their source in `rl.rollout.samples.SOURCES`). None: responses of one turn."""
+    """Number of the turn, from 1, for a token that the policy sampled. For a given token, minus the index of
+    its source in `rl.rollout.samples.SOURCES`. For example, 2 in the second turn, and 0 for a tool's output.
+    None: responses of one turn."""
     mask: Tensor | None = per_token(in_loss=True, stored="int8")
     """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
     rollout_logprobs: Tensor | None = per_token(in_loss=True, stored="float32")
@@ -55,7 +56,7 @@ class Batch:
     token_rewards: Tensor | None = per_token()
     """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
     samples_per_unit: int = 1
-    """Number of consecutive samples kept in one micro-batch: 2 for pairs."""
+    """Number of consecutive samples kept in one micro-batch, for example 2 for pairs."""
     generated_by: Tensor | None = per_sample(torch.int64)
     """Rank that generated each sample; negative for samples from a file."""
     seeds: Tensor | None = per_sample(torch.int64)
@@ -74,7 +75,7 @@ class Batch:
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Columns of single algorithms and options by name (`rl.data.columns.EXTRA`), once they are filled."""
     held: dict[str, HeldColumn] = field(default_factory=dict)
-    """Columns whose rows only some ranks have, by name."""
+    """Columns with rows on some ranks only, by name."""
     conversations: list[Messages] | None = None
     """N conversations of trajectories, if a reward model or a judge reads them."""
     feedback: list[str | None] | None = None
@@ -132,15 +133,15 @@ class Batch:
 
     @property
     def expects_held(self) -> bool:
-        """Whether passes may need held columns; a batch that no engine sampled, as a teacher's, has none."""
+        """Whether passes may need held columns; a batch sampled by no engine (e.g. a teacher's) has none."""
         return bool(self.held) or self.rollout_logprobs is not None
 
     def merge_rows(self) -> "Batch":
-        """Return a view for statistics in which each trajectory is one sample.
+        """Return a view for statistics with one sample per trajectory.
 
-        Its response is that of all rows end to end, so token columns are the same; sample columns are those
-        of its first row, and held columns are left out. Without trajectories of several rows, it is the batch
-        itself.
+        Its response is the responses of all rows end to end, so token columns are the same. Sample columns
+        have the first row's values, and held columns are left out. Without trajectories of several rows the
+        view is the batch itself.
         """
         if self.trajectories is None:
             return self
@@ -345,7 +346,9 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 def _renumber(indices: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
-    """Return the indices of all parts, each part's after those of the part before it.
+    """Return the indices of all parts; each part's indices follow the part before it.
+
+    For example, [0, 1] and [0, 0] become [0, 1, 2, 2].
 
     sizes: number of indices of each part, if it may exceed the largest index that occurs.
     """

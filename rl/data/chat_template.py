@@ -33,7 +33,7 @@ TOOL = {
         },
     },
 }
-"""Parts of conversations with which templates are tried."""
+"""Parts of conversations for trying templates."""
 UNRENDERED = ("<|python_tag|>",)
 """Marks of calls that templates contain, but write only around calls of built-in tools."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -48,8 +48,8 @@ Spans = list[tuple[int, int]]
 def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any], *, key: str) -> None:
     """Set variables at the beginning of a tokenizer's chat template, for every rendering with it.
 
-    variables: values in YAML by name. key: that of the config. Raises ValueError if the template does not
-    read one of them, or if there is none.
+    variables: values in YAML by name. key: config key of the variables. Raises ValueError if the template
+    does not read one of them, or if there is none.
     """
     if not variables:
         return
@@ -119,7 +119,7 @@ class ChatTemplate:
         """
         tokenizer = self.tokenizer
         try:
-            # What apply_chat_template calls, which returns the parts in tokens instead of characters.
+            # apply_chat_template calls this function, but returns the parts in tokens instead of characters.
             texts, spans = render_jinja_template(
                 [messages],
                 tools=tools or None,
@@ -219,8 +219,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def turn_marks(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The special tokens that the template writes in the assistant's turns, and the ones that it writes
-        in no other turn.
+        """The special tokens that the template writes in the assistant's turns, and a subset: tokens that it
+        writes in no other turn.
 
         Examples: <think> and </think>; of gpt-oss also <|start|>, which lies between two channels of a turn.
         """
@@ -315,8 +315,8 @@ def kept_ids(
 ) -> frozenset[int]:
     """Return the ids of the special tokens that stay in the text of a response.
 
-    names: "auto" for those that the chat template writes around reasoning, channels and calls, "all", or
-        special tokens.
+    names: special tokens; "all"; or "auto" for the tokens that the chat template writes around reasoning,
+        channels and calls, for example <think> and </think>.
     ends: ids that end a turn; they never stay, nor do eos, bos and padding.
 
     Raises ValueError that begins with the config's `key` for a name that is not a special token.

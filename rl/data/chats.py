@@ -1,4 +1,4 @@
-"""Conversations as training data: the tokens of a chat, and which of them have a loss.
+"""Conversations as training data: the tokens of a chat, and the tokens with a loss.
 
 A chat is rendered and tokenized once, as a whole. The turns of the assistant have a loss, each with
 its end-of-turn token and without its header. Their places in the text come from one of two sources:
@@ -50,16 +50,17 @@ def load_chats(
 ) -> list[Prompt]:
     """Read `files` in order and tokenize the chats.
 
-    A sample's `token_ids` are those before the first token with a loss, its `response_ids` those up to the
-    last one, and `response_mask` is 1 where there is a loss. Tokens after it have no effect and are left out.
+    A sample's `token_ids` end before the first token with a loss, its `response_ids` with the last one, and
+    `response_mask` is 1 for tokens with a loss. Later tokens have no effect and are left out. For example, a
+    chat of system, user, assistant and user gives the tokens of one turn as `response_ids`.
 
-    messages_key: column with {role, content} messages, of which the assistant's may have tool_calls and
+    messages_key: column with {role, content} messages; the assistant's may have tool_calls and
         reasoning_content (`rl.data.messages`). The column `tools` (optional) has the schemas of the chat's
         tools. A turn with a weight of 0 has no loss.
     train_on: assistant: every turn of the assistant. last: only its last one. all: every token but the first.
     end_token_ids: ids at which generation stops, besides the tokenizer's eos.
-    overlong: "error", "drop" or "truncate_right", for chats of more than `max_tokens` tokens. A chat of which
-        no token with a loss is left is dropped.
+    overlong: "error", "drop" or "truncate_right", for chats of more than `max_tokens` tokens. A
+        truncated chat without a token with a loss is dropped.
     max_chats: maximum number of rows to read; 0 reads all.
 
     Raises ValueError for an invalid file or row, a chat without a token to train, a template that loses a
@@ -256,7 +257,7 @@ class AssistantTurns:
         return text, spans
 
     def _reply(self, turn: dict) -> str:
-        """Return the special token with which a reply to a last turn begins; "" if there is none."""
+        """Return the special token that begins a reply to a last turn; "" if there is none."""
         answer = {"role": "assistant", "content": "answer"}
         chat, reply = [QUESTION, answer], QUESTION
         if turn.get("tool_calls"):

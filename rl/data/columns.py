@@ -23,7 +23,7 @@ class Column:
     stored: str = ""
     """Type in stored rollouts; empty: not stored."""
     stored_as: str = ""
-    """Name in stored rollouts; empty: that of the column."""
+    """Name in stored rollouts; empty: the column's name."""
     learned: bool = False
     """Whether `learn` fills it, and not `collect`."""
 

@@ -1,7 +1,7 @@
 """Comparison of messages with the text that the chat template made of them.
 
-Templates silently leave out parts that they do not know, such as a role, a list of parts, tools, or content
-beside calls. Two comparisons find this:
+Templates silently leave out parts that they do not know: for example a role, a list of parts, tools, or
+content beside calls. Two comparisons find this:
 
 1. Each kind of chat (roles, and which parts its messages have) is rendered once with a unique word in place
    of each part. Each word must be in the text, so a short content is not mistaken for another one.
@@ -52,7 +52,7 @@ class Completeness:
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._known: set[tuple] = set()
-        """Kinds of chats in which the template renders all parts."""
+        """Kinds of chats that the template renders completely."""
 
     def check(
         self,
@@ -183,7 +183,7 @@ def _is_in(part: str, shown: str) -> bool:
 
 
 def _kind(message: dict) -> tuple:
-    """Return all features of a message, except its texts, by which templates decide how to render it."""
+    """Return the features that decide how templates render a message: all but its texts."""
     content, calls = message.get("content"), message.get("tool_calls") or []
     return (
         *sorted(message),

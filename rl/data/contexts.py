@@ -19,8 +19,8 @@ def in_context(
 ) -> np.ndarray:
     """Return the token ids of a prompt in the template, int32 [P]: the last `limit` ones.
 
-    In a chat the template contains, and replaces, the content of the last message. Special tokens are those
-    of `rl.data.prompts.load_prompts`.
+    In a chat the template contains, and replaces, the content of the last message. Special tokens are added
+    as in `rl.data.prompts.load_prompts`.
 
     opening: int32 [P], the context of a row of a trajectory. The template then replaces the prompt's first
         occurrence in it. Raises ValueError if there is none.

@@ -1,4 +1,4 @@
-"""A user-defined order of the prompts: which prompts an epoch uses, in which order, and how often.
+"""A user-defined order of the prompts: the prompts of an epoch, their order, and how often each occurs.
 
 # order.py: the short half of the prompts in the first epoch, all of them in later ones
 def order(epoch, prompts, rng):
@@ -21,7 +21,7 @@ from rl.data.reading import describe, first_line
 Order = Callable[[int, list[Prompt], np.random.Generator], Sequence[int]]
 """order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`).
 
-For algorithms that learn from rated responses the elements are those of `rl.data.preferences`.
+For algorithms that learn from rated responses, `prompts` has the rows of `rl.data.preferences`.
 
 At least one index is required; indices may repeat. `epoch` counts from 0. `rng` is seeded with (run.seed,
 epoch) and must be the only source of randomness, so that all ranks and resumed runs compute the same order.

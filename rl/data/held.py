@@ -1,7 +1,8 @@
-"""Columns of a batch whose values are too large to be on every rank.
+"""Columns of a batch with values too large for every rank.
 
-The rank that generated a sample holds its row. All ranks know who holds which row, and its size. A row
-travels only to the ranks that train on the sample (`rl.training.held_transfer`).
+For example, the routes of 4,000 tokens through 48 layers with 8 chosen experts take 1.5 MB. The rank that
+generated a sample holds its row. All ranks know who holds which row, and its size. A row travels only to the
+ranks that train on the sample (`rl.training.held_transfer`).
 """
 
 import zlib
@@ -17,7 +18,7 @@ OF_SEQUENCE = ("routes",)
 columns belong to the tokens of the response."""
 
 SAMPLING_MASKS = ("kept_ids", "kept_counts")
-"""Columns of the sets of tokens from which the engine sampled each token."""
+"""Columns of the set of tokens that the engine sampled each token from."""
 
 PIXELS = "pixels"
 """Column of the pixels of a sample's images end to end, height * width * 3 bytes each."""
@@ -26,7 +27,7 @@ PLACES = "image_places"
 """Column of a sample's images in a run with environments (`rl.data.images.placed_pixels`)."""
 
 OF_CONTEXT = (*OF_SEQUENCE, PIXELS, PLACES)
-"""Columns in which a turn has the values of the turns before it again."""
+"""Columns that repeat the values of earlier turns in each turn."""
 
 
 class Row(NamedTuple):

@@ -32,7 +32,7 @@ MAX_RATIO = 200
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """Form in which a vision tower reads images, from config.json and preprocessor_config.json."""
+    """Input format of a vision tower, from config.json and preprocessor_config.json."""
 
     token_id: int
     """Token that stands for each output of the tower."""
@@ -55,7 +55,7 @@ class ImageFormat:
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) to which an image is resized: multiples of `unit` within the limits.
 
-        It is `smart_resize` of transformers.
+        It is `smart_resize` of transformers. For example, 100 x 90 pixels become 112 x 84 with a unit of 28.
         """
         if max(height, width) > MAX_RATIO * min(height, width):
             raise ValueError(f"an image of {width} x {height} pixels has a ratio above {MAX_RATIO}")
@@ -228,7 +228,9 @@ class ImageReader:
 def expand(
     token_ids: np.ndarray, images: Sequence[Image], owner: str, *, first: int = 0
 ) -> tuple[np.ndarray, tuple[Image, ...]]:
-    """Return tokens with those of the images, at least one, and the images with their offsets.
+    """Return the tokens with all tokens of the images, at least one, and the images with their offsets.
+
+    For example, [5, I, 6] becomes [5, I, I, I, 6] for an image of 3 tokens, with offset 1.
 
     token_ids: int32 [S], with one token for each image. owner: the subject of the ValueError if there are
     more or fewer of these tokens than images. first: number of tokens before them.
@@ -280,7 +282,7 @@ def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = 
 
 
 def _check_whole(opened: Pillow.Image, content: bytes) -> None:
-    """Raise OSError or SyntaxError for an image whose file is damaged or cut.
+    """Raise OSError or SyntaxError for a damaged or cut file of an image.
 
     A PNG has checksums, and most whole JPEGs end with the end marker, so that few files are decoded here.
     """

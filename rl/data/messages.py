@@ -2,9 +2,9 @@
 
 The form is OpenAI's: role is system, user, assistant or tool; content is a text, or parts with images;
 tool_calls are {type: function, function: {name, arguments}} with an object of arguments; reasoning is in
-reasoning_content. Other known names (`from: human`) are changed, and one line of the log lists the changes.
-A message that only a guess could convert is refused. Each rendered chat is compared with its messages
-(`rl.data.completeness`), and a key that changes no rendering is refused.
+reasoning_content. Other known names are changed, for example `from: human`, and one line of the log lists the
+changes. A message that only a guess could convert is refused. Each rendered chat is compared with its
+messages (`rl.data.completeness`), and a key that changes no rendering is refused.
 """
 
 import json
@@ -55,7 +55,7 @@ READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
 OF_TOOLS = {"name", "tool_call_id"}
 """Keys of a tool's message that repeat a field of the call."""
 TRIALS = 32
-"""Number of chats in which a key is left out to see whether the template reads it."""
+"""Number of chats to render without a key, to see whether the template reads it."""
 
 
 class MessageReader:
@@ -324,7 +324,7 @@ class MessageReader:
         return {**ids, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
     def _weighed(self, message: dict) -> dict:
-        """Return a message in which `weight` is 0 if the turn has no loss, otherwise absent."""
+        """Return a message with `weight` 0 if the turn has no loss, otherwise without it."""
         weights = {key: message.pop(key) for key in WEIGHTS if key in message}
         if any(value not in (0, 1) for value in weights.values()):
             raise ValueError(f"has {_pairs(weights)}; a turn is trained or not, so write 1 or 0")

@@ -6,6 +6,8 @@ Rows have the forms of TRL's data sets (https://huggingface.co/docs/trl/dataset_
     chosen     the preferred response: a string, or messages that end with the assistant's
     rejected   the other response, in the same form
 
+For example, {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "5"}.
+
 For kto a row has one response and its label, as in TRL's unpaired preference:
 
     completion  the response, in the same form
@@ -160,7 +162,7 @@ def _load(
     nouns: column of a response -> name of such responses in messages.
     prompt_key: column with the prompt, or "" if the prompt is only in the messages of the responses.
     max_response_tokens: maximum tokens of a response, including its end-of-sequence token.
-    overlong: what to do with a row whose prompt or response exceeds its limit: "error", "drop", or
+    overlong: what to do with a row if its prompt or a response exceeds the limit: "error", "drop", or
         "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. The
         response then lacks its end-of-sequence token, as a sample that reached the limit.
     end_token_ids: ids at which generation stops, besides the tokenizer's eos.
@@ -228,10 +230,9 @@ def _load(
 def _conversations(
     indices: list[int], rows: list[Row], split: "list[Split]", tools: list[list[dict]], turns: AssistantTurns
 ) -> Iterator[tuple[int, str, np.ndarray, list[_Response]]]:
-    """Yield the index, the rendered prompt, its ids and the responses of rows whose responses are messages.
+    """Yield index, rendered prompt, its ids and responses of each row with messages as responses.
 
-    The prompt consists of the tokens with which all conversations of a row begin, up to the first token with
-    a loss.
+    The prompt has the first tokens that all conversations of a row share, up to the first token with a loss.
     """
     texts, columns = [], []
     for number in range(len(split[indices[0]][1])):

@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: permuted epochs, or a mixture of sources with their own epochs.
+"""The order of drawn prompts: permuted epochs, or a mixture of sources with their own epochs.
 
 An order depends only on its arguments and a cursor, which is checkpointed. Therefore all ranks draw the same
 prompts, and a resumed run continues at the saved position on any number of ranks. All orders have `draw`,
@@ -117,7 +117,8 @@ class MixedOrder:
     """Draws each prompt from one of several sources, selected with probability proportional to its weight.
 
     The source of draw t depends only on (seed, t), not on the sizes of the draws. Each source has its own
-    epochs, so a small source with a large weight is repeated more often.
+    epochs, so a small source with a large weight is repeated more often. For example, with the weights 3 and
+    1 about three of four prompts come from the first source, whatever the sizes of the sources.
 
     sources: indices of the prompts of each source, which `draw` returns, int [n_i], n_i > 0.
     weights: one per source, >= 0, with a sum > 0. 0 disables a source.
@@ -128,9 +129,9 @@ class MixedOrder:
     """
 
     _BLOCK = 4096
-    """Size of the blocks in which sources are selected; another size gives another order."""
+    """Number of draws that select their sources together; another number gives another order."""
     _PICKS = 1 << 20
-    """Seed component that separates this stream from those of the orders, which have 64-bit seeds."""
+    """Seed component that separates this stream from the orders' streams: the orders have 64-bit seeds."""
 
     def __init__(self, sources: Sequence[np.ndarray], weights: Sequence[float], *, seed: int, shuffle: bool):
         check_seed(seed)
@@ -179,7 +180,7 @@ class MixedOrder:
         return {"num_drawn": self._num_drawn, "sources": [walk.state_dict() for walk in self._walks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a cursor. The weights may differ from those of the saved run.
+        """Continue from a cursor. The weights may differ from the saved run's.
 
         Raises ValueError for another number of sources, a source with fewer prompts than its cursor, or the
         state of an order without weights.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # runs without images do not import it
 log = logging.getLogger(__name__)
 
 SAMPLE = "What is 2 + 2?\n\tAnswer  at once: caf\u00e9, \u4f60\u597d, x_1=3.14; don't 1234567"
-"""Text with which a tokenizer is compared with its file."""
+"""Text for comparing a tokenizer with its file."""
 AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
 """verl's columns for environments; verl also reads them from `extra_info`."""
 OPTIONAL = ("data_source", "reward_model", "extra_info", *COLUMNS, *AGENT_COLUMNS)
@@ -60,7 +60,7 @@ class Prompt:
     ground_truth: Any
     """`reward_model.ground_truth`, or None."""
     extra_info: dict[str, Any]
-    """Column `extra_info`, or {}, with those of AGENT_COLUMNS that the row has."""
+    """Column `extra_info`, or {}, with the row's columns of AGENT_COLUMNS."""
     response_ids: np.ndarray | None = None
     """np.int32 [R], only for sft: the target without special tokens, then the end-of-sequence token; of a
     conversation, the tokens from the first to the last one with a loss."""
@@ -127,7 +127,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, or that of tokenizer.json alone if the two split SAMPLE into other tokens.
+    """Return the tokenizer, or one from tokenizer.json alone if the two split SAMPLE differently.
 
     The classes of transformers 5 replace parts of the file by their own. For example LlamaTokenizer, which
     the config of DeepSeek-R1-Distill-Llama names, drops every space (transformers #45488).
@@ -262,7 +262,7 @@ def read_prompt(row: Row, column: str, reader: MessageReader) -> Messages | str:
 
 
 def refuse_answer(prompt: Messages | str, row: Row, *, column: str) -> None:
-    """Raise ValueError for a prompt whose last message is the assistant's."""
+    """Raise ValueError for a prompt that ends with a message of the assistant."""
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"{row.place}: column {column!r} must not end with a message of the assistant; remove that "
@@ -316,7 +316,7 @@ def render(
 def end_token_ids(model: str) -> set[int]:
     """Return the ids at which vLLM ends a response, besides the tokenizer's eos.
 
-    They are those of generation_config.json, or of config.json if the model has no such file.
+    They come from generation_config.json, or from config.json if the model has no such file.
     """
     path = Path(model, "generation_config.json")
     if path.exists():
@@ -338,8 +338,9 @@ def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: s
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return the token ids of the targets, np.int32 [R] each, ending with one end-of-sequence token.
 
-    A target whose text already ends with that token, ignoring blanks, gets no second one. Of the other
-    special tokens in the text, only the marks of the chat template around reasoning and calls are special.
+    If the text already ends with this token, ignoring blanks, no second one is added. Of the other special
+    tokens in the text, only the chat template's marks around reasoning and calls stay special, for example
+    <think>.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(

@@ -25,7 +25,7 @@ Columns = Mapping[str, str]
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """Pairs of a row's number and its values by column."""
 MAPPINGS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
-"""Columns whose values are objects, or JSON texts of objects."""
+"""Columns of objects, or of JSON texts of objects."""
 MAX_LEVELS = 100
 """Maximum nesting of a JSON value, because code that walks a value is limited to 1,000 nested calls."""
 

@@ -1,7 +1,7 @@
 """Comparison of prompts' tokens with a second source: transformers renders and tokenizes some prompts again,
 in one call, without this project's code.
 
-The compared prompts include those whose first token or ending differs from that of most prompts of the set.
+The compared prompts include prompts that begin with another token, or end differently, than most of the set.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ def check_rendering(
 def warn_of_unlike_prompts(prompts: Sequence[Any], held_out: Sequence[Prompt]) -> str:
     """Return a warning if only one of two sets of prompts is rendered by the chat template; "" otherwise.
 
-    prompts: those of data.train, which may be pairs.
+    prompts: of data.train; they may be pairs.
     """
     train, val = (
         {row.messages is not None for row in rows if isinstance(row, Prompt) and row.response_mask is None}
@@ -69,7 +69,7 @@ def warn_of_unlike_prompts(prompts: Sequence[Any], held_out: Sequence[Prompt]) -
 
 
 def _chosen(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the prompts to compare: some from all parts of the set, and those that begin or end unlike most.
+    """Return the prompts to compare: some from all parts of the set, and some that begin or end unlike most.
 
     prompts: all with messages, or none.
     """

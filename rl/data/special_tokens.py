@@ -1,10 +1,11 @@
-"""Special tokens: which ones stay in the text of a response, and text that only looks like a special token.
+"""Special tokens: the ones that stay in a response's text, and text that only looks like a special token.
 
 A policy, an environment or a data set may write "<|im_end|>" as text. In a prompt this text must not end a
-turn. `hide` marks such text in the content of messages before the chat template renders them: it replaces
-the first character by one that Unicode reserves for internal use, so lengths and positions stay the same.
-`encode` then reads as special tokens only what the template wrote, and marked text as plain text. Text
-without such strings is tokenized as by the tokenizer alone.
+turn. `hide` marks such text in the content of messages before the chat template renders them: it replaces the
+first character by one that Unicode reserves for internal use, so lengths and positions stay the same. For
+example, "<|im_end|>" becomes a noncharacter such as U+FDD0 and "|im_end|>". `encode` then reads as special
+tokens only what the template wrote, and marked text as plain text. Text without such strings is tokenized as
+by the tokenizer alone.
 """
 
 import copy
@@ -46,7 +47,7 @@ def hide(value: Any, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] =
 
 
 def show(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the original of a text in which `hide` has marked special tokens."""
+    """Return the original of a text with special tokens that `hide` has marked."""
     return text if text.isascii() else text.translate(_special(tokenizer, len(tokenizer)).first)
 
 
@@ -126,7 +127,7 @@ class _Special:
         return value
 
     def _hide_items(self, items: Sequence[Any], kept: frozenset[str]) -> list[Any]:
-        """Hide items, such as the parts of a message's content, of which a template may join the texts."""
+        """Hide items, for example the parts of a message's content; a template may join their texts."""
         hidden = [self.hide(item, kept) for item in items]
         places = [n for n, item in enumerate(items) if isinstance(item, dict) and item.get("type") == "text"]
         texts, each = ["".join(str(part[n].get("text")) for n in places) for part in (items, hidden)]
@@ -140,7 +141,7 @@ class _Special:
 
     @functools.cached_property
     def _splitting(self) -> tuple[Any, dict[int, int]]:
-        """A tokenizer whose special tokens are the marked texts, and a map from its ids to the model's."""
+        """A tokenizer with the marked texts as special tokens, and a map from its ids to the model's."""
         name = self._tokenizer.name_or_path
         if not self._tokenizer.is_fast:
             raise ValueError(
@@ -162,7 +163,7 @@ class _Special:
         """Return the result of `encode` for one text. Special tokens and their marked texts are swapped."""
         backend, own = self._splitting
         other = self._marked | {marked: text for text, marked in self._marked.items()}
-        # A mark alone is of a special token whose parts the template did not join.
+        # A single mark belongs to a special token in parts that the template did not join.
         other |= {chr(mark): first for mark, first in self.first.items()}
         pattern = "|".join(map(re.escape, sorted(other, key=len, reverse=True)))
         found = backend.encode(
@@ -190,7 +191,7 @@ def _special(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
 def decode_responses(
     responses: Sequence[np.ndarray], tokenizer: PreTrainedTokenizerBase, kept: Collection[int]
 ) -> list[str]:
-    """Return the texts of responses, int32 [n] each, without special tokens except those in `kept`."""
+    """Return the texts of responses, int32 [n] each, without special tokens except the ids in `kept`."""
     if not kept or not any(np.isin(ids, list(kept)).any() for ids in responses):
         # Some tokenizers return one text for an empty list.
         return tokenizer.batch_decode(list(responses), skip_special_tokens=True) if responses else []
