@@ -41,8 +41,8 @@ def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
 
     `response_length/clip_ratio` is the fraction of responses that ended at the length limit,
     `prompt_length/clip_ratio` the fraction of prompts with at least `max_prompt_tokens` tokens. As in verl, a
-    response without tokens counts as aborted, and `response_length_non_aborted/*` excludes it. Of several
-    turns only the tokens that the policy sampled count; `agents/given_length` counts the others.
+    response without tokens counts as aborted, and `response_length_non_aborted/*` excludes it. In a sample of
+    several turns only tokens that the policy sampled count; `agents/given_length` counts the other tokens.
     """
     batch = batch.merge_rows()
     lengths = batch.sampled_lengths
@@ -63,7 +63,7 @@ def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
 
 
 def num_turns(batch: Batch) -> Tensor:
-    """Return how many turns of each sample the policy sampled, float32 [B]."""
+    """Return the number of turns that the policy sampled in each sample, float32 [B]."""
     assert batch.turns is not None
     of_samples = batch.turns.split(batch.lengths.tolist())
     return torch.tensor([float(own.max().clamp(min=0)) if len(own) else 0.0 for own in of_samples])
@@ -74,8 +74,9 @@ def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, 
 
     `num_tokens[i]` counts prompt and response of sample i; `ranks[r]` lists the samples of data parallel rank
     r. `balanced_min` and `balanced_max` are the least and the most tokens of a rank. `min`, `max` and
-    `minmax_diff` are those of a distribution in sample order with equal numbers of samples per rank. `mean`
-    is the same for both.
+    `minmax_diff` describe another division, in sample order with equal numbers of samples per rank. For
+    example, samples of 30, 10, 10 and 10 tokens on two ranks have `max` 40 in sample order, but
+    `balanced_max` 30 if one rank gets the first sample alone. `mean` is the same for both divisions.
     """
     bounds = [len(num_tokens) * rank // len(ranks) for rank in range(len(ranks) + 1)]
     dealt = [sum(num_tokens[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -158,7 +159,7 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
 def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:
     """Return mean, maximum and standard deviation of |p_trainer - p_engine| over the sampled tokens.
 
-    Also the correlation of the two probabilities (Pearson), unless either is the same for all tokens.
+    Also returns Pearson's correlation of both probabilities, unless either is the same for all tokens.
 
     logprobs: the trainer's, float32 [T]. Returns no metrics if the engine gave no log-probs.
     """

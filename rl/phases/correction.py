@@ -10,7 +10,7 @@ from rl.phases.batch_metrics import token_mean
 
 
 def weigh(batch: Batch, correction: RolloutCorrection, weights: Tensor | None) -> dict[str, float]:
-    """Fill `loss_weights` with the result of the function of this name; return the metrics.
+    """Fill the column `loss_weights`; return the metrics.
 
     Reads old_logprobs and rollout_logprobs [T]: log-probs of the same tokens under the same weights, by the
     trainer and by the engine.
@@ -31,7 +31,7 @@ def weigh(batch: Batch, correction: RolloutCorrection, weights: Tensor | None) -
 
 
 def weights_of(batch: Batch, logprobs: Tensor, correction: RolloutCorrection) -> Tensor | None:
-    """Return `loss_weights` of a batch, [T]. logprobs: those of the trainer, [T]."""
+    """Return `loss_weights` of a batch, [T]. logprobs: the trainer's, [T]."""
     if batch.rollout_logprobs is None:
         return None
     return loss_weights(correction, logprobs, batch.rollout_logprobs, batch.lengths, batch.mask)

@@ -1,7 +1,8 @@
 """The form of a run's dialogues: how its samples are generated and become a batch.
 
-A `Sampler` knows one of these and not which one. Samples are responses of one turn here; environments make
-trajectories of them.
+A `Sampler` calls `Dialogues` without knowing the form. Here samples are responses of one turn; with
+environments they are trajectories. For example, the answer to a question has one turn, and a game has one
+turn per move.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ class Dialogues:
         Collective over the replica. The samples are then in `schedule.samples` of its leader.
 
         Args:
-            call: its prompts are those of all replicas.
+            call: has the prompts of all replicas.
             progress, interrupt: see `SampleSource` and `RolloutEngine.run`.
         """
         sampling = call.sampling
@@ -53,17 +54,17 @@ class Dialogues:
     def batch(self, samples: list[Sample], call: Call, *, counts: Counter[str] | None = None) -> Batch:
         """Return the batch of finished samples. Collective over the world.
 
-        counts: `Dialogue.counts`, summed over the replicas; None: those of the last `run` on every rank.
+        counts: `Dialogue.counts`, summed over the replicas; None: the counts of the last `run` on every rank.
         """
         n = call.sampling.samples_per_prompt
         return batch_of(samples, call.ids, prompts=call.prompts, samples_per_prompt=n)
 
     def sent(self, prompt: Prompt) -> Prompt:
-        """Return what a generator must know of a prompt that it has not drawn."""
+        """Return the part of a prompt that a generator needs if it has not drawn the prompt."""
         return Prompt.of_tokens(prompt.token_ids)
 
     def within(self, group: SampledGroup, max_tokens: int) -> SampledGroup:
-        """Return a group of an earlier run, whose limit of tokens may have been larger."""
+        """Return a group of an earlier run, cut to the present limit of tokens."""
         return group.within(max_tokens)
 
     def keep_only(self, samples: Collection[tuple[int, int]]) -> None:

@@ -1,4 +1,7 @@
-"""The draw: which prompts each step gets, and where the next step continues."""
+"""The draw: which prompts each step gets, and where the next step continues.
+
+For example, with data.prompts_per_step=16 step 3 draws rows 32 to 47 of the epoch's order.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +20,7 @@ class Draw:
     ):
         self.rows, self._order = rows, order
         self.num_drawn = 0
-        """Rows that the steps of the run have drawn, those before a resume included."""
+        """Rows that the steps of the run have drawn, including steps before a resume."""
 
     @property
     def epochs(self) -> float:

@@ -28,7 +28,7 @@ from rl.stopping.requests import StepAborted, StopRequests
 
 @dataclass(frozen=True)
 class AllReplicas:
-    """A progress bar over the samples of all replicas, which one replica's samples advance for all."""
+    """A progress bar over the samples of all replicas, advanced by the samples of one replica."""
 
     bar: Any
     num_replicas: int
@@ -41,8 +41,8 @@ class Generation(Sampler):
     """Generates responses with the current weights of the policy, in turn with the training.
 
     Args:
-        stop: requests that may abort a generation; None if none may.
-        dialogues: how its samples proceed; None: as responses of one turn.
+        stop: requests that may abort a generation; None: it cannot be aborted.
+        dialogues: form of the samples; None: responses of one turn.
     """
 
     def __init__(
@@ -116,10 +116,11 @@ class Generation(Sampler):
     def _idle_metrics(
         self, timing: str, busy: float, samples: list[Sample], num_groups: int
     ) -> dict[str, float]:
-        """Return the mean and maximum share of the generation time in which a replica waited for the slowest.
+        """Return how long replicas waited for the slowest one, as shares of the generation time.
 
-        `greedy` is the mean share that longest-first assignment of groups would have had. Collective over the
-        world. busy: seconds in which this replica generated.
+        For example, a replica that generates 45 s while the slowest generates 60 s has a share of 0.25.
+        `mean` and `max` are over the replicas. `greedy` is the mean share that longest-first assignment of
+        groups would have had. Collective over the world. busy: seconds in which this replica generated.
         """
         engine = self._engine
         seconds = torch.zeros(engine.num_replicas, dtype=torch.float64)

@@ -41,7 +41,7 @@ class Inference:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
 
         Computes them with the current weights and applies `rollout_correction`. If the step has one update,
-        and nothing reads `old_logprobs` before, the update fills them (`Updates.policy`). With
+        and nothing reads `old_logprobs` before the update, the update fills them (`Updates.policy`). With
         `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's log-probs instead.
         """
         policy, config, correction = self._engines.policy, self._config, self._config.rollout_correction
@@ -63,7 +63,7 @@ class Inference:
             self.reference(batch)
 
     def _measure_noise(self, batch: Batch) -> None:
-        """Pass twice over a few samples, where the noise of rounding is to be measured."""
+        """Measure the noise of rounding by two passes over a few samples, if a measurement is due."""
         noise, policy, counted = self._checks.noise, self._engines.policy, self._checks.sampled_now(batch)
         if noise is None or counted is None:
             return
@@ -97,7 +97,7 @@ class Inference:
     def present_logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probs of a batch's tokens under the present weights, float32 [T].
 
-        For held-out responses, and for a batch that was learned from (`run.mode=check`).
+        They are used for held-out responses, and for a batch that was learned from (`run.mode=check`).
         """
         plans = self._planner.new_plans(batch)
         (logprobs,) = self._pass(

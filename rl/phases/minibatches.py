@@ -42,12 +42,12 @@ class MinibatchPlan:
     def totals(self, batch: Batch) -> Totals:
         """Return the loss denominators of the mini-batch, from the batch's current mask.
 
-        `num_samples` counts trajectories, of which each may have several rows.
+        `num_samples` counts trajectories, each with one or more rows.
         """
         samples = self.samples
         mask = batch.mask[batch.tokens_of(samples)]
         tokens = segment_sum(mask.double(), batch.lengths[samples])
-        if batch.trajectories is not None:  # of which a mini-batch holds all rows, because it holds groups
+        if batch.trajectories is not None:  # all rows of a trajectory are in one mini-batch
             rows = torch.unique_consecutive(batch.trajectories[samples], return_counts=True)[1]
             tokens = segment_sum(tokens, rows)
         counted = tokens > 0
@@ -67,7 +67,7 @@ def samples_by_rank(plans: list[MinibatchPlan]) -> list[list[int]]:
 class MinibatchPlanner:
     """Plans the mini-batches of a batch once, so that every pass over the batch uses the same packing.
 
-    Log-probs before the first update are then bitwise equal to those within it.
+    For example, log-probs from before the first update are then bitwise equal to log-probs in that update.
     """
 
     def __init__(self, config: Config, dp: int, cost: Cost, *, shares_prompts: bool):
@@ -76,7 +76,7 @@ class MinibatchPlanner:
         self._multiple = config.training.micro_batch_multiple
         self._shares_prompts = shares_prompts
         self._batch: Callable[[], Batch | None] = lambda: None
-        """Weak reference to the batch that was planned last; its columns are freed with the step."""
+        """Weak reference to the last planned batch; the batch's columns are freed with the step."""
         self._plans: list[MinibatchPlan] = []
         self._costs: dict[TrainingEngine, Cost] = {}
 
@@ -87,7 +87,7 @@ class MinibatchPlanner:
         return self._plans
 
     def new_plans(self, batch: Batch) -> list[MinibatchPlan]:
-        """Return the plans of a batch without keeping them in place of those of another one."""
+        """Return the plans of a batch, and keep the stored plans of another batch."""
         num_groups = int(batch.groups.max()) + 1
         # Groups are divided evenly, so that no update is computed from a small remainder.
         num_minibatches = -(-num_groups // self._prompts_per_minibatch)
@@ -121,7 +121,8 @@ class MinibatchPlanner:
         """Return the operations of forward and backward passes of a model over the plans, on all ranks.
 
         A backward pass takes as many operations as a forward pass for the input's gradients, and as many for
-        the weights' gradients, which adapters do not need. A frozen vision tower needs neither.
+        the weights' gradients. A model with adapters does not need the second, and a frozen vision tower
+        needs neither.
         """
         cost = self._cost_of(model)
         passes = 2 if any(part.freezes_model for part in model.parts) else 3

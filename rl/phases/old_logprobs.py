@@ -1,7 +1,8 @@
 """Log-probs of the old policy: from a pass over the batch or, with one update per step, from the update.
 
-In the only update of a step the ratio of new to old policy is exactly 1, so its own log-probs, detached, are
-the old ones. With several updates a separate pass computes them before the first.
+In the only update of a step the ratio of new to old policy is exactly 1. Its own log-probs, detached, are
+therefore the old log-probs. With several updates, for example with training.epochs=2, a separate pass
+computes the old log-probs before the first update.
 """
 
 from dataclasses import replace
@@ -43,8 +44,8 @@ class OldLogprobs:
         """Number of the policy's updates when the last old log-probs were computed."""
 
     def may_defer(self, batch: Batch) -> bool:
-        """Return whether the update may fill the old log-probs: it is the only one, and nothing reads them
-        earlier."""
+        """Return whether the update may fill the old log-probs: the step has one update, and nothing reads
+        them earlier."""
         num_updates = self._config.training.epochs * len(self._planner.plans(batch))
         updates_policy = self._step.number > self._config.critic.warmup_steps
         return num_updates == 1 and updates_policy and not needs_early_logprobs(self._config)
@@ -82,9 +83,9 @@ class OldLogprobs:
 
 
 class OnlyUpdate:
-    """Stores the outputs of the only update of a step as those of the old policy.
+    """Stores the outputs of the only update of a step as outputs of the old policy.
 
-    The last pipeline stage calls `loss`. Afterwards `outputs` returns what the calls stored.
+    The last pipeline stage calls `loss`. Afterwards `outputs` returns the stored outputs.
     """
 
     def __init__(self, loss: Loss, correction: RolloutCorrection):
@@ -110,7 +111,7 @@ class OnlyUpdate:
         return self._loss(replace(micro, columns=micro.columns | filled), totals)
 
     def outputs(self, policy: TrainingEngine, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probs, entropies and weights of the batch's tokens, as `OldLogprobs.fill` takes them.
+        """Return log-probs, entropies and weights of the batch's tokens, for `OldLogprobs.fill`.
 
         Collective over the world.
         """

@@ -45,8 +45,8 @@ class Phases:
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
 
-    make_teachers: makes the teachers of (config, step, engines, memory, planner, tokenizer); None: there are
-    none. tokenizer: the policy's, for prompts of teachers.
+    make_teachers: returns the teachers from (config, step, engines, memory, planner, tokenizer); None: no
+    teachers. tokenizer: the policy's, for prompts of teachers.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Phases:
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)
         self.end_ids = end_ids
-        """Ids of tokens that end a response, besides those of `rollout.stop_token_ids`."""
+        """Ids of tokens that end a response, besides `rollout.stop_token_ids`."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -92,13 +92,15 @@ class Phases:
     # Collect: the data of a step --------------------------------------------------------------------------
 
     def draw_prompts(self, number: int = 0) -> list:
-        """Return the next prompts in the epoch's order, as many as `generate` needs to return a number of
-        groups: data.prompts_per_step, or the given number."""
+        """Return the next prompts in the epoch's order.
+
+        They are as many as `generate` needs to return `number` groups; 0 means data.prompts_per_step.
+        """
         number = number or self.config.data.prompts_per_step
         return self.draw.next(self.sampler.num_to_draw(number))
 
     def draw_others(self, number: int) -> list:
-        """Return the next prompts, to which the policy does not respond."""
+        """Return the next prompts for responses of the data or a teacher, not of the policy."""
         return self.draw.next(number)
 
     def draw_pairs(self) -> Batch:
@@ -119,7 +121,7 @@ class Phases:
         return self._with_lengths_logged(batch)
 
     def mismatched(self, batch: Batch) -> Batch:
-        """Return the prompts with responses to other prompts of the same mini-batch, see `mismatch`."""
+        """Return a batch in which each prompt has the response to another prompt, see `mismatch`."""
         return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
 
     def targets(self, prompts: list[Prompt]) -> Batch:
@@ -129,9 +131,9 @@ class Phases:
     def generate(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt with the current weights.
 
-        The batch may have groups of other prompts than these (`Batch.prompts`).
-
-        round: number of the call within the step; calls with different numbers sample with different seeds.
+        The batch may have groups of other prompts (`Batch.prompts`): for example, with rollout.carry_over it
+        has groups that an earlier step began. round: number of the call within the step; calls with different
+        numbers sample with different seeds.
         """
         batch = self.sampler.batch(prompts, round=round)
         self.checks.generated(batch, limits_vary=self.sampler.varies_limits)
@@ -171,7 +173,7 @@ class Phases:
             self.teaching.log_probs(batch)
 
     def distributions(self, batch: Batch) -> None:
-        """Compute the teachers' distributions, from which the output `divergence` is computed."""
+        """Compute the teachers' distributions, for the output `divergence`."""
         assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
         self.teaching.distributions(batch)
 
@@ -218,7 +220,7 @@ class Phases:
 
     @contextmanager
     def saving(self):
-        """Run the body as the phase `save`, with the training models' weights in place."""
+        """Run the body as the phase `save`, with the training models' weights on the device."""
         self.memory.to_training()
         with self.step.phase("save", timing="save_checkpoint"):
             yield

@@ -1,9 +1,10 @@
 """The policy gradient that a configuration names, composed of the pure functions in `rl.objectives`.
 
 An algorithm's file calls `advantages(batch, config)` and `policy_loss(config)`; `objective.advantage`,
-`objective.loss` and `objective.aggregation` choose the formulas. Each formula is one file, whose function
-names its inputs: positional parameters are columns of the batch, keyword-only ones are keys of the section
-`objective`. `rl.config.objective_checks` rejects combinations that do not fit together.
+`objective.loss` and `objective.aggregation` choose the formulas. Each formula is one file with one function,
+and the function's parameters name its inputs. Positional parameters are columns of the batch, keyword-only
+parameters are keys of the section `objective`. For example, `rloo(rewards, groups)` reads two columns and no
+key. `rl.config.objective_checks` rejects combinations that do not fit together.
 """
 
 import importlib
@@ -33,8 +34,8 @@ from rl.training.packing import MicroBatch
 def advantages(batch: Batch, config: Config) -> Tensor:
     """Return the advantages of every token of the batch by `objective.advantage`, float32 [T].
 
-    A trajectory of several rows is one sample. gae and prime require results of models of their own; the
-    files of their algorithms call them.
+    A trajectory of several rows is one sample. gae and prime require the results of a critic or an implicit
+    reward model; `rl/algorithms/ppo.py` and `prime.py` call them.
     """
     estimator, _ = config.objective.chosen
     assert estimator is not None, "the algorithm has no policy gradient"
@@ -58,7 +59,7 @@ def policy_loss(config: Config) -> Loss:
     inputs = set(inspect.signature(function).parameters)
     if goal.entropy_coef:
         inputs.add("entropy")
-    # Without the masks, which set the loss of single tokens to 0, and with a bonus of fixed weight.
+    # Not part of the check: masks that set the loss of single tokens to 0, and an adaptive bonus.
     checked = replace(
         config,
         objective=replace(goal, top_entropy=1.0, off_policy_mask=0.0, adaptive_entropy=AdaptiveEntropy()),
@@ -71,7 +72,7 @@ def policy_loss(config: Config) -> Loss:
 
 
 def with_entropy_bonus(loss: Loss, config: Config, coef: float) -> Loss:
-    """Return the loss less `coef` times the mean entropy by `objective.aggregation`."""
+    """Return the loss minus `coef` times the mean entropy by `objective.aggregation`."""
 
     def function(micro: MicroBatch, totals: Totals, **values: Any) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = loss.function(micro, totals, **values)
@@ -105,8 +106,9 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a function of `rl.objectives` by name.
 
-    A positional parameter is the column of its name, a keyword-only one the key of its name in the section
-    `objective`; `given` comes first. A parameter without column or key keeps its default.
+    A positional parameter gets the column of its name, a keyword-only parameter the key of its name in the
+    section `objective`. Values in `given` take precedence. A parameter without column or key keeps its
+    default.
     """
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():

@@ -18,7 +18,8 @@ def overlong_penalty(batch: Batch, config: Config) -> Tensor:
     """Return the length penalty of each sample, float32 [N], 0 or negative.
 
     The penalty is DAPO's (`reward.overlong_*`). It counts the tokens that the policy sampled, in all rows of
-    a trajectory.
+    a trajectory. For example, with a limit of 1,000 tokens, a buffer of 200 and a penalty of 1, a response of
+    900 tokens gets -0.5.
     """
     penalties = overlong_penalties(
         batch.merge_rows().sampled_lengths.numpy(),
@@ -44,7 +45,7 @@ class KlPenalty:
     def apply(self, batch: Batch, step: int) -> dict[str, float]:
         """Fill `token_rewards` and subtract the penalty from `rewards`; return the metrics.
 
-        The reward of a token is minus the coefficient times its KL divergence; the last token also gets the
+        A token's reward is its KL divergence times minus the coefficient; the last token also gets the
         sample's reward. `rewards` become the sums over the tokens. An adaptive coefficient is updated for the
         next step. A trajectory of several rows is one sample.
         """

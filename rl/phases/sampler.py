@@ -1,4 +1,4 @@
-"""Production of the samples of a run's steps. The loop and the phases know this class and none of its forms.
+"""Production of the samples of a run's steps. The loop and the phases know this class and no subclass.
 
     refit:  refit                                 before each step and each validation
     draw:   num_to_draw -> prompts -> batch       of each step, several times with dynamic sampling
@@ -46,10 +46,10 @@ class Call:
     sampling: Sampling
     """Sampling parameters, and the number of responses per prompt."""
     purpose: str
-    """Distinguishes the seeds of this call from those of other calls in the run."""
+    """Distinguishes the seeds of this call from the seeds of other calls in the run."""
     timing: str = "gen"
     """The seconds are logged as timing_s/<timing>. "testing" is a validation; all other calls end at a stop
-    request, unless this step has updated a model."""
+    request, unless a model was already updated in this step."""
     order: Sequence[int] | None = None
     """The prompts in the order in which they start; None: as given."""
 
@@ -67,8 +67,7 @@ class Sampler:
     """Produces samples. Methods are collective over the world, with the same arguments on every rank."""
 
     varies_limits = False
-    """Whether samples of a training batch may have been generated with another limit of tokens, before the
-    run was resumed."""
+    """Whether samples from before a resume may have been generated with another limit of tokens."""
 
     def __init__(self, config: Config, step: StepRecord, policy: TrainingEngine):
         self._config, self._step, self._policy = config, step, policy
@@ -77,13 +76,14 @@ class Sampler:
     # Samples ----------------------------------------------------------------------------------------------
 
     def refit(self) -> None:
-        """Give the present weights to what generates. No effect if it has them.
+        """Give the present weights to the generating engines; do nothing if they have them.
 
-        The points of a sweep get theirs together, when all of them wait for samples (`JointGeneration`).
+        The points of a sweep get their weights together, when all of them wait for samples
+        (`JointGeneration`).
         """
 
     def sample(self, call: Call) -> Batch:
-        """Return the samples of a call, for a baseline or a validation too.
+        """Return the samples of a call, for example of a validation.
 
         Raises StepAborted on every rank after a stop request.
         """
@@ -96,7 +96,7 @@ class Sampler:
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
         """Return a training batch of rollout.samples_per_prompt responses per prompt.
 
-        The prompts are those just drawn. The batch may have groups of other prompts (`Batch.prompts`).
+        The prompts were just drawn. The batch may have groups of other prompts (`Batch.prompts`).
 
         round: number of the call within the step; calls with different numbers sample with different seeds.
         """
@@ -110,10 +110,10 @@ class Sampler:
     # Steps ------------------------------------------------------------------------------------------------
 
     def begin(self, cursor: Mapping[str, Any]) -> None:
-        """Begin the run. cursor: that of the draw before the first batch."""
+        """Begin the run. cursor: of the draw before the first batch."""
 
     def check(self, batch: Batch) -> None:
-        """Raise StaleTokens if tokens of the batch that is about to be learned from are too old."""
+        """Raise StaleTokens if tokens of the next batch to learn from are too old."""
         # A user's algorithm may keep samples of older weights.
         if self._config.algorithm in shipped():
             check_staleness(batch, self._policy.version, limit=0)
@@ -127,11 +127,12 @@ class Sampler:
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def cursor(self) -> dict[str, Any]:
-        """Return what belongs to the cursor of a batch besides the draw. Later calls do not change it."""
+        """Return the sampler's own part of a batch's cursor, beside the draw. Later calls do not change
+        it."""
         return {} if self._past_lengths is None else {"past_lengths": dict(self._past_lengths.means)}
 
     def before_save(self) -> None:
-        """Complete what a checkpoint must hold."""
+        """Complete the state that a checkpoint must hold."""
 
     def state_dict(self, cursor: Mapping[str, Any]) -> dict[str, Any]:
         """Return plain data for a checkpoint; rank 0's is written. Collective over the world.
@@ -157,7 +158,7 @@ class Sampler:
     def _loaded(self, samples: list[Sample]) -> list[Sample]:
         """Return the samples of a checkpoint. Rank 0 keeps the values of their held columns.
 
-        Raises ConfigError if they lack one that this run learns with.
+        Raises ConfigError if they lack a held column that this run learns with.
         """
         config = self._config
         columns = {"routes"} if config.training.router_replay == "engine" else set()
@@ -176,7 +177,7 @@ class Sampler:
     def _log_held(self, batch: Batch, moved: BytesMoved) -> None:
         """Log the bytes that brought the held columns of a batch to the ranks that keep them.
 
-        moved: this rank's. Collective over the world.
+        moved: the bytes of this rank. Collective over the world.
         """
         if batch.held:
             total = sum_over_world(torch.tensor([moved.received, moved.planned]), self._step.device.torch)
@@ -184,7 +185,7 @@ class Sampler:
             self._step.metrics |= zip(names, total.tolist())
 
     def _seeds(self, call: Call) -> list[int]:
-        """Return the seed of each prompt, which depends on its place: one drawn twice has other samples."""
+        """Return the seed of each prompt's place in the call: a prompt drawn twice gets different samples."""
         return [seed_of(self._config.run.seed, call.purpose, place) for place in range(len(call.prompts))]
 
     @contextmanager
@@ -207,7 +208,7 @@ class Sampler:
             step.abortable_s += time.perf_counter() - started
 
     def _purpose(self, round: int) -> str:
-        """Return what distinguishes the seeds of the training batch from those of other calls."""
+        """Return a text that distinguishes the seeds of the training batch from the seeds of other calls."""
         return f"train.{self._step.number}.{round}" if round else f"train.{self._step.number}"
 
     def _order(self, prompts: Sequence[Prompt]) -> list[int] | None:
@@ -217,7 +218,7 @@ class Sampler:
         return self._past_lengths.longest_first([prompt.index for prompt in prompts])
 
     def _noted(self, batch: Batch) -> Batch:
-        """Return the batch, whose lengths count in the order of later ones."""
+        """Note the lengths of the batch for the order of later batches; return the batch."""
         if self._past_lengths is not None:
             indices = [prompt.index for prompt in batch.prompts]
             self._past_lengths.note(indices, batch.groups.tolist(), batch.lengths.tolist())

@@ -42,8 +42,8 @@ Response = tuple[Prompt, str, Messages]
 class Scorer:
     """Scores batches.
 
-    Each rank calls the reward function on every world-size-th sample, in its own worker processes. A reward
-    model and a judge run on all ranks together.
+    Each rank calls the reward function on every world-size-th sample, in its own worker processes. For
+    example, rank 1 of 4 scores samples 1, 5, 9, ... A reward model and a judge run on all ranks together.
     """
 
     def __init__(self, config: Config, inputs: Inputs, device: Device, engines: Engines, pool: ScoringPool):
@@ -57,20 +57,20 @@ class Scorer:
         self.first_cause: str = ""
         """Cause of this batch's first failed call on this rank."""
         self.succeeded: set[bool] = set()
-        """Whether a batch of training (False), of validation (True) had a score."""
+        """Kinds of batches that had a score: False for training, True for validation."""
 
     @property
     def has_models(self) -> bool:
-        """Whether a reward model or a judge scores, for which the policy's engine sleeps."""
+        """Whether a reward model or a judge scores; the policy's engine then sleeps meanwhile."""
         return self.model is not None or self.judge is not None
 
     def score(self, batch: Batch, *, predictions: bool) -> tuple[dict[str, Tensor], list[str | None] | None]:
         """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.
 
         The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns, NaN
-        where a sample lacks one. The score of an environment, if `score_details` holds it, replaces that of
-        the reward function. In a response of several turns the reward function scores the last turn; reward
-        model and judge score the conversation. Collective over the world.
+        where a sample lacks one. The score of an environment, if `score_details` holds it, replaces the
+        reward function's score. In a response of several turns the reward function scores the last turn;
+        reward model and judge score the conversation. Collective over the world.
         """
         if batch.trajectories is not None:
             columns, answers = self.score(whole := batch.merge_rows(), predictions=predictions)
@@ -213,7 +213,7 @@ class Scorer:
 def check_answers(samples: list[dict], scores: list[Score], filed: list[float]) -> None:
     """Raise CheckFailed unless a function computed each score for its sample, or the call failed.
 
-    filed: the scores of these samples in the columns of the batch, float64.
+    filed: the scores of the same samples in the columns of the batch, float64.
     """
     for k, (sample, score, value) in enumerate(zip(samples, scores, filed, strict=True)):
         own = Score({"score": value})
@@ -272,7 +272,7 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
 
 
 def gather_by_rank(mine: list) -> list:
-    """Return the items of all ranks in sample order; rank r gives those of samples r, r + W, ... of W ranks.
+    """Return the items of all ranks in sample order; rank r of W gives the items of samples r, r + W, ...
 
     Collective over the world.
     """
@@ -298,7 +298,7 @@ def gather_columns(
 
 
 def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the columns that environments gave, and those computed for samples that they did not score."""
+    """Return the environments' columns, with computed scores for samples that no environment scored."""
     scored = ~given["score"].isnan()
     missing = torch.full(scored.shape, torch.nan)
     columns = {}
@@ -340,8 +340,8 @@ def _conversation(
 ) -> np.ndarray:
     """Return token ids of prompt and response, or of a trajectory, by the reward model's tokenizer.
 
-    chat: as in `_parts`. A conversation that the template rejects, or whose calls it would leave out, becomes
-    one message of the user. Only the template, or a prompt that is a string, contains special tokens.
+    chat: as in `_parts`. A conversation becomes one message of the user if the template rejects it or would
+    leave out its calls. Only the template, or a prompt that is a string, contains special tokens.
     """
     if chat and tokenizer.chat_template is None:
         return _encode(hide(transcript(chat), tokenizer), tokenizer, add_special_tokens=True)

@@ -1,4 +1,7 @@
-"""The scoring phase: what each response is worth."""
+"""The scoring phase: scores and rewards of responses.
+
+For example, a score of 1 with an overlong penalty of 0.5 is a reward of 0.5.
+"""
 
 from collections import Counter
 
@@ -19,7 +22,7 @@ class Scoring:
     """Fills the scores and rewards of a batch. Methods are collective over the world.
 
     Args:
-        scorer: None: this run has no reward.
+        scorer: scores the samples; None: this run has no reward.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class Scoring:
         self._config, self._step, self._engines, self._memory = config, step, engines, memory
         self._scorer = scorer
         self._groups: Counter[float | str] = Counter()
-        """Groups so far by their scores (`warn_of_constant_scores`)."""
+        """Number of groups so far by score (`warn_of_constant_scores`)."""
 
     def fill_scores(self, batch: Batch, *, timing: str, predictions: bool = False) -> list[str | None] | None:
         """Fill `scores`, `rewards` (equal to them) and `score_details`.

@@ -1,4 +1,4 @@
-"""The current step: its number, its metrics, and what happens before and after each of its phases."""
+"""The current step: its number, its metrics, and the actions before and after each of its phases."""
 
 import time
 from collections import Counter
@@ -17,8 +17,8 @@ from rl.runtime import tracing
 from rl.runtime.device import Device
 
 TRIM_EVERY = 10
-"""Interval, in steps, at which freed host memory is returned to the system. Returned memory must be mapped
-again, which caused half of the page faults of a small step."""
+"""Interval, in steps, at which freed host memory is returned to the system. Returning it more often costs
+time: mapping the memory again caused half of the page faults of a small step."""
 
 
 class StepRecord:
@@ -114,7 +114,7 @@ class StepRecord:
     def log_performance(self, *, num_ranks: int) -> None:
         """Log speed and memory of the step, once it has learned.
 
-        num_ranks: ranks of the job. With roles only those that train, which are the world, do the operations.
+        num_ranks: ranks of the job. With roles only the ranks that train (the world) do the operations.
         """
         metrics = self.metrics
         metrics["perf/total_num_tokens"] = self.num_tokens

@@ -1,4 +1,4 @@
-"""What a step asks of the teachers, models from which the policy learns token by token."""
+"""Interface of a step to the teachers: models from which the policy learns token by token."""
 
 from typing import Protocol
 

@@ -24,9 +24,10 @@ TRIED = 128
 def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
     """Raise ValueError, with file and row, for a ground truth that cannot be graded or would grade wrongly.
 
-    Each rank checks its share of the rows: every row by `check_truth` of its reward functions, or beside its
-    environment, which reads the truth, and TRIED rows by `try_truth` in the workers, which may run it. The
-    reward functions do not check the rows of environments, whose scores may replace theirs. Not collective.
+    Each rank checks its share of the rows. `check_truth` checks every row; it is defined beside the row's
+    reward function, or beside its environment. `try_truth` checks TRIED rows in the workers, which may
+    execute the ground truth. Reward functions do not check rows of environments, because an environment's
+    score may replace the reward function's. Not collective.
     """
     rows = [
         *(inputs.prompts if scores_training(config) else ()),
@@ -73,7 +74,7 @@ def _check_beside(environment: str) -> Callable[..., Any] | None:
     """Return `check_truth` in the module of an environment; None if this process cannot import it."""
     try:
         return companion(environment, "check_truth")
-    except ImportError:  # reported with its key by the workers, which import it, too
+    except ImportError:  # the workers import it too, and report the error with its key
         return None
 
 
@@ -87,7 +88,7 @@ def at(place: str) -> Iterator[None]:
 
 
 def arguments(prompt: Prompt, response: str | None) -> dict:
-    """Return the reward function's arguments for a response; with None only the ground truth is tried."""
+    """Return the reward function's arguments for a response; None: only the ground truth is tried."""
     return dict(
         prompt=prompt.text,
         response=response,

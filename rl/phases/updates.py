@@ -44,6 +44,8 @@ def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:
 class Updates:
     """Makes `training.epochs` passes over the mini-batches, with one optimizer step on each mini-batch.
 
+    For example, training.epochs=2 and four mini-batches are eight optimizer steps.
+
     Methods are collective over the world.
     """
 
@@ -78,12 +80,12 @@ class Updates:
     ) -> None:
         """Update the policy.
 
-        If `Inference.log_probs` deferred the old log-probs, they are from the update's own forward pass.
+        If `Inference.log_probs` deferred the old log-probs, they come from the update's own forward pass.
 
         select_tokens: called before each update with the whole mini-batch; the loss reads the result as the
         column `selected_tokens`.
-        mismatched: the prompts with responses to others (`Phases.mismatched`), with `ref_logprobs`. The loss
-        gets `mismatch_kl` of those of the mini-batch under the current weights as `kl`.
+        mismatched: the result of `Phases.mismatched`, with `ref_logprobs`. The loss gets as `kl` the
+        `mismatch_kl` of the mini-batch's mismatched samples under the current weights.
 
         With `objective.adaptive_entropy` an entropy bonus is added to the loss.
         """
@@ -155,8 +157,7 @@ class Updates:
         return schedule
 
     def _complete(self, batch: Batch) -> None:
-        """Fill the columns that are computed from others: the teacher's part of the advantages, and the sizes
-        of trajectories."""
+        """Add the teacher's part to the advantages, and fill the column of the trajectories' sizes."""
         if "teacher_logprobs" in batch.extra:
             self._add_teacher(batch)
         if batch.trajectories is not None:
@@ -178,7 +179,7 @@ class Updates:
 
         assert batch.advantages is not None and batch.old_logprobs is not None
         coef = self._config.teacher.advantage_coef
-        teacher_logprobs = batch.extra.pop("teacher_logprobs")  # a second update must not add them again
+        teacher_logprobs = batch.extra.pop("teacher_logprobs")  # a second update must not add it again
         added = log_ratio_advantages(teacher_logprobs, batch.old_logprobs, coef=coef)
         added = torch.where(batch.mask > 0, added, 0.0)
         parts = {"reward": batch.advantages, "teacher": added}
@@ -207,7 +208,7 @@ class Updates:
         sums: dict[str, float] = {}
         lr = schedule.rate(step.number)
         if model is self._engines.policy:
-            self._memory.wait_for_readers()  # only now: the passes before it may overlap their reading
+            self._memory.wait_for_readers()  # only now, because earlier passes may overlap the reading
         size = token_mean(batch.column("old_values").abs(), batch.mask) if name == "critic" else 1.0
         outputs = Outputs(is_first=self._inference.has_old_outputs(name), size=size)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
@@ -250,7 +251,7 @@ class Updates:
         """Fill `selected_tokens` for the samples of a mini-batch, before update `number` of this step."""
         samples, output = plan.samples, select.reads
         values = batch.old_logprobs if output == "logprobs" else None
-        # Then old_logprobs belong to other weights, or are not filled yet.
+        # In these cases old_logprobs belong to other weights, or are not filled yet.
         if number > 0 or self._config.rollout_correction.bypass or values is None:
             (values,) = self._engines.policy.forward(batch, [plan.micro_batches], (output,))
         index = batch.tokens_of(samples)
