@@ -9,8 +9,8 @@
 estimates, on a machine without a GPU, whether the run fits into the memory of N GPUs (`--dry-run --help`).
 
 Exit codes: 0, done; 2, the input is invalid, and rank 0 prints one sentence; 75, stopped by a time limit or a
-signal, and the same command continues the run; 1, a fault, whose cause is in the last lines of the log
-(docs/faults.md).
+signal, and the same command continues the run; 1, a fault, with its cause in the last lines of the log
+(docs/faults.md). For example, a misspelt key ends the program with code 2.
 """
 
 import atexit
@@ -42,7 +42,7 @@ def main() -> int:
     start_up.pause_collection()
     from rl.stopping.signals import expect_signals
 
-    expect_signals()  # before any thread exists, which would receive the signals that this one blocks
+    expect_signals()  # before other threads exist: they would receive the signals that this thread blocks
     # torch is imported after the configuration is checked: --help and a typo take a fraction of a second.
     from rl.config.checks import check
     from rl.config.command_line import parse_command_line
@@ -175,7 +175,7 @@ def watched_run(config, points, ranks, device) -> int:
     note_sigterm(lambda: status.interrupt("SIGTERM"))
     watchdog = None
     try:
-        with fail_together(), writing(config.run.dir):  # fails on a rank that cannot see the directory
+        with fail_together(), writing(config.run.dir):  # raises if a rank cannot see the directory
             own = dict(run_dir=config.run.dir, device=device, store=job().store, lock=lock, status=status)
             watchdog = Watchdog(config.watchdog, config.memory, **own)
         with fail_together():
@@ -228,11 +228,11 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
 
     ranks.export()
     os.environ.update(without_proxies(ranks, address_of_host(ranks)))
-    # Rank 0 holds connections to all ranks, and strangers may open some to the ports of libraries.
+    # Rank 0 holds connections to all ranks, and strangers may connect to the ports of libraries.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered since
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # With --cpus-per-task Slurm binds each task to its own cores, which must not be divided again.
+    # With --cpus-per-task Slurm binds each task to its own cores; they must not be divided again.
     own_cpus = os.environ.get("SLURM_CPUS_PER_TASK") if ranks.launcher == "slurm" else None
     cpus = own_cpus or max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
     defaults = {
@@ -240,7 +240,7 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
         # Spinning OpenMP threads make a generation 20 times slower if there are more threads than cores.
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
-        # Every request has a seed, for which vLLM never uses FlashInfer's sampler but would compile it.
+        # Every request has a seed. vLLM then never uses FlashInfer's sampler, but would compile it.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": socket_directory(),
@@ -255,7 +255,7 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
         # order. CUDA reads the variable when it initialises. With roles the GPU has several queues: in one,
         # a message that waits for its receiver would block the collectives for which other ranks wait.
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if ranks.on_one_host:  # then nothing listens on an interface that another node reaches
+    if ranks.on_one_host:  # then nothing must listen on an interface that other nodes reach
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
         defaults["VLLM_HOST_IP"] = "127.0.0.1"
     elif address := address_of_host(ranks):
@@ -282,8 +282,8 @@ def refuse(error: Exception, ranks) -> int:
 def leave(code: int, *, together: bool = True) -> None:
     """Run the exit handlers and end the process without the interpreter's teardown.
 
-    In that teardown, threads of gloo groups that Megatron and vLLM still hold sometimes end a finished run
-    with SIGABRT.
+    Megatron and vLLM still hold gloo groups. During the teardown, threads of these groups sometimes end a
+    finished run with SIGABRT.
 
     together: whether every rank exits.
     """

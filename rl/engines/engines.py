@@ -1,4 +1,8 @@
-"""The models of a run on this rank: those of the training grid and those that generate."""
+"""The models of a run on this rank: models of the training grid, and generating engines.
+
+For example, a run of ppo has the policy and the critic in `training`, and the policy's engine in
+`generating`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +27,7 @@ class Engines:
     """The models of a run on this rank, by their names in `rl.config.run_models`."""
 
     training: dict[str, TrainingEngine]
-    """Models of the training grid, learning and frozen, but for teachers."""
+    """Models of the training grid, learning and frozen, except teachers."""
     generating: dict[str, RolloutEngine] = field(default_factory=dict)
     """Engines that generate: of the policy, of a judge, and of a teacher."""
     teachers: dict[str, TrainingEngine] = field(default_factory=dict)
@@ -40,7 +44,7 @@ class Engines:
 
     @property
     def learning(self) -> dict[str, TrainingEngine]:
-        """The models whose weights change, by their name in checkpoints."""
+        """The models that learn, by their name in checkpoints."""
         own = [model.parts.models() for model in self.training.values()]
         every = [*self.training.items(), *(pair for models in own for pair in models.items())]
         return {name: model for name, model in every if model.optimizer is not None}
@@ -54,7 +58,7 @@ class Engines:
             model.offload(weights=weights)
 
     def reload(self) -> None:
-        """Restore what `offload` released."""
+        """Restore the memory that `offload` released."""
         for model in self.training.values():
             model.reload()
 
@@ -120,8 +124,8 @@ def build_engines(
 ) -> Engines:
     """Build all models that the configuration needs. Collective over the world.
 
-    generate: also build the models that generate or score; with roles, those that score. adapters: see
-    `build_rollout`.
+    generate: also build the models that generate or score; with roles, only the models that score. adapters:
+    see `build_rollout`.
     """
     check_device(config, device)
     engines, away = Engines({}), offload_of(config, device)

@@ -51,8 +51,8 @@ class ModelFiles:
 class Inputs:
     """Configs of the models, tokenizers, prompts and reward functions of a run.
 
-    Raises ValueError or ConfigError with a message for the user. Not collective; every rank reads its own
-    copy.
+    Raises ValueError or ConfigError with a message for the user, for example if a teacher has another
+    vocabulary than the policy. Not collective; every rank reads its own copy.
     """
 
     def __init__(self, config: Config, world_size: int):
@@ -231,7 +231,7 @@ class Inputs:
         )
 
     def _image_reader(self):
-        """Return what reads the images of rows; None if the run has none."""
+        """Return the reader of the rows' images; None if the run has no images."""
         data, model = self.config.data, self.models["policy"]
         if not data.image_key:
             return None

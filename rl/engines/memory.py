@@ -18,7 +18,7 @@ class MemorySharing:
         self.offload = offload_of(config, device)
         self._num_refits = 0
         self.wait_for_readers: Callable[[], None] = lambda: None
-        """Waits until nobody else reads the policy's weights; called before they change."""
+        """Waits until nobody else reads the policy's weights; called before the weights change."""
 
     def to_generation(
         self, step: int, refit_phase: Callable[[], AbstractContextManager[None]]
@@ -26,8 +26,8 @@ class MemorySharing:
         """Wake the engine with the policy's current weights; return the metrics of the refit, if any.
 
         The refit happens if the engine holds another version of the weights, or lost them while it slept
-        (CUDA). It is collective over the world and runs within `refit_phase()`. The weights are compared
-        also without a refit, because the version may be wrong.
+        (CUDA). It is collective over the world and runs within `refit_phase()`. The weights are compared even
+        without a refit, because the version may be wrong.
         """
         policy, engine = self.engines.policy, self.engines.rollout
         assert engine is not None, "this run has no generation engine"
@@ -60,7 +60,7 @@ class MemorySharing:
 
     @contextmanager
     def lent(self, model: TrainingEngine) -> Iterator[None]:
-        """Have the weights of a teacher on the device inside the context. Not collective."""
+        """Load the weights of a teacher onto the device for the duration of the block. Not collective."""
         model.reload()
         try:
             yield
@@ -69,6 +69,6 @@ class MemorySharing:
                 model.offload(weights=True)
 
     def _offload(self, *, weights: bool) -> None:
-        """Offload gradients and optimizer state of the training models, with `weights` also their weights."""
+        """Offload gradients and optimizer state of the training models, and their weights if `weights`."""
         if self.offload != "none":
             self.engines.offload(weights=weights and self.offload == "all")

@@ -1,4 +1,4 @@
-"""The engines that generate: with the policy, and with models whose weights stay."""
+"""The engines that generate: with the policy, and with frozen models, for example a judge."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from rl.runtime.device import Device
 
 
 def check_device(config: Config, device: Device) -> None:
-    """Raise ConfigError for what an engine on a GPU cannot do."""
+    """Raise ConfigError for options that an engine on a GPU does not support."""
     if device.is_cuda and config.training.cp > 1 and config.model.dtype == "float32":
         raise ConfigError(
             f"training.cp={config.training.cp} with model.dtype=float32 is for CPU: on a GPU attention "
@@ -38,7 +38,7 @@ def check_device(config: Config, device: Device) -> None:
 def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter] = ()) -> RolloutEngine:
     """Return the engine that generates with the policy. Collective over the world.
 
-    adapters: those of a sweep's points; by default that of `config`, if the engine holds it.
+    adapters: of a sweep's points; by default the adapter of `config`, if the engine holds it.
     """
     adapter = config.adapter
     if not adapters and adapter.is_on and adapter.in_engine == "adapter":
@@ -51,7 +51,7 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
 
 
 def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
-    """Return the parts of that engine. A run imports only the parts that it uses."""
+    """Return the parts of the policy's engine. A run imports only the parts that it uses."""
     parts = model_parts(config.rollout, read_hf_config(config.model.path))
     for parts_of_option in wing.doors(config, "engine"):
         parts += parts_of_option(config, adapters)
@@ -99,7 +99,7 @@ def model_parts(rollout: Rollout, hf: dict) -> list[Part]:
 def build_frozen(
     config: Config, device: Device, name: str, model: ServedModel, memory_share: float
 ) -> RolloutEngine:
-    """Return an engine whose weights stay; it sleeps. Collective over the world."""
+    """Return a sleeping engine with fixed weights. Collective over the world."""
     rollout = replace(config.rollout, gpu_memory_utilization=memory_share)
     parts = model_parts(rollout, read_hf_config(model.path))
     engine = RolloutEngine(model, rollout, seed=config.run.seed, device=device, name=name, parts=parts)

@@ -1,4 +1,4 @@
-"""The parts of the models on the training grid, which the options of the run give them."""
+"""The parts of the models on the training grid, chosen by the options of the run."""
 
 from rl.config import wing
 from rl.config.run_models import RunModel
@@ -10,6 +10,6 @@ from rl.training.parts import Part
 def training_parts(config: Config, model: RunModel, *, base_of: TrainingEngine | None = None) -> list[Part]:
     """Return the parts of a model, in the order of their hooks.
 
-    base_of: a model with the same frozen weights, whose memory this one uses.
+    base_of: a model with the same frozen weights; the new model uses its memory.
     """
     return [part for parts_of in wing.doors(config, "trainer") for part in parts_of(config, model, base_of)]

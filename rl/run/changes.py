@@ -1,4 +1,4 @@
-"""Comparison of a run's config and files with those of the checkpoint from which it continues.
+"""Comparison of a run's config and files with the checkpoint from which the run continues.
 
 A run must not silently continue in the directory of another run. For example, it would train the other run's
 checkpoint with another reward, or end at once because the checkpoint is at its last step.
@@ -42,7 +42,7 @@ EXPECTED = ("run.dir", "run.max_steps", "run.max_time", "checkpoint.resume", "ch
 def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
     """Return `old -> new` by key for the keys that differ, without EXPECTED.
 
-    saved: config.yaml of the checkpoint. Keys that it lacks, because they are newer, are not compared.
+    saved: config.yaml of the checkpoint. Newer keys, which it lacks, are not compared.
     """
     own, found = yaml.safe_load(to_yaml(config)), {}
     for key in flatten(config):
@@ -55,7 +55,7 @@ def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
 
 
 def check_changes(config: Config, saved: dict[str, Any], place: str) -> None:
-    """Raise ConfigError if the config of the checkpoint in `place` is that of another run."""
+    """Raise ConfigError if the checkpoint in `place` has the config of another run."""
     if config.checkpoint.accept_changes:
         return
     found = changes(config, saved)
@@ -69,7 +69,7 @@ def check_changes(config: Config, saved: dict[str, Any], place: str) -> None:
 
 
 def contents(config: Config, rows: Sequence[Any]) -> dict[str, str | int]:
-    """Return digests of what the run reads from files that may change while their paths remain.
+    """Return digests of the run's files, which may change while their paths remain.
 
     rows: the training data. Its token ids also depend on the tokenizer and the chat template.
     """

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: from which one it continues, and what they hold besides the models."""
+"""The checkpoints of a run: the choice of the one to continue from, and their contents besides the models."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,15 +18,14 @@ from rl.run_directory.status import Status
 
 
 def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | None, Saved | None]:
-    """Return the newest checkpoint of this run, and the one of checkpoint.resume if it is to be read.
+    """Return the newest checkpoint of this run, and the checkpoint of checkpoint.resume if it is to be read.
 
     Raises ConfigError, before any model is built:
 
     - if checkpoint.resume=never and run.dir holds checkpoints of an earlier run. Retention and the next
-      resume would treat them as checkpoints of this run. A run that began with `never` continues,
-      because the same command is started again after a stop or a requeue.
-    - if the checkpoints of run.dir belong to another run (`rl.run.changes`).
-    - if the checkpoint of checkpoint.resume leaves no step to train.
+    resume would treat them as checkpoints of this run. A run that began with `never` continues. For example,
+    Slurm starts the same command again after a requeue. - if the checkpoints of run.dir belong to another run
+    (`rl.run.changes`). - if the checkpoint of checkpoint.resume leaves no step to train.
     """
     newest, resume = store.newest(), config.checkpoint.resume
     written = {} if newest is None else store.config_of(newest)
@@ -40,7 +39,7 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | Non
         check_changes(config, written, str(newest.path))
     if resume in ("auto", "never") or not (newest is None or config.checkpoint.weights_only):
         return newest, None
-    # The run that `resume` names may have saved again since this one began.
+    # The run that `resume` names may have saved again since this run began.
     named = store.named(before if Path(before).is_relative_to(resume) else resume)
     if newest is None and not config.checkpoint.weights_only and named.step >= config.run.max_steps:
         raise ConfigError(
@@ -60,7 +59,8 @@ class RunCheckpoints:
         self._contents = contents(config, phases.draw.rows)
 
     def resume(self, newest: Saved | None, named: Saved | None) -> tuple[int, dict[str, float]]:
-        """Load the newest checkpoint of the run, else the one that checkpoint.resume names, if there is one.
+        """Load the newest checkpoint of the run, else the checkpoint that checkpoint.resume names, if there
+        is one.
 
         Returns the step after which to continue, and its metrics.
         """
@@ -111,7 +111,7 @@ class RunCheckpoints:
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
-        """Return what a checkpoint holds besides the models; rank 0's is written.
+        """Return the contents of a checkpoint besides the models; rank 0's are written.
 
         cursor: `Phases.cursor` after the last batch that was learned from.
         """
@@ -119,7 +119,7 @@ class RunCheckpoints:
         return state | {"contents": self._contents}
 
     def _controllers(self) -> dict:
-        """Return what depends on the updates so far."""
+        """Return the state that depends on the updates so far, for example the KL coefficient."""
         entropy_control = self._phases.updates.entropy_control
         return {
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
@@ -131,7 +131,7 @@ class RunCheckpoints:
     def save(self, step: int, state: dict, metrics: dict[str, float]) -> None:
         """Write the checkpoint of a step, or start writing it in the background; do nothing if it exists.
 
-        Models, `state` and `metrics` must be those of the end of the step.
+        Models, `state` and `metrics` must be from the end of the step.
         """
         with self._phases.saving():
             self._store.save(step, self._phases.engines.learning, state, metrics)

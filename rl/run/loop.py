@@ -37,8 +37,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     """Run from the newest checkpoint, or from step 0, until the end or a stop. Collective over the world.
 
     Returns the exit code of the process: 0, or STOPPED_EXIT if the run is to be continued. Raises
-    ConfigError, identical on every rank, for checkpoints in run.dir from which this run must not or cannot
-    continue.
+    ConfigError, identical on every rank, if this run must not or cannot continue from the checkpoints in
+    run.dir.
     """
     start_up.mark("Megatron")  # imported by this module
     with fail_together():
@@ -117,7 +117,7 @@ def take_steps(
 
 
 def is_complete(config: Config, newest: Saved | None) -> bool:
-    """Return whether the newest checkpoint is that of the last step."""
+    """Return whether the newest checkpoint is of the last step."""
     return newest is not None and newest.step >= config.run.max_steps
 
 
@@ -133,9 +133,9 @@ def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
 class Training:
     """The steps of a run. Methods are collective over the world.
 
-    This class owns the order of a step: `refit`, `collect`, `learn`. First what generates gets the weights
-    that the step before has learned. The sampler may have generated part of what it collects earlier
-    (`rl.phases.sampler`).
+    This class owns the order of a step: `refit`, `collect`, `learn`. First the generating engines get the
+    weights that the previous step has learned. `collect` may return samples from earlier steps
+    (`rl.phases.sampler`), for example with rollout.carry_over.
     """
 
     exit_code = 0
@@ -158,7 +158,7 @@ class Training:
         """State of the draw of prompts after the last batch that was learned from."""
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
-        """Take the steps after `last_step`; `metrics` are those of `last_step`.
+        """Take the steps after `last_step`; `metrics` are the metrics of `last_step`.
 
         Returns the request that stopped the run before run.max_steps, or None. After a stop request, a
         checkpoint of the last complete step has been written.

@@ -1,4 +1,4 @@
-"""Batches as stored rollouts (`rl.run_directory.rollout_files`)."""
+"""Batches as stored rollouts (`rl.run_directory.rollout_files`), for example for run.mode=train_only."""
 
 import copy
 import json
@@ -103,14 +103,14 @@ class RolloutWriter:
     def _decode(self, ids: Sequence[np.ndarray], special: bool) -> list[str]:
         if not special:
             return decode_responses(ids, self._tokenizer, self._kept)
-        # Of an empty list some tokenizers return one text.
+        # Some tokenizers return one text for an empty list.
         return self._tokenizer.batch_decode(list(ids), skip_special_tokens=False) if ids else []
 
 
 def stored_arrays(collected: Batch, learned: Batch) -> dict[str, np.ndarray]:
     """Return the stored columns that are filled.
 
-    They share the memory of the batches, which no later phase writes to.
+    They share the memory of the batches; no later phase writes to it.
     """
     before, after = collected.columns(), learned.columns()
     sources = ((name, after if column.learned else before) for name, column in STORED.items())
@@ -134,7 +134,7 @@ def columns_of(
     prompt_ids = [batch.prompt_ids[i] for i in samples]
     if batch.prompts:
         prompts = [batch.prompts[groups[i]] for i in samples]
-    else:  # pairs, whose groups are not prompts
+    else:  # the groups of pairs are not prompts
         texts = decode(prompt_ids, True)
         prompts = [Prompt(-1, ids, text, "", None, {}) for ids, text in zip(prompt_ids, texts)]
     spans = [slice(offsets[i], offsets[i + 1]) for i in samples]

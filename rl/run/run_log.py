@@ -30,7 +30,7 @@ class RunLog:
     """The files of a run's steps. Only rank 0 writes; only the constructor is collective.
 
     Args:
-        metrics: those of `last_step`, from the checkpoint from which the run continues, if `resumes`.
+        metrics: of `last_step`, from the checkpoint that the run continues, if `resumes`.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RunLog:
 def complete_metrics(config: Config, saved: Saved, fence: Callable[[], None]) -> None:
     """Write the last record of a run that was killed between its last checkpoint and this record.
 
-    For rank 0. saved: that checkpoint.
+    Only for rank 0. saved: the run's last checkpoint.
     """
     path = Path(config.run.dir, FILE_NAME)
     if path.exists() and any(record[STEP] >= saved.step for record in read_records(path)):
@@ -107,7 +107,7 @@ def complete_metrics(config: Config, saved: Saved, fence: Callable[[], None]) ->
 
 
 def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> MetricLog:
-    """Remove the files of later steps, open the metric log, and record what runs."""
+    """Remove the files of later steps, open the metric log, and record the config and the environment."""
     fence()
     shown = [] if config.run.mode == "check" else followers(config, fence)
     log = MetricLog(config.run.dir, resume_step=last_step or None, followers=shown)

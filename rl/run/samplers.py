@@ -1,4 +1,4 @@
-"""The form in which a run's samples are produced, and what that form needs before the engines are built.
+"""The form in which a run's samples are produced, and its preparations before the engines are built.
 
 The form here generates in turn with the training. Options replace it (`rl.config.wing`): for example, a run
 with the section `roles` has `RolesForm`, whose ranks either train or generate.
@@ -29,7 +29,7 @@ class RecordedSource(Source, Protocol):
     """A source whose events are stored, for a later replay."""
 
     def finish(self) -> None:
-        """Write what is not written yet, after a run of the engine in which all requests have ended."""
+        """Write the remaining events, after a run of the engine that ended all requests."""
 
 
 class DialogueForm:
@@ -39,7 +39,7 @@ class DialogueForm:
         self._config, self._inputs = config, inputs
 
     def start(self) -> None:
-        """Start what answers the policy on this rank. Collective over the ranks that generate."""
+        """Start the environments' processes on this rank, if any. Collective over the generating ranks."""
 
     def dialogues(self, step: StepRecord) -> Dialogues:
         """Return the dialogues of a rank that trains."""
@@ -48,19 +48,19 @@ class DialogueForm:
     def dialogue(self, sampling: Sampling, *, capacity: int, keeps_failed: bool) -> Dialogue:
         """Return the dialogue of one call, on a rank that only generates.
 
-        capacity: number of samples that the replica may hold. keeps_failed: whether a sample whose
-        environment failed is returned.
+        capacity: number of samples that the replica may hold. keeps_failed: whether a sample with a failed
+        environment is returned.
         """
         return SingleTurn(sampling, capacity=capacity)
 
     def recorder(
         self, source: SampleSource, engine: RolloutEngine, sampling: Sampling
     ) -> RecordedSource | None:
-        """Return what stores the events of a rank that only generates; None: they are not stored."""
+        """Return the recorder of events of a rank that only generates; None: events are not stored."""
         return None
 
     def close(self) -> None:
-        """End what `start` has started."""
+        """End the processes that `start` started."""
 
 
 class SamplerForm:
@@ -71,7 +71,7 @@ class SamplerForm:
     """
 
     trains = True
-    """Whether this rank trains; else `generate` is its part."""
+    """Whether this rank trains; otherwise it runs `generate`."""
     has_engine = True
     """Whether this rank generates with the policy."""
 
@@ -80,15 +80,16 @@ class SamplerForm:
         self._dialogue_form: DialogueForm = (wing.door(config, "dialogues") or DialogueForm)(config, inputs)
 
     def check(self) -> None:
-        """Read what replaces samples of this run. Not collective; raises ConfigError."""
+        """Read stored samples, if they replace the run's own. Not collective; raises ConfigError."""
 
     def start(self, device: Device, watchdog: Watchdog) -> None:
-        """Start what runs beside the engines. Collective over the job."""
+        """Start processes and connections beside the engines. Collective over the job."""
         if self.has_engine and not self._is_finished:
             self._dialogue_form.start()
 
     def generate(self, device: Device, watchdog: Watchdog, stop: StopRequests) -> int:
-        """Generate on a rank that does not train; return the exit code. Collective over those ranks."""
+        """Generate on a rank that does not train; return the exit code. Collective over the generating
+        ranks."""
         raise NotImplementedError
 
     def plan_weights(self, engines: Engines) -> None:
@@ -101,7 +102,7 @@ class SamplerForm:
         return Generation(*self._shared(step, engines, memory, stop), self._dialogue_form.dialogues(step))
 
     def close(self) -> None:
-        """End what runs beside the engines."""
+        """End the processes and connections that `start` started."""
         self._dialogue_form.close()
 
     def _shared(

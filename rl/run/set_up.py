@@ -32,10 +32,10 @@ from rl.training.grid import Grid, build_grid
 
 
 class SetUp:
-    """Builds what the steps of a run need. Collective over the job.
+    """Builds the grid, engines and phases of a run. Collective over the job.
 
     Args:
-        is_finished: whether the run has no step left; then nothing that generates or scores is built.
+        is_finished: whether the run has no step left; engines and scorers are then not built.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class SetUp:
         start_up.mark("rewards")
         form.start(device, watchdog)
         self.trains = form.trains
-        """Whether this rank takes the steps of the run; else `generate` is its part."""
+        """Whether this rank takes the steps of the run; otherwise it runs `generate`."""
 
     def generate(self, stop: StopRequests) -> int:
-        """Do the work of a rank that does not train; return the exit code. Collective over those ranks."""
+        """Do the work of a rank that only generates; return the exit code. Collective over these ranks."""
         return self._form.generate(self._device, self._watchdog, stop)
 
     def phases(self, progress: Progress, stop: StopRequests) -> Phases:

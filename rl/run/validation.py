@@ -3,7 +3,8 @@ the loss of held-out responses.
 
 `val-core/<data_source>/acc/mean@1` is the greedy accuracy. With k samples, mean@k, best@k (pass@k) and maj@k
 are logged (`rl.run.validation_metrics`). `val/loss` is the mean of -log pi over the trained tokens of all
-held-out responses, `val-core/<data_source>/loss` that of one source, and perplexity is exp(loss).
+held-out responses, `val-core/<data_source>/loss` the mean over one source, and perplexity is exp(loss). For
+example, a loss of 0.7 is a perplexity of 2.01.
 """
 
 from collections import defaultdict
@@ -26,9 +27,9 @@ from rl.run.validation_metrics import validation_metrics
 def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
     """Measure the policy on every held-out prompt, as `validation` says, and log the metrics of each source.
 
-    The accuracy of a sample is the reward function's `acc`; its score if the function returns no `acc`; and 0
-    if the function, or the environment of a trajectory, failed. `val-core/<data_source>/failed/mean@k` is the
-    share of such trajectories.
+    The accuracy of a sample is the reward function's `acc`, or the score if the function returns no `acc`. It
+    is 0 if the function, or the environment of a trajectory, failed. `val-core/<data_source>/failed/mean@k`
+    is the share of failed samples.
     """
     if config.validation.loss:
         phases.step.metrics |= loss_metrics(phases, prompts, config.data.prompts_per_step)
@@ -45,7 +46,7 @@ def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -
 
     prompts_per_pass: number of prompts in memory at once.
     """
-    sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # of the loss, and of the mask
+    sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # sum of the loss, and of the mask
     for start in range(0, len(prompts), prompts_per_pass):
         part = prompts[start : start + prompts_per_pass]
         batch = data_responses(part)

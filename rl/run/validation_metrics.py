@@ -3,8 +3,8 @@
 Pure numpy without state. P prompts of one data source, k samples of each; `values` is float [P, k], and a
 statistic is one number per prompt, float64 [P].
 
-Names are those of verl (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that
-existing dashboards work:
+Names are verl's (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that existing
+dashboards work:
 
     val-core/<source>/acc/mean@k          main metrics; also best@k/* and maj@k/* if k > 1
     val-aux/<source>/acc/best@n/mean      for n = 2, 4, ... below k; also worst@n/*, maj@n/*, std@k
@@ -47,8 +47,9 @@ def std_at(values: np.ndarray) -> np.ndarray:
 def best_at(values: np.ndarray, n: int) -> np.ndarray:
     """Return best@n: the expected maximum of n of the k samples, drawn without replacement.
 
-    With v_1 <= ... <= v_k the i-th is the maximum of comb(i-1, n-1) of the comb(k, n) subsets. For values 0
-    and 1, c of them 1, that is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
+    With v_1 <= ... <= v_k, value v_i is the maximum of comb(i-1, n-1) of the comb(k, n) subsets. If c of the
+    k values are 1 and the others 0, best@n is pass@n = 1 - comb(k-c, n) / comb(k, n), arXiv:2107.03374 eq. 1.
+    For example, with k = 4, n = 2 and c = 1 it is 1/2.
     """
     ordered = np.sort(np.asarray(values, dtype=np.float64), axis=1)
     return ordered @ _share_of_maxima(ordered.shape[1], n)
@@ -62,7 +63,7 @@ def best_std_at(values: np.ndarray, n: int) -> np.ndarray:
 
 
 def _share_of_maxima(k: int, n: int) -> np.ndarray:
-    """Return for each i the share of n-subsets whose maximum is the i-th lowest sample, float64 [k]."""
+    """Return for each i the share of n-subsets with the i-th lowest sample as maximum, float64 [k]."""
     assert 1 <= n <= k, (n, k)
     # Exact integers, divided once: binomials of k = 1024 overflow a float.
     return np.array([comb(i, n - 1) / comb(k, n) for i in range(k)])
@@ -70,7 +71,7 @@ def _share_of_maxima(k: int, n: int) -> np.ndarray:
 
 def worst_at(values: np.ndarray, n: int) -> np.ndarray:
     """Return worst@n: the expected minimum of n of the k samples, drawn without replacement."""
-    return 0.0 - best_at(-np.asarray(values, dtype=np.float64), n)  # a plain minus would make -0.0 of 0
+    return 0.0 - best_at(-np.asarray(values, dtype=np.float64), n)  # a plain minus would turn 0 into -0.0
 
 
 def worst_std_at(values: np.ndarray, n: int) -> np.ndarray:
@@ -82,10 +83,10 @@ def majorities(values: np.ndarray, predictions: Predictions, n: int, *, seed: in
     """Return the value of the most frequent answer among n of the k samples, float64 [P, D].
 
     maj@n is the mean over the D subsets of n samples. The value of an answer is the mean over its samples. If
-    several answers have equally many votes, the value is the mean of theirs; the order of the samples has no
-    effect. A sample without an answer does not vote. If no sample votes, the value is the mean over the
-    samples. All subsets are taken if they are at most NUM_SUBSETS, as for n = k. Otherwise NUM_SUBSETS random
-    subsets from `seed` are taken, the same for each prompt.
+    several answers have equally many votes, the value is the mean of their values; the order of the samples
+    has no effect. A sample without an answer does not vote. If no sample votes, the value is the mean over
+    the samples. All subsets are taken if they are at most NUM_SUBSETS, as for n = k. Otherwise NUM_SUBSETS
+    random subsets from `seed` are taken, the same for each prompt.
     """
     values = np.asarray(values, dtype=np.float64)
     k = values.shape[1]
@@ -111,10 +112,10 @@ def validation_metrics(
     """Return all statistics of all data sources, averaged over their prompts, under verl's names.
 
     values: data source -> variable -> for each prompt float [k], with one k per source. NaN marks a sample
-        that lacks the variable. Such a variable has only mean@k, over the samples that have it; if none has
-        it, there is no metric.
-    predictions: data source -> extracted answers, where the reward function gives them (`pred`). Without
-        them, or if all are None, there is no maj@n.
+        that lacks the variable. A variable with NaNs has only mean@k, over the samples that have it; if none
+        has it, there is no metric.
+    predictions: data source -> extracted answers, where the reward function gives answers (`pred`). Without
+        answers, or if all are None, there is no maj@n.
     core: the variable of `val-core`; `score` for a source that lacks it.
     seed: of the random subsets of maj@n.
     """
