@@ -11,10 +11,15 @@ A reward function is `score(prompt, response, ground_truth, **extra) -> float | 
 
 It names the keywords it reads and takes the rest as `**extra`. A returned dict needs the key `score`. `acc`
 is logged as accuracy, other numbers under their own names. A string under `pred` is the extracted answer for
-majority voting (blank: the response has none, and does not vote), and one under `feedback` enters the prompt
-of a teacher (`teacher.template`). The function may be `async def`; its calls then run concurrently.
+majority voting (blank: the response has none, and does not vote). A string under `feedback` enters a
+teacher's prompt (`teacher.template`). The function may be `async def`; its calls then run concurrently.
 
-It runs in a worker process, whose standard output goes to /dev/null. A call that exceeds its time limit is
+For example, a function that compares the response with the truth:
+
+    def score(response, ground_truth, **extra):
+        return float(response.strip() == ground_truth)
+
+It runs in a worker process; standard output goes to /dev/null there. A call that exceeds its time limit is
 ended together with every process it started. `mixture` combines the functions that score a sample, `loading`
 imports them, `pool` distributes the samples over workers, and `score` turns a result into a `Score`.
 """

@@ -31,9 +31,9 @@ _CONTAINER = re.compile(r"""\s*(?:[\[(]\s*)*(?:[\[{]\s*['"]|\(\s*(['"])[^'"]*\1\
 def accepted(ground_truth: Any) -> list[str]:
     """Return the accepted answers of a truth, at least one, none of them blank.
 
-    Whole floats become integers (72.0 is "72"), because integers with nulls are read as floats. Nulls in
-    lists are left out. Text is one answer, unless it is the text of a list or mapping of texts. Raises
-    ValueError for anything else.
+    Whole floats become integers, for example 72.0 becomes "72", because integers with nulls are read as
+    floats. Nulls in lists are left out. Text is one answer, unless it is the text of a list or mapping of
+    texts. Raises ValueError for anything else.
     """
     try:
         answers = _read(ground_truth)
@@ -100,8 +100,8 @@ def plain(value: Any) -> Any:
 
 
 def ascii_signs(text: str) -> str:
-    """Return the text with U+2212, the minus sign of typeset mathematics, as `-`, and with the fullwidth
-    digits, letters and signs of Chinese and Japanese text as those of ASCII."""
+    """Return the text with U+2212, the minus sign of typeset mathematics, as `-`, and with fullwidth signs of
+    Chinese and Japanese text in ASCII: for example, U+FF11 becomes `1`."""
     return text.translate(_ASCII)
 
 

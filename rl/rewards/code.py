@@ -41,9 +41,9 @@ from math import ceil, floor, gcd, inf, sqrt
 RTOL, ATOL = 1e-5, 1e-8
 """Tolerances for numbers with a point or an exponent: numpy's defaults, as in APPS (arXiv:2105.09938)."""
 PROOF_S = 3.0
-"""Seconds in which tests that a response has passed are tried without a solution, beyond `total_s`."""
+"""Seconds beyond `total_s` for trying tests without a solution, after a response has passed them."""
 IDLE_VALUES = ("None", "Idle")
-"""Values that functions of `idle_program` return. A test for None passes with one, and no test with both."""
+"""Values that functions of `idle_program` return. A test for None passes with one of them, none with both."""
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
 _PYTHON = {"python", "python3", "py"}
@@ -186,7 +186,8 @@ def _prove(cases: Sequence[Case], ground_truth: Any, settings: Settings, deadlin
     """Raise ValueError if tests pass with an empty program, or with functions of two different values.
 
     A test that passes with both values ignores the result; a test for None passes only with None. With
-    `partial`, which pays for each test, one of them suffices. At the deadline, tests do not pass.
+    `partial`, which pays for each test, one such test suffices for the error. Tests that are unfinished at
+    the deadline count as not passed.
     """
     key = zlib.crc32(f"{settings.partial}{cases!r}".encode("utf-8", "replace"))
     if key in _proved:
@@ -291,8 +292,8 @@ def same_output(output: str, expected: str) -> bool:
     """Return whether two texts have the same lines, ignoring outer blanks and empty lines at both ends.
 
     Lines that differ are compared word by word. Two numbers match if they are equal as decimals, as in
-    LiveCodeBench (5 and 5.0), or, if the expected one has a decimal point or an exponent, within RTOL and
-    ATOL, as in APPS.
+    LiveCodeBench, or, if the expected one has a decimal point or an exponent, within RTOL and ATOL, as in
+    APPS. For example, 5.0 matches 5, and 2.500001 matches 2.50, but 5.000001 does not match 5.
     """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))

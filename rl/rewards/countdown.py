@@ -1,7 +1,8 @@
 """Countdown reward: the numbers given, combined with + - * /, must equal the target (TinyZero's task).
 
 See github.com/Jiayi-Pan/TinyZero. The expression is parsed with `ast` and computed over fractions: nothing is
-executed as Python, and division is exact.
+executed as Python, and division is exact. For example, (3 + 5) * 2 is right for the numbers 3, 5, 2 and the
+target 16, and 8 * 2 is wrong.
 """
 
 import ast

@@ -21,7 +21,7 @@ from rl.rewards.score import INVALID
 TAIL_CHARS = 300
 """Characters read from the end of the response. The longest answer in MATH-500 has 159."""
 STRICT_TAIL_CHARS = 100
-"""Characters in which a box is read."""
+"""Characters at the end of the response that may hold a box."""
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOX = "\\boxed{"
@@ -112,7 +112,10 @@ def check_truth(ground_truth: Any, *, strict_box: bool = False, **kwargs: Any) -
 
 
 def normalize(answer: str) -> str:
-    """Return Minerva's normal form: the right side of the last `=` without units, text commands and `$`."""
+    """Return Minerva's normal form: the right side of the last `=` without units, text commands and `$`.
+
+    For example, `x = 1,000 dollars` becomes `1000`.
+    """
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

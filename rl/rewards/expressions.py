@@ -2,7 +2,7 @@
 
 A policy may write any expression. Expressions that could take sympy long are not compared (`is_costly`), and
 a comparison is aborted after COMPARE_CPU_S. Numbers are compared exactly, except that a decimal may stand for
-a number that no decimal equals, such as 1/3, if both agree to six places (math-verify's rule) and are not
+a number that no decimal equals, for example 1/3, if both agree to six places (math-verify's rule) and are not
 below 0.001.
 """
 
@@ -146,7 +146,7 @@ class _Comparison:
         return self._verify(theirs, ours)
 
     def _same_solutions(self, found: str, gold: str) -> bool:
-        """Compare inequalities with each other as written, and those in one variable also as sets."""
+        """Compare inequalities as written; inequalities in one variable also as sets."""
         from sympy import S
 
         (names, ours), (other_names, theirs) = map(self._solutions, (found, gold))
@@ -323,7 +323,7 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 class _TookTooLong(BaseException):
-    """Raised by the timer. Not a subclass of Exception, because sympy and math-verify catch those."""
+    """Raised by the timer. Not a subclass of Exception, which sympy and math-verify would catch."""
 
 
 @contextlib.contextmanager

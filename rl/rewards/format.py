@@ -1,7 +1,8 @@
 """Format reward: the response must have the requested form; its content is not judged.
 
-The default form is that of DeepSeek-R1 (arXiv:2501.12948, table 1): reasoning in <think> </think>, then the
-answer in <answer> </answer>, each tag exactly once, and only white space around the two blocks.
+The default form is DeepSeek-R1's (arXiv:2501.12948, table 1): reasoning in <think> </think>, then the answer
+in <answer> </answer>, each tag exactly once, and only white space around the two blocks. For example,
+"<think>2 + 2 is 4</think><answer>4</answer>" scores 1.
 """
 
 import functools

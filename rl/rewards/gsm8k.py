@@ -3,9 +3,9 @@
 strict    the number directly after the last `####` that has one, as in the data set's own solutions
 flexible  the last number anywhere in the response
 
-Numbers may have a sign (also U+2212), a dollar sign, commas between thousands and decimals; a trailing
-period is not part of them. They are compared as decimals: 18, 18.00 and $18 are equal, and no binary rounding
-occurs. A number that continues in another form (1,5 or 1/2 or 6.6e-34) does not count as a number.
+Numbers may have a sign (also U+2212), a dollar sign, commas between thousands and decimals; a trailing period
+is not part of them. They are compared as decimals, without binary rounding: for example, 18, 18.00 and $18
+are equal. A number that continues in another form (1,5 or 1/2 or 6.6e-34) does not count as a number.
 """
 
 import re

@@ -1,10 +1,10 @@
 r"""Read an answer in LaTeX completely or not at all, and find its unit and its name.
 
-Parsers of LaTeX skip unknown parts: 101_2 becomes 101, 1+2\mathrm{i} becomes 3, f'(x) becomes f(x).
-Therefore `read` accepts a text only if it knows every token, and writes the numbers as exact fractions. A
-comma between digits separates thousands if it is outside of brackets and three digits follow (1,500);
-otherwise it separates elements (1,5 are two). {,} is the comma within a number: 1{,}500 is 1500, and 1{,}5
-is 1.5. A number in another base is a name: 101_2 is neither 5 nor 101.
+Parsers of LaTeX skip unknown parts: for example, 101_2 becomes 101, 1+2\mathrm{i} becomes 3, f'(x) becomes
+f(x). Therefore `read` accepts a text only if it knows every token, and writes the numbers as exact fractions.
+A comma between digits separates thousands if it is outside of brackets and three digits follow (1,500);
+otherwise it separates elements (1,5 are two). {,} is the comma within a number: 1{,}500 is 1500, and 1{,}5 is
+1.5. A number in another base is a name: 101_2 is neither 5 nor 101.
 """
 
 import re

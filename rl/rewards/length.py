@@ -15,6 +15,8 @@ def overlong_penalties(
         penalty * (max - buffer - length) / buffer     max - buffer < length <= max
         -penalty                                       length > max
 
+    For example, with max 4,096, buffer 1,024 and penalty 1 a response of 3,584 tokens gets -0.5.
+
     Raises ValueError if buffer_tokens is not in 1..max_tokens, or penalty is negative.
     """
     if not 0 < buffer_tokens <= max_tokens:

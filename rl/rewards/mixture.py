@@ -30,11 +30,11 @@ class Mixture:
     def score(self, sample: Mapping[str, Any]) -> Score | Awaitable[Score]:
         """Call the functions of the sample's data source; return an awaitable if one of them is async.
 
-        score = sum over i of weight_i * score_i. The other values of a single function keep their names. With
-        several functions, the values of function i, its unweighted score included, are named `<short
-        name>/<key>`, and `acc` and the prediction are those of the first function that returns one. Raises
-        any exception of a function, and RejectedResult. The seal of the score is that of the sample before a
-        function could change it.
+        score = sum over i of weight_i * score_i. For example, the weights 1 and 0.2 and the scores 1 and 0.5
+        give 1.1. The other values of a single function keep their names. With several functions, the values
+        of function i, its unweighted score included, are named `<short name>/<key>`. `acc` and the prediction
+        come from the first function that returns one. Raises any exception of a function, and RejectedResult.
+        The seal is computed with the sample as it was before a function could change it.
 
         If the response of a sample is None, `try_truth` of each function tries the ground truth instead.
         """
@@ -105,7 +105,7 @@ def _load(components: Sequence[Component]) -> list[_Scorer]:
 
 
 def short_names(components: Sequence[Component]) -> list[str]:
-    """Return a unique name per component: its module's last part or file's stem, numbered if already used."""
+    """Return a unique name per component: its module's last part or file's stem, e.g. math and math_2."""
     names: list[str] = []
     for component in components:
         location = component.function.rpartition(":")[0]

@@ -19,10 +19,10 @@ PREDICTION_CHARS = 1000
 """Characters of a prediction that are kept; it is a short extracted answer for majority voting."""
 
 LARGEST = 3.4028234663852886e38
-"""Largest number of float32, in which scores are stored; a larger one would become infinite there."""
+"""Largest number of float32, the type of stored scores; a larger number would become infinite."""
 
 INVALID = "[INVALID]"
-"""Prediction by which verl's functions report that a response has no answer."""
+"""Prediction of verl's functions for a response without an answer."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def digest(sample: Mapping[str, Any]) -> int:
 
 
 def sealed(score: Score, digest: int) -> Score:
-    """Return the score with its `seal`. digest: that of the scored sample (`digest`). -0.0 counts as 0.0."""
+    """Return the score with its `seal`. digest: `digest` of the scored sample. -0.0 counts as 0.0."""
     return replace(score, seal=zlib.crc32(repr(score.values["score"] + 0.0).encode(), digest))
 
 
@@ -59,8 +59,9 @@ def to_score(result: Any) -> Score:
     """Convert the result of a reward function, a number or a dict with the key `score`, to a Score.
 
     A dict's other finite numbers under printable names (they become metric names) and the strings under
-    `pred` and `feedback` are kept; the rest is dropped. Raises RejectedResult if there is no finite score, or
-    an `acc` that is not finite, because a share of the samples would look like the accuracy of all.
+    `pred` and `feedback` are kept; the rest is dropped. For example, {"score": 1, "steps": 3, "log": "x"}
+    keeps `score` and `steps`. Raises RejectedResult if there is no finite score, or an `acc` that is not
+    finite, because a share of the samples would look like the accuracy of all.
     """
     if not isinstance(result, Mapping):
         result = {"score": result}

@@ -55,7 +55,7 @@ class ScoringPool(Pool[ScoringWorker]):
     worker_class = ScoringWorker
 
     def __init__(self, plan: RewardPlan, *, failure_score: float, timeout_s: float, **limits: Any):
-        """Store the limits, see `Pool`; timeout_s is that of each call, in seconds."""
+        """Store the limits, see `Pool`. timeout_s: time limit of each call, in seconds."""
         super().__init__(plan, {"timeout_s": timeout_s}, **limits)
         self._failure_score, self._timeout_s = float(failure_score), timeout_s
         self._jobs = _Jobs(0)
@@ -68,8 +68,8 @@ class ScoringPool(Pool[ScoringWorker]):
     def score(self, samples: Sequence[Mapping[str, Any]], *, logs: bool = True) -> list[Score]:
         """Return one Score per sample, in order, with `score`, `failed` and the function's other values.
 
-        A sample whose call raises, exceeds the time limit, ends its process or returns no finite score gets
-        {"score": failure_score, "failed": 1.0}. With `logs` the number of failures and the first one are a
+        A sample gets {"score": failure_score, "failed": 1.0} if its call raises, exceeds the time limit, ends
+        its process or returns no finite score. With `logs` the number of failures and the first one are a
         warning in the log; the same failure is described once per process. No exception of a reward function
         is raised.
 
@@ -100,7 +100,7 @@ class ScoringPool(Pool[ScoringWorker]):
     # ---- workers ----
 
     def _start_workers(self) -> None:
-        """Start the workers that the unassigned work can use; fail that work if there are none."""
+        """Start the workers that the unassigned work can use; fail the work if none starts."""
         jobs = self._jobs
         while len(self.all) < min(self.max_workers, jobs.unfinished) and jobs.has_work:
             if self.failed_starts >= START_ATTEMPTS:
@@ -207,7 +207,8 @@ class _Jobs:
         """Return the next chunk of indices.
 
         Chunks of synchronous calls shrink towards the end, so that no worker is left with slow samples while
-        others are idle (guided self-scheduling, Polychronopoulos and Kuck 1987).
+        others are idle (guided self-scheduling, Polychronopoulos and Kuck 1987). For example, 4 workers take
+        512 samples in chunks of 32, 30, 29 and so on.
         """
         if self._given_back:
             return self._given_back.popleft()

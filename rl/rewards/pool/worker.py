@@ -51,7 +51,7 @@ class Scorer(Host):
     def _call(
         self, mixture: Mixture, chunk: Sequence[tuple[int, Mapping[str, Any]]]
     ) -> list[tuple[int, Awaitable[Score]]]:
-        """Score the samples in order; return those that must be awaited."""
+        """Score the samples in order; return the calls that must be awaited."""
         waiting = []
         for index, sample in chunk:
             try:
