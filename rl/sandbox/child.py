@@ -8,7 +8,7 @@ gone.
 
 It imports only the standard library, because `-I` finds no package and a start must take milliseconds.
 
-The program is confined by these layers, none of which needs root (`sandbox` declares what is allowed):
+The program is confined by these layers (`sandbox` declares what is allowed). None of them needs root.
 
 seccomp     a filter of system calls
 landlock    rules for paths; needs Linux 6.2, before which a readable file could be truncated
@@ -148,7 +148,7 @@ def unlinked_bytes(box: str, max_bytes: int) -> int:
         for line in maps:
             if line.endswith(" (deleted)\n") and f" {box}/" in line:
                 mapped.add(int(line.split(None, 5)[4]))
-    # A mapping keeps the whole file, whose size is then not to be found.
+    # A mapping keeps the whole file, and the file's size can then not be found.
     return max_bytes + 1 if mapped - set(sizes) else sum(sizes.values())
 
 

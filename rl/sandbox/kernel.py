@@ -86,7 +86,7 @@ def _load_arg(index: int) -> bytes:
 
 
 def _rule(index: int, listed: list[int], *, if_listed: int = _ALLOW, otherwise: int = _DENY) -> list[bytes]:
-    """Return a rule: `if_listed` for a call whose argument `index` is in `listed`, else `otherwise`."""
+    """Return a rule: `if_listed` for a call with argument `index` in `listed`, else `otherwise`."""
     tests = [op for value in listed for op in (_op(_EQUAL, value, 0, 1), _op(_RETURN, if_listed))]
     return [_load_arg(index), *tests, _op(_RETURN, otherwise)]
 
@@ -119,7 +119,7 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
     """
     bodies = {
         "clone": _clone_rule((_CLONE_NEW, _DENY), (_CLONE_THREAD, _ALLOW), otherwise=_DENY),
-        "kill": _rule(0, [pid, 0]),  # 0 is its own group, of which it is the only member
+        "kill": _rule(0, [pid, 0]),  # 0 is its own group; it is the only member
         "tgkill": _rule(0, [pid]),
         # Without the death signal it would outlive a killed watcher, which cannot count the open files of a
         # process that is not dumpable.

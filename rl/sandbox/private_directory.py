@@ -56,8 +56,9 @@ def why_untrusted(
     """Return why others may change what is read from a directory, such as code; "" if nobody else may.
 
     It and every directory and link that leads to it belong to this user or to the system. Nobody else may
-    write to it; to a directory above it only with the sticky bit, which keeps others from renaming. Of a
-    directory that does not exist, the nearest above it is meant.
+    write to it; to a directory above it only with the sticky bit, which keeps others from renaming. For a
+    directory that does not exist, the nearest directory above it is judged. For example, /tmp/run of this
+    user is trusted, because /tmp belongs to the system and has the sticky bit.
 
     Args:
         trusts_group: for plain data. A directory's group, and owners of directories above, may write.

@@ -157,7 +157,7 @@ class Outcome:
     end: str
     """exit, signal (a crash, or the hard limit of processor time), or a limit: time, output, tasks, disk."""
     code: int
-    """Exit status; minus the signal's number after a signal; 0 for the limits that the watcher enforces."""
+    """Exit status; minus the signal's number after a signal, for example -11; 0 for the watcher's limits."""
     stdout: str
     stderr: str
     """Decoded as UTF-8 with replacement characters; truncated to Limits.output_bytes."""
@@ -185,7 +185,7 @@ class Protections:
     network: bool
     """Whether programs are kept from the network."""
     files: bool
-    """Whether programs are kept from files other than those that they are given."""
+    """Whether programs are kept from all files that they are not given."""
     reasons: dict[str, str]
     """Why each layer that was tried does not work."""
 
@@ -206,7 +206,7 @@ def run_program(
         source: the program; it need not compile.
         stdin: its standard input.
         limits: None for the defaults of Limits.
-        interpreter: path of the Python that runs it, for example that of a virtual environment whose packages
+        interpreter: path of the Python that runs it, for example in a virtual environment with packages that
             it needs; None for this process's interpreter without its virtual environment.
         layers: layers of LAYERS to confine it with; None for `protections().layers`.
         allow_unprotected: run it even if nothing keeps it from the network or from files.
@@ -316,7 +316,10 @@ def protections() -> Protections:
 
 
 def call_numbers(table: str, machine: str) -> list[int]:
-    """Return the numbers of the system calls in `table`, entries `name x86_64 aarch64` with `-` for none."""
+    """Return the numbers of the system calls in `table`, entries `name x86_64 aarch64` with `-` for none.
+
+    For example, "mq_open 240 180, utimes 235 -" gives [180] for aarch64.
+    """
     lines = [line for line in table.splitlines() if not line.startswith("#")]
     numbers = [entry.split()[1 + _MACHINES.index(machine)] for entry in ",".join(lines).split(",")]
     return [int(number) for number in numbers if number != "-"]
