@@ -38,7 +38,8 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
 
     The bits of the elements, as integers, are weighted by row and by column in the whole tensor. The checksum
     of the whole tensor is therefore the sum of its parts' checksums, however it is divided. It changes if a
-    single element changes, and if two different rows or columns are exchanged.
+    single element changes, and if two different rows or columns are exchanged. For example, two ranks with 64
+    rows of a weight each add their checksums, the second one with start (64, 0).
 
     start: row and column of the first element in the whole tensor, by default 0. A tensor of more than two
     dimensions has a row per index of all dimensions but the last, and is divided only along the first.

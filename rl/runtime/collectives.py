@@ -1,10 +1,13 @@
 """Collectives that several rooms use. Each is collective over its group, by default the world.
 
-Which collective runs in which group: - world: exchange of samples, scores, results of forward passes,
-metrics, weights of a refit (point to point); - control (the world on gloo): the comparison before each phase,
-stop decisions, checkpoints, errors; - tp, ep: inside the layers and the head; pp: activations between stages;
-dp: gradients and weights; - replica (the ranks of one vLLM engine): records of events, vLLM's own tensor
-parallelism. docs/architecture.md lists the collectives of one step, with sizes.
+The collectives of each group:
+
+- world: exchange of samples, scores, results of forward passes, metrics, weights of a refit (point to point);
+- control (the world on gloo): the comparison before each phase, stop decisions, checkpoints, errors;
+- tp, ep: inside the layers and the head; pp: activations between stages; dp: gradients and weights;
+- replica (the ranks of one vLLM engine): records of events, vLLM's own tensor parallelism.
+
+docs/architecture.md lists the collectives of one step, with sizes.
 """
 
 from collections.abc import Sequence
@@ -71,7 +74,8 @@ def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
     """Return every rank's bytes, in the order of the ranks. Collective over the world.
 
-    Ranks with nothing to send cost nothing: each byte is written by one rank and is 0 on the others.
+    Ranks with nothing to send cost nothing: each byte is written by one rank and is 0 on the others. For
+    example, ranks with 3, 0 and 2 bytes sum a tensor of 5 bytes.
     """
     rank, sizes = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[rank] = len(content)
@@ -87,7 +91,7 @@ def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
 def exchange_bytes(messages: dict[int, bytes], sizes: np.ndarray, device: torch.device) -> dict[int, bytes]:
     """Return the message from each rank that sends one. Collective over the world.
 
-    messages: by the rank that receives them. sizes: bytes by sender and receiver, int64 [world, world].
+    messages: by receiver, for example {2: b"abc"}. sizes: bytes by sender and receiver, int64 [world, world].
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     outgoing = [messages.get(target, b"") for target in range(world)]

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 ROOT = "LOCKSTEP_CACHE"
 """Environment variable that names the directory; slurm/job.sh sets it."""
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable with a predictable default in the temporary directory."""
+"""Environment variable with a predictable default, for example /tmp/torchinductor_alice."""
 CACHES = {
     INDUCTOR: "",
     "XDG_CACHE_HOME": "~/.cache",

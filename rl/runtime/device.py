@@ -87,7 +87,8 @@ def idle_gpus(num_ranks: int) -> str:
 def choose_device(local_rank: int) -> Device:
     """Return this rank's CUDA device and make it current, or return the CPU if there is no GPU.
 
-    The index is `local_rank % device_count`, because under `srun --gpus-per-task=1` a rank sees one device.
+    The index is `local_rank % device_count`, because under `srun --gpus-per-task=1` a rank sees one device:
+    for example, local rank 3 then uses device 0.
     """
     if not torch.cuda.is_available():
         return Device(torch.device("cpu"), "gloo")

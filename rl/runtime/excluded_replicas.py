@@ -1,7 +1,8 @@
 """The replicas of the generators that have died and are left out of the run (`roles.min_replicas`).
 
 The list is in the job's store. Rank 0 alone extends it, when its watchdog finds a lost rank; every other rank
-reads it. A replica that is left out stays out until the next start. Its ranks that live end themselves.
+reads it. A replica that is left out stays out until the next start, and its living ranks end themselves. For
+example, with three replicas and min_replicas=2 the run survives the death of one replica.
 """
 
 import json
@@ -71,9 +72,9 @@ class ExcludedReplicas:
         return found
 
     def hold(self, is_ready: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...] | None:
-        """Return the replicas that are left out if the function of them is true, else None.
+        """Return the excluded replicas if is_ready(excluded), else None.
 
-        If it is true, no other replica is left out until `release`.
+        If it is ready, no other replica is excluded until `release`.
         """
         with self._lock:
             excluded = self.numbers()

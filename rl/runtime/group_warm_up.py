@@ -1,6 +1,6 @@
 """First collective and time limit of every process group of a run.
 
-`rl.runtime.collectives` says which collective runs in which group.
+`rl.runtime.collectives` lists the collectives of each group.
 """
 
 import datetime

@@ -26,7 +26,7 @@ GREET_S = 5.0
 PAUSE_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 ANSWER_S = 300.0
-"""Maximum wait for an answer, in seconds, in addition to the time for which the request itself waits."""
+"""Maximum wait for an answer, in seconds, in addition to the request's own wait."""
 _ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
 """Socket options by which a client notices within half a minute that the server's host is gone."""
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from rl.runtime.store_server import main; main()"
@@ -60,7 +60,7 @@ class JobStore:
         return _unpack(self._request("get", [key]))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the counter of this key, which begins at 0; return its value."""
+        """Add to the counter of this key, from 0; return its value, for example 3 at the third add of 1."""
         return int(self._request("add", [key], amount))
 
     def compare_set(self, key: str, expected: str, value: str | bytes) -> bytes:

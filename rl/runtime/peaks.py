@@ -14,7 +14,7 @@ BF16_TFLOPS = {
     "L40S": 362.0,
 }
 """Part of a device's name -> peak of dense bfloat16 matrix products, TFLOP/s, from NVIDIA's data sheets. The
-first part that the name contains counts."""
+first part that the name contains counts: for example, "H100 PCIe" before "H100"."""
 
 
 def peak_tflops(name: str) -> float | None:

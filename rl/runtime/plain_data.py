@@ -4,7 +4,8 @@
     event = decode(content, Add, Done)
 
 Unlike a pickle, a message cannot name code: `decode` makes only the built-in types below, numpy arrays, and
-instances of the types that its caller lists. The values are JSON; arrays and bytes follow it unchanged.
+instances of the types that its caller lists. The values are JSON; arrays and bytes follow it unchanged. For
+example, the tuple (1, 2) is {"t": [1, 2]}.
 
 None, bool, int, float, str, list     as in JSON
 tuple, set, frozenset, dict           {"t" | "s" | "f" | "d": [item, ...]}; a dict's keys and values alternate

@@ -99,7 +99,7 @@ def _shared_key(ranks: Ranks, env: Mapping[str, str]) -> JobKey:
 def attempt_of(ranks: Ranks, env: Mapping[str, str]) -> str:
     """Return a text that distinguishes this start of the program from others, identical on all ranks.
 
-    A requeued job has the same id as its earlier attempt, and a rank of the attempt may still run.
+    For example, a requeued job has the same id as its earlier attempt, and an old rank may still run.
     """
     if ranks.launcher == "slurm":
         step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
@@ -113,9 +113,9 @@ def attempt_of(ranks: Ranks, env: Mapping[str, str]) -> str:
 
 
 def address_to_bind(ranks: Ranks) -> str:
-    """Return the address at which rank 0 listens: that by which the other nodes reach it, else loopback.
+    """Return the address for rank 0's listener: the address that the other nodes use, else loopback.
 
-    Returns '', which means all addresses, if this host does not know that address, or has several.
+    Returns '', which means all addresses, if this host does not know this address, or has several.
     """
     if ranks.on_one_host:
         return LOOPBACK

@@ -185,8 +185,8 @@ def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None
 
     Without a device_id torch initialises NCCL in a group's first collective, and new_group returns at once on
     a rank outside the group. With a device_id, every new_group would split the world's communicator on all
-    ranks (`_new_process_group_helper` of torch 2.13). DeepSeek-V3 on 512 ranks has 4,166 groups on NCCL, of
-    which a rank uses about 15.
+    ranks (`_new_process_group_helper` of torch 2.13). For example, DeepSeek-V3 on 512 ranks has 4,166 groups
+    on NCCL, and a rank uses about 15 of them.
     """
     options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     if ranks.launcher == "torchrun":
