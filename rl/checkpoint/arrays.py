@@ -1,6 +1,6 @@
 """Arrays in the state of a run: shards of rank 0's file, because JSON would hold them as text.
 
-The array at `state["carry_over"]["token_ids"]` is the tensor `state/carry_over/token_ids`.
+For example, the array at `state["carry_over"]["token_ids"]` is the tensor `state/carry_over/token_ids`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,9 @@
 """The contents of a checkpoint for one model: weights and optimizer states as boxes of Hugging Face tensors.
 
 Exactly one rank writes each number. A weight is written by one of the ranks that hold it, selected so that
-data parallel ranks write about equal numbers of bytes. Optimizer states are written by the rank that holds
-them, because the distributed optimizer shards them. Nothing is sent between ranks.
+data parallel ranks write about equal numbers of bytes: for example, each of 8 writes about an eighth.
+Optimizer states are written by the rank that holds them, because the distributed optimizer shards them.
+Nothing is sent between ranks.
 """
 
 import itertools
@@ -26,17 +27,17 @@ from rl.training.weights import WeightMap
 WEIGHT, REFERENCE, BASE = "weight", "reference", "base"
 """Parts of a tensor's name in the file, besides the optimizer's exp_avg, exp_avg_sq and MASTER.
 
-Master weights are written only if they differ from the weights in dtype. Of the reference weights, and of
-weights that do not learn because adapters do, a checkpoint has only the checksums.
+Master weights are written only if they differ from the weights in dtype. A checkpoint has only the checksums
+of the reference weights, and of the base weights of adapters.
 """
 
 
 def describe(engine: TrainingEngine) -> dict:
-    """Return what a checkpoint of the model must have in common with it; identical on all ranks.
+    """Return the properties that must match before a checkpoint is loaded; identical on all ranks.
 
-    dtype: of the weights. moments: dtype of Adam's; "" for a frozen model. adapter: the keys of that section
-    on which A, B and their scale depend; {} without adapters. optimizer_step: number of steps taken. tensors:
-    shape of every tensor that learns, by its name in the checkpoints of its format.
+    dtype: of the weights. moments: dtype of Adam's; "" for a frozen model. adapter: the keys of section
+    `adapter` that determine A, B and their scale; {} without adapters. optimizer_step: number of steps taken.
+    tensors: shape of every tensor that learns, by its name in the checkpoints of its format.
     """
     weights = engine.learned_map.weights
     return {

@@ -172,7 +172,8 @@ def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: b
 
     last: number of newest checkpoints kept; 0 keeps all. every: keep steps that are multiples of it; 0 for
     none. best: number kept with the best metric, the highest if `highest`, else the lowest; of equal ones the
-    newer is kept.
+    newer is kept. For example, with last=2 and every=100, the steps 100, 200 and 250 stay of five
+    checkpoints from 50 to 250.
     """
     if last == 0:
         return {saved.step for saved in found}

@@ -1,10 +1,11 @@
 """The boxes of Hugging Face tensors in a flat range of a parameter.
 
 The distributed optimizer may split a rank's flattened parameter at any element. Such a range of elements
-consists of a few boxes of the parameter (in two dimensions: the end of a row, whole rows, the start of a
-row). By `rl.models.layout`, each of them consists of boxes of Hugging Face tensors. A whole parameter is the
-range of all its elements. Boxes of Hugging Face tensors do not depend on the layout of the run that saves;
-another layout reads other boxes of the same tensors. Plain data, no torch.distributed.
+consists of a few boxes of the parameter: for example, elements 3 to 9 of a [4, 4] parameter are the end of
+row 0, the whole row 1 and the start of row 2. By `rl.models.layout`, each of them consists of boxes of
+Hugging Face tensors. A whole parameter is the range of all its elements. Boxes of Hugging Face tensors do not
+depend on the layout of the run that saves; another layout reads other boxes of the same tensors. Plain data,
+no torch.distributed.
 """
 
 import math

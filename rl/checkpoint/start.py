@@ -76,8 +76,9 @@ def check_loaded(name: str, model: TrainingEngine) -> None:
     """Compare a model with the files that it was loaded from: one tensor of each kind.
 
     Engine and trainer have the same weights even if both are wrong, so no later check finds a wrong load. A
-    kind is a name without the numbers of layer and expert. Quantised files and a frozen base are not
-    compared. Raises ChangedSinceStart on every rank. Collective over the world.
+    kind is a name without the numbers of layer and expert, for example the q_proj of all layers. Quantised
+    files and a frozen base are not compared. Raises ChangedSinceStart on every rank. Collective over the
+    world.
     """
     weights = model.weight_map
     if model.has_frozen_weights or "quantization_config" in weights.hf:

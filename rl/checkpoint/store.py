@@ -388,8 +388,8 @@ class CheckpointStore:
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
         """Load only the weights of the models, in the models' own dtype; no optimizer is needed.
 
-        Models other than the policy that the checkpoint lacks stay unchanged. Raises as `load` does; of what
-        was loaded, only the base of adapters is compared.
+        Models other than the policy that the checkpoint lacks stay unchanged. Raises as `load` does; only the
+        base of adapters is compared after the load.
         """
         manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         models = {name: model for name, model in models.items() if name in ("policy", *manifest["models"])}
