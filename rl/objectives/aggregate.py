@@ -1,7 +1,7 @@
 """Reduction of the losses of single tokens to the loss of a mini-batch.
 
-Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each,
-zeros allowed.
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] is the number of tokens of
+each sample, zeros allowed. For example, lengths [3, 0, 2] divide T = 5 tokens among B = 3 samples.
 """
 
 import torch
@@ -16,7 +16,7 @@ MODES = {
     "seq-mean-token-mean": "sum over samples of (mean over tokens) / num_samples (GRPO's paper)",
     "seq-mean-token-sum-norm": "sum over tokens / num_samples / `rollout.max_response_tokens` (Dr.GRPO)",
 }
-"""Name of each mean -> formula; denominators are those of the whole mini-batch. The configuration reads this
+"""Name of each mean -> formula; the denominators belong to the whole mini-batch. The configuration reads this
 literal."""
 
 
@@ -33,9 +33,10 @@ def aggregate(
 ) -> Tensor:
     """Return this part's share of the mini-batch's loss.
 
-    The denominators belong to the whole mini-batch, over all micro-batches and data parallel ranks. So the
-    shares of any split into parts (of whole samples) sum to the loss of the whole, and so do their gradients:
-    the result is to be summed, never averaged, over micro-batches and ranks.
+    The denominators belong to the whole mini-batch, over all micro-batches and data parallel ranks. If the
+    mini-batch is split into parts of whole samples, the parts' shares therefore sum to its loss, and their
+    gradients sum to its gradient. Sum the results over micro-batches and ranks; never average them. For
+    example, with token-mean a part with 10 of 40 tokens returns the sum over its tokens / 40.
 
         token-mean               sum over tokens / num_tokens
         token-sum                sum over tokens
@@ -46,7 +47,7 @@ def aggregate(
     token-mean is DAPO's (arXiv:2503.14476), seq-mean-token-mean GRPO's (arXiv:2402.03300), and
     seq-mean-token-sum-norm Dr.GRPO's (arXiv:2503.20783).
 
-    Only unmasked tokens enter sums and means. A sample without any contributes 0.
+    Only unmasked tokens enter sums and means. A sample without unmasked tokens contributes 0.
 
     Args:
         token_loss: floating [T]; masked positions may hold anything, NaN included.
@@ -56,8 +57,8 @@ def aggregate(
         num_tokens: unmasked tokens of the whole mini-batch.
         num_samples: samples of the whole mini-batch. Whether samples without an unmasked token count is up to
             the caller.
-        counts: floating [T], unmasked tokens of the sample of each token, if other parts hold some of them;
-            None: those counted here.
+        counts: floating [T], number of unmasked tokens in each token's sample, if other parts hold some of
+            them; None: they are counted here.
         norm: a constant such as the maximum response length in tokens; seq-mean-token-sum-norm needs it.
 
     Returns:

@@ -5,9 +5,10 @@ nearly all of it (table 1 there). For one token, with means over all the tokens 
 
     cov = (logprobs - mean logprobs) (advantages - mean advantages)
 
-The selection needs the whole mini-batch, over all micro-batches and ranks, and gives the same tokens wherever
-it is called with the same arguments; its result is then cut like `advantages`. (verl selects within each
-micro-batch, so there the result depends on its size.)
+The selection needs the whole mini-batch, over all micro-batches and ranks, and gives the same tokens on every
+rank for the same arguments; its result is then cut like `advantages`. verl selects within each micro-batch,
+so its result depends on the micro-batch's size. For example, 2e-4 of 1,000,000 tokens are 200 tokens here;
+250 micro-batches of 4,000 tokens would give one token each.
 """
 
 import torch

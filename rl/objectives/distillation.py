@@ -6,8 +6,8 @@ multiple of p_i that is equal for all i. The gradient for the logits z of p is t
 
     dD/dz_i = slopes_i - p_i sum_j slopes_j
 
-so that a part of the vocabulary needs nothing of the other parts but two sums per token. Log-probs must be
-finite: a probability of 0 is that of a large negative number, with equal numbers in p and q.
+A part of the vocabulary therefore needs only two sums per token from the other parts. Log-probs must be
+finite: a probability of 0 is given as a large negative number, the same in p and q, for example -1e20.
 """
 
 import math
@@ -24,7 +24,7 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Return terms and slopes of KL(q || p) = sum_i q_i (log q_i - log p_i); dD/dz = p - q.
 
-    The policy covers all that the teacher does (Hinton et al., arXiv:1503.02531).
+    The policy covers all tokens that the teacher finds likely (Hinton et al., arXiv:1503.02531).
     """
     q = log_q.exp()
     return q * (log_q - log_p), -q
@@ -33,7 +33,7 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Return terms and slopes of KL(p || q) = sum_i p_i (log p_i - log q_i); dD/dz = p (log p - log q - D).
 
-    The policy keeps to what the teacher finds likely (MiniLLM, arXiv:2306.08543).
+    The policy keeps to tokens that the teacher finds likely (MiniLLM, arXiv:2306.08543).
     """
     terms = log_p.exp() * (log_p - log_q)
     return terms, terms
@@ -51,7 +51,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor
 
 
 def divergence_of(name: str, beta: float) -> Divergence:
-    """Return the divergence of that name; `beta` is read by jensen_shannon."""
+    """Return the divergence of this name. Only jensen_shannon reads `beta`."""
     found: dict[str, Divergence] = {
         "forward_kl": forward_kl,
         "reverse_kl": reverse_kl,

@@ -8,11 +8,12 @@ class AdaptiveEntropy:
         coef_k+1 = coef_k + delta if entropy_k <= target, else coef_k - delta, within low .. high
 
     entropy_k is the mean entropy per token of the step's samples before its updates. The bonus acts only in
-    steps whose entropy is at or below the target, and the coefficient changes in every step. The bounds are
-    those of the authors' code (`min_entropy_coeff`, `max_entropy_coeff`).
+    steps with an entropy at or below the target, and the coefficient changes in every step. For example, with
+    coef=0.01, target=0.2 and delta=0.005, entropies of 0.1, 0.3 and 0.1 give the weights 0.01, 0 and 0.01.
+    The authors' code has the same bounds (`min_entropy_coeff`, `max_entropy_coeff`).
 
-    It is a plain number on the host: every rank that updates its own with the same arguments has the same
-    weight.
+    The coefficient is a plain number on the host. Every rank updates its own with the same arguments, so all
+    ranks have the same weight.
 
     Args:
         coef: first coefficient, from low to high. The paper: 0.

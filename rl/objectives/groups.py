@@ -1,8 +1,8 @@
 """Comparisons within groups of samples: the mathematics that the advantage estimators share.
 
-Shapes: `N` samples of the batch, over all ranks, because groups are only complete there; `P` groups. `groups`
-is int64 [N]: samples with the same number have the same prompt. Numbers, order and sizes of groups are
-arbitrary.
+Shapes: `N` samples of the batch over all ranks, because one rank may hold only a part of a group; `P` groups.
+`groups` is int64 [N]: samples with the same number have the same prompt. Numbers, order and sizes of groups
+are arbitrary. For example, [7, 2, 7] is a group of two samples and a group of one.
 """
 
 import torch
@@ -12,10 +12,10 @@ from rl.objectives.segments import expand, segment_mean, segment_sum
 
 
 def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay groups end to end: (order int64 [N], rewards[order] float64 [N], ascending within a group, sizes
-    int64 [P]).
+    """Lay groups end to end; return (order int64 [N], rewards[order] float64 [N], sizes int64 [P]). Rewards
+    ascend within a group.
 
-    The ascending order makes later sums bitwise independent of the order of the samples.
+    This order makes later sums bitwise independent of the order of the samples.
     """
     assert rewards.shape == groups.shape and rewards.dim() == 1, (
         f"{tuple(rewards.shape)} rewards for {tuple(groups.shape)} group numbers"
@@ -27,7 +27,7 @@ def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def centered(ascending: Tensor, sizes: Tensor) -> Tensor:
-    """Return rewards less the mean of their group, float64 [N].
+    """Return rewards minus the mean of their group, float64 [N].
 
     The least reward is subtracted first, so that equal rewards give exactly 0 in any dtype. A rounding error
     of the mean would otherwise be divided by a standard deviation of nearly 0.

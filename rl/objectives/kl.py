@@ -10,10 +10,9 @@ from torch import Tensor
 from rl.objectives.log_ratio import masked_log_ratio
 
 MAX_LOG_RATIO = 20.0
-"""k3 only: the log-ratio is clamped to +- this before exp, as in verl."""
+"""k3 only: bound of the absolute log-ratio before exp, as in verl."""
 MAX_K3 = 10.0
-"""k3 only: the estimate of one token is clamped to this from above, as in verl. Where it binds the gradient
-is 0."""
+"""k3 only: upper bound of the estimate of one token, as in verl. Beyond it the gradient is 0."""
 
 ESTIMATORS = {
     "k1": "d",
@@ -49,22 +48,25 @@ def kl(
         k3-weighted  ratio times k3, ratio = exp(logprobs - old_logprobs)  (DeepSeek-V3.2, arXiv:2512.02556,
                      equation 7)
 
-    These are estimates of the value. As a term of the loss the gradient counts: the mean gradient of k2 is
-    that of KL(policy || reference), that of k1 is 0, and that of k3 belongs to KL(reference || policy). So
-    k1+ and k3+ report an unbiased value and pull with the right gradient; they are verl's estimators of the
-    same names. k3-weighted does so also for tokens drawn from an older policy. By the product rule the
-    gradient of ratio times k3 is ratio times d, which is ratio times that of k3+, and so it is computed.
+    These are estimates of the value. For a term of the loss the gradient counts. The mean gradient of k2 is
+    the gradient of KL(policy || reference), the mean gradient of k1 is 0, and k3 has the gradient of
+    KL(reference || policy). k1+ and k3+ have an unbiased value and the right gradient; they are verl's
+    estimators of the same names. k3-weighted has both also for tokens drawn from an older policy. By the
+    product rule the gradient of ratio times k3 is ratio times d, so it is computed as ratio times the
+    gradient of k3+.
 
-    k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3. The latter binds for d < -2.6
-    and d > 11; such a token adds a constant 10 and pulls the policy nowhere, and k3 is then too small on
-    average. k3+ has the clamped value, but keeps the gradient d everywhere.
+    For example, a token with d = 0.1 has k1 = 0.1, k2 = 0.005 and k3 = 0.0048.
+
+    k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3. MAX_K3 binds for d < -2.6 and
+    d > 11. Such a token adds a constant 10 without a gradient, and k3 is then too small on average. k3+ has
+    the clamped value, but keeps the gradient d everywhere.
 
     Args:
         logprobs: floating [T], log-probabilities of the tokens under the policy.
-        ref_logprobs: floating [T], those under the reference policy.
+        ref_logprobs: floating [T], log-probabilities under the reference policy.
         mask: bool or 0/1 [T], the tokens that count.
         estimator: which formula.
-        old_logprobs: floating [T], those under the policy that the tokens were drawn from; k3-weighted only.
+        old_logprobs: floating [T], log-probabilities under the policy that drew the tokens; k3-weighted only.
 
     Returns:
         [T], nats, 0 at masked positions.
@@ -79,7 +81,7 @@ def kl(
     d = torch.where(mask.bool(), logprobs - ref_logprobs, 0.0)
     if estimator in ("k1+", "k3+"):
         value = kl(logprobs.detach(), ref_logprobs.detach(), mask, estimator=estimator[:-1])
-        # Its value is 0 and its slope d. (k2 minus itself would also work, but its square may overflow.)
+        # This term has the value 0 and the slope d. (k2 minus itself would also work, but k2 may overflow.)
         return value + d.detach() * (d - d.detach())
     if estimator == "k1":
         return d

@@ -1,19 +1,19 @@
 """The weight of a KL penalty from step to step: fixed, or steered so that the divergence approaches a target.
 
-Both have the same face: read `coef`, call `update` after each step, keep `state_dict` with the checkpoint.
-They are plain numbers on the host; every rank that updates its own with the same arguments has the same
-weight.
+Both have the same interface: read `coef`, call `update` after each step, keep `state_dict` with the
+checkpoint. A weight is a plain number on the host. Every rank updates its own with the same arguments, so all
+ranks have the same weight.
 """
 
 import math
 
 MAX_ERROR = 0.2
-"""The relative error that one update answers to is clipped to +- this."""
+"""Bound of the absolute relative error in one update."""
 
 
 class FixedKL:
-    """A constant weight, that of the configuration: `update` leaves it as it is, and a checkpoint holds
-    nothing of it."""
+    """The constant weight of the configuration: `update` does not change it, and a checkpoint does not hold
+    it."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -34,13 +34,15 @@ class AdaptiveKL:
         error = clip((current_kl - target) / target, -0.2, 0.2)
         coef  = coef (1 + error num_samples / horizon)
 
-    The paper's gain, 0.1 per update, is num_samples / horizon here, as in its code (lm-human-preferences) and
-    in verl, so that the weight changes by about a fifth over `horizon` samples, whatever the batch size.
+    The paper's gain, 0.1 per update, is num_samples / horizon here, as in the paper's code
+    (lm-human-preferences) and in verl. The weight therefore changes by at most about a fifth over `horizon`
+    samples, whatever the batch size. For example, 1,024 samples at twice the target or more, with a horizon
+    of 10,000, raise the weight by 0.2 * 0.1024 = 2 %.
 
     Args:
         init_coef: first weight, > 0: from 0 it could never move.
         target: wanted divergence, > 0, in the units of `current_kl`. In the paper: 6 nats per sample. A run
-            takes nats per token, as verl does, whose default is 0.1.
+            takes nats per token, as verl does (its default: 0.1).
         horizon: samples, > 0. lm-human-preferences: 10000.
 
     Raises:
@@ -83,10 +85,10 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with the weight of a checkpoint; target and horizon stay those of the configuration.
+        """Continue with the weight of a checkpoint; target and horizon come from the configuration.
 
         Raises:
-            ValueError: the checkpoint has no weight, as it was written with a fixed one.
+            ValueError: the checkpoint has no weight, because it was written with a fixed weight.
         """
         if "coef" not in state:
             raise ValueError(

@@ -17,7 +17,7 @@ def off_policy_mask(
     *,
     bound: float,
 ) -> Tensor:
-    """Return 0 for the tokens with a negative advantage in samples that the policy has left, else 1, [T].
+    """Return 0 for tokens with a negative advantage in samples far from the policy, else 1, [T].
 
         M_t = 0  if A_t < 0 and mean over the sample's tokens of log(pi_sampling / pi) > bound,  else 1
 
@@ -25,10 +25,10 @@ def off_policy_mask(
     samples with a positive advantage remain. The mask multiplies the policy loss. The tokens keep their place
     in the denominators, and the KL term and the entropy bonus are not masked, as in the paper.
 
-    Shapes and conventions are those of `rl.objectives.losses`. A row of a trajectory is judged by itself.
+    Shapes and conventions are as in `rl.objectives.losses`. A row of a trajectory is judged by itself.
 
     Args:
-        sampling_logprobs: floating [T], of the engine if it returned them. They then also hold the
+        sampling_logprobs: floating [T], the engine's log-probs if it returned any. The mean then includes the
             difference between engine and trainer.
         bound: nats per token, > 0.
     """

@@ -1,8 +1,8 @@
 """Losses of whole responses: pairs (DPO and kin, SimPO, ORPO), labels (KTO, PRIME) and win rates (SPPO).
 
 Shapes: `T` response tokens of `B` samples, flat; `lengths` int64 [B]. With pairs, samples 2k and 2k + 1 are
-the chosen and the rejected response to one prompt, `P = B / 2`. At masked positions the inputs may hold
-anything, NaN included.
+the chosen and the rejected response to one prompt, `P = B / 2`. For example, B = 4 samples are P = 2 pairs:
+(0, 1) and (2, 3). At masked positions the inputs may hold anything, NaN included.
 """
 
 from typing import Literal
@@ -16,22 +16,22 @@ from rl.objectives.segments import segment_sum
 
 
 def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """log(pi(y) / pi_ref(y)) of each response, [B]: the sum over its unmasked tokens; 0 for an empty one."""
+    """Return log(pi(y) / pi_ref(y)) of each response, [B]: the sum over unmasked tokens; 0 without any."""
     return segment_sum(torch.where(mask.bool(), logprobs - ref_logprobs, 0.0), lengths)
 
 
 def mean_logprobs(logprobs: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return log pi(y) / |y| of each response, [B]: the mean over its unmasked tokens; 0 for an empty one."""
+    """Return log pi(y) / |y| of each response, [B]: the mean over unmasked tokens; 0 without any."""
     mask = mask.bool()
     return sample_mean(torch.where(mask, logprobs, 0.0), mask, lengths)
 
 
 def counted(mask: Tensor, lengths: Tensor, *, unit: int = 1) -> Tensor:
-    """Return whether each sample enters the losses, bool [B]: every sample of its unit has an unmasked token.
+    """Return whether each sample enters the losses, bool [B]: all samples of its unit have an unmasked token.
 
-    A response without an unmasked token has a log-ratio of 0 whatever the policy does, so it says nothing
-    about the policy, and a pair with such a response compares nothing. Losses take
-    `log_ratios(...)[counted(...)]`, and divide by the number of units counted in the whole mini-batch.
+    A response without an unmasked token has a log-ratio of 0 for every policy. For example, a pair with such
+    a response has no preference to learn. Losses take `log_ratios(...)[counted(...)]`, and divide by the
+    number of units counted in the whole mini-batch.
 
     mask: bool or 0/1 [T]; lengths: int64 [B]; unit: consecutive samples in a unit, 2 for pairs, divides B.
     """
@@ -47,15 +47,16 @@ def pair_loss(
     label_smoothing: float = 0.0,
     gamma: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of each pair, with m = log-ratio of the chosen response minus that of the rejected one:
+    """Return the loss of each pair, with m = log-ratio of the chosen minus log-ratio of the rejected
+    response:
 
         sigmoid  -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m)     DPO, arXiv:2305.18290, equation 7
         hinge    max(0, 1 - beta m)                                        SLiC, arXiv:2305.10425
         ipo      (m - 1 / (2 beta))^2                                      IPO, arXiv:2310.12036, equation 17
 
-    With s > 0 the first is conservative DPO (that paper's section on noisy labels); hinge is in DPO's
-    rewards. With `mean_logprobs` in place of log-ratios, and beta m - gamma in place of beta m, sigmoid is
-    the loss of SimPO (arXiv:2405.14734, equation 6).
+    With s > 0 sigmoid is conservative DPO (the DPO paper's section on noisy labels). hinge compares DPO's
+    rewards, beta times the log-ratio. With `mean_logprobs` in place of log-ratios, and beta m - gamma in
+    place of beta m, sigmoid is the loss of SimPO (arXiv:2405.14734, equation 6).
 
     Args:
         ratios: floating [B], `log_ratios` of chosen and rejected responses in turn.
@@ -96,7 +97,7 @@ def mean_of_pairs(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this part's share of the mean over the mini-batch's pairs, and the metrics.
 
-    value, stats: results of `pair_loss` or `orpo_loss`, whose inputs are 0 for pairs that do not enter.
+    value, stats: results of `pair_loss` or `orpo_loss`, from inputs of 0 for pairs that do not enter.
     enters: bool [B], `counted` with unit=2. num_pairs: pairs of the whole mini-batch that enter.
     """
     total = torch.where(enters[::2], value, 0.0).sum() / num_pairs
@@ -112,7 +113,7 @@ def orpo_loss(means: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]
         -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))
         log P(y) = log pi(y) / |y|,   odds(y) = P(y) / (1 - P(y))
 
-    TRL's first term is the mean over all tokens of the batch, those of the prompts included.
+    TRL's first term is the mean over all tokens of the batch, including the prompts.
 
     Args:
         means: floating [B], `mean_logprobs` of chosen and rejected responses in turn.
@@ -123,7 +124,7 @@ def orpo_loss(means: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]
         likely), `nll` (first term), `log_odds_ratio`.
     """
     chosen, rejected = means.view(-1, 2).unbind(1)
-    # Of a probability of 1 the odds are infinite; the bound keeps value and gradient finite.
+    # A probability of 1 has infinite odds; the bound keeps value and gradient finite.
     log_odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-6)))
     ratio = log_odds[::2] - log_odds[1::2]
     stats = {"accuracy": (chosen > rejected).to(means.dtype), "nll": -chosen, "log_odds_ratio": ratio}
@@ -166,14 +167,14 @@ def mismatch_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, lengths: T
 
         max(0, mean over samples of log(pi(y') / pi_ref(y')))
 
-    Arguments are those of `log_ratios`; a sample without an unmasked token is excluded.
+    Arguments are as in `log_ratios`; a sample without an unmasked token is excluded.
     """
     ratios = log_ratios(logprobs, ref_logprobs, mask, lengths).double()[counted(mask, lengths)]
     return max(0.0, float(ratios.mean())) if len(ratios) else 0.0
 
 
 def sppo_loss(ratios: Tensor, win_rates: Tensor, *, eta: float) -> Tensor:
-    """Square of each response's distance from its win rate: self-play preference optimisation.
+    """Return the squared distance of each response's log-ratio from its win rate, scaled by eta.
 
         (log(pi(y) / pi_t(y)) - eta (P(y beats pi_t) - 1/2))^2            SPPO, arXiv:2405.00675, equation 4.2
 
@@ -188,7 +189,8 @@ def win_rates(scores: Tensor, groups: Tensor) -> Tensor:
     ties counting half.
 
     scores: floating [N]; groups: int64 [N], any numbers in any order. Returns [N]; a group of one gives 1/2.
-    SPPO asks a preference model for P(y beats y'); here a response with the higher score wins.
+    SPPO takes P(y beats y') from a preference model; here the response with the higher score wins. For
+    example, scores of 0, 1 and 1 give win rates of 0, 3/4 and 3/4.
     """
     order = torch.argsort(groups, stable=True)
     _, sizes = torch.unique_consecutive(groups[order], return_counts=True)

@@ -1,8 +1,7 @@
 """Rewards, returns and whitening per token: the mathematics that the estimators with `PER_TOKEN` share.
 
-Shapes and conventions are those of `rl.objectives.advantages`: `N` samples, `T` response tokens, `T'` those
-that the mask keeps. Functions first drop the masked tokens and work on the rest, so that no formula below has
-a mask in it.
+Shapes and conventions are as in `rl.objectives.advantages`: `N` samples, `T` response tokens, `T'` unmasked
+tokens. Functions first drop the masked tokens, so that no formula below contains a mask.
 """
 
 import torch
@@ -33,6 +32,8 @@ def returns(token_rewards: Tensor, lengths: Tensor, mask: Tensor, *, gamma: floa
     """Return the discounted reward to go, [T]: G_t = r_t + gamma * G_{t+1} over the unmasked tokens of a
     response.
 
+    For example, token rewards of 0, 0, 1 with gamma=0.5 give 0.25, 0.5, 1.
+
     Args:
         token_rewards: floating [T].
         lengths: int64 [N].
@@ -52,8 +53,8 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
     """Return (x - mean) / sqrt(variance + eps) over all unmasked tokens of the batch, [T], 0 at masked
     positions.
 
-    The variance is unbiased (divided by count - 1), as in verl and TRL. One token has no variance: a batch of
-    one unmasked token gets 0 (verl raises an error), with or without `shift_mean`.
+    The variance is unbiased (divided by count - 1), as in verl and TRL. A batch of one unmasked token has no
+    variance and gets 0, with or without `shift_mean`; verl raises an error.
 
     Args:
         x: floating [T].
@@ -94,15 +95,15 @@ def tokens_after(counts: Tensor) -> Tensor:
 def reward_to_go(x: Tensor, counts: Tensor, discount: float) -> Tensor:
     """Return y_t = x_t + discount * y_{t+1} within each sample: float64 [T'] -> [T'].
 
-    By doubling: once y_t holds the `reach` terms from t on, adding discount^reach * y_{t+reach} makes it hold
-    twice as many. This takes log2(longest response) passes over flat tensors, where the recurrence would need
-    a kernel per position, and no padding.
+    The sums are computed by doubling. If y_t holds the first `reach` terms from t on, adding discount^reach *
+    y_{t+reach} doubles their number. This takes log2(longest response) passes over flat tensors without
+    padding; the recurrence would take a kernel per position. For example, 1,000 tokens take 10 passes.
     """
     after = tokens_after(counts)
     longest = int(counts.max()) if len(counts) else 0
     y, reach = x.clone(), 1
     while reach < longest:
-        # `where`, not a product with 0: NaN in one sample must not reach the one before it.
+        # `where`, not a product with 0: NaN in one sample must not reach the sample before it.
         y[:-reach] += torch.where(after[:-reach] >= reach, y[reach:], 0.0) * discount**reach
         reach *= 2
     return y

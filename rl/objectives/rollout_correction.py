@@ -1,22 +1,23 @@
 """Importance weights, rejection and metrics for the mismatch between engine and trainer at the same weights.
 
-Kernels, precision and expert routing of the two differ, so the tokens are drawn from a policy other than the
-one whose gradient is taken, and training that ignores it can collapse (Yao et al., 'Your efficient RL
-framework secretly brings you off-policy RL training', https://fengyao.notion.site/off-policy-rl; Liu et al.,
-'When speed kills stability', https://richardli.xyz/rl-collapse). Importance sampling weighs a token's loss by
+Kernels, precision and expert routing of engine and trainer differ. The tokens are therefore drawn from
+another policy than the one that gets the gradient, and training that ignores the difference can collapse (Yao
+et al., 'Your efficient RL framework secretly brings you off-policy RL training',
+https://fengyao.notion.site/off-policy-rl; Liu et al., 'When speed kills stability',
+https://richardli.xyz/rl-collapse). Importance sampling weighs a token's loss by
 
     w = exp(old_logprobs - rollout_logprobs)          trainer over engine
 
-and the functions here bound these weights, or turn tokens off. They run once on the whole batch of a step,
-before any update; the results are constants, [T], cut into micro-batches like `advantages`. Weights multiply
+The functions here bound these weights, or mask tokens. For example, a token with probability 0.2 in the
+trainer and 0.1 in the engine has w = 2. The functions run once on the whole batch of a step, before any
+update; the results are constants, [T], cut into micro-batches like `advantages`. Weights multiply
 `token_loss`.
 
-Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each,
-zeros allowed. All functions take:
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] is the number of tokens of
+each sample, zeros allowed. All functions take:
 
-    old_logprobs: floating [T], of the trainer, at the weights that sampled.
-    rollout_logprobs: floating [T], of the engine, of the distribution it sampled from: after temperature and
-        truncation.
+    old_logprobs: floating [T], the trainer's, at the weights that sampled.
+    rollout_logprobs: floating [T], the engine's, after temperature and truncation.
     mask: bool or 0/1 [T], the tokens that count.
 
 At masked positions the log-probabilities may hold anything, NaN included. Log-ratios, of tokens or of whole
@@ -45,7 +46,8 @@ def token_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     """Return truncated importance weights per token (TIS, Yao et al.): min(w, upper), 0 at masked positions;
     [T].
 
-    Low variance, but biased: a token's weight ignores the tokens before it. verl's `upper` is 2.
+    The weights have a low variance, but are biased: a token's weight ignores the tokens before it. verl's
+    `upper` is 2. For example, w = 0.5 and w = 3 give weights of 0.5 and 2.
 
     Raises:
         ValueError: upper is not positive.
@@ -64,7 +66,7 @@ def sequence_weights(
     """Return truncated importance weights per sample: min(product of w over the sample, upper) on each of its
     unmasked tokens.
 
-    Unbiased but for the truncation; its variance grows with the length of the sample. 0 at masked positions;
+    Only the truncation adds a bias. The variance grows with the length of the sample. 0 at masked positions;
     [T].
 
     Raises:
@@ -88,7 +90,7 @@ def icepop(
     high: float,
     level: Literal["token", "prefix", "sequence"] = "token",
 ) -> Tensor:
-    """Return importance weights with those out of bounds set to 0, [T]; 0 at masked positions too.
+    """Return importance weights, [T]; 0 where a weight is out of bounds, and at masked positions.
 
         token     w where low <= w <= high: IcePop (Ring-1T, arXiv:2510.18855), with 0.5 and 5
         prefix    w where the geometric mean of w from the sample's first token to this one is within the
@@ -96,11 +98,12 @@ def icepop(
         sequence  the product of w over the sample, where it is within the bounds: TRL's sequence_mask, with
                   no lower bound and 3
 
-    A token dropped so keeps its place in the denominators of the loss; `reject` takes that too. For the mask
-    without a weight by the geometric mean of a whole sample use `reject`.
+    A token with a weight of 0 still counts in the denominators of the loss; a token that `reject` masks does
+    not. Use `reject` to mask whole samples by their geometric mean, without weights. For example, with bounds
+    of 0.5 and 5 a token with w = 6 has the weight 0.
 
     Raises:
-        ValueError: 1, the weight of a token on which both agree, is not within the bounds.
+        ValueError: 1 is not within the bounds; it is the weight of a token on which engine and trainer agree.
     """
     if not 0 <= low <= 1 <= high:
         raise ValueError(
@@ -120,7 +123,7 @@ def icepop(
 def _prefix_means(x: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over the unmasked tokens from the sample's first one to each token, [T]."""
     keep, counts = kept_tokens(lengths, mask)
-    # Reversed, the tokens before a token are those after it.
+    # In reversed order, earlier tokens are later ones.
     backwards = counts.flip(0)
     sums = reward_to_go(x[keep].double().flip(0), backwards, 1.0)
     return put_back((sums / (tokens_after(backwards) + 1)).flip(0), keep, x.dtype)
@@ -138,19 +141,19 @@ def reject(
     low: float,
     high: float,
 ) -> Tensor:
-    """Mask without the tokens, or the whole samples, whose divergence leaves low .. high.
+    """Return the mask without tokens, or whole samples, with a divergence outside of low .. high.
 
     Estimates of KL(engine || trainer) of a token, with x = log w (Schulman,
     http://joschu.net/blog/kl-approx.html):
 
-        k1   -x                    below 0 where the trainer is the surer of the two
+        k1   -x                    below 0 where the trainer's probability is larger
         k2   x^2 / 2
         k3   exp(x) - 1 - x
 
     level "token" judges each token by itself (verl's token_k1 ..), "sequence" each sample by the mean over
-    its unmasked tokens (seq_mean_k1 ..). The mean, as a sum would reject long samples for being long: at
-    0.001 nats per token any bound on it is crossed sooner or later. For "sequence" and "k1" the statistic is
-    the log of one over the geometric mean of w.
+    its unmasked tokens (seq_mean_k1 ..). The statistic is a mean, because a sum would reject long samples for
+    being long: for example, 0.001 nats per token add up to 10 nats over 10,000 tokens. For "sequence" and
+    "k1" the statistic is the log of one over the geometric mean of w.
 
     Args:
         level, statistic: see above.
@@ -161,8 +164,8 @@ def reject(
         [T], the dtype of `mask`. A token without a finite log-probability is outside of any bounds.
 
     Raises:
-        ValueError: unknown level or statistic, or 0, the divergence where both agree, is not within the
-            bounds.
+        ValueError: unknown level or statistic, or 0 is not within the bounds; 0 is the divergence where
+            engine and trainer agree.
     """
     if not low <= 0 <= high:
         raise ValueError(
@@ -171,7 +174,7 @@ def reject(
         )
     kept = mask.bool()
     log_ratio = torch.where(kept, old_logprobs - rollout_logprobs, 0.0)
-    # An infinite ratio is no outlier to be clamped: one of the two says the token cannot be.
+    # An infinite ratio must not be clamped: engine or trainer gives the token a probability of 0.
     broken = ~log_ratio.isfinite()
     divergence = _divergence(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), statistic).masked_fill(
         broken, float("nan")
@@ -216,15 +219,14 @@ def metrics(
     Of tokens, means over all unmasked ones:
         kl, k3_kl: k1 and k3 estimates of KL(engine || trainer), nats.
         chi2_token: w^2 - 1, the chi-squared divergence.
-        rollout_is_mean, _std, _min, _max: of w before any truncation. The mean is 1 but for noise if
-            `rollout_logprobs` are those of the distribution sampled from, so it tells a bug from a gap.
-            (verl's std is that of truncated weights.)
+        rollout_is_mean, _std, _min, _max: of w before any truncation. The mean is 1 up to noise if
+            `rollout_logprobs` belong to the distribution sampled from; another mean shows a bug. (verl takes
+            the std of truncated weights.)
         rollout_is_eff_sample_size: (mean w)^2 / mean w^2, the share of the batch that is left, 0 to 1.
-    Of samples, means over those with an unmasked token, where ppl is exp(-mean log-probability of its
-    tokens):
+    Of samples, means over samples with an unmasked token; ppl is exp(-mean log-probability of its tokens):
         training_ppl, training_log_ppl, rollout_ppl, rollout_log_ppl: of the trainer and of the engine.
         ppl_ratio: training ppl / rollout ppl.
-        log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: log of that ratio.
+        log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: log of ppl_ratio.
         chi2_seq: (product of w)^2 - 1.
     Of weights before truncation, at `level`: w of a token, or the product of w over a sample on each of its
     tokens. High is above `upper`, low below 1 / upper.
@@ -238,7 +240,7 @@ def metrics(
         level: what is weighed: tokens, or whole samples.
         upper: the bound that the weights are truncated to, positive.
 
-    Computed in float64. An empty dict where no token is unmasked.
+    Computed in float64. Returns an empty dict if no token is unmasked.
 
     Raises:
         ValueError: upper is not positive.
@@ -314,19 +316,19 @@ def criterion_metrics(
 ) -> dict[str, float]:
     """Measure one criterion of `reject`, under verl's names `rollout_corr/rollout_rs_<criterion>_*`.
 
-    <criterion> is token_k1 .. token_k3 or seq_mean_k1 .. seq_mean_k3, and the divergence that of a token, or
-    the mean of a sample on each of its tokens. Samples are those with an unmasked token.
+    <criterion> is token_k1 .. token_k3 or seq_mean_k1 .. seq_mean_k3. The divergence of a token is its own,
+    or for seq_mean the mean over its sample. Only samples with an unmasked token count.
         mean, std: over the unmasked tokens; the std of the divergence cut to the bounds.
         max, min, fraction_high, fraction_low: over the tokens, or samples, that the criterion judges; the
-            shares are those above `high` and below `low`.
+            fractions are above `high` and below `low`.
         seq_mean, seq_std, seq_max, seq_min, seq_max_deviation, seq_fraction_high, seq_fraction_low: over the
             samples' means; the std is unbiased, 0 for one sample; the deviation is the largest absolute
             value.
         masked_fraction, seq_masked_fraction: share of the tokens rejected, and of the samples that lose a
             token.
 
-    `kept` [T] is the result of `reject` with the same arguments. Computed in float64. An empty dict where no
-    token is unmasked.
+    `kept` [T] is the result of `reject` with the same arguments. Computed in float64. Returns an empty dict
+    if no token is unmasked.
     """
     mask = mask.bool()
     if not mask.any():
@@ -360,10 +362,10 @@ def criterion_metrics(
 
 @torch.no_grad()
 def rejection_metrics(lengths: Tensor, mask: Tensor, kept: Tensor) -> dict[str, float]:
-    """Return the share of the unmasked tokens that the criteria reject together, and of the samples hit.
+    """Return the share of unmasked tokens that the criteria together reject, and of samples that lose any.
 
     Their names are verl's, `rollout_corr/rollout_rs_masked_fraction` and `rollout_rs_seq_masked_fraction`.
-    `mask` and `kept` [T]: before and after. An empty dict where no token is unmasked.
+    `mask` and `kept` [T]: before and after. Returns an empty dict if no token is unmasked.
     """
     if not mask.any():
         return {}
@@ -381,7 +383,7 @@ def _masked_fractions(lengths: Tensor, mask: Tensor, kept: Tensor) -> dict[str, 
 
 
 def _sample_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Mean of float64 [T] over the unmasked tokens of each sample that has one."""
+    """Return the mean of float64 [T] over the unmasked tokens of each sample that has one."""
     counts = segment_sum(mask.double(), lengths)
     return segment_sum(torch.where(mask, values, 0.0), lengths)[counts > 0] / counts[counts > 0]
 

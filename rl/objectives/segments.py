@@ -1,14 +1,15 @@
 """Reductions over samples that lie end to end in one flat tensor, and their transpose.
 
-Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] says how many belong to each,
-zeros allowed.
+Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] is the number of tokens of
+each sample, zeros allowed.
 
-The obvious spellings are avoided for a reason each. `index_add` and the backward pass of `repeat_interleave`
-add with atomics on CUDA, so the result changes from run to run. A difference of `cumsum` loses digits and
-carries a NaN of one sample into all later ones. `torch.segment_reduce` sums each segment in a fixed order,
-but rejects B == 0, and its own backward pass walks a segment with a single thread on CUDA. A segment sum and
-`expand` are each other's transpose, so here each is the other's backward pass: deterministic in both
-directions and differentiable any number of times.
+Each obvious implementation has a fault. `index_add` and the backward pass of `repeat_interleave` add with
+atomics on CUDA, so the result changes from run to run. A difference of `cumsum` loses digits and carries a
+NaN of one sample into all later ones. `torch.segment_reduce` sums each segment in a fixed order, but rejects
+B == 0, and its own backward pass walks a segment with a single thread on CUDA. A segment sum and `expand` are
+each other's transpose, so here each is the other's backward pass. Both are deterministic and differentiable
+any number of times. For example, with lengths [2, 1] the sum of [1, 2, 3] is [3, 3], and `expand` turns [5,
+7] into [5, 5, 7].
 """
 
 import torch
@@ -67,8 +68,8 @@ def segment_mean(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def expand(per_sample: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Return its sample's value for each token: per_sample [B] floating, lengths int64 [B] -> [T] of the same
-    dtype.
+    """Return for each token the value of its sample: per_sample [B] floating, lengths int64 [B] -> [T] of the
+    same dtype.
 
     total: T. If None, the host waits for the device to sum the lengths.
     """

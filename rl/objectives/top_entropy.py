@@ -6,11 +6,12 @@ from torch import Tensor
 
 @torch.no_grad()
 def select_tokens(entropy: Tensor, mask: Tensor, *, top_entropy: float) -> Tensor:
-    """Return the tokens whose entropy is among the highest of the mini-batch, bool [T].
+    """Return the tokens with the highest entropy of the mini-batch, bool [T].
 
-    Few tokens decide between directions of a response, and these have a high entropy; the policy loss of all
-    others is set to 0. They keep their place in the denominators, as in the paper and in TRL
-    (`top_entropy_quantile`). KL term and entropy bonus count all tokens (TRL's bonus: those selected).
+    The few tokens that decide the direction of a response have a high entropy; the policy loss of all other
+    tokens is set to 0. These still count in the denominators, as in the paper and in TRL
+    (`top_entropy_quantile`). KL term and entropy bonus count all tokens; TRL's bonus counts the selected
+    tokens. For example, top_entropy=0.2 selects 200 of 1,000 tokens.
 
     The threshold is the entropy of the token number max(1, floor(top_entropy * unmasked tokens)) in
     descending order; all tokens with this entropy are selected.

@@ -16,8 +16,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
         loss = 1/2 max((values - returns)^2, (clip(values, old_values - clip, old_values + clip) - returns)^2)
 
     The clip of OpenAI's PPO (baselines, ppo2; Engstrom et al., arXiv:2005.12729, section 3), with verl's
-    factor of 1/2. A token that has moved more than `clip` towards its return gets no gradient; one that has
-    moved away keeps it.
+    factor of 1/2. A value that has moved more than `clip` towards its return gets no gradient; a value that
+    has moved away keeps its gradient. For example, with clip=0.2, an old value of 0.5 and a return of 1, a
+    value of 0.8 gets no gradient.
 
     Args:
         values: floating [T], of the critic being trained.
@@ -53,15 +54,16 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, negative
     for a worse one.
 
-    Over the whole batch: shares of it do not average to this.
+    It is computed over the whole batch, because the fractions of parts do not average to it.
 
     Args:
-        values: floating [T], of the critic before its update, so that they do not depend on these returns.
+        values: floating [T], of the critic before its update, so that the values do not depend on these
+            returns.
         returns: floating [T].
         mask: bool or 0/1 [T], the tokens that count.
 
     Returns:
-        The fraction, computed in float64; NaN where all the returns are equal or there is no token.
+        The fraction, computed in float64; NaN if all the returns are equal or there is no token.
     """
     mask = mask.bool()
     values, returns = values[mask].double(), returns[mask].double()

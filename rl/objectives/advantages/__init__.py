@@ -1,10 +1,11 @@
 """Advantage estimators, one file each: from the rewards of a whole batch to one number per token.
 
 `objective.advantage` is the name of a file, with '-' for '_' and '++' for '_pp'. A file defines one function
-of its own name. Positional parameters are columns of `rl.data.batch.Batch`, except in gae and prime, which
-the files of their algorithms call. Keyword-only parameters without a default are keys of the section
-`objective`, or of a section that NEEDS names. An estimator that reads `lengths` returns one advantage per
-token, [T]; any other returns one per sample, [N], which every token of the sample gets.
+of its own name. Positional parameters are columns of `rl.data.batch.Batch`, except in gae and prime: the
+files of their algorithms call these. Keyword-only parameters without a default are keys of the section
+`objective`, or of a section that NEEDS names. For example, `grpo(rewards, groups, *, normalize_by_std)` reads
+two columns and the key objective.normalize_by_std. An estimator that reads `lengths` returns one advantage
+per token, [T]; any other returns one per sample, [N], which every token of the sample gets.
 
 Keys of the section objective that no other file declares are the fields of a dataclass <Name>Options, each
 with a default, a range (`rl.config.ranges`) and a text for --help, for example `TurnReturnOptions`. The class
@@ -19,7 +20,7 @@ A file begins with literals, which `rl.config.declarations` reads without runnin
     SOURCE     arXiv numbers
 
 Conventions of all files. `N` samples of the batch over all ranks, so that no statistic needs a collective;
-`T` response tokens of all samples, laid end to end; `T'` those that the mask keeps. `groups` is int64 [N]:
+`T` response tokens of all samples, laid end to end; `T'` unmasked response tokens. `groups` is int64 [N]:
 samples with the same number have the same prompt. `lengths` is int64 [N], sums to T, and may hold zeros.
 `mask` is bool or 0/1 [T]. A masked token is no time step: the token before it is followed by the next
 unmasked one. Masked positions may hold anything, NaN included, and get 0. A group of one has no other sample

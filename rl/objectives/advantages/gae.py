@@ -3,8 +3,8 @@
     delta_t = r_t + gamma * V_{t+1} - V_t;   A_t = delta_t + gamma * lam * A_{t+1};   return_t = A_t + V_t
 
 t counts unmasked tokens, so the bootstrap is the value of the next unmasked token. The value after a
-response's last token is 0, also if it was cut off at the length limit, as in TRL and verl. The algorithm
-(`rl/algorithms/ppo.py`) calls this function, and whitens its result if `objective.whiten` is set.
+response's last token is 0, even if the response was cut off at the length limit, as in TRL and verl. The
+algorithm (`rl/algorithms/ppo.py`) calls this function, and whitens its result if `objective.whiten` is set.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def gae(
 
     Args:
         token_rewards: floating [T].
-        old_values: floating [T], the critic's value of the state in which each token was drawn.
+        old_values: floating [T], the critic's value of the state before each token was drawn.
         lengths: int64 [N].
         mask: bool or 0/1 [T].
         gamma: discount per unmasked token, in [0, 1].

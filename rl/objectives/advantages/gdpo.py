@@ -2,9 +2,10 @@
 
     sum_k = weights_k * (column_k - group mean) / (group std + eps);   A = sum / (batch std of sum + eps)
 
-Adding first would let different combinations of rewards collapse into the same advantage. Both standard
-deviations are unbiased. The batch statistics are over samples, as in the paper; verl whitens over tokens. The
-paper also subtracts the batch mean of the sum, which is 0, because the sum is 0 over each group.
+Adding first would let different combinations of rewards collapse into the same advantage: for example,
+rewards (1, 0) and (0, 1) both add up to 1. Both standard deviations are unbiased. The batch statistics are
+over samples, as in the paper; verl whitens over tokens. The paper also subtracts the batch mean of the sum,
+which is 0, because the sum is 0 over each group.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ FORMULA = "each reward column normalised in G, weighted sum, over the batch's st
 SOURCE = "2601.05242"
 
 NOT_REWARDS = ("acc", "failed", "judge", "reward_model", "score")
-"""Details of a score that are no reward of their own."""
+"""Details of a score that are not rewards of their own."""
 
 
 @dataclass

@@ -3,9 +3,10 @@
     A = alpha * (r - mean_G r) / norm,   alpha = N / (samples in groups whose rewards differ)
 
 alpha is one number for the whole batch. It compensates for the groups that contribute no gradient but count
-in the denominator of the loss (the paper's accurate gradient estimation, B / (B - M)). verl counts samples
-with a reward other than 0 instead, which is another number whenever a mixed group has a failure. `norm` is
-the paper's F_norm, verl's f_norm, and 1 in both; for division by the group's standard deviation use `grpo`.
+in the denominator of the loss (the paper's accurate gradient estimation, B / (B - M)). verl instead counts
+samples with a reward other than 0. For example, two groups of four with the rewards 1, 0, 0, 0 and 0, 0, 0, 0
+have alpha = 8 / 4 here and 8 / 1 in verl. `norm` is the paper's F_norm, verl's f_norm, and 1 in both; for
+division by the group's standard deviation use `grpo`.
 """
 
 import torch

@@ -1,10 +1,11 @@
-"""GRPO's group-relative advantage: a reward against those of the other samples of the same prompt.
+"""GRPO's group-relative advantage: a reward compared with the rewards of all samples of the prompt.
 
     A = (r - mean_G r) / (std_G r + eps)        GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2)
     A = r - mean_G r                            without `normalize_by_std`: Dr.GRPO (arXiv:2503.20783)
 
-The first is the paper's outcome supervision. The standard deviation is the unbiased estimate (n - 1), as in
-verl and TRL; the paper does not say which.
+The first is the paper's outcome supervision. For example, rewards of 1, 0, 0, 0 without division give 0.75,
+-0.25, -0.25, -0.25. The standard deviation is the unbiased estimate (n - 1), as in verl and TRL; the paper
+does not say which.
 """
 
 from dataclasses import dataclass

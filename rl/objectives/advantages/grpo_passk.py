@@ -1,10 +1,11 @@
-"""Pass@k for k the size of the group: only the best sample counts, by what the group would lose without it.
+"""Pass@k for k the size of the group: only the best sample counts, by the group's loss without it.
 
     A = r_max - r_second for the best sample, 0 for the others        arXiv:2503.19595
 
 This is the leave-one-out advantage of the maximum. Samples that share the best reward all get 0, because the
-group loses nothing without one of them. `normalize_by_std` divides by the group's unbiased standard deviation
-+ eps, as verl does by default.
+group loses nothing without one of them. For example, rewards of 3, 1, 0 have A = 2, 0, 0 before the division,
+and rewards of 3, 3, 0 have 0, 0, 0. `normalize_by_std` divides by the group's unbiased standard deviation +
+eps, as verl does by default.
 """
 
 import torch

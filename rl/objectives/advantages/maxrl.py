@@ -2,9 +2,9 @@
 
     A = (r - mean_G r) / (mean_G r + eps)
 
-With rewards of 0 and 1 the expected gradient is that of a truncated expansion of the log-likelihood of a
-correct answer. Prompts that are rarely solved have a larger weight than in GRPO. A group whose mean reward is
-0 has advantages of 0.
+With rewards of 0 and 1 the expected gradient is the gradient of a truncated expansion of the log-likelihood
+of a correct answer. Prompts that are rarely solved have a larger weight than in GRPO. A group with a mean
+reward of 0 has advantages of 0.
 """
 
 import torch

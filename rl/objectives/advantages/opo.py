@@ -1,9 +1,10 @@
-"""OPO (arXiv:2505.23585): a reward less the length-weighted mean of its group.
+"""OPO (arXiv:2505.23585): a reward minus the length-weighted mean of its group.
 
     A = r - sum_G(length * r) / sum_G(length)
 
 The baseline minimises the variance of the policy gradient if the squared norm of a response's score function
-grows like its length. Lengths are counted tokens. In a group without any, the baseline is the plain mean.
+grows like its length. Lengths are counted tokens. In a group without counted tokens the baseline is the plain
+mean.
 """
 
 import torch

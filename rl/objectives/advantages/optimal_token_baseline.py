@@ -1,4 +1,4 @@
-"""Optimal token baseline (OTB, arXiv:2602.07078): reward to go less the baseline of least gradient variance.
+"""Optimal token baseline (OTB, arXiv:2602.07078): reward to go minus the baseline of least gradient variance.
 
 With G_t the undiscounted reward to go of a sample at its t-th unmasked token, and sums over the samples of
 the group that have a t-th token:
@@ -6,10 +6,11 @@ the group that have a t-th token:
     A_t = G_t - sum(G_t * W_t) / sum(W_t),   W_t = sum_{j <= t} weights_j^2 * (1 - 2 * p_j + sum_v p_j(v)^2)
 
 The bracket is the squared norm of the gradient of log p_j with respect to the logits, |onehot - p|^2, and
-stands for that of the parameters (the paper's logit-gradient proxy, "realized energy"). This is verl's
-tir_optimal_token_baseline, which equals its optimal_token_baseline wherever no mask is inside a response.
-Differences: no epsilon in the denominator (where all W_t are 0 the baseline is the plain mean; such tokens
-were certain and have no gradient), and a group of one sample gets 0, in verl its reward to go.
+stands for the squared norm with respect to the parameters (the paper's logit-gradient proxy, "realized
+energy"). This is verl's tir_optimal_token_baseline, which equals its optimal_token_baseline wherever no mask
+is inside a response. There are two differences. The denominator has no epsilon: if all W_t are 0 the baseline
+is the plain mean; such tokens were certain and have no gradient. A group of one sample gets 0; in verl it
+gets its reward to go.
 """
 
 import torch
@@ -48,8 +49,9 @@ def optimal_token_baseline(
             (0, 1].
         loss_weights: floating [T], importance weights of the tokens against the policy that generated them;
             None: 1.
-        zero_tail: where only one sample of the group is that long, the baseline is 0 and A_t = G_t, verl's
-            default. False keeps the formula: the sample is its own baseline there, and A_t = 0.
+        zero_tail: True sets the baseline to 0, so A_t = G_t, at positions that only one sample of the group
+            reaches (verl's default). False keeps the formula: the sample is its own baseline there, and A_t =
+            0.
     """
     keep, counts = kept(lengths, mask)
     to_go = reward_to_go(token_rewards[keep].double(), counts, 1.0)
@@ -62,7 +64,7 @@ def optimal_token_baseline(
     _, group, group_sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     order, cell_sizes = by_group_and_position(group, counts)
     to_go, energy = to_go[order], energy[order]
-    # Against the first of its cell: equal rewards to go then give exactly 0.
+    # Relative to the first token of the cell, equal rewards to go give exactly 0.
     relative = to_go - expand(to_go[cell_sizes.cumsum(0) - cell_sizes], cell_sizes)
     energy = torch.where(expand(segment_sum(energy, cell_sizes), cell_sizes) > 0, energy, 1.0)
     baseline = segment_sum(energy * relative, cell_sizes) / segment_sum(energy, cell_sizes)
@@ -77,8 +79,7 @@ def optimal_token_baseline(
 
 
 def by_group_and_position(group: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay tokens of the same group and the same position in their response end to end, each such cell in
-    sample order.
+    """Lay tokens end to end by cells; a cell has the tokens of one group at one position, in sample order.
 
     group: int64 [N] in 0..P-1, counts: int64 [N] -> (order int64 [T'], sizes of the cells int64 [C]).
     """

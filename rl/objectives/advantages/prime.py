@@ -1,4 +1,4 @@
-"""PRIME (arXiv:2502.01456, equation 5): implicit process rewards and outcomes, each less its leave-one-out
+"""PRIME (arXiv:2502.01456, equation 5): implicit process rewards and outcomes, each minus its leave-one-out
 baseline.
 
     A_t = process_coef * sum_{s >= t} gamma^(s - t) * (r_s - mean of the others' mean r)
@@ -7,8 +7,8 @@ baseline.
 whitened over the tokens of the batch at the end, as in the authors' code, which also has the coefficients (5
 and 5). "The others" are the other samples of the group; a sample's mean r is over its unmasked tokens ("the
 averaged implicit process rewards"), and a sample without such tokens is not among the others. The outcome is
-not discounted. The authors' code instead subtracts (sum of all means - r_s) / (n - 1), which leaves out the
-token's own reward and not its sample's mean; with gamma 1 both agree at the first token only. Here the
+not discounted. The authors' code instead subtracts (sum of all means - r_s) / (n - 1). It leaves out the
+token's own reward, not its sample's mean; with gamma 1 both formulas agree at the first token only. Here the
 equation of the paper is used.
 
 Without others a term is 0; a group of one enters the whitening with 0, as in `reinforce_pp_baseline`. The
@@ -61,7 +61,7 @@ def prime(
     present = counts > 0
     means = segment_mean(rewards, counts)[present]
     _, group, sizes = torch.unique(groups[present], return_inverse=True, return_counts=True)
-    # rloo is mean - mean of the others; for a sample without others it is 0, and `has_others` drops the term.
+    # rloo is mean - mean of the others. For a sample without others it is 0, and `has_others` drops the term.
     others_mean = expand(means - rloo(means, groups[present]), counts[present])
     has_others = torch.repeat_interleave(sizes[group] > 1, counts[present])
     process = reward_to_go(torch.where(has_others, rewards - others_mean, 0.0), counts, gamma)

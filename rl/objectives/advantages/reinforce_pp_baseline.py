@@ -1,8 +1,8 @@
-"""REINFORCE++ with baseline (arXiv:2501.03262): reward less the mean of its group, on each token, whitened.
+"""REINFORCE++ with baseline (arXiv:2501.03262): reward minus the mean of its group, on each token, whitened.
 
-A group of one enters with 0, as a group of equal rewards does (verl: with its raw reward). Whitening over the
-tokens of the batch then moves these tokens off 0 together with the mean, to which longer responses contribute
-more; the mean is 0 only if lengths are equal.
+A group of one enters with 0, as a group of equal rewards does; in verl it enters with its raw reward.
+Whitening subtracts the mean over the batch's tokens, so such tokens may end off 0: longer responses
+contribute more to the mean, and it is 0 only if lengths are equal.
 """
 
 import torch

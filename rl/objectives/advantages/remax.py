@@ -1,4 +1,4 @@
-"""ReMax (arXiv:2310.10505): a reward less that of the greedy response to the same prompt."""
+"""ReMax (arXiv:2310.10505): a reward minus the reward of the greedy response to the same prompt."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ SOURCE = "2310.10505"
 
 @torch.no_grad()
 def remax(rewards: Tensor, baselines: Tensor) -> Tensor:
-    """Return rewards - baselines, [N]; baselines hold the reward of the greedy response to the prompt of each
-    sample."""
+    """Return rewards - baselines, [N]; baselines: reward of the greedy response to each sample's prompt."""
     assert rewards.shape == baselines.shape and rewards.dim() == 1, (
         f"{tuple(rewards.shape)} rewards for {tuple(baselines.shape)} baselines"
     )

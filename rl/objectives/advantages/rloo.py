@@ -1,7 +1,9 @@
-"""REINFORCE leave-one-out (Ahmadian et al., arXiv:2402.14740): a reward less the mean of the others of its
+"""REINFORCE leave-one-out (Ahmadian et al., arXiv:2402.14740): a reward minus the mean of the others of its
 group.
 
 A = r - mean of the others = n / (n - 1) * (r - mean_G r) for a group of n
+
+For example, rewards of 1, 0, 0 give 1, -1/2, -1/2.
 """
 
 import torch

@@ -5,10 +5,11 @@ the last turn. With gamma = `objective.turn_gamma`, every token of turn k gets
 
     A_k = (G_k - mean_G) / (std_G + eps),   G_k = r_k + gamma G_{k+1}
 
-where mean and standard deviation are those of the returns of all turns in the group. There are two
-differences from the paper. Returns are compared, not single rewards, so that a turn is credited with what
-follows it. Turns of all positions are compared with each other, because few samples of a group reach a late
-turn. With one turn per sample it is GRPO's advantage.
+with mean and standard deviation over the returns of all turns in the group. There are two differences from
+the paper. Returns are compared, not single rewards, so that a turn is credited with later rewards. For
+example, with gamma = 0.5 turn rewards of 0, 0, 1 have returns of 0.25, 0.5, 1. Turns of all positions are
+compared with each other, because few samples of a group reach a late turn. With one turn per sample it is
+GRPO's advantage.
 """
 
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def number_turns(lengths: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor,
 
 
 def at_tokens(values: Tensor, cell: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [T]: the value [K] of each token's turn, 0 for masked tokens and those of no turn."""
+    """Return [T]: the value [K] of each token's turn; 0 for masked tokens and tokens outside of turns."""
     out = torch.zeros(cell.shape, dtype=dtype)
     kept = (cell >= 0) & mask.bool()
     out[kept] = values[cell[kept]].to(dtype)

@@ -2,8 +2,9 @@
 
     A_k = gamma^(K - k) (r - mean_G r) / (std_G r + eps)        for all tokens of turn k of K
 
-with gamma = `objective.turn_gamma`. The last turns get the largest part of the final reward. With gamma = 1
-every turn has GRPO's advantage, as in the paper.
+with gamma = `objective.turn_gamma`. The last turns get the largest part of the final reward. For example,
+with gamma = 0.5 three turns have 1/4, 1/2 and 1 times the advantage. With gamma = 1 every turn has GRPO's
+advantage, as in the paper.
 """
 
 import torch

@@ -3,7 +3,8 @@
     loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs
 
 Unlike in PPO, a token outside the bounds keeps its gradient, with a bounded weight. The paper clips from
-above only: a clip_low of 1 or more leaves the ratio unbounded from below.
+above only: a clip_low of 1 or more leaves the ratio unbounded from below. For example, with clip_high=0.2 a
+token with r = 3 has the weight 1.2 A.
 """
 
 import torch
@@ -32,7 +33,7 @@ def cispo(
         clip_high: the ratio is clipped from above at 1 + clip_high.
 
     Statistics:
-        pg_clipfrac: tokens whose ratio is outside the bounds, whatever the advantage.
+        pg_clipfrac: tokens with a ratio outside the bounds, whatever the advantage.
     """
     mask = mask.bool()
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)

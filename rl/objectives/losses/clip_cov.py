@@ -1,8 +1,8 @@
 """Clip-Cov (Cui et al., arXiv:2505.22617): some tokens of high covariance get no gradient. See
 `rl.objectives.covariance`.
 
-PPO's loss without the dual clip, as in the paper and in verl, and 0 for the selected tokens, which keep their
-place in every denominator (equation 12). The authors' runs set clip_low and clip_high to 1.
+The loss is PPO's without the dual clip, as in the paper and in verl. It is 0 for the selected tokens; they
+still count in every denominator (equation 12). The authors' runs set clip_low and clip_high to 1.
 """
 
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> Loss:
-    """Return the loss of each token [T] and statistics: those of `ppo`, and
-    pg_covfrac: tokens selected (verl logs these as pg_clipfrac).
+    """Return the loss of each token [T] and statistics: the statistics of `ppo`, and pg_covfrac: tokens
+    selected (verl logs these as pg_clipfrac).
     """
     selected = selected_tokens.bool() & mask.bool()
     clip = dict(clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
@@ -70,12 +70,13 @@ def select_tokens(
     """Return the tokens of a mini-batch that `clip_cov` leaves out, drawn at random (equation 11), bool [T].
 
     Candidates are the unmasked tokens with cov_low <= cov <= cov_high that PPO's clip does not cut already.
-    Selected are max(1, floor(cov_fraction * unmasked tokens)) of them, or all if they are fewer.
+    The number selected is max(1, floor(cov_fraction * unmasked tokens)), or all candidates if they are fewer.
+    For example, cov_fraction=0.0002 selects 20 of 100,000 tokens.
 
     Args:
         logprobs, old_logprobs, advantages: floating [T], T tokens of the whole mini-batch.
         mask: bool or 0/1 [T].
-        clip_low, clip_high: those of the loss.
+        clip_low, clip_high: of the loss.
         cov_fraction: share of the tokens that are selected.
         cov_low, cov_high: bounds of the covariance. The paper: 1 and 5, with advantages of variance 1.
         seed: seed of the draw; vary it from update to update.

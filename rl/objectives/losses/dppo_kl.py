@@ -1,6 +1,6 @@
 """Divergence PPO with the binary KL divergence (DPPO, arXiv:2602.04879), in verl's form.
 
-The loss of `dppo_tv` with another trust region. With p and q as there,
+This is the loss of `dppo_tv` with another trust region. With p and q as in `dppo_tv`,
 
     D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
@@ -19,8 +19,8 @@ FORMULA = "-sg(ratio) A log pi within a trust region in nats (KL)"
 SOURCE = "2602.04879"
 
 DPPO_EPS = 1e-8
-"""Added to the probability of all other tokens before its log, as in verl; for a token of which the policy is
-certain that probability is 0 in float32."""
+"""Added to the probability of all other tokens before its log, as in verl; for example, if the policy is
+certain of a token, this probability is 0 in float32."""
 
 
 def dppo_kl(
@@ -33,7 +33,7 @@ def dppo_kl(
     clip_high: float,
     dppo_max_ratio: float = 20.0,
 ) -> Loss:
-    """Return the loss of each token [T] and statistics, those of `dppo_tv`.
+    """Return the loss of each token [T] and the statistics of `dppo_tv`.
 
     Args:
         clip_low, clip_high: radii of the trust region in nats, for tokens made rarer and more frequent.

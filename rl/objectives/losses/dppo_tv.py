@@ -3,8 +3,9 @@
     loss = -sg(min(r, dppo_max_ratio)) A logprobs where the token is inside the trust region, else 0
 
 With p and q the probabilities of the sampled token under the policy and the old one, a token is outside if A
-> 0 and p - q > clip_high, or A <= 0 and q - p > clip_low. That is a distance between two distributions over
-(this token, any other), unlike PPO's r, which moves a lot for rare tokens that hardly matter.
+> 0 and p - q > clip_high, or A <= 0 and q - p > clip_low. |p - q| is a distance between two distributions
+over (this token, any other). PPO's r instead moves a lot for rare tokens that hardly matter: for example,
+from q = 0.001 to p = 0.003 it is 3, but |p - q| = 0.002.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def dppo_tv(
 
     Statistics:
         pg_clipfrac: tokens outside the trust region.
-        pg_clipfrac_lower: tokens inside whose ratio is truncated.
+        pg_clipfrac_lower: tokens inside with a truncated ratio.
     """
     mask = mask.bool()
     logprobs, old_logprobs = torch.where(mask, logprobs, 0.0), torch.where(mask, old_logprobs, 0.0)

@@ -2,9 +2,9 @@
 
     loss = -A logprobs + dro_beta / 2 (logprobs - old_logprobs)^2
 
-Its gradient at dro_beta = tau is, up to a constant, that of the square (R - V - tau log(policy / old))^2,
-which DRO (arXiv:2405.19107, equation 4) and Kimi k1.5 (arXiv:2501.12599, section 2.3.2) minimise with the
-log-ratio of the whole response. There is no exp, so the log-ratio is not clamped and the penalty keeps
+DRO (arXiv:2405.19107, equation 4) and Kimi k1.5 (arXiv:2501.12599, section 2.3.2) minimise the square (R - V
+- tau log(policy / old))^2 with the log-ratio of the whole response. At dro_beta = tau the loss here has the
+same gradient, up to a constant. There is no exp, so the log-ratio is not clamped and the penalty keeps
 pulling an outlier back.
 """
 

@@ -4,10 +4,11 @@
     F_t = sum over k >= t of 2^(-(k - t) / fipo_half_life) d_k,   d = logprobs - old_logprobs
 
 F_t is positive if the update makes the rest of the sample, from token t on, more likely, and negative if less
-likely. Tokens with a positive F_t get a larger advantage. Tokens that the policy did not sample, and tokens
-whose ratio exceeds `dual_clip` (0: none), do not contribute to F.
+likely. Tokens with a positive F_t get a larger advantage. Tokens that the policy did not sample do not
+contribute to F, and neither do tokens with a ratio above `dual_clip` (0: none). For example, with
+fipo_half_life=32 the token itself counts fully and the token 32 later half.
 
-Two guards are those of the authors' code, a verl fork. A token with a negative advantage and a ratio above
+Two guards come from the authors' code, a verl fork. A token with a negative advantage and a ratio above
 `fipo_safe_ratio` has a weight from 0.8 to 1. A sample in which more than one token is beyond the dual clip
 has no loss. Its tokens stay in the denominator, whereas the authors divide by the other tokens.
 """
@@ -61,9 +62,8 @@ def fipo(
     fipo_high: float,
     fipo_safe_ratio: float,
 ) -> Loss:
-    """Return the loss of each token [T] and statistics: those of `ppo`, and
-    fipo_weight: the weight f of the advantage,
-    fipo_dropped: tokens of samples without a loss.
+    """Return the loss of each token [T] and statistics: the statistics of `ppo`, and fipo_weight: the weight
+    f of the advantage, fipo_dropped: tokens of samples without a loss.
     """
     with torch.no_grad():
         log_ratio = masked_log_ratio(logprobs, old_logprobs, mask.bool())

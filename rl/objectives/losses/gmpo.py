@@ -5,10 +5,10 @@ With d the log-ratio of a token and A the mean advantage of its sample:
     c = min(d, clip_high) where A > 0, max(d, -clip_low) where A < 0        per token
     loss = -A exp(mean over the sample of c)                                on each unmasked token
 
-With seq-mean-token-mean this is the paper's objective. The bounds are those of the log-ratio: the paper's 0.4
-and 0.4 are ratios of 0.67 to 1.49. The paper has one advantage per sample. Where tokens differ, A is their
-mean, as in verl, which however clips each token by the sign of its own advantage; the loss would then not
-bound the unclipped one.
+With seq-mean-token-mean this is the paper's objective. The bounds apply to the log-ratio: for example, the
+paper's 0.4 and 0.4 are ratios of 0.67 to 1.49. The paper has one advantage per sample. If the tokens'
+advantages differ, A is their mean, as in verl. verl clips each token by the sign of its own advantage; its
+loss then does not bound the unclipped loss.
 """
 
 import torch

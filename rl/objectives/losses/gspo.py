@@ -4,10 +4,10 @@
     s_t = sg(s) exp(logprobs_t - sg(logprobs_t))
     loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
 
-Every token of a sample has the same ratio, and the clip keeps or drops all those whose advantages have one
-sign. With one advantage per sample and seq-mean-token-mean, value and gradient are those of GSPO (equation
+Every token of a sample has the same ratio, so the clip keeps or drops together all its tokens with advantages
+of one sign. With one advantage per sample and seq-mean-token-mean, value and gradient equal GSPO's (equation
 5). The paper's bounds are narrow, 3e-4 and 4e-4: s is a geometric mean and moves far less than the ratio of a
-token.
+token. For example, if one of 1,000 tokens has the ratio 2 and the others 1, s is 1.0007.
 """
 
 import torch

@@ -3,8 +3,8 @@
 
     loss = -r A,  and + kl_cov_coef |logprobs - old_logprobs| for the selected tokens
 
-Equation 14 has KL(old || policy) there; its authors' code and verl use this distance, as here. Its gradient
-at equal policies is 0, so it acts from the second update of a step on. There is no clip.
+Equation 14 has KL(old || policy) as the penalty; the authors' code and verl use this distance, as here. Its
+gradient at equal policies is 0, so it acts from the second update of a step on. There is no clip.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def kl_cov(
 ) -> Loss:
     """Return the loss of each token [T] and statistics.
 
-    Statistics (verl's ppo_kl is here that of |log-ratio|):
+    Statistics (verl's ppo_kl is the mean |log-ratio| in this loss):
         pg_covfrac: tokens selected.
     """
     mask = mask.bool()
@@ -53,7 +53,8 @@ def kl_cov(
 def select_tokens(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, cov_fraction: float) -> Tensor:
     """Return the tokens of a mini-batch with the greatest covariance (equation 13), bool [T].
 
-    Selected are max(1, floor(cov_fraction * unmasked tokens)); of equal ones the first.
+    The number selected is max(1, floor(cov_fraction * unmasked tokens)); among equal covariances the first
+    tokens are selected.
 
     Args:
         logprobs, advantages: floating [T], T tokens of the whole mini-batch.

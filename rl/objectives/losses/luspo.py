@@ -2,7 +2,8 @@
 
 GSPO's objective divides by the length of each sample, so that the tokens of short samples have larger
 gradients, and responses become shorter. LUSPO multiplies the clipped objective of a sample by its length.
-It is GSPO's loss of each token with the mean seq-mean-token-sum.
+This is GSPO's loss of each token with the mean seq-mean-token-sum. For example, a sample of 200 tokens weighs
+twice as much as a sample of 100.
 """
 
 from torch import Tensor

@@ -3,7 +3,8 @@
     loss = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)     PPO, arXiv:1707.06347, equation 7, negated
     loss = min(loss, -dual_clip A)  where A < 0                   dual clip, arXiv:1912.09729
 
-clip_high > clip_low is the clip-higher of DAPO (arXiv:2503.14476).
+clip_high > clip_low is the clip-higher of DAPO (arXiv:2503.14476). For example, with clip_high=0.2 a token
+with A > 0 has no gradient once r exceeds 1.2.
 """
 
 from dataclasses import dataclass

@@ -3,10 +3,10 @@
     loss = -A (4 / tau) sigmoid(tau (r - 1))
     tau = sapo_tau_positive where A > 0, sapo_tau_negative elsewhere
 
-At r = 1 its gradient is that of PPO, -A. It decays on both sides, faster for a greater tau. The paper sets
-the negative tau (1.05) above the positive one (1.0), since negative advantages raise the logits of all the
-tokens that were not sampled. At r = 1 the loss itself is -2 A / tau, so its value is not comparable to that
-of another loss.
+At r = 1 its gradient is -A, as PPO's. It decays on both sides, faster for a greater tau. The paper sets the
+negative tau (1.05) above the positive one (1.0), since negative advantages raise the logits of all the tokens
+that were not sampled. At r = 1 the loss itself is -2 A / tau, so its value is not comparable to the value of
+another loss.
 """
 
 from dataclasses import dataclass

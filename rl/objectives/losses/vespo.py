@@ -5,8 +5,9 @@
     w = product over the sample's tokens of pi / pi_old
 
 The weight phi of a whole sample is 1 at w = 1. It decays as w^k towards w = 0, and as exp(-lambda w) for
-large w. k and lambda differ between positive and negative advantages. The ratio w is that of the sample,
-without division by its length, and no token is clipped.
+large w. k and lambda differ between positive and negative advantages. The ratio w belongs to the whole
+sample, without division by its length, and no token is clipped. For example, with k = 2 and lambda = 3 a
+sample with w = 2 has the weight 4 exp(-3) = 0.2.
 
 The weights of `rollout_correction` (pi_old over the engine) are factors of w, as in TRL, and not of the loss:
 phi then bounds the whole ratio. A weight of 0 makes w, and so the loss of the sample, practically 0.
