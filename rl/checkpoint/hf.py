@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class WronglyExported(RuntimeError):
-    """Raised on every rank if a written tensor is not the model's."""
+    """Raised on every rank if a written tensor differs from the model's."""
 
 
 class NewDirectory:
@@ -38,7 +38,7 @@ class NewDirectory:
 
     def __init__(self, target: str, fence: Callable[[], None]):
         self.target, self._fence = Path(target), fence
-        # Path drops a slash at the end of the name, with which the partial directory would be inside.
+        # Path drops a slash at the end of the name; otherwise the partial directory would be inside.
         self.partial = self.target.with_name(f"{self.target.name}.partial")
         self._problem: str | None = None
         self.attempt(self._make)

@@ -1,4 +1,4 @@
-"""The file that one rank writes: boxes of tensors in the safetensors format, with a checksum.
+"""The file of one rank: boxes of tensors in the safetensors format, with a checksum.
 
 A tensor of the file has a name such as `policy/exp_avg/model.norm.weight[0:64]`: the model, the weight or
 optimizer state, the Hugging Face tensor and the box. Nothing is pickled; any safetensors reader opens the

@@ -1,4 +1,4 @@
-"""A copy in host memory of what a rank writes, so that training continues during the write."""
+"""A copy of a rank's shards in host memory, so that training continues during the write."""
 
 from collections.abc import Sequence
 

@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class WronglyLoaded(RuntimeError):
-    """Raised on every rank if the models do not hold what the checkpoint was written from."""
+    """Raised on every rank if the loaded models differ from the saved models."""
 
 
 class CheckpointStore:
@@ -505,7 +505,7 @@ def _adapter_in_words(adapter: Mapping) -> str:
 
 
 def _check_loaded(path: Path, saved: Mapping[str, int], models: Mapping[str, TrainingEngine]) -> None:
-    """Raise WronglyLoaded on every rank if a tensor differs from the one that was saved.
+    """Raise WronglyLoaded on every rank if a tensor differs from the saved one.
 
     A reference policy that only one of the two runs keeps is not compared. Collective over the world.
     """

@@ -42,7 +42,7 @@ MAX_LEVELS = 50
 """Deepest nesting of a call's arguments."""
 
 Spans = list[tuple[int, int]]
-"""Parts of a text: positions of the first character and of the one after the last."""
+"""Parts of a text: position of the first character, and position after the last one."""
 
 
 def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any], *, key: str) -> None:
@@ -170,7 +170,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def reasoning_key(self) -> str | None:
-        """Key with which the template renders reasoning, in a turn without or with calls; None: no key."""
+        """Key that makes the template render reasoning, in a turn without or with calls; None: no key."""
         mark, calls = "~reasoning~", {"tool_calls": [CALL]}
         for key in REASONING_KEYS if self.text else ():
             turn = {"role": "assistant", "content": "answer", key: mark}

@@ -58,7 +58,7 @@ def load_chats(
         reasoning_content (`rl.data.messages`). The column `tools` (optional) has the schemas of the chat's
         tools. A turn with a weight of 0 has no loss.
     train_on: assistant: every turn of the assistant. last: only its last one. all: every token but the first.
-    end_token_ids: ids at which generation stops, besides the tokenizer's eos.
+    end_token_ids: ids that stop generation, besides the tokenizer's eos.
     overlong: "error", "drop" or "truncate_right", for chats of more than `max_tokens` tokens. A
         truncated chat without a token with a loss is dropped.
     max_chats: maximum number of rows to read; 0 reads all.
@@ -125,7 +125,7 @@ class AssistantTurns:
 
     Args:
         reader: the reader that has read the chats.
-        end_token_ids: ids at which generation stops, besides the tokenizer's eos.
+        end_token_ids: ids that stop generation, besides the tokenizer's eos.
         remedy: what may be done about a template that rewrites earlier turns.
     """
 
@@ -305,8 +305,8 @@ def tokenize_chats(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the ids, int32 [n], and the mask, float32 [n], of each chat: 1 for tokens of its spans.
 
-    A token that is only partly in a span is in it, as in transformers. The first token, which nothing
-    predicts, has no loss. Raises ValueError for a chat without a token to train, or with two BOS tokens.
+    A token that is only partly in a span counts as in it, as in transformers. The first token has no loss:
+    nothing predicts it. Raises ValueError for a chat without a token to train, or with two BOS tokens.
     """
     found = []
     for start in range(0, len(chats), BATCH):

@@ -53,7 +53,7 @@ class ImageFormat:
         return self.patch * self.merge
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) to which an image is resized: multiples of `unit` within the limits.
+        """Return the (height, width) of a resized image: multiples of `unit` within the limits.
 
         It is `smart_resize` of transformers. For example, 100 x 90 pixels become 112 x 84 with a unit of 28.
         """
@@ -261,7 +261,7 @@ def placed_pixels(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
 def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = Path()) -> Image:
     """Return the image of {bytes, path}, a path, a data URI, or bytes.
 
-    owner: the subject of the ValueError for one that cannot be read. directory: to which paths are relative.
+    owner: the subject of the ValueError for an unreadable image. directory: base of relative paths.
     """
     try:
         content = _content(item, directory)
@@ -316,7 +316,7 @@ def _parts(content: Any, anchor: str | None, row: Row) -> list[dict]:
 def _content(item: Any, directory: Path) -> bytes:
     """Return the encoded file of {bytes, path}, {image: ...}, a path, a data URI, or bytes.
 
-    directory: to which paths are relative.
+    directory: base of relative paths.
     """
     if isinstance(item, dict):
         item = next((item[key] for key in ("bytes", "path", "image") if item.get(key) is not None), None)

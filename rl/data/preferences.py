@@ -16,8 +16,8 @@ For kto a row has one response and its label, as in TRL's unpaired preference:
 Messages before the response repeat the prompt. They must be the same in both columns and agree with the
 prompt column. If the prompt is a string and the responses are conversations (UltraFeedback), the string must
 be the content of a user message; the conversation is then the prompt, so that the chat template is applied.
-With `prompt_key` "" there is no prompt column, and the messages with which both responses begin are the
-prompt (TRL's implicit prompt).
+With `prompt_key` "" there is no prompt column, and the messages that both responses begin with are the prompt
+(TRL's implicit prompt).
 
 A response of messages is rendered by the chat template. It may have several messages, such as calls of tools
 and their output; the loss counts the tokens of the assistant's turns (`rl.data.chats`). Column `tools` then
@@ -165,7 +165,7 @@ def _load(
     overlong: what to do with a row if its prompt or a response exceeds the limit: "error", "drop", or
         "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. The
         response then lacks its end-of-sequence token, as a sample that reached the limit.
-    end_token_ids: ids at which generation stops, besides the tokenizer's eos.
+    end_token_ids: ids that stop generation, besides the tokenizer's eos.
     max_pairs: maximum number of rows to read, before any is dropped; 0 reads all.
 
     Raises ValueError for an invalid file, a missing column, a prompt or response that is not text,

@@ -314,7 +314,7 @@ def render(
 
 
 def end_token_ids(model: str) -> set[int]:
-    """Return the ids at which vLLM ends a response, besides the tokenizer's eos.
+    """Return the ids that end a response in vLLM, besides the tokenizer's eos.
 
     They come from generation_config.json, or from config.json if the model has no such file.
     """
@@ -387,7 +387,7 @@ def within_limit(
     """Return which sequences to keep, bool [N], given `lengths` int [N]; all if they are truncated.
 
     noun, limit_key, kept_part: the kind of sequences, the config key of `limit`, and which of their tokens
-    the caller keeps; used in messages. truncation: value of `overlong` with which they are truncated.
+    the caller keeps; used in messages. truncation: value of `overlong` that truncates them.
 
     Raises ValueError for a limit < 1, an unknown `overlong`, and if it is "error" or would drop everything.
     """

@@ -85,7 +85,7 @@ def _chosen(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _generation_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the template appends to the messages for a response; "" if it appends nothing."""
+    """Return the text that the template appends to the messages for a response; "" if none."""
     assert prompt.messages is not None
     bare, whole = (
         template_of(tokenizer).render(prompt.messages, prompt.tools, generation_prompt=appends)
@@ -107,7 +107,7 @@ def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def _difference(ids: np.ndarray, expected: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what is wrong with the tokens of a prompt, as the rest of a sentence."""
+    """Return the error in a prompt's tokens, as the rest of a sentence."""
     if np.array_equal(ids, expected[1:]):
         return f"lacks its first token, {tokenizer.convert_ids_to_tokens(int(expected[0]))!r}"
     if np.array_equal(ids[1:], expected):

@@ -20,8 +20,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 FIRST_MARK, NUM_MARKS = 0xFDD0, 32
-"""Code point of the first mark, and the number of marks: noncharacters of Unicode, one for each character
-with which a special token begins. In a message they become U+FFFD."""
+"""Code point of the first mark, and the number of marks: noncharacters of Unicode, one for each first
+character of a special token. If a message itself contains marks, they become U+FFFD."""
 
 _allowed: "weakref.WeakSet[PreTrainedTokenizerBase]" = weakref.WeakSet()
 
@@ -107,7 +107,7 @@ class _Special:
         texts = sorted(filter(None, self._tokens), key=len, reverse=True)
         firsts = sorted({text[0] for text in texts})[:NUM_MARKS]
         self.first = {FIRST_MARK + i: first for i, first in enumerate(firsts)}
-        """Mark -> the character for which it stands."""
+        """Mark -> the character that it replaces."""
         mark = {first: chr(code) for code, first in self.first.items()}
         self._marked = {text: mark[text[0]] + text[1:] for text in texts if text[0] in mark}
         self.marks = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + NUM_MARKS - 1)}]")

@@ -1,4 +1,4 @@
-"""The plan of a refit: which rank sends which part of each weight to which rank.
+"""The plan of a refit: the sender and the receivers of each part of each weight.
 
 Trainer and engine hold boxes of the same Hugging Face tensors (`rl.models.layout`), on the same ranks of the
 job or on two sets without a common rank (`TrainingPlacement.ranks`). The intersections of the boxes are
@@ -125,7 +125,7 @@ class RefitPlan:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of a weight that one tensor parallel rank in generation needs from training.
+    """A part of a weight that a tensor parallel rank in generation needs from training.
 
     It is a box of the `hf`-th Hugging Face tensor of the weight. Each rank of `sources` holds the whole box.
     """
@@ -170,7 +170,7 @@ class Stream:
 
 
 class Flow(NamedTuple):
-    """The fragments of a weight that one stream carries."""
+    """The fragments of a weight that a stream carries."""
 
     stream: Stream
     fragments: dict[int, list[Fragment]]
@@ -425,11 +425,11 @@ class Role:
     """The part of one rank in a stream."""
 
     giver: int | None
-    """The rank from which it receives, itself if it holds the fragments, None if it needs none."""
+    """Its sender: itself if it holds the fragments, None if it needs none."""
     tp_rank: int
     """Its tensor parallel rank in generation, if it needs the fragments."""
     peers: dict[int, tuple[int, ...]]
-    """The ranks to which it sends, by their tensor parallel rank in generation."""
+    """Its receivers, by their tensor parallel rank in generation."""
 
 
 Key = tuple[Stream, int, tuple[int, ...]]

@@ -29,7 +29,7 @@ class RefitTraffic:
     peak_buffer: np.ndarray
     """Bytes of the largest batch's buffers."""
     partners: np.ndarray
-    """Number of ranks with which each rank exchanges messages, int64 [4, world_size].
+    """Number of partners of each rank, int64 [4, world_size].
 
     Rows: receives from, on its node; receives from, on other nodes; sends to, on its node; sends to, on other
     nodes.

@@ -32,7 +32,7 @@ class Values:
     """Whether the engine holds the weights beside the model's, for example an adapter's."""
 
     def by_number(self, weights: Sequence[Weight]) -> Mapping[int, Tensor]:
-        """Return what this rank's parameters give for these weights, by their place in the list."""
+        """Return the values of these weights from this rank's parameters, by their place in the list."""
         numbers = {weight.hf: number for number, weight in enumerate(weights)}
         local = ((w, p.detach()) for w, p in self.weight_map.local() if w.hf in numbers)
         return _Computed({numbers[w.hf]: functools.partial(self.of, w, p) for w, p in local})
@@ -71,7 +71,7 @@ class Groups(ABC):
 
 
 class _Computed(Mapping[int, Tensor]):
-    """Tensors that are computed on access. Only the last one is cached, so that one at a time exists."""
+    """Tensors that are computed on access. Only the last one is cached, so only one exists at a time."""
 
     def __init__(self, compute: Mapping[int, Callable[[], Tensor]]):
         self._compute = compute
@@ -107,7 +107,7 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
 
 
 def wrong_values(trainer: TrainingEngine, values: Values) -> str:
-    """Return what is wrong with the values of weights that parts of the trainer compute; "" if nothing.
+    """Return the error in weights' values that parts of the trainer compute; "" if they are right.
 
     The engine's weights are compared with these values, so that an error in them, for example an adapter
     that is left out, would be on both sides. The parts compute some of them again. Not collective.

@@ -9,7 +9,7 @@ import socket
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Return the numbers of samples for which vLLM captures CUDA graphs, ascending; the last is `largest`.
+    """Return the batch sizes of vLLM's CUDA graphs, ascending; the last is `largest`.
 
     An engine step of n samples runs the graph of the next size: for example, 100 samples run the graph of
     104. From 64 samples on at most an eighth of a graph is padding. vLLM's default captures up to twice the

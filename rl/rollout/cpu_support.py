@@ -185,7 +185,7 @@ def add_fp8_layers() -> None:
 
 @once_on_cpu
 def add_collectives_of_experts() -> None:
-    """Add the collectives with which vLLM exchanges tokens between replicas that share experts.
+    """Add vLLM's collectives for exchanging tokens between replicas that share experts.
 
     vLLM's CPU communicator lacks them. The arguments are the same as in its CUDA communicator.
     """

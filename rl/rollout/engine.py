@@ -160,7 +160,7 @@ class RolloutEngine:
         """Derive vLLM's own tensors from the weights again, in the same memory, and clear the prefix cache.
 
         Call it after every write to weights. A cache that is kept for unfinished samples is separated by the
-        version at which a sample began.
+        version that a sample began with.
         """
         derive_weights(self.model)
         for part in self.parts:

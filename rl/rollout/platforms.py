@@ -126,7 +126,7 @@ class Cpu(Platform):
         engine.runner.sampler = HashedSampler(engine.runner)
 
     def draft_options(self, engine, speculation):
-        scheduler = "rl.rollout.cpu_scheduler.CpuScheduler"  # the other one schedules no drafts
+        scheduler = "rl.rollout.cpu_scheduler.CpuScheduler"  # DecodeScheduler schedules no drafts
         return {"scheduler_cls": scheduler, "speculative_config": speculation}
 
     def drafter(self, engine):

@@ -35,7 +35,7 @@ class Request:
     grammar: str | None = None
     """A structural tag (JSON of xgrammar) that the tokens must follow; None: any tokens."""
     first_version: int | None = None
-    """Version of the weights at which a carried sample began; None: the engine's present one."""
+    """Version of the weights when a carried sample began; None: the engine's present version."""
     num_begun: int = 0
     """Number of tokens at the end of the context that were sampled for the same turn before an abort."""
     adapter: int = 0
@@ -62,7 +62,7 @@ class Completion:
     context_digest: int = -1
     """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
     seed: int = -1
-    """Seed with which the engine sampled; -1 if unknown."""
+    """Seed of the engine's sampling; -1 if unknown."""
 
 
 def context_digest(token_ids: Sequence[int] | np.ndarray, before: int = 0) -> int:
@@ -84,7 +84,7 @@ class Segment:
     logprobs: np.ndarray
     """float32 [S], as in `Completion`; 0 for tokens that the policy did not sample."""
     weight_versions: np.ndarray
-    """int32 [S], as in `Completion`; for other tokens the version at which they were given."""
+    """int32 [S], as in `Completion`; for other tokens the version when they were given."""
     turn: int = 0
     source: str = "policy"
     """Origin of the tokens: "policy", or one of SOURCES."""

@@ -98,7 +98,7 @@ class Dialogue:
         return False
 
     def describe_wait(self) -> str:
-        """Return what is awaited while nothing runs, for the report of a hang."""
+        """Return the name of the awaited thing while nothing runs, for the report of a hang."""
         return ""
 
 

@@ -13,7 +13,7 @@ FACTOR = 0x9E3779B97F4A7C1
 BUCKET = 64 << 20
 """Maximum number of bytes that are copied in order to compute several checksums together."""
 ALONE = 1 << 16
-"""Bytes from which a tensor in host memory is compared alone."""
+"""Minimum size of a tensor in host memory to be compared alone, in bytes."""
 WIDENED = 1 << 18
 """Elements that are converted at once, so that a processor's cache holds them."""
 

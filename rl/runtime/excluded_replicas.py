@@ -20,7 +20,7 @@ class ExcludedReplicas:
     """The replicas of the generators. No method is collective, except `meet`.
 
     Args:
-        store: the job's store, to which this object opens a connection of its own.
+        store: the job's store; this object opens a connection of its own.
         replicas: the job's ranks of each replica.
         minimum: number of replicas that must live.
     """

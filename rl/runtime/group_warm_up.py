@@ -13,7 +13,7 @@ from rl.config.limits import PhaseLimits
 from rl.runtime.device import Device
 
 MARGIN_S = 120.0
-"""Seconds by which collectives time out later than the longest phase, so that the watchdog is first."""
+"""Margin of the collectives' time limit above the longest phase, in seconds: the watchdog acts first."""
 
 
 def groups_here() -> list[dist.ProcessGroup]:

@@ -28,7 +28,7 @@ PAUSE_S = 0.05
 ANSWER_S = 300.0
 """Maximum wait for an answer, in seconds, in addition to the request's own wait."""
 _ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
-"""Socket options by which a client notices within half a minute that the server's host is gone."""
+"""Socket options that let a client notice within half a minute that the server's host is gone."""
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from rl.runtime.store_server import main; main()"
 
 Ask = Callable[[str, list[str], object, bytes], bytes]

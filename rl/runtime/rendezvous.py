@@ -342,7 +342,7 @@ def _arrivals(
 def _find_first_rank(
     ranks: Ranks, env: Mapping[str, str], ports: list[int], attempt: str, timeout: float
 ) -> int:
-    """Return the port at which rank 0 listens, after all ranks have arrived."""
+    """Return the port of rank 0's listener, after all ranks have arrived."""
     node = env.get("SLURMD_NODENAME", socket.gethostname())
     line = f"{json.dumps([attempt, ranks.rank, node])}\n".encode()
     assert ranks.key is not None

@@ -31,7 +31,7 @@ EXIT_TIMEOUT = datetime.timedelta(seconds=20)
 """Maximum wait of a rank that is about to exit for the other ranks to reach the same exit."""
 
 SPLIT_GROUPS = "VLLM_DISTRIBUTED_USE_SPLIT_GROUP"
-"""Environment variable with which vLLM splits its groups from the world's communicator."""
+"""Environment variable that makes vLLM split its groups from the world's communicator."""
 
 _gloo_group: dist.ProcessGroup | None = None
 """The world on gloo. The default group's backend may be a composite, which has no monitored barrier."""
@@ -207,6 +207,6 @@ def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None
 
 
 def _own_address(listener: socket.socket) -> str:
-    """Return an address by which this process reaches its own socket; a host may not resolve its own name."""
+    """Return an address that reaches this process's own socket; a host may not resolve its own name."""
     address = listener.getsockname()[0]
     return LOOPBACK if address in ("0.0.0.0", "::") else address

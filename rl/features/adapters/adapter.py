@@ -60,7 +60,7 @@ class WrongLearning(RuntimeError):
 
 
 class Adapters(Part):
-    """The adapters of one model: their parameters on this rank, and what they add.
+    """The adapters of one model: their parameters on this rank, and their part of the layers' outputs.
 
     Args:
         seed: of the initial values, which do not depend on the layout.
@@ -174,7 +174,7 @@ class Adapters(Part):
         *,
         is_beside: bool,
     ) -> str:
-        """Return what is wrong with the values of a layer with an adapter on this rank; "" if nothing.
+        """Return the error in one adapted layer's values on this rank; "" if they are right.
 
         One layer is computed again from the parameters and their places in the whole tensors, which finds a
         wrong scale. Each element must be W + scale * B A, or scale * B, up to rounding: half the distance of
@@ -213,7 +213,7 @@ class Adapters(Part):
         return ""
 
     def properties(self) -> dict[str, Any]:
-        """Return the keys of the section `adapter` on which A, B and their scale depend."""
+        """Return the keys of section `adapter` that determine A, B and their scale."""
         return {key: getattr(self.config, key) for key in ("kind", "rank", "alpha", "init")}
 
     def export(self, engine: "TrainingEngine", source: str, run_dir: Path, fence: Callable[[], None]) -> str:

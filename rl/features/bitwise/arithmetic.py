@@ -40,7 +40,7 @@ def scale_above(x: Tensor, dim: int, group=None) -> Tensor:
 
 
 def bits_for(terms: int) -> int:
-    """Return the bits per factor with which float64 holds a sum of `terms` products exactly.
+    """Return the bits per factor that let float64 hold a sum of `terms` products exactly.
 
     For example, 21 bits for 1,024 terms: a product has 42 bits, and the sum 10 more.
     """

@@ -41,7 +41,7 @@ def _count(dtype: torch.dtype) -> int:
 class SlicedWeight:
     """A weight [N, K], or the rank's part [N, K/tp] of it, prepared for `linear`.
 
-    Nothing depends on which output channels a rank holds, or which layers are fused.
+    It does not depend on the rank's selection of output channels, nor on the fusion of layers.
     """
 
     scale: Tensor

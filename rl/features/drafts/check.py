@@ -21,7 +21,7 @@ EXPECTED = 5.0
 """Minimum expected count of a cell of the test (Cochran 1954). Rarer tokens share one cell; its expected
 count is raised to this minimum."""
 LIMIT = 6.0
-"""Normal deviate from which the distribution is called wrong: once in 1e9 tests of a right one."""
+"""Normal deviate above which the test fails: a right distribution exceeds it once in 1e9 tests."""
 
 
 def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]], *, top_k: int = 0) -> tuple[float, int]:

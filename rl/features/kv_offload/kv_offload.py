@@ -92,9 +92,9 @@ class HostCache(KVConnectorBase_V1):
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self.num_slots = 0
-        """Number of blocks for which there is host memory."""
+        """Number of blocks that fit into the host memory."""
         self.num_loaded = 0
-        """Number of tokens for which keys and values were copied back."""
+        """Number of tokens with keys and values that were copied back."""
         self._slots: OrderedDict = OrderedDict()
         """Hash of all tokens up to the end of a block -> slot, the least recently used first."""
         self._free: list[int] = []

@@ -21,7 +21,7 @@ class Claims(Iterator[int]):
     """The items of all replicas, a queue without an end. Only leaders, and the first trainer, call it.
 
     Args:
-        store: the job's store, to which this object opens a connection of its own.
+        store: the job's store; this object opens a connection of its own.
         replica: this rank's; None for a trainer.
     """
 

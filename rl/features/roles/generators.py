@@ -57,7 +57,7 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
 
 
 class Generators:
-    """A rank that generates what the trainers ask for. Methods are collective over the replica.
+    """A rank that generates the samples that the trainers ask for. Methods are collective over the replica.
 
     The replica's leader reads the messages; `StreamSchedule` describes the order in which it generates.
 

@@ -256,7 +256,7 @@ class Link:
     def wait_sent(self) -> BytesMoved | None:
         """Wait until the weights have been sent; return this rank's bytes, None if none were being sent.
 
-        Raises what the sending thread raised.
+        Raises the error of the sending thread, if any.
         """
         sending, self._sending = self._sending, None
         if sending is None:
@@ -421,8 +421,8 @@ class Link:
 
         The values of held columns are sent to one of the training ranks, in turn.
 
-        key: identifies the samples, such as a group's number; plain data. Raises what the sending
-        thread raised meanwhile.
+        key: identifies the samples, for example a group's number; plain data. Raises the error of the sending
+        thread, if any.
         """
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
@@ -444,10 +444,10 @@ class Link:
                     self._control.send([tensor], target, tag).wait()
 
     def receive_samples(self, timeout_s: float = 0.0) -> list[Delivery]:
-        """Return what has arrived since the last call, in order of arrival, identical on all training ranks.
+        """Return the deliveries since the last call, in order of arrival, identical on all training ranks.
 
         Collective over the training role. If nothing has arrived, waits at most `timeout_s` for the first.
-        Raises what the thread that sends weights raised: without weights no sample would come.
+        Raises the error of the thread that sends weights: without weights no sample would come.
         """
         self.check_threads()
         arrived: list[tuple[bytes, int]] = []
@@ -501,7 +501,7 @@ class Link:
         return Delivery(key, source, held_parts.unpacked(samples, values, home))
 
     def check_threads(self) -> None:
-        """Raise what a sending thread has raised. Not collective."""
+        """Raise the error of a sending thread, if any. Not collective."""
         for thread in (self._sending, self._sender):
             if thread is not None and thread.done():
                 thread.result()

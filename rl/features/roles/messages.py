@@ -66,7 +66,7 @@ class Messages:
     """The messages of one start of a job. Not collective.
 
     Args:
-        store: the job's store, to which this object opens a connection of its own.
+        store: the job's store; this object opens a connection of its own.
     """
 
     def __init__(self, store: JobStore):

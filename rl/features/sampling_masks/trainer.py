@@ -1,7 +1,8 @@
-"""Sampling masks: the tokens from which the engine sampled, after rollout.top_p, top_k and min_p.
+"""Sampling masks: the sets of tokens that the engine sampled from, after rollout.top_p, top_k and min_p.
 
-R response tokens of a micro-batch. The trainer's distributions are renormalised over these sets, so that they
-are the ones that were sampled from.
+R: response tokens of a micro-batch. The trainer's distributions are renormalised over these sets, as the
+engine's were when it sampled. For example, if the engine sampled from two tokens only, the trainer's
+probabilities of these two are divided by their sum.
 """
 
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class SamplingMasks(LogitsFilter):
 
 
 class MaskedSampling(Part):
-    """Renormalises a policy's distributions over the sets from which its tokens were sampled."""
+    """Renormalises a policy's distributions over the sets that its tokens were sampled from."""
 
     def attach(self, engine: "TrainingEngine") -> None:
         """Only the last stage, which computes the head, needs the sets."""

@@ -10,7 +10,7 @@ from rl.rewards.pool.worker import MAX_LINE_BYTES
 from rl.workers.process import WorkerProcess
 
 ASYNC_GRACE_S = 2.0
-"""Seconds after its own time-out at which an async call counts as blocking the event loop."""
+"""Seconds after its own time-out until an async call counts as blocking the event loop."""
 
 
 class ScoringWorker(WorkerProcess):
