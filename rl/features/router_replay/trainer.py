@@ -58,9 +58,9 @@ class Routes:
     chosen: set[int] = field(default_factory=set)
     """Layers with a choice in `experts`."""
     counts: Tensor | None = None
-    """Numbers of given tokens by layer, float64 [4, L]; the first pass over a layer adds to them. Rows 0 to
-    2: the present router selects other experts than the given ones, than the given ones of the token before,
-    and of the token after. Row 3: all given tokens. None: not counted."""
+    """Numbers of given tokens by layer, float64 [4, L]; the first pass over a layer adds to it. Rows 0 to 2:
+    tokens for which the present router selects other experts than the given experts of this token, of the
+    token before, and of the token after. Row 3: all given tokens. None: not counted."""
     counted: set[int] = field(default_factory=set)
     """Layers that `counts` includes."""
 
