@@ -1,25 +1,30 @@
 """On-policy distillation: GKD (Agarwal et al., arXiv:2306.13649), and a policy that teaches itself.
 
 The policy p learns the distribution q of a teacher at every token of a response y. With GKD the responses are
-the policy's own, so that it learns after the prefixes that it generates itself, instead of those of the
+the policy's own, so that it learns after prefixes that it generates itself, instead of prefixes of the
 teacher or the data:
 
     L = E_{y ~ lambda p + ...} [ mean_t D(p(. | x, y_<t), q(. | x, y_<t)) ]
 
-The gradient is that of D at the given tokens; it does not pass through the sampling of y, as in the paper.
+The gradient is taken of D at the given tokens; it does not pass through the sampling of y, as in the paper.
 `teacher.student_share` is lambda; the teacher (`teacher.teacher_share`) and the data respond to the other
-prompts of a step. The paper draws one of the sources for each step. Here every step and mini-batch has them
-in these shares, which has the same expectation.
+prompts of a step. For example, with student_share=0.5 and teacher_share=0.25 a step of 64 prompts has 32
+responses of the policy, 16 of the teacher and 16 of the data. The paper draws one of the sources for each
+step. Here every step and mini-batch has them in these shares, which has the same expectation.
 
 `teacher.divergence` is D: the reverse or the forward KL divergence or Jensen-Shannon's, over the whole
 vocabulary or over the teacher's `teacher.top_k` tokens and the rest as one. Both distributions are at
 `rollout.temperature`. Each `data_source` may have a teacher of its own (`teacher.sources`; MOPD,
 arXiv:2601.02780). No reward is needed.
 
-With `teacher.self_taught` the teacher is the policy itself, whose prompt contains the reference answer (SDFT,
-arXiv:2601.19897) or what the reward function says about the response (SDPO, arXiv:2601.20802).
+With `teacher.self_taught` the teacher is the policy itself with a longer prompt. The prompt also contains the
+reference answer (SDFT, arXiv:2601.19897) or the reward function's feedback on the response (SDPO,
+arXiv:2601.20802).
 
 One sample per prompt is enough, because there is no baseline.
+
+Left out: GKD's weighted sum of a reward and a divergence. `teacher.advantage_coef` instead adds a teacher to
+the advantages of an algorithm with a reward, for example `grpo`.
 """
 
 from dataclasses import replace
@@ -70,7 +75,7 @@ def learn(phases: Phases, batch: Batch) -> None:
 
 
 def counts(num_prompts: int, *, before: int, student_share: float, teacher_share: float) -> tuple[int, int]:
-    """Return to how many of a step's prompts the policy and the teacher respond.
+    """Return the numbers of a step's prompts for the policy and for the teacher.
 
     Summed over the steps they are the shares of all prompts, rounded down. before: prompts of earlier steps.
     """
@@ -80,7 +85,7 @@ def counts(num_prompts: int, *, before: int, student_share: float, teacher_share
 
     after = before + num_prompts
     own_before, own_after = part(before, student_share), part(after, student_share)
-    # Of the other prompts, so that no prompt is in two parts.
+    # The share of the other prompts, so that no prompt is in two parts.
     share = teacher_share / max(1 - student_share, teacher_share) if teacher_share else 0.0
     return own_after - own_before, part(after - own_after, share) - part(before - own_before, share)
 
@@ -88,7 +93,7 @@ def counts(num_prompts: int, *, before: int, student_share: float, teacher_share
 def mixed(parts: list[Batch], *, version: int) -> Batch:
     """Return one batch whose mini-batches have the parts in their shares, with only tokens and prompts.
 
-    version: of the policy. Tokens that it did not sample have it too, so that no check finds them old.
+    version: of the policy. Tokens of the teacher and the data get it too, so that no check finds them old.
     """
     bare = [
         Batch(

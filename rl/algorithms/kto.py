@@ -11,9 +11,11 @@ z estimates the KL divergence from mismatched pairs: each prompt with the neares
 mini-batch to another prompt, under the current weights and without a gradient. It belongs to the whole
 mini-batch, over all micro-batches and ranks. TRL takes the previous row of the file within a micro-batch,
 which may have the same prompt. The estimate costs two more forward passes, one of them by the reference
-policy. With unequal numbers of labels choose the weights so that
-desirable_weight * (number of desirable responses) is 1 to 4/3 times undesirable_weight * (number of
-undesirable ones). data.prompts_per_step counts responses.
+policy. With unequal numbers of labels choose the weights so that desirable_weight * (number of desirable
+responses) is 1 to 4/3 times undesirable_weight * (number of undesirable responses). For example, 100
+desirable and 300 undesirable responses need weights of 3 to 4 and 1. data.prompts_per_step counts responses.
+
+Left out: TRL's other loss for such data (`apo_zero_unpaired`), because it belongs to another paper.
 """
 
 from functools import partial

@@ -1,12 +1,15 @@
 """ORPO: odds ratio preference optimization (arXiv:2403.07691), from pairs in the data.
 
-Supervised fine-tuning on the chosen response, with a term that makes its odds greater than those of the
-rejected one. There is no reference policy, and no separate fine-tuning before it:
+ORPO is supervised fine-tuning on the chosen response, with a term that makes its odds greater than the odds
+of the rejected response. There is no reference policy, and no separate fine-tuning before it:
 
     L = E[ -log P(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l)) ]
     log P(y) = log pi(y) / |y|,   odds(y) = P(y) / (1 - P(y))
 
 data.prompts_per_step counts pairs.
+
+Left out: TRL's first term, a mean over all tokens including the prompts, because the paper's P(y) is the
+likelihood of the response.
 """
 
 from functools import partial

@@ -12,6 +12,9 @@ The policy learns from A, whitened over the batch, with PPO's loss. The step exc
 outcome is below `implicit_reward.min_accuracy` or above `implicit_reward.max_accuracy`. Rewards are computed
 before the reward model's own update, as in the paper's algorithm 1, from log-probs at temperature 1. The
 outcome is the reward function's `acc`, or its score if it returns no `acc`, clamped to 0..1.
+
+Left out: implicit rewards in other estimators (the paper also adds them to REINFORCE, GRPO and PPO), because
+`prime` is the only estimator that reads rewards of a second model at every token.
 """
 
 from functools import partial

@@ -11,6 +11,9 @@ One sample per prompt is enough. With several samples per prompt,
 `objective.advantage=reinforce++-baseline` first subtracts the group's mean from the reward of a sample. The
 paper combines this variant with `objective.reward_kl.coef=0` and a k2 divergence in the loss
 (`objective.kl_coef`, `objective.kl_estimator=k2`).
+
+Left out: normalising and clipping rewards, which OpenRLHF offers (`--reward.normalize_enable`,
+`--reward.clip_range`), because a reward function can do both itself.
 """
 
 from rl.data.batch import Batch

@@ -1,13 +1,14 @@
-"""ReMax (arXiv:2310.10505): REINFORCE whose baseline is the reward of the greedy response to the same prompt.
+"""ReMax (arXiv:2310.10505): REINFORCE with the reward of the greedy response to the prompt as its baseline.
 
     A(y) = R(y) - R(greedy response),   J = E[ A(y) log pi(y) ]
 
 The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
 is enough; the baseline costs one more response. The KL divergence from the reference policy can be a term of
 the loss (`objective.kl_coef`) or of R(y) (`objective.reward_kl.coef`); both are off by default. The greedy
-response has no such term, which leaves the gradient unbiased, because any baseline does that does not depend
-on y. The default loss is PPO's. Its gradient equals that of REINFORCE in the first update after the
-generation.
+response's reward has no KL term. The gradient is unbiased all the same, as with any baseline that does not
+depend on y. The default loss is PPO's; in the first update after the generation its gradient equals
+REINFORCE's. Nothing of the paper's estimator is left out: `objective.loss=reinforce` selects its policy
+gradient.
 """
 
 from rl.data.batch import Batch

@@ -1,14 +1,15 @@
 """RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al., 'Back to Basics', arXiv:2402.14740).
 
-k responses are sampled for each prompt; the baseline of a response is the mean reward of the other k - 1. The
-whole response is one action, and the KL divergence from the reference policy is part of its reward:
+k responses are sampled for each prompt; the baseline of a response is the mean reward of the other k - 1. For
+example, the rewards 1, 0, 0 have the advantages 1, -1/2, -1/2. The whole response is one action, and the KL
+divergence from the reference policy is part of its reward:
 
     R(y) = score(y) - reward_kl.coef * log(pi(y) / pi_ref(y))
     J = E[ 1/k sum_i (R(y_i) - mean_{j != i} R(y_j)) log pi(y_i) ]
 
-Differences: the default loss is PPO's; `objective.loss=reinforce` selects the paper's. The gradients of both
-are equal with one update per step, and PPO's loss remains valid for several updates. A sample's loss is the
-sum over its tokens, as log pi(y) is (`seq-mean-token-sum`); verl averages over tokens.
+There are two differences. The default loss is PPO's; `objective.loss=reinforce` selects the paper's. Both
+have the same gradient with one update per step, and PPO's loss remains valid for several updates. A sample's
+loss is the sum over its tokens, as log pi(y) is (`seq-mean-token-sum`); verl averages over tokens.
 """
 
 from rl.data.batch import Batch

@@ -2,10 +2,11 @@
 
     loss = - sum_t log pi(y_t | x, y_<t) / number of response tokens in the mini-batch
 
-Only response tokens count, with the end-of-sequence token; of a conversation (data.messages_key) those of
-the assistant's turns. Packing, optimizer and checkpoints are those of the RL algorithms. Validation measures
-the loss of held-out responses; no generation engine is built unless validation generates too. A step is one
-batch of data.prompts_per_step. docs/sft.md describes data and validation.
+Only response tokens count, including the end-of-sequence token. In a conversation (data.messages_key) only
+tokens of the assistant's turns count. For example, a user's question in the middle of a conversation is read,
+but not learned. Packing, optimizer and checkpoints are shared with the RL algorithms. Validation measures the
+loss of held-out responses; no generation engine is built unless validation generates too. A step is one batch
+of data.prompts_per_step. docs/sft.md describes data and validation.
 """
 
 from rl.data.batch import Batch

@@ -1,12 +1,15 @@
 """SimPO: simple preference optimization (arXiv:2405.14734), from pairs in the data.
 
-As DPO, but the reward of a response is beta times its mean log-probability per token. It needs no reference
-policy and does not grow with the length. The chosen response has to win by at least gamma:
+SimPO is DPO with another reward of a response: beta times its mean log-probability per token. This reward
+needs no reference policy and does not grow with the length. The chosen response has to win by at least gamma:
 
     L = -E[ log sigmoid(beta/|y_w| log pi(y_w) - beta/|y_l| log pi(y_l) - gamma) ]
 
 The default beta and gamma are the paper's for the base model of Llama 3 8B. data.prompts_per_step counts
 pairs.
+
+Left out: the likelihood term that TRL's CPO trainer can add to this loss (`cpo_alpha`), because the paper has
+no such term.
 """
 
 from functools import partial

@@ -6,8 +6,12 @@ The reference is the policy pi_t that sampled this response. DPO's loss on such 
 
     L = -E[ log sigmoid(beta (log pi(y_data)/pi_t(y_data) - log pi(y_own)/pi_t(y_own))) ]
 
-The paper keeps pi_t for an iteration of thousands of pairs. Here an iteration is a step, with the number of
-updates that `training.prompts_per_minibatch` and `training.epochs` give.
+The paper keeps pi_t for an iteration of thousands of pairs. Here an iteration is a step;
+`training.prompts_per_minibatch` and `training.epochs` give its number of updates. For example, 64 prompts in
+mini-batches of 16 with two epochs are eight updates.
+
+Left out: the previous iteration's responses, on which the paper's later iterations train too, because the
+reference here is the policy that sampled all responses of the step.
 """
 
 from functools import partial
