@@ -1,9 +1,9 @@
 """Messages to token ids, and the bridge from a sampled turn to the next request.
 
-The token ids define a trajectory; messages are derived from them. A sampled turn is never tokenised
-again: its ids stay in the context as the engine sampled them, whether or not they are what the tokenizer
-would have produced. Between two turns, only the tokens that lie between them are added. They come from one of
-three sources:
+The token ids define a trajectory; messages are derived from them. A sampled turn is never tokenised again:
+its ids stay in the context as the engine sampled them. For example, the engine may sample two tokens for a
+word that the tokenizer writes as one. Both stay. After a turn, only the tokens between it and the next turn
+are added, from one of three sources:
 
 1. The package `renderers`, if it is installed and renders a set of conversations exactly as the model's
    template does (`rl.features.agents.renderer`).
@@ -11,7 +11,7 @@ three sources:
    renders everything before the sampled turn as it did when the turn was sampled, and keeps the turn.
 3. Plain tokenisation, for environments that begin with a text and for tokenizers without a template.
 
-If none of them keeps the earlier tokens, `Chat.extend` returns None.
+If no source keeps the earlier tokens, `Chat.extend` returns None.
 """
 
 import functools
@@ -33,8 +33,8 @@ from rl.features.agents.tool_calls import FAMILIES, HERMES, as_message, find_fam
 
 log = logging.getLogger(__name__)
 
-# Stand for the parts of a sampled turn in a rendering. A turn's own text could contain special tokens as
-# text, and malformed arguments make templates fail.
+# Replace the parts of a sampled turn in a rendering. The turn's own text could spell special tokens, and
+# malformed arguments make templates fail.
 THINKING, CONTENT = "~thinking of the turn~", "~content of the turn~"
 TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 """Begin and end tags of thinking, by model family; the first pair is used for templates without tags."""
@@ -46,8 +46,8 @@ class AssistantTurn:
     """The turn as a message: role, content, and reasoning_content and tool_calls if there are any."""
     tool_calls: tuple[ToolCall, ...]
     text: str
-    """The whole text of the turn, with thinking; its special tokens are the ones in
-    `reward.keep_special_tokens`."""
+    """The whole text of the turn, with thinking. Special tokens stay if `reward.keep_special_tokens` names
+    them."""
 
 
 class TooLong(ValueError):
@@ -168,13 +168,14 @@ class Chat:
             )
 
     def as_messages(self, token_ids: np.ndarray) -> Messages:
-        """Return a context as one text, for a conversation whose messages are unknown."""
+        """Return a context as one text, for a conversation with unknown messages."""
         return [{"role": "text", "content": self._decode(token_ids)}]
 
     def parse(self, turn: np.ndarray, tools: Sequence[dict], number: int) -> AssistantTurn:
         """Return a sampled turn as a message. `number` is the number of the turn in its trajectory.
 
-        Tool calls are looked for only if there are tools, and only after thinking.
+        Tool calls are searched only if there are tools, and only after the thinking. For example, a call that
+        the policy considers within <think> is not made.
         """
         ids = self._without_end(turn)
         calls: tuple[ToolCall, ...] = ()
@@ -207,7 +208,7 @@ class Chat:
             context: ids before the sampled turn.
             turn: ids of the sampled turn.
             messages: the conversation up to and with the message of the turn.
-            new_messages: what was given in reply; no message of the assistant.
+            new_messages: messages in reply to the turn; no message of the assistant.
         """
         if self._is_plain(messages):
             text = "".join(message["content"] for message in new_messages)
@@ -222,13 +223,13 @@ class Chat:
     ) -> int | None:
         """Return the index of the first tokens that a rendering of the whole conversation does not contain.
 
-        The rendering is a second source: it has stand-ins for the sampled turns, and must contain the text of
-        all tokens between turns, in their order, each right after the end of a turn. Blanks are left out, as
-        tokenizers may change them.
+        The rendering is a second source, with stand-ins for the sampled turns. It must contain the text of
+        all tokens between turns, in their order, each right after the end of a turn. Blanks are ignored,
+        because tokenizers may change them.
 
         Args:
-            given: what `extend` returned in a row, int32 [S] each.
-            messages: the conversation up to and with the messages of the last one.
+            given: the results of `extend` after one turn after the other, int32 [S] each.
+            messages: the conversation up to and with the messages of the last result.
         """
         texts = [_squeezed(self._decode(ids)).removeprefix(self._tags[1]) for ids in given]
         first: int | None = None
@@ -270,7 +271,7 @@ class Chat:
             yield _squeezed(self._decode(self._renderer.render(stand_ins, tools)))
 
     def grammar(self, tools: Sequence[dict]) -> str:
-        """Return the structural tag of turns whose tool calls fit the tools' schemas, for `Request.grammar`.
+        """Return the structural tag that makes tool calls fit the tools' schemas, for `Request.grammar`.
 
         Free text, optional thinking and calls in the model's form are allowed. Raises ValueError if xgrammar
         does not know the form, or rejects the schema of a tool; the message then names the tool.
@@ -310,10 +311,10 @@ class Chat:
         """Raise ValueError if calls cannot be read, or if on_rewrite is "refuse" and the template changes
         earlier tokens.
 
-        Four turns are tried, because some templates keep the last turns only: with tools, turns of one call
-        and, if the model's form allows it, of two; without, turns that a user answers. The first and the
-        third turn think, unless the template has no thinking or its generation prompt closes it; the second
-        and third have calls and no content.
+        Four turns are tried, because some templates keep only the last turns. With tools, each turn has one
+        call, or two calls if the model's form allows several. Without tools, a user answers each turn. The
+        first and the third turn think, unless the template has no thinking or its generation prompt closes
+        it. The second and the third turn have calls and no content.
 
         Args:
             opening: messages with which an environment begins; some templates fail only with a system
@@ -483,8 +484,8 @@ class Chat:
     def _parts(self, stand_in: dict) -> list[tuple[str, str]]:
         """Return the parts of a stand-in that a rendering must contain, in order.
 
-        Content beside tool calls is not one of them: many templates have no place for it, and the tokens
-        stay in the context nevertheless.
+        Content beside tool calls is not required: many templates have no place for it, and its tokens stay in
+        the context nevertheless.
         """
         content = stand_in["content"]
         calls = stand_in.get("tool_calls", []) if self._template.call_form is not None else []
@@ -497,12 +498,13 @@ class Chat:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without blanks; separators of turns are newlines."""
+    """Return a text without blanks except newlines, which separate turns."""
     return "".join(character for character in text if character == "\n" or not character.isspace())
 
 
 def _stand_in(message: dict) -> dict:
-    """Return a message of the assistant with the same parts, whose texts are harmless."""
+    """Return a message of the assistant with the same parts and harmless texts. For example, its content
+    becomes CONTENT."""
     content = message.get("content") or ""
     thinking, tag, answer = content.partition("</think>")
     stand_in = {**message, "content": CONTENT if content.strip() else ""}

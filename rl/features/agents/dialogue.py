@@ -1,18 +1,19 @@
-"""The dialogue with environments: each sample is a trajectory, whose turns are requests of the engine.
+"""The dialogue with environments: each sample is a trajectory, and each of its turns a request of the engine.
 
 Only the replica's leader has the environments. A trajectory goes through reset, turns of the policy with the
-environment's answers between them, and score. A turn is one request of the engine, named
-`prompt.number.turn`.
+environment's answers between them, and score. The request of a turn is named `prompt.number.turn`. For
+example, 3.1.0 is the first turn of trajectory 1 of prompt 3.
 
 With `agents.order=arrival` an answer is used before the next engine step that has a record
-(`rl.rollout.events`). With `waves`, all live trajectories end their turn and receive their answers first; the
+(`rl.rollout.events`). With `waves`, all live trajectories first end their turn and receive their answers. The
 next turns then begin together, in the order of their names, so that the result depends on no clock.
 
-An agent that runs by itself (`run`) asks for its turns through the endpoint. Its environment is the agent: a
-turn's completion is sent to it, and its next request or its end is the answer.
+An agent that runs by itself (`run`) asks for its turns through the endpoint. The agent takes the place of the
+environment: it receives a turn's completion, and answers with its next request or its end.
 
-A trajectory that continues in a later call keeps its session if the same replica continues it. Otherwise, and
-after its process has ended, it is executed again from its log (`rl.features.agents.trajectory`).
+A trajectory that continues in a later call keeps its session if the same replica continues it. Otherwise, or
+if the environment's process has ended, the trajectory is executed again from its log
+(`rl.features.agents.trajectory`).
 """
 
 import logging
@@ -44,14 +45,15 @@ if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Maximum trajectories per sample of a prompt, as a mean over its group; then the group stays smaller."""
+"""Maximum trajectories per sample of a prompt, as a mean over its group. For example, a group of 8 samples
+may begin 24 trajectories. If all 24 are used up, the group stays smaller."""
 
 SESSIONS_PER_REQUEST = 4
-"""Maximum open trajectories per concurrent request of the engine. Further trajectories run while others wait
-for their environments; the limit bounds the cached prefixes that they hold."""
+"""Maximum open trajectories per concurrent request of the engine. More than one, because trajectories run
+while others wait for their environments; limited, because each one holds a cached prefix."""
 
 WAIT_S = 1.0
-"""Maximum wait for an answer before the other ranks of the replica hear from the leader again, in seconds."""
+"""Maximum wait for an answer, in seconds; the replica's other ranks then hear from the leader again."""
 
 
 def trajectories(
@@ -62,7 +64,7 @@ def trajectories(
     capacity: int,
     keeps_failed: bool = False,
 ) -> "Trajectories":
-    """Return the dialogue of one call. The arguments are those of `Trajectories`."""
+    """Return the dialogue of one call. Arguments as for `Trajectories`."""
     max_context = config.data.max_prompt_tokens + sampling.max_tokens
     return Trajectories(
         environments, sampling, capacity=capacity, max_context=max_context, keeps_failed=keeps_failed
@@ -104,14 +106,14 @@ class Trajectories(Dialogue):
         self._requests: dict[str, Session] = {}
         """Sessions by the names of their requests in the engine."""
         self._replies: list[Reply] = []
-        """Answers that have come and are not taken yet."""
+        """Answers that have arrived and wait to be taken."""
         self._wave: list[tuple[Start, list[Sample]]] = []
-        """Trajectories that have ended in a wave that has not."""
+        """Trajectories that have ended in the present wave."""
         self._unanswered: set[str] = set()
-        """Sessions whose environment has not answered."""
+        """Sessions that wait for an answer of their environment."""
         self._resetting: set[str] = set()
         self._ready: dict[str, Request] = {}
-        """Requests that have not been given to the engine, by session."""
+        """Requests that wait to be given to the engine, by session."""
         size = sampling.samples_per_prompt
         self._next_number: defaultdict[int, int] = defaultdict(lambda: size)
         """Number of the next trajectory of each group that replaces a failed one."""
@@ -180,12 +182,12 @@ class Trajectories(Dialogue):
         return requests
 
     def _is_held(self, num_live: int) -> bool:
-        """Return whether a wave has not ended: what begins next must not depend on a clock."""
+        """Return whether the present wave goes on, so that the next turns must wait for its end."""
         return self._in_waves and bool(num_live or self._awaited)
 
     @property
     def _awaited(self) -> set[str]:
-        """Sessions whose answers the next wave needs, without those that wait for a worker."""
+        """Sessions that must answer before the next wave begins, except sessions that wait for a worker."""
         return self._unanswered - self._pool.waiting if self._ready else self._unanswered
 
     def receive(self, name: str, completion: Completion) -> None:
@@ -224,7 +226,7 @@ class Trajectories(Dialogue):
         is_repeated: bool = False,
         alone: bool = False,
     ) -> None:
-        """Open a trajectory. The arguments are those of `Trajectory` and `Session`."""
+        """Open a trajectory. Arguments as for `Trajectory` and `Session`."""
         seed = seed_of(start.seed, start.number)
         names = start.group, start.number
         trajectory = Trajectory(*names, seed=seed, limits=self._limits, log=log, execution=execution)
@@ -260,7 +262,7 @@ class Trajectories(Dialogue):
             session.reply = None
 
     def _restart(self, session: Session, why: object) -> None:
-        """Begin a trajectory again whose environment answers otherwise than in its log."""
+        """Begin a trajectory again from its prompt, after its environment's answer differed from the log."""
         self.counts["diverged"] += 1
         log.warning(
             "trajectory %s starts again from its prompt, because its environment differs: %s",
@@ -271,7 +273,7 @@ class Trajectories(Dialogue):
         self._open(session.start, execution=session.trajectory.execution + 1)
 
     def _further(self, start: Start) -> Start:
-        """Return a further sample of a group, in place of one whose environment failed."""
+        """Return a further sample of a group, in place of a sample with a failed environment."""
         number = self._next_number[start.group]
         self._next_number[start.group] += 1
         return replace(start, number=number, so_far=())
@@ -283,13 +285,13 @@ class Trajectories(Dialogue):
         self._pool.call(session.address, action)
 
     def _score(self, session: Session) -> None:
-        """Ask for the score, after the last turn. Raises Diverged if the log has further ones."""
+        """Ask for the score, after the last turn. Raises Diverged if the log has further turns."""
         if session.trajectory.is_logged:
             raise Diverged(f"it ended the trajectory after turn {session.trajectory.num_turns}")
         self._call(session, Score(session.messages))
 
     def _take_replies(self) -> None:
-        """Take the answers of environments that have come."""
+        """Take the environments' answers that have arrived."""
         replies = [*self._replies, *self._pool.poll()]
         self._replies = []
         endpoint = self._environments.endpoint
@@ -297,7 +299,7 @@ class Trajectories(Dialogue):
             request = endpoint.requests.get_nowait()
             kept = self._environments.kept.get(request.session)
             asking = self._sessions.get(request.session, kept)
-            # A request that was refused meanwhile may be of an earlier call's trajectory of the same name.
+            # A refused request may come from an earlier call's trajectory of the same name.
             if asking is not None and not request.reply.done():
                 asking.inbox.append(request)
                 if len(asking.inbox) == 1 and asking is not kept:
@@ -309,7 +311,7 @@ class Trajectories(Dialogue):
                 except Diverged as error:
                     self._restart(session, error)
             elif (kept := self._environments.kept.get(reply.session)) is not None:
-                kept.reply = reply  # otherwise it has failed in a request to the endpoint
+                kept.reply = reply  # otherwise the session has failed in a request to the endpoint
         self._fail_silent_agents()
 
     def _take_reply(self, session: Session, reply: Reply) -> None:
@@ -317,7 +319,7 @@ class Trajectories(Dialogue):
         self._resetting.discard(session.address)
         self.counts["environments"] += time.monotonic() - session.asked
         session.check_answer(reply)
-        if reply.kind == "run" and session.is_spent:  # what it raised follows from that
+        if reply.kind == "run" and session.is_spent:  # its exception follows from the refused turn
             self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
         elif reply.failure:
             self._fail(session, reply)
@@ -421,7 +423,8 @@ class Trajectories(Dialogue):
             self._score(session)
 
     def _refuse_rewrite(self, session: Session, kind: str) -> None:
-        """Fail a trajectory whose next turn would not continue its tokens; its environment has not ended."""
+        """Fail a trajectory because its next turn would not continue its tokens. Its environment has not
+        ended."""
         why = (
             f"the conversation after turn {session.trajectory.num_turns} changes earlier tokens, which "
             "agents.on_rewrite=refuse does not allow; use agents.on_rewrite=new_row"
@@ -429,7 +432,8 @@ class Trajectories(Dialogue):
         self._fail(session, Reply(session.address, kind, failure=why, cause=Failure.REWRITE))
 
     def _ask(self, session: Session) -> None:
-        """Take the next turn from the log or ask for it, or ask for the score if there is no room for one."""
+        """Take the next turn from the log, or ask the engine for it; without room for a turn, ask for the
+        score."""
         if session.trajectory.replay_turn():
             if not session.sight.agrees(session.trajectory.rows[-1].segments):
                 raise Diverged("it returned other images")
@@ -481,18 +485,19 @@ class Trajectories(Dialogue):
         self.counts["rows"] += len(samples)
 
     def _note_ended(self, start: Start, rows: list[Sample]) -> None:
-        """Report a trajectory's end. In waves that is when the wave ends, because schedules act on it."""
+        """Report a trajectory's end. With waves, report it at the end of the wave, because schedules act on
+        it."""
         (self._wave if self._in_waves else self.ended).append((start, rows))
 
     def _fail(self, session: Session, reply: Reply) -> None:
-        """Count a failed trajectory, and score it, sample another one or leave it out."""
+        """Count a failed trajectory, and score it, replace it by another sample or leave it out."""
         start, group = session.start, session.start.group
         why = once(reply.kind, reply.failure)
         log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
         self._close(session)
         if reply.reopen:
             self.counts["reopened"] += 1
-            # A session whose process ended twice while it was idle may have left a thread that ends it.
+            # The process ended twice while the session was idle: one of its own threads may have ended it.
             alone = reply.reopen == "alone" or session.is_repeated
             rows, execution = session.trajectory.log, session.trajectory.execution + 1
             self._open(start, log=rows, execution=execution, is_repeated=True, alone=alone)
@@ -507,7 +512,8 @@ class Trajectories(Dialogue):
             self._note_ended(start, [])
 
     def _learns_from(self, session: Session, reply: Reply) -> bool:
-        """Return whether a failed trajectory is learned from: the policy's actions exceeded a limit."""
+        """Return whether a failed trajectory is learned from, because the policy's actions exceeded a limit.
+        For example, the policy called a tool with a program that never ends."""
         has_acted = session.trajectory.num_turns > 0
         return self._config.on_failure == "zero" and reply.cause in OF_LIMITS and has_acted
 
@@ -550,7 +556,7 @@ class Trajectories(Dialogue):
             return self._restart(session, error)
         except TooLong as error:
             why = str(error)
-        except ValueError as error:  # of the agent's messages, or of a tool's schema
+        except ValueError as error:  # invalid messages of the agent, or an invalid schema of a tool
             why, is_spent = str(error), False
         if request is None:
             session.is_spent |= is_spent
@@ -560,7 +566,8 @@ class Trajectories(Dialogue):
         self._request(session, request)
 
     def _follow(self, session: Session, asked: "EndpointRequest") -> bool:
-        """Append what an agent adds to its conversation, or begin a row; return whether that is allowed."""
+        """Append the tokens that an agent adds to its conversation, or begin a row; return whether it may do
+        so."""
         trajectory, (given, source) = session.trajectory, session.continuation(asked, self._chat)
         if given is not None:
             if trajectory.give(given, source):
@@ -609,7 +616,7 @@ class Trajectories(Dialogue):
             self._fail(session, Reply(session.address, "run", failure=why, cause=Failure.IDLE))
 
     def _stop_agent(self, session: Session) -> None:
-        """End the requests of a session that are not answered."""
+        """End the unanswered requests of a session."""
         self._ready.pop(session.address, None)
         if session.running:
             self._aborts.append(Abort(session.running))

@@ -5,8 +5,8 @@
 
 The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
 its requests. Every user of the node can connect, so the key is checked before a body is read, and connections
-without a key are limited (`rl.runtime.strangers`). A client that missed an answer sends its request again. A
-request that repeats the previous one of its session gets the same turn.
+without a key are limited (`rl.runtime.strangers`). A client that missed an answer sends its request again;
+the repeated request then gets the same turn.
 
 A handler only puts a request into a queue; the source of the engine's events takes it from there and answers
 its future:
@@ -16,8 +16,9 @@ its future:
     request = endpoint.requests.get_nowait()      # EndpointRequest(session="3.1", messages=[...], ...)
     request.reply.set_result(EndpointReply(...))  # or set_exception(Refused("why"))
 
-Sampling parameters of a request are ignored: those of the run apply. `tool_choice: none` hides the tools; any
-other choice is treated as auto. Streaming and several choices are refused.
+Sampling parameters of a request are ignored. For example, a temperature of 0 in a request changes nothing:
+the run's temperature applies. `tool_choice: none` hides the tools; any other choice is treated as auto.
+Streaming and several choices are refused.
 """
 
 import asyncio
@@ -46,13 +47,13 @@ from rl.runtime.strangers import Strangers
 
 NO_TRAJECTORY = "the API key belongs to no open trajectory"
 MODEL = "policy"
-"""Name of the model in replies. Requests may name any."""
+"""Name of the model in replies. Requests may name any model."""
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""Maximum body of a request, in bytes, and its growth in bytes per token of the engine's context. A token is
-about 4 characters of text, at most 6 bytes each in JSON, or an id of 7 digits; the rest is for schemas of
-tools and keys of messages."""
+"""Maximum body of a request: bytes, and further bytes per token of the engine's context. For example, a
+context of 4,096 tokens allows 1.25 MiB. A token is about 4 characters of text, at most 6 bytes each in JSON,
+or an id of 7 digits; the rest is for schemas of tools and keys of messages."""
 KEY_S, BODY_S = 10.0, 60.0
-"""Seconds after its start in which a connection must show a key, and for the body of a request."""
+"""Seconds in which a new connection must show a key, and in which the body of a request must arrive."""
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError)
 """Exceptions of reading a request; LookupError: an unknown encoding, OSError: a client that has gone."""
 IGNORED = ("refusal", "audio", "annotations", "function_call")
@@ -77,8 +78,8 @@ class EndpointReply:
 
 @dataclass(frozen=True)
 class EndpointRequest:
-    """A turn that an agent asks for. Either `messages` or `token_ids` is given; neither if the body of the
-    request is longer than any context."""
+    """A turn that an agent asks for. Either `messages` or `token_ids` is given. Neither is given if the body
+    of the request is longer than any context."""
 
     session: str
     messages: Messages | None
@@ -89,7 +90,8 @@ class EndpointRequest:
     max_tokens: int | None = None
     """Maximum number of tokens of the turn; None: no limit but the run's."""
     is_learned: bool = True
-    """Whether the turn belongs to the trajectory; "store": false of a request means that it does not."""
+    """Whether the turn belongs to the trajectory; a request with "store": false asks for a turn that does
+    not."""
     reply: "Future[EndpointReply]" = field(default_factory=Future)
 
 
@@ -118,7 +120,7 @@ class Endpoint:
         self._sessions: dict[str, str] = {}
         """API key -> session."""
         self._turns: dict[str, dict[str, Future]] = {}
-        """Session -> request -> its reply, for the requests without a reply and the last one."""
+        """Session -> request -> its reply, for the last request and all requests without a reply."""
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
@@ -134,12 +136,12 @@ class Endpoint:
         return key
 
     def close(self, session: str) -> None:
-        """Refuse the session's requests from now on, and those that have no reply."""
+        """Refuse the session's unanswered and later requests."""
         with self._lock:
             self._sessions = {key: name for key, name in self._sessions.items() if name != session}
             turns = self._turns.pop(session, {})
         for reply in turns.values():
-            with contextlib.suppress(InvalidStateError):  # it has its reply, or the client has gone
+            with contextlib.suppress(InvalidStateError):  # the request is answered, or the client has gone
                 reply.set_exception(Refused("the trajectory has ended"))
 
     def shutdown(self) -> None:
@@ -181,7 +183,7 @@ class Endpoint:
         except Exception as error:
             if started.done():
                 raise
-            started.set_exception(error)  # else the constructor would wait for the port for ever
+            started.set_exception(error)  # otherwise the constructor would wait forever for the port
         finally:
             self._loop.close()
 
@@ -230,13 +232,13 @@ class Endpoint:
             return {}
         if not body or not isinstance(body, dict):
             raise ValueError("the body must be an object")
-        # A lone surrogate, which JSON may hold and no tokenizer takes, becomes "?".
+        # JSON may hold a lone surrogate such as "\ud800", but no tokenizer takes it. It becomes "?".
         return json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
 
     def _ask(self, request: EndpointRequest) -> "Future[EndpointReply] | None":
-        """Return the reply of the request, or of the one that it repeats; None if its trajectory has ended.
+        """Return the reply of the request, or of an equal earlier request; None if its trajectory has ended.
 
-        A request that is not learned from is never a repetition, because it may ask for another sample.
+        A request with "store": false is never a repetition, because it may ask for another sample.
         """
         asked = [request.messages, request.token_ids, request.tools, request.max_tokens]
         name = json.dumps(asked, default=np.ndarray.tolist) if request.is_learned else secrets.token_hex(8)
@@ -340,14 +342,14 @@ def _read_chat(body: dict) -> dict:
 
 
 def _max_tokens(value: Any) -> int | None:
-    """Return a request's limit of tokens. Some clients write -1 for none."""
+    """Return a request's limit of tokens, or None. Some clients write -1 for no limit."""
     if value is not None and type(value) is not int:
         raise ValueError(f"max_tokens={value!r:.80} must be an integer")
     return value if value and value > 0 else None
 
 
 def normalise(messages: Messages) -> Messages:
-    """Return messages of a client as templates and `new_messages` take them.
+    """Return a client's messages in the form that templates and `new_messages` take.
 
     Contents are texts, arguments of tool calls are objects, and keys without value are absent.
     """
@@ -380,9 +382,9 @@ def _normal_call(call: dict) -> dict:
 
 
 def new_messages(known: Messages, received: Messages) -> Messages | None:
-    """Return the messages after a known conversation; None if the agent has changed it.
+    """Return the messages after a known conversation; None if the agent has changed the conversation.
 
-    Only role, content and tool calls are compared: clients lose other keys, such as reasoning_content.
+    Only role, content and tool calls are compared: clients lose other keys, for example reasoning_content.
     """
 
     def view(message: dict) -> tuple[Any, ...]:
@@ -429,7 +431,8 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _is_no_refusal(record: logging.LogRecord) -> bool:
-    """Return whether to log a record. A request that is not HTTP is not logged, because its text would be."""
+    """Return whether to log a record. A request that is not HTTP is not logged, because the log would hold
+    its text."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

@@ -1,11 +1,12 @@
 """Environments and tools, as users write them, and the messages to and from the worker that holds them.
 
 docs/agents.md describes environments and tools. `list_tools() -> [schema]` and `call_tool(name, arguments)`
-are for tools that are known only at run time, such as those of a server.
+are for tools that are known only at run time, for example the tools of an MCP server.
 
 A ValueError, ArithmeticError or LookupError of a tool, or an argument of the wrong type, is an answer to the
-policy: its message is the tool's output. Any other exception, an exceeded limit or the end of the process is
-a failure of the trajectory (`Failure`).
+policy: its message is the tool's output. For example, a tool that divides by 0 answers "Error:
+ZeroDivisionError: division by zero". Any other exception, an exceeded limit or the end of the process is a
+failure of the trajectory (`Failure`).
 """
 
 import functools
@@ -31,7 +32,7 @@ Messages = list[dict[str, Any]]
 RESERVED = ("reset", "step", "run", "score", "close", "list_tools", "call_tool", "done")
 """Public names of an environment that are not tools."""
 VERL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-"""Keys of a tool's entry in verl's tools_kwargs; values in any of them are settings of the tool."""
+"""Keys of a tool's entry in verl's tools_kwargs; the values below each key are settings of the tool."""
 
 # ---- actions and replies ----
 
@@ -104,7 +105,7 @@ class Failure(StrEnum):
 
 
 OF_LIMITS = (Failure.TIME, Failure.MEMORY)
-"""Failures in which a call exceeded a limit, which an action of the policy may have caused."""
+"""Failures by an exceeded limit of a call. An action of the policy may have caused such a failure."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,14 @@ class Reply:
     digest: int = -1
     """`answer_digest` by the worker that gave the answer; -1 if unknown."""
     reopen: str = ""
-    """Form in which the session is repeated if another one of its process may have caused the failure. alone:
-    in its own process, because its request was in progress. shared: with others. Empty: it has failed."""
+    """How to repeat the session, if another session of its process may have caused the failure. alone: in a
+    process of its own, because its request was in progress. shared: with other sessions. Empty: not at all,
+    the session has failed."""
 
 
 def answer_digest(request: str, answer: Mapping[str, Any]) -> int:
-    """Return a 32-bit hash of a request's name and its answer, the same before and after its way as JSON."""
+    """Return a 32-bit hash of a request's name and its answer, identical before and after the transfer as
+    JSON."""
     content = [request, *(answer.get(name) or None for name in ("messages", "reward", "values"))]
     text = json.dumps(content, ensure_ascii=False, default=str)
     return zlib.crc32(text.encode("utf-8", "replace"))
@@ -163,7 +166,8 @@ class Tool:
         return self.schema["function"]["name"]
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Tool":
-        """Return the tool with the settings that its function has; verl nests them in VERL_KWARGS."""
+        """Return the tool with the settings that are keyword-only parameters of its function. verl nests
+        settings in VERL_KWARGS."""
         flat = {key: value for key, value in settings.items() if key not in VERL_KWARGS}
         for key in VERL_KWARGS:
             flat |= settings.get(key) or {}
@@ -172,7 +176,7 @@ class Tool:
         return replace(self, settings=self.settings | {key: flat[key] for key in known}) if known else self
 
     def bound_call(self, arguments: dict[str, Any] | str, instance: Any = None) -> Callable[[], Any]:
-        """Return the call, of the method of `instance` if that is given.
+        """Return the call of the function, or of the method of `instance` if an instance is given.
 
         Raises ValueError for malformed arguments; its message is for the policy.
         """
@@ -192,9 +196,9 @@ class Tool:
 def make_tool(function: Callable[..., Any], *, key: str, is_method: bool = False) -> Tool:
     """Return a tool from the signature and the docstring of a function.
 
-    The description is the docstring before `Args:`, and those of the parameters come from that block or from
-    `Annotated[..., pydantic.Field(description=...)]`. Raises ValueError, with the config's `key`, for a
-    function without docstring and for a parameter without type hint.
+    The tool's description is the docstring before `Args:`. A parameter's description comes from the block
+    `Args:` or from `Annotated[..., pydantic.Field(description=...)]`. Raises ValueError, with the config's
+    `key`, for a function without docstring and for a parameter without type hint.
     """
     name = function.__name__
     doc = inspect.getdoc(function)

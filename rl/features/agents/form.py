@@ -26,7 +26,7 @@ class TrajectoryForm(DialogueForm):
         super().__init__(config, inputs)
         self._environments: Environments | None = None
         self._numbers = itertools.count()
-        """Distinguish the logs of one version of the weights."""
+        """Numbers that distinguish the logs of one version of the weights."""
 
     def start(self) -> None:
         inputs = self._inputs

@@ -28,9 +28,10 @@ PARTS = {
     "audio": ("data",),
     "input_audio": ("input_audio",),
 }
-"""Type of a content part -> keys; a part of this type has one of them."""
+"""Type of a content part -> keys; a part of this type has one of the keys."""
 BESIDE = {"type", "annotations", "_meta", "meta", "cache_control", "detail", "mimeType", "mime_type"}
-"""Keys of a part that are not for the policy. A dict with other keys is an object, and becomes JSON."""
+"""Keys of a part that the policy does not see. A dict with other keys is an object, and becomes JSON. For
+example, {"type": "text", "text": "a", "score": 1} is an object."""
 RESULT = {"content", "isError", "is_error", "structuredContent", "structured_content"}
 """Keys of a result of MCP; a result has "content" and at least one more of these keys."""
 
@@ -57,7 +58,8 @@ def parts_of(answer: Any) -> list[dict[str, Any]]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text: a text unchanged, "" for None, otherwise JSON. Raises TypeError if none."""
+    """Return a value as text: a text unchanged, "" for None, otherwise JSON. Raises TypeError if JSON cannot
+    hold it."""
     value = _plain(value) if isinstance(value, (bytes, bytearray)) else value
     if isinstance(value, str):
         return value
@@ -91,7 +93,7 @@ def _plain(value: Any) -> Any:
             ) from error
     is_image = type(value).__module__.startswith("PIL.")
     if hasattr(value, "__array_interface__") and not is_image:
-        return value.tolist()  # the text of numpy's arrays leaves out most of a long one
+        return value.tolist()  # numpy's text of a long array leaves out most of its values
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Collection):
@@ -106,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_part(value: Any, *, is_block: bool = False) -> bool:
-    """Return whether a value is a content part. is_block: it must be a part, or is an error."""
+    """Return whether a value is a content part. is_block: further keys are allowed."""
     if not isinstance(value, Mapping) or not isinstance(kind := value.get("type"), str):
         return False
     keys = PARTS.get(kind, ())
@@ -153,7 +155,8 @@ def _of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _has_value(text: str, structured: Any) -> bool:
-    """Return whether a text is the JSON of a structured result, or of a value that a server wrapped in it."""
+    """Return whether a text is the JSON of a structured result, or of a value that the server wrapped. For
+    example, {"result": 3} wraps 3."""
     wrapped = structured.get("result") if isinstance(structured, Mapping) and len(structured) == 1 else None
     try:
         return json.loads(text) in (structured, wrapped)
@@ -162,7 +165,7 @@ def _has_value(text: str, structured: Any) -> bool:
 
 
 def is_observation(answer: Any) -> bool:
-    """Return whether an answer is a dict of verl's format; with a text it may have no image.
+    """Return whether an answer is a dict of verl's format. An answer with a text may have no image.
 
     Raises TypeError for images in another form, which would become a text about Python's objects.
     """
@@ -193,7 +196,7 @@ def content(answer: Any, shown: Callable[[str], str] = str) -> str | list[dict[s
 
 
 def with_uris(message: dict) -> dict:
-    """Return a message with content parts as `parts_of` gives them; anchors of images stay unchanged.
+    """Return a message with content parts in the form of `parts_of`; anchors of images stay unchanged.
 
     Raises ValueError for an image in another form.
     """

@@ -2,19 +2,21 @@
 
     with EnvironmentPool(plan, workers=2, timeout_s=30, memory_mib=4096) as pool:
         pool.check()                           # ValueError if something cannot be loaded
-        pool.open("a", row)                    # answered by a Reply of kind "reset"
+        pool.open("a", row)                    # a Reply of kind "reset" follows
         for reply in pool.poll(timeout_s=1):   # replies as they come
             pool.call("a", ToolCalls((ToolCall("0", "search", {"query": "Ada"}),)))
         pool.close("a")
 
-A session is the environment of one trajectory; it has one request at a time. Its worker is killed, with
-every process that it started, if it is dead or silent. All its sessions are then lost, and the reply to the
-next request of each one reports it. A session that was alone in its worker has failed. Otherwise any of the
-sessions may have ended the worker, so all are to be opened again (`Reply.reopen`): alone if their request
-was in progress, because such a call may have ended the process. A call that exceeds its time limit fails only
-its own session. The worker then takes no further sessions and ends with its last one. There are never more
-workers than allowed, so a new session may wait for the end of another one. The workers run as the same user:
-this protects against accidents, not attacks.
+A session is the environment of one trajectory; it has one request at a time. A dead or silent worker is
+killed, with every process that it started. All sessions of the worker are then lost, and each one's reply to
+its present or next request reports the loss. A session that was alone in its worker has failed. Otherwise any
+session may have ended the worker, so all sessions are to be opened again (`Reply.reopen`). For example, of
+three sessions one was in a call and two were idle: the first is opened in a process of its own, because its
+call may have ended the process, and the idle sessions share a process again.
+
+A call that exceeds its time limit fails only its own session. The worker then takes no further sessions and
+ends with its last session. There are never more workers than allowed, so a new session may wait for the end
+of another session. The workers run as the same user: this protects against accidents, not attacks.
 """
 
 import contextlib
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Seconds beyond the time limit of a call without a sign of life after which a worker is killed."""
+"""Seconds without a sign of life, beyond the time limit of a call, after which a worker is killed. For
+example, with agents.timeout_s=30 a worker is killed after 35 silent seconds."""
 CLOSING_S = 5.0
 """Seconds that `shutdown` gives environments to close."""
 
@@ -50,7 +53,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def once(request: str, failure: str) -> str:
-    """Return a failure in full if it is the first one of its kind in this process, else its first line.
+    """Return a failure in full if it is the first of its kind in this process, else its first line.
 
     A kind is the failed request with the exception. A run may have thousands of failures with one traceback.
     """
@@ -85,14 +88,14 @@ class _Session:
     is_alone: bool
     """Whether its worker must hold no other session."""
     worker: "EnvironmentWorker | None" = None
-    """None before it has one (the session is then in `_waiting`), and after the worker was lost."""
+    """None while the session waits for a worker (`_waiting`), and after the worker was lost."""
     kind: str = "reset"
     num_requests: int = 1
     started: float | None = None
     """Monotonic time of the request in progress."""
     is_closed: bool = False
     is_kept: bool = False
-    """Whether it waits for a later phase."""
+    """Whether the session waits for a later phase."""
     loss: dict[str, Any] | None = None
     """Fields of the reply to further requests, after the worker was lost."""
 
@@ -133,7 +136,7 @@ class EnvironmentWorker(WorkerProcess):
         super().__init__(*arguments, **options)
 
     def may_take(self, session: _Session) -> bool:
-        """Return whether the worker may hold a session beside those that it has."""
+        """Return whether the worker may hold a session beside its present sessions."""
         if self.must_retire:
             return False
         held = self.sessions.values()
@@ -144,13 +147,13 @@ class EnvironmentWorker(WorkerProcess):
         return sum(not session.is_closed for session in self.sessions.values())
 
     def request(self, session: _Session, request: str, argument: Any) -> None:
-        """Send a request. During a sweep it is held back, which would kill a daemon that it starts."""
+        """Send a request. During a process sweep, queue it: the sweep would kill a daemon of the request."""
         name = f"{session.name} {session.num_requests}"
         self._held.append(pickle.dumps((session.number, request, name, argument)))
         self.send_held()
 
     def send_held(self) -> None:
-        """Send the requests that are held back, unless the worker is sweeping."""
+        """Send the queued requests, unless the worker is sweeping."""
         while self._held and not self.sweeping:
             self.send(self._held.pop(0))
             self.renew_deadline()
@@ -162,7 +165,7 @@ class EnvironmentWorker(WorkerProcess):
             self.deadline = time.monotonic() + self._silence_s if is_busy else math.inf
 
     def is_valid(self, message: dict[str, Any]) -> bool:
-        """Return whether a message is a sign of life, or answers a request."""
+        """Return whether a message is a sign of life or a valid answer to a request."""
         if not isinstance(message.get("retire", False), bool):
             return False
         if message.get("alive") is True:
@@ -187,8 +190,8 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         """Store the limits, see `Pool`.
 
         Args:
-            timeout_s: limit of each call of an environment or tool, in seconds.
-            max_output_chars: characters of a tool's output or a step's text that are kept.
+            timeout_s: time limit of each call of an environment or tool, in seconds.
+            max_output_chars: maximum characters of a tool's output or a step's text; the rest is cut off.
         """
         super().__init__(plan, {"timeout_s": timeout_s, "max_output_chars": max_output_chars}, **limits)
         self._silence_s = self._limits["silence_s"] = timeout_s + GRACE_S
@@ -203,7 +206,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
 
     @property
     def waiting(self) -> set[str]:
-        """Sessions that no worker can take yet. They are opened when others end."""
+        """Sessions that no worker can take yet. They are opened when other sessions end."""
         return {session.name for session in self._waiting}
 
     def open(self, session: str, row: Mapping[str, Any], *, alone: bool = False) -> None:
@@ -227,7 +230,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         self._request(called, "act", action)
 
     def close(self, session: str) -> None:
-        """End a session, and a call of it that is in progress. There is no reply."""
+        """End a session, and its call if one is in progress. No reply follows."""
         closed = self._sessions.pop(session)
         closed.is_closed = True
         self._waiting = [waiting for waiting in self._waiting if waiting is not closed]
@@ -246,7 +249,8 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             self._retire(kept.worker)
 
     def poll(self, timeout_s: float = 0.0) -> list[Reply]:
-        """Return the replies that have come; wait at most `timeout_s` for the first one, or until `wake`."""
+        """Return the replies that have arrived; wait for the first reply until `wake`, at most
+        `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         is_woken = False
         while not is_woken:
@@ -290,7 +294,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             self._replies.append(Reply(session.name, session.kind, **fields))
 
     def _place(self) -> None:
-        """Open the waiting sessions for which there is a worker; those that must be alone choose first."""
+        """Open the waiting sessions that a worker can take; sessions that must be alone choose first."""
         waiting, self._waiting = sorted(self._waiting, key=lambda session: not session.is_alone), []
         for session in waiting:
             kinds = [left.is_alone for left in self._waiting]
@@ -306,9 +310,10 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
                 self._answer(session, **session.loss)
 
     def _choose_worker(self, session: _Session, is_scarce: bool) -> EnvironmentWorker | None:
-        """Return the worker with the fewest sessions, a new one if all are in use; None if there is none yet.
+        """Return the worker with the fewest sessions, or a new worker if all are in use; None if there is
+        none yet.
 
-        is_scarce: whether a session waits for a worker of its own; others then take none without sessions.
+        is_scarce: whether a session waits for a worker of its own; this session then takes no empty worker.
         """
         usable = [worker for worker in self.all if worker.may_take(session)]
         if is_scarce:
@@ -335,7 +340,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         self._retire(worker)
 
     def _retire(self, worker: EnvironmentWorker) -> None:
-        """End a worker that takes no further session, if those that it has are only kept."""
+        """End a worker that takes no further session, once all its sessions wait for a later phase."""
         if worker.must_retire and all(session.is_kept for session in worker.sessions.values()):
             self.dismiss(worker)
             for session in worker.sessions.values():
@@ -361,7 +366,8 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             self._lose(session, failure=reason, cause=cause, reopen=reopen if may_reopen else "")
 
     def _lose(self, session: _Session, **loss: Any) -> None:
-        """Report the loss of its worker to a session, now if a request is in progress."""
+        """Report the loss of its worker to a session: now if a request is in progress, else at its next
+        request."""
         session.worker, session.loss = None, loss
         if session.started is not None:
             self._answer(session, **loss)

@@ -12,7 +12,7 @@ from rl.features.agents.environment import Messages, ToolCall
 
 
 class Renderer:
-    """A renderer of the package that renders as a model's template does."""
+    """A renderer of the package that gives the same ids as a model's template."""
 
     def __init__(self, renderer: Any, prompt: np.ndarray):
         self._renderer, self._prompt = renderer, prompt.tolist()
@@ -62,9 +62,9 @@ def find_renderer(
 ) -> Renderer | None:
     """Return the renderer that gives the template's ids for conversations of all kinds, or None.
 
-    The model's name would not prove it: checkpoints of one architecture have different templates. With
-    arguments of the template, only the generation prompt is compared: if thinking is disabled, Qwen3's
-    template drops the empty thinking tag of earlier turns, which the renderer keeps.
+    The model's name is no proof, because checkpoints of one architecture have different templates. With
+    arguments of the template, only the generation prompt is compared. For example, with enable_thinking=false
+    Qwen3's template drops the empty thinking tag of earlier turns, but the renderer keeps it.
 
     Args:
         render: the template: messages, tools and arguments to ids.

@@ -36,7 +36,7 @@ class Environments:
     make_endpoint: "Callable[[], Endpoint]"
     """Starts the server for agents that run by themselves."""
     sight_of: Callable[[Prompt], Sight] = Sight
-    """Returns what a trajectory of a prompt sees besides text."""
+    """Returns the images that a trajectory of a prompt sees."""
     kept: "dict[str, Session]" = field(default_factory=dict)
     """Sessions of trajectories that continue in a later call, by address."""
     endpoint: "Endpoint | None" = None
@@ -57,13 +57,13 @@ class Environments:
             self.pool.keep(session.address)
 
     def take(self, address: str) -> "Session | None":
-        """Return a kept session, which continues; None if there is none."""
+        """Return a kept session to continue it; None if there is none."""
         if (session := self.kept.pop(address, None)) is not None:
             self.pool.keep(address, False)
         return session
 
     def keep_only(self, samples: Collection[tuple[int, int]]) -> None:
-        """Close the kept sessions except those of these samples: (draw of the prompt, number)."""
+        """Close the kept sessions except the sessions of these samples, each (draw of the prompt, number)."""
         for address, session in list(self.kept.items()):
             if (session.start.prompt.draw, session.start.number) not in samples:
                 del self.kept[address]
@@ -71,7 +71,7 @@ class Environments:
                 self.pool.close(address)
 
     def stop_agent(self, session: "Session") -> None:
-        """Refuse the requests of an agent that runs by itself, those in progress and later ones."""
+        """Refuse the present and later requests of an agent that runs by itself."""
         if self.endpoint is not None and session.is_driving:
             self.endpoint.close(session.address)
         session.is_driving = False

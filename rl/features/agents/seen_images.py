@@ -1,4 +1,4 @@
-"""Images in trajectories: those of the prompt, and those that environments return."""
+"""Images in trajectories, of the prompt and of environments."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ from rl.rollout.samples import Segment
 class SeenImages(Sight):
     """The images of a trajectory, in the order of their tokens.
 
-    Images of the environment are data URIs in its messages (`observations.py`). `reset` returns the messages
-    of the data, whose images are known, or others.
+    Images of the environment are data URIs in its messages (`observations.py`). `reset` may return the
+    messages of the data, with the images of the prompt, or other messages.
     """
 
     suits_agents = False
@@ -26,7 +26,7 @@ class SeenImages(Sight):
         self._format = format
         self._images: list[Image] = []
         self._taken: list[Image] = []
-        """Those of the last messages, whose tokens have no places yet."""
+        """Images of the last messages, until their tokens have places."""
 
     def take(self, messages: Messages) -> Messages:
         self._taken = []

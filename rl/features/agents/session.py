@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
 
 
 class WrongAnswer(RuntimeError):
-    """Raised on a replica's leader if a trajectory has tokens that its environment did not give it."""
+    """Raised on a replica's leader if a trajectory has tokens that its environment did not give."""
 
 
 @dataclass
@@ -41,29 +41,29 @@ class Session:
     asked: float = 0.0
     """Monotonic time of the last request to the environment, or of the last answer to an agent."""
     is_asked: bool = False
-    """Whether the policy is to give the next turn, or the rest of it; otherwise its environment answers."""
+    """Whether the policy must give the next turn or its rest; otherwise the environment must answer."""
     running: str = ""
-    """Name of its request in the engine."""
+    """Name of the session's request in the engine."""
     reply: Reply | None = None
-    """The environment's answer that has come between two calls."""
+    """The environment's answer that arrived between two calls."""
     inbox: "deque[EndpointRequest]" = field(default_factory=deque)
     """Requests of an agent for turns; the first one is being served."""
     values: dict[str, float] = field(default_factory=dict)
     """Numbers that an agent returned."""
     answered: dict[str, float] = field(default_factory=dict)
-    """Numbers of the last answer that had some, as its worker gave them."""
+    """Numbers of the worker's last answer with numbers."""
     is_driving: bool = False
-    """Whether it is an agent that runs by itself and has not returned."""
+    """Whether the environment is an agent that runs by itself and has not returned."""
     is_spent: bool = False
     """Whether an agent was refused a turn because the trajectory's limits are used up."""
     is_repeated: bool = False
-    """Whether it repeats a trajectory whose environment was lost with its process."""
+    """Whether the session repeats a trajectory that lost its environment with the process."""
 
     def continuation(self, asked: "EndpointRequest", chat: Chat) -> tuple[np.ndarray | None, str]:
         """Take the tools and the conversation of an agent's request.
 
         Returns the token ids that the request adds after the last turn, int32 [n], and their source; None if
-        it does not continue the tokens so far.
+        the request does not continue the tokens so far.
         """
         from rl.features.agents.endpoint import new_messages
 
@@ -82,7 +82,7 @@ class Session:
         return given, source
 
     def check_answer(self, reply: Reply) -> None:
-        """Raise WrongAnswer if a reply is not what a worker answered to the last request of this session."""
+        """Raise WrongAnswer if a reply is not a worker's answer to the last request of this session."""
         name = f"{self.address} {self.num_requests}"
         if reply.digest != -1 and reply.digest != answer_digest(name, vars(reply)):
             raise WrongAnswer(
@@ -94,9 +94,10 @@ class Session:
             self.answered = dict(reply.values)
 
     def check_outcome(self, values: dict[str, float]) -> None:
-        """Raise WrongAnswer unless the numbers of a trajectory that ended are those of its environment.
+        """Raise WrongAnswer unless a trajectory ends with the numbers of its environment.
 
-        They are those of the last answer with any, or the sum of the rewards of its turns.
+        The environment's numbers are in its last answer with numbers. Without such an answer, the score is
+        the sum of the rewards of the turns: for example, rewards 0.5 and 1 give {"score": 1.5}.
         """
         rewards = sum(s.reward for row in self.trajectory.rows for s in row.segments)
         expected = self.answered or ({"score": rewards} if self.trajectory.rewards else {})
@@ -116,7 +117,7 @@ class Session:
                 texts.append(self.sight.rendered(segment.token_ids, first))
             first += len(segment.token_ids)
         if not self.context or any(segment.source == "environment" for segment in given):
-            return  # an agent sent token ids, of which any cut is possible
+            return  # an agent sent token ids, and may cut them anywhere
         if (turn := chat.find_strange(texts, self.context, self.tools)) is not None:
             raise WrongAnswer(
                 f"the tokens before turn {given[turn].turn + 1} of trajectory {self.name} are not in the "
@@ -126,7 +127,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """Name for people: that of the prompt in the call, and of the trajectory."""
+        """Name for people: the prompt in the call and the trajectory, for example 3.1."""
         return f"{self.start.group}.{self.start.number}"
 
     @property
@@ -150,6 +151,7 @@ def refuse_unoffered(prompt: Prompt, session: Session) -> None:
 
 
 def address_of(start: Start) -> str:
-    """Return the name of a sample's session in the pool and at the endpoint; no other open session has it."""
+    """Return the name of a sample's session in the pool and at the endpoint, unique among the open sessions.
+    For example, "draw 17.2" is sample 2 of draw 17."""
     draw = start.prompt.draw
     return f"{start.group}.{start.number}" if draw < 0 else f"draw {draw}.{start.number}"

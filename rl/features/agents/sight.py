@@ -36,14 +36,14 @@ class Sight:
         return token_ids
 
     def expand(self, token_ids: np.ndarray, first: int) -> np.ndarray:
-        """Return tokens between turns, int32 [S], with those of the images that were taken last.
+        """Return tokens between turns, int32 [S], with the tokens of the images that were taken last.
 
         first: number of tokens before them.
         """
         return token_ids
 
     def rendered(self, token_ids: np.ndarray, first: int) -> np.ndarray:
-        """Return what `expand` was given."""
+        """Return the tokens that `expand` was given."""
         return token_ids
 
     def agrees(self, segments: Sequence[Segment]) -> bool:

@@ -4,8 +4,9 @@
 
 `tools/replay.py` repeats the generation from it and compares. A file is compressed plain data
 (`rl.runtime.plain_data`): sampling, events and completions. A context that continues an earlier request of
-its trajectory is stored without that request's tokens. With roles one run of the engine may last as long as
-the job, and each version of the weights has logs of its own (`VersionRecorder`).
+its trajectory is stored without the tokens of the earlier request. For example, the request of turn 2 has
+only the tokens after turn 1. With roles one run of the engine may last as long as the job, so each version of
+the weights has logs of its own (`VersionRecorder`).
 """
 
 import gzip
@@ -47,8 +48,8 @@ class _Part:
     first_step: int
     path: Path
     begun: dict[str, Request]
-    """Requests that began under older weights and continue, by name; after their end with their tokens until
-    then."""
+    """Requests that began under older weights and continue, by name. A request that has ended has the tokens
+    of the older weights in its context."""
     records: list[tuple[int, list[Event]]] = field(default_factory=list)
     completions: dict[str, Completion] = field(default_factory=dict)
 
@@ -61,7 +62,7 @@ class _Part:
         self.records += [(step - self.first_step, events)] * bool(events)
 
     def end(self, request: Request, completion: Completion) -> None:
-        """Take the tokens of a request that this version sampled."""
+        """Take the tokens that this version sampled for a request."""
         name, versions = request.name, completion.weight_versions
         self.open.remove(name)
         if name in self.begun:
@@ -87,11 +88,11 @@ class _Part:
 class VersionRecorder:
     """Stores what a source receives under each version of the weights as a log of its own (a `Source`).
 
-    A request that continues under newer weights begins in their log with its tokens so far. In the log of the
-    older ones it is aborted. A log is written when all its requests have ended.
+    A request that continues under newer weights is aborted in the log of the older weights, and begins in the
+    log of the newer weights with its tokens so far. A log is written when all its requests have ended.
 
     Args:
-        version: that of the engine's weights.
+        version: version of the engine's weights.
         sampling: sampling parameters of all requests.
         path_of: returns the file of the next log of a version.
         is_async: as in `StoredLog`.
@@ -104,7 +105,7 @@ class VersionRecorder:
         self._is_async = is_async
         self._live: dict[str, Request] = {}
         self._parts = [_Part(version, 0, path_of(version), {})]
-        """Those that are not written; the last one is that of the present weights."""
+        """The logs that are not written; the last log belongs to the present weights."""
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
         events = self._source.next_events(num_live, step)
@@ -130,7 +131,7 @@ class VersionRecorder:
         self._source.receive(name, completion)
 
     def finish(self) -> None:
-        """Write what is left, after a run of the engine in which all requests have ended."""
+        """Write the remaining logs, after a run of the engine has ended all requests."""
         self._write(len(self._parts))
 
     def _write(self, number: int) -> None:
@@ -148,7 +149,7 @@ class StoredLog:
     """Engine step and events of every record that is not empty."""
     completions: dict[str, Completion]
     is_async: bool
-    """`rollout.async_scheduling` of the engine: with it a request is seen to end one step later."""
+    """`rollout.async_scheduling` of the engine: with it, the end of a request is seen one step later."""
 
 
 def store(
@@ -184,7 +185,7 @@ def store(
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
         partial.replace(path)
-    except OSError as error:  # for example a full disk, which must not end the run
+    except OSError as error:  # for example, a full disk must not end the run
         # The log shows errors of all ranks.
         log.error("warning: %s, %d bytes, is missing: %s", path, len(data), error.strerror)
         partial.unlink(missing_ok=True)
@@ -220,19 +221,19 @@ class Replay:
         self._next = next(self._records)
         self._expected, self._live = log.completions, set[str]()
         self.different: list[str] = []
-        """Names of the completions whose ids or log-probs differ from the stored ones in any bit."""
+        """Names of the completions that differ from the stored completions in any bit of ids or log-probs."""
         self.num_tokens = 0
         """Number of tokens that were compared."""
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
         at, events = self._next
         if at != step:
-            # Nothing runs, but the log continues later: the engine finished at other steps than before.
+            # Nothing runs, but the log continues later: requests ended at other steps than before.
             return [] if num_live else [Done(aborted=True)]
         self._next = next(self._records, (-1, []))
         self._live |= {event.request.name for event in events if isinstance(event, Add)}
         if any(isinstance(event, Abort) and event.name not in self._live for event in events):
-            return [Done(aborted=True)]  # it has finished before the step at which it was aborted
+            return [Done(aborted=True)]  # in the log it was aborted, but now it has finished earlier
         return events
 
     def receive(self, name: str, completion: Completion) -> None:

@@ -1,7 +1,8 @@
 """Tool calls in the text of a sampled turn, in the forms in which families of models write them.
 
-Parsing never raises. A call that cannot be read is a call whose arguments are text, and the environment
-answers it with an error message. vLLM's parsers are not used: some parsers need packages that vLLM does not
+Parsing never raises. An unreadable call becomes a call with a text as its arguments, and the environment
+answers it with an error message. For example, '{"name": "search", "arguments": {"query' calls search with
+this text as its arguments. vLLM's parsers are not used: some parsers need packages that vLLM does not
 install, and most parsers return an unreadable call as content.
 """
 
@@ -25,13 +26,14 @@ class Family:
     parse: Callable[[str, Sequence[dict]], tuple[str, list[ToolCall]]]
     """Splits a turn into its content and its calls, given the tools' schemas. A call without an id has ""."""
     grammar: str = ""
-    """The family's name in xgrammar's structural tags; empty: they have none of this form."""
+    """The family's name in xgrammar's structural tags; empty: xgrammar does not know this form."""
     parallel: bool = True
     """Whether a turn may hold several calls."""
     names_ids: bool = False
     """Whether the id of a call holds the function's name."""
     split: Callable[[str], tuple[str | None, bool, str]] | None = None
-    """Splits a turn into its thinking, whether the thinking is open, and the rest; None: by tags."""
+    """Splits a turn into its thinking, whether the thinking is open, and the rest; None: `Chat` splits by
+    tags."""
 
 
 def parse_calls(
@@ -39,8 +41,8 @@ def parse_calls(
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """Return the content and the calls of the text of a turn.
 
-    A call without an id is named by its turn and its position. These ids have nine letters and digits, which
-    templates of Mistral require.
+    A call without an id is named by its turn and its position. For example, call00201 is the second call of
+    turn 2. Templates of Mistral require such ids of nine letters and digits.
     """
     content, calls = family.parse(text, tools)
     named = (replace(call, id=call.id or f"call{turn:03d}{i:02d}") for i, call in enumerate(calls))
@@ -54,7 +56,7 @@ def as_message(call: ToolCall) -> dict:
 
 
 def find_family(text: str, tools: Sequence[dict], call: dict) -> Family | None:
-    """Return the family that reads the call in a turn that a chat template wrote; None if none does.
+    """Return the family that reads the call in a turn of a chat template; None if no family does.
 
     call: the entry of `tool_calls` that was rendered.
     """
@@ -103,7 +105,7 @@ def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
 
 
 def _json_end(text: str) -> int:
-    """Return the end of the JSON value with which a text begins, blanks aside; 0 if there is none."""
+    """Return the end of the JSON value at the beginning of a text, after blanks; 0 if there is none."""
     start = len(text) - len(text.lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
@@ -152,7 +154,8 @@ _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def _combined(schemas: list, whole: Any) -> list[dict]:
-    """Return schemas with all schemas that they combine or, by $ref within the whole schema, refer to."""
+    """Return schemas with all schemas that they contain (for example in anyOf) or name by $ref in the whole
+    schema."""
     found: list[dict] = []
     left = [*schemas]
     while left:
@@ -168,7 +171,7 @@ def _combined(schemas: list, whole: Any) -> list[dict]:
 
 
 def _takes_text(schema: dict) -> bool:
-    """Return whether a schema names strings as its type or as all its values."""
+    """Return whether a schema has strings as its type, or only strings as its values."""
     return "string" in _listed(schema.get("type")) or set(map(type, _listed(schema.get("enum")))) == {str}
 
 
@@ -264,7 +267,8 @@ def _parse_mistral(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall
 
 
 def _parse_llama(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
-    """Read a turn that is one JSON object. Llama's templates allow one call per turn; others are ignored."""
+    """Read a turn that is one JSON object. Llama's templates allow one call per turn; further calls are
+    ignored."""
     body = text.removeprefix("<|python_tag|>").strip()
     if not re.match(r'\{\s*"(type|name|function)"', body):
         return text, []
@@ -307,4 +311,4 @@ FAMILIES = (
     Family("llama", _parse_llama, "llama", parallel=False),
     Family("python", _parse_list),
 )
-"""Families in the order in which they are tried. HERMES also reads the turns of templates without calls."""
+"""Families in the order of trial. HERMES also reads the turns of templates without calls."""

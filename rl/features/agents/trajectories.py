@@ -32,7 +32,7 @@ from rl.runtime.collectives import gather_objects
 class TrajectoryDialogues(Dialogues):
     """Trajectories with environments. A group may have fewer samples, or be missing (`Batch.prompts`).
 
-    In validation a failed trajectory is a sample of which `failed` is 1.
+    In validation a failed trajectory is a sample with `failed` 1.
 
     Args:
         environments: see `start_environments`.
@@ -43,7 +43,7 @@ class TrajectoryDialogues(Dialogues):
         self.is_fixed = config.agents.order == "waves"
         self.holds = True
         self._own_counts = Counter[str]()
-        """Counts of this rank's environments that are in no batch's metrics yet."""
+        """Counts of this rank's environments since the last batch with metrics."""
         self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
         """Counts of environments in this step, by its number and the timing of the calls."""
 
@@ -59,7 +59,7 @@ class TrajectoryDialogues(Dialogues):
         self._own_counts, sampling, is_test = Counter(), call.sampling, call.timing == "testing"
         engine_options: dict = dict(interrupt=interrupt, on_wait=self._step.watchdog.tracker.wait)
         if not engine.keeps_cache:
-            engine.llm.reset_prefix_cache()  # what the engine computes then depends on the events alone
+            engine.llm.reset_prefix_cache()  # the results then depend on the events alone
         if self._environments is None:
             return engine.run(None, sampling, **engine_options)
         dialogue = trajectories(
@@ -75,7 +75,7 @@ class TrajectoryDialogues(Dialogues):
             is_complete = engine.run(recorder, sampling, **engine_options)
         except BaseException:
             dialogue.close()
-            # Waits: the workers end with this process, and environments may have much to close.
+            # Waits, because the workers end with this process, and environments may have much to close.
             self._environments.close()
             raise
         if is_complete:
@@ -87,7 +87,7 @@ class TrajectoryDialogues(Dialogues):
             name = f"step_{self._step.number}/{call.purpose}_replica_{engine.replica}.events"
             path = Path(self._config.run.dir, DIRECTORY, name)
             is_async = engine.config.async_scheduling
-            # No validation is repeated.
+            # Validation is never repeated from a log.
             store(path, sampling, engine.events.records, recorder.completions, is_async)
         return is_complete
 
@@ -104,8 +104,8 @@ class TrajectoryDialogues(Dialogues):
     def batch(self, samples: list[Sample], call: Call, *, counts: Counter[str] | None = None) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.
 
-        A group loses the trajectories whose environments failed, and is dropped if a single one is left of
-        several. Collective over the world.
+        A group loses the trajectories of failed environments, and is dropped if a single one of several is
+        left. For example, a group of 8 trajectories with 7 failures is dropped. Collective over the world.
 
         Raises AllTrajectoriesFailed on every rank if environments failed for every group.
         """

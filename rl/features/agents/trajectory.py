@@ -1,11 +1,11 @@
 """A trajectory: what the policy sampled and what its environment answered, as token ids.
 
 A trajectory consists of rows. A row is a context (the prompt) followed by segments, and only grows at its
-end. A conversation whose earlier tokens change continues in a new row, whose context is the whole changed
-conversation.
+end. If earlier tokens change, the trajectory continues in a new row with the whole changed conversation as
+its context. For example, a template that drops the thinking of earlier turns may begin a row at each turn.
 
-A trajectory whose environment was lost is executed again from its log, the rows so far: it takes the turns of
-the log instead of asking the engine for them, and compares everything else with the log (`Diverged`).
+If its environment was lost, a trajectory is executed again from its log, the rows so far: it takes the turns
+from the log instead of the engine, and compares everything else with the log (`Diverged`).
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class Limits:
     turn_tokens: int
     """Maximum number of tokens of one turn of the policy; 0: no limit besides the others."""
     response_tokens: int
-    """Maximum number of tokens of all rows without their contexts, those of tools included."""
+    """Maximum number of tokens of all rows without their contexts, including the tokens of tools."""
     context_tokens: int
-    """Maximum number of tokens of a row with its context, which is the engine's limit."""
+    """Maximum number of tokens of a row with its context, the engine's limit."""
 
 
 class Diverged(Exception):
@@ -52,10 +52,10 @@ class Trajectory:
     """One trajectory of a prompt.
 
     Args:
-        prompt, number: index of the prompt in the call, and of the trajectory among those of the prompt.
-        seed: seed of the first turn; that of a later turn follows from it and the turn's number.
-        log: rows of the same trajectory, in whose place this one is executed.
-        execution: number of earlier executions in the call, for the names of requests.
+        prompt, number: index of the prompt in the call, and index of the trajectory in its group.
+        seed: seed of the first turn; a later turn's seed follows from it and the turn's number.
+        log: rows of an earlier execution, which this one repeats.
+        execution: number of earlier executions in the call, for requests' names: for example, 3.1.again1.0.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Trajectory:
 
     @property
     def turn(self) -> tuple[np.ndarray, Completion] | None:
-        """The context of the present row's last complete turn, int32 [C], and its tokens; None without."""
+        """The context of the present row's last complete turn, int32 [C], and its tokens; None without a
+        turn."""
         segments = self.rows[-1].segments if self.rows else []
         of_turn = [i for i, s in enumerate(segments) if s.is_sampled and s.turn == self.num_turns - 1]
         if not of_turn:
@@ -117,7 +118,7 @@ class Trajectory:
     def give(self, token_ids: np.ndarray, source: str) -> bool:
         """Append tokens that the policy did not sample; return whether they leave room for another turn.
 
-        If not, nothing is appended: no token that the policy samples would follow them. Raises Diverged.
+        If they do not, nothing is appended, because no sampled token would follow. Raises Diverged.
         """
         if len(token_ids) >= self.room:
             self.is_cut = True
@@ -132,7 +133,7 @@ class Trajectory:
         return True
 
     def request(self, max_tokens: int = 0) -> Request | None:
-        """Return the request for the next turn, or for the rest of it, or None if there is no room for one.
+        """Return the request for the next turn or its rest; None if no room is left.
 
         max_tokens: maximum tokens of this turn, if it is fewer than the limits allow; 0: the limits alone.
         Raises Diverged if the log has more tokens of the turn.
@@ -142,7 +143,7 @@ class Trajectory:
             return None
         begun = self._begun
         of_turn = [limit - begun for limit in (self.limits.turn_tokens, max_tokens) if limit]
-        # A trajectory of one turn is sampled as a response without environment.
+        # The first turn has the seed of a response without an environment.
         seed = seed_of(self.seed, self.num_turns) if self.num_turns else self.seed
         sampled = [segment for segment in self.rows[-1].segments if segment.is_sampled]
         left = min([self.room, *of_turn])
@@ -168,12 +169,13 @@ class Trajectory:
         return Request(name, token_ids, seed_of(self.seed, "aside", self.num_asides), min(limits))
 
     def _name(self, request: str) -> str:
-        """Return the name of a request, which no other execution of the trajectory has used."""
+        """Return the name of a request, unique among the executions of the trajectory."""
         again = f"again{self.execution}." if self.execution else ""
         return f"{self.prompt}.{self.number}.{again}{request}"
 
     def take(self, completion: Completion) -> None:
-        """Append the tokens that the policy sampled in its next turn, or the first ones after an abort."""
+        """Append the tokens that the policy sampled in its next turn; after an abort, the first tokens of the
+        turn."""
         self.is_cut = completion.end == "length" and len(completion.token_ids) >= self.room
         if len(completion.token_ids) or completion.end != "abort":
             self._append(Segment.of(completion, self.num_turns, self.rows[-1].segments))
@@ -198,7 +200,7 @@ class Trajectory:
 
     @property
     def is_logged(self) -> bool:
-        """Whether the log has more than was executed."""
+        """Whether the log continues after the tokens that were executed."""
         return self._next_logged is not None or len(self.rows) < len(self._log)
 
     @property
@@ -235,7 +237,7 @@ class Trajectory:
     ) -> list[Sample]:
         """Return one sample per row that has tokens of the policy, or one empty sample if no row has any.
 
-        outcome: what the environment reports. prompt_ids: those of the prompt, int32 [P].
+        outcome: numbers that the environment reports. prompt_ids: token ids of the prompt, int32 [P].
         """
         end = "length" if self.is_cut or self.end == "length" else "stop"
         rows = self.log if is_unfinished else [row for row in self.rows if row.segments]
@@ -254,7 +256,7 @@ class Trajectory:
 
 
 def log_of(samples: Sequence[Sample], prompt_ids: np.ndarray) -> list[Row]:
-    """Return the rows of an unfinished trajectory (`Trajectory.samples`). prompt_ids: those of the prompt."""
+    """Return the rows of an unfinished trajectory (`Trajectory.samples`). prompt_ids: the prompt's."""
     begun = [sample for sample in samples if sample.segments or sample.prompt_ids is not None]
     contexts = [prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in begun]
     return [Row(context, list(sample.segments)) for context, sample in zip(contexts, begun)]

@@ -9,13 +9,14 @@ rl.workers.supervisor has its processes. The pool sends pickles: first (plan, sy
     {"closed": number, "error": text}                                                closed; text of an error
     {"alive": true}                                                                  every BEAT_S during calls
 
-"retire" in a message: the process must take no further session. It is then ended with its last session,
+"retire" in a message: the process must take no further session. The pool ends it with its last session,
 because a thread that exceeded its time limit cannot be ended, and memory may be leaked or fragmented.
 
-Async methods run in one event loop. Sync methods of a session run in a thread of its own, of which at most
-THREADS work at a time; the time limit of a call starts when it has its turn. If the loop itself is blocked,
-the pool kills the process. Processes that an environment starts are its own to end, in `close`; those that it
-leaves without a parent are killed when the worker holds no session, and all with the worker.
+Async methods run in one event loop. Sync methods of a session run in a thread of its own. At most THREADS of
+these threads work at a time; the time limit of a call starts when its thread may work. For example, of 20
+sessions in sync calls 12 wait, and their limits have not begun. If the loop itself is blocked, the pool kills
+the process. An environment must end the processes that it starts, in `close`. Processes left without a parent
+are killed when the worker holds no session, and all other processes with the worker.
 """
 
 import asyncio
@@ -55,15 +56,15 @@ BEAT_S = 1.0
 THREADS = 8
 """Maximum number of synchronous calls at a time in a worker, except `run`."""
 STACK_BYTES = 2 << 20
-"""Stack of a session's thread, which counts as address space."""
+"""Stack of a session's thread in bytes; it counts as address space."""
 MAX_LINE_BYTES = 16 << 20
-"""Maximum length of a message; a prompt of a million tokens has about 4 MB."""
+"""Maximum length of a message in bytes; for example, a prompt of a million tokens has about 4 MB."""
 TOOL_ERRORS = (ValueError, ArithmeticError, LookupError)
-"""Exceptions of a tool that are an answer to the policy."""
+"""Exceptions of a tool that become an answer to the policy."""
 
 
 class CallTimeout(TimeoutError):
-    """Raised if a call exceeds the pool's limit. An environment may raise TimeoutError for other reasons."""
+    """Raised if a call exceeds the pool's limit. An environment's own TimeoutError has other reasons."""
 
 
 CAUSES = {CallTimeout: Failure.TIME, MemoryError: Failure.MEMORY}
@@ -298,7 +299,8 @@ class Session:
                 self._host.exit_in_forks()
 
     async def _call_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the session's thread: some objects are bound to the thread that made them."""
+        """Call a function in the session's thread, because some objects work only in the thread that made
+        them. For example, a connection of sqlite3."""
 
         def job() -> tuple[Any, BaseException | None]:  # a future cannot hold every exception
             try:

@@ -19,12 +19,12 @@ mcp = require("mcp", extra="mcp")
 
 
 class Mcp:
-    """An environment whose tools are those of an MCP server, in one session."""
+    """An environment with the tools of an MCP server, in one session."""
 
     def __init__(
         self, command: list[str] | None = None, url: str = "", env: dict[str, str] | None = None
     ) -> None:
-        """Take the server; `env` has environment variables of a server started by `command`."""
+        """Take the server; `env` are environment variables for a server that `command` starts."""
         if bool(command) == bool(url):
             raise ValueError(f"agents.kwargs.command={command}, url={url!r}; set exactly one of the two.")
         self._server: Any = url
@@ -62,7 +62,7 @@ class Mcp:
         return [tool_schema(tool.name, tool.description, tool.input_schema) for tool in tools]
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return the server's result, whose blocks `rl.features.agents.observations` reads."""
+        """Return the server's result; `rl.features.agents.observations` reads its blocks."""
         return await self._client.call_tool(name, arguments)
 
     async def close(self) -> None:

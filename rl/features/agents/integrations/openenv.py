@@ -4,12 +4,13 @@
       environment: rl.features.agents.integrations.openenv:OpenEnv
       kwargs: {url: "http://127.0.0.1:8000", action: message, observation: echoed_message}
 
-The policy's text becomes the field `action` of the server's action, or, if `action` is empty, the JSON object
-of the whole action. `observation` names the field of an observation that the policy reads; if empty, it reads
-the JSON of all fields. `OpenEnvTools` (kwargs: url) is for environments whose actions are calls of MCP tools.
-The row's `extra_info.seed` and further kwargs go to the server's reset.
+The policy's text becomes the field `action` of the server's action. For example, with the kwargs above the
+text "hi" becomes {"message": "hi"}. If `action` is empty, the text must be the JSON object of the whole
+action. The policy reads the field `observation` of an observation; if `observation` is empty, it reads the
+JSON of all fields. `OpenEnvTools` (kwargs: url) is for environments with calls of MCP tools as actions. The
+row's `extra_info.seed` and further kwargs go to the server's reset.
 
-The integration speaks OpenEnv's WebSocket protocol itself. openenv-core, which the server runs, requires
+The integration speaks OpenEnv's WebSocket protocol itself. The server's package, openenv-core, requires
 gradio and fastmcp, and versions of packages that vLLM does not accept.
 """
 
@@ -25,14 +26,14 @@ websockets = require("websockets.asyncio.client", extra="openenv")
 
 
 class InvalidAction(ValueError):
-    """Raised if the server did not accept an action; the message is for the policy."""
+    """Raised if the server rejects an action; the message is for the policy."""
 
 
 class _Session:
     """A session of an OpenEnv server, which lasts as long as its connection."""
 
     def __init__(self, url: str, observation: str = "", reset: dict[str, Any] | None = None) -> None:
-        """Take the server; `reset` has arguments of its reset besides the row's seed."""
+        """Take the server; `reset` are arguments of its reset beside the row's seed."""
         self._address = url.replace("http", "ws", 1).rstrip("/") + "/ws"
         self._field, self._reset = observation, reset or {}
         self._socket: Any = None
@@ -81,7 +82,7 @@ class _Session:
 
 
 class OpenEnv(_Session):
-    """An environment whose action is the policy's text."""
+    """An environment with the policy's text as its action."""
 
     def __init__(self, url: str, action: str = "", observation: str = "", **reset: Any) -> None:
         super().__init__(url, observation, reset)
@@ -102,7 +103,7 @@ class OpenEnv(_Session):
 
 
 class OpenEnvTools(_Session):
-    """An environment whose actions are calls of its MCP tools. The prompt is the row's."""
+    """An environment with calls of its MCP tools as actions. The prompt is the row's."""
 
     def __init__(self, url: str, **reset: Any) -> None:
         super().__init__(url, reset=reset)

@@ -10,7 +10,7 @@ _LOCK = threading.Lock()
 
 
 class PrivateRandom:
-    """Context in which the global random states of Python and numpy are those of one trajectory.
+    """Context that gives Python and numpy the random states of one trajectory as their global states.
 
     The trajectories of a worker run in threads of one process. Without this class, the draws of a game would
     depend on the moves of the other games.

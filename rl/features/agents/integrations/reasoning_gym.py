@@ -33,8 +33,8 @@ def puzzles(task: str, config: dict[str, Any], seed: int, size: int) -> Iterator
 def pack(task: str, config: dict[str, Any], entry: dict[str, Any]) -> str:
     """Return a puzzle as a Python literal.
 
-    The entry is stored, not its seed: some generators depend on the order of a set of strings, which differs
-    between processes. JSON would turn the tuples, by which scorers compare, into lists.
+    The entry is stored instead of its seed, because some generators depend on the order of a set of strings,
+    which differs between processes. JSON would turn tuples into lists, but scorers compare with tuples.
     """
     packed = repr(_plain({"task": task, "config": config, "entry": entry}))
     if ast.literal_eval(packed)["entry"] != entry:
@@ -43,7 +43,8 @@ def pack(task: str, config: dict[str, Any], entry: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with numpy's scalars, which some generators leave in it, as Python's."""
+    """Return a value with Python's scalars in place of numpy's. For example, np.int64(3), which some
+    generators leave in an entry, becomes 3."""
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -52,7 +53,8 @@ def _plain(value: Any) -> Any:
 
 
 def score(prompt: str, response: str, ground_truth: str, **extra: Any) -> dict[str, float | str]:
-    """Return the scorer's value of the last <answer> of a response, and `acc`: 1.0 if that is 1.
+    """Return the scorer's value of the last <answer> of a response, and `acc`: 1.0 if the value is 1, else
+    0.0.
 
     Raises ValueError for a ground truth that is not a `pack`.
     """

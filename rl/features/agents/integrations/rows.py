@@ -10,5 +10,6 @@ def task_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
-    """Return `extra_info.seed` of a row, else the seed of this draw of it; samples of a prompt share both."""
-    return int(task_of(row).get("seed", row.get("seed", 0))) % 2**32  # numpy takes no larger one
+    """Return `extra_info.seed` of a row, else the seed of its draw; all samples of a prompt share the
+    seed."""
+    return int(task_of(row).get("seed", row.get("seed", 0))) % 2**32  # numpy takes no larger seed

@@ -4,13 +4,14 @@
       environment: rl.features.agents.integrations.textarena:Game
       kwargs: {env_id: TicTacToe-v0, opponent: random}
 
-The policy has one seat; in a game of two it is the row's `extra_info.seat`, or the seed's last bit. The
-opponent is `random`, which draws from the moves that the game lists, or a function `move(text, rng) -> str`.
+The policy has one seat. In a game of two the seat is the row's `extra_info.seat`, or the seed's last bit: for
+example, seat 1 for seed 7. The opponent `random` draws from the moves that the game lists. Any other opponent
+is the path of a function `move(text, rng) -> str`.
 
 `SelfPlay` gives both seats to the policy. Each seat is a conversation of its own, so that hidden cards stay
-hidden. Only the moves of the row's seat are learned from. Those of the other seat are requested with
-`store: false`, and replaced by a random one if they are not among the moves that the game lists. Over the
-prompts of a batch the policy learns both seats.
+hidden. The policy learns only from the moves of the row's seat. Moves of the other seat are requested with
+`store: false`. A random listed move replaces a move that the game does not list. Over the prompts of a batch
+the policy learns both seats.
 
     agents:
       environment: rl.features.agents.integrations.textarena:SelfPlay
@@ -51,19 +52,19 @@ class _Table:
                 ) from error
 
     def look(self) -> tuple[int, list[str]]:
-        """Return whose turn it is, and what that player has been told since the last turn."""
+        """Return the player to move, and the texts for this player since the player's last turn."""
         player, told = self._env.get_observation()
         others = [(sender, text) for sender, text, _ in told if sender != player]
         game = textarena.GAME_ID
         return player, [text if sender == game else f"[Player {sender}] {text}" for sender, text in others]
 
     def move(self, text: str) -> bool:
-        """Make the move of the player whose turn it is; return whether the game is over."""
+        """Make a move for the player to move; return whether the game is over."""
         with self._random:
             return bool(self._env.step(text)[0])
 
     def reward(self, player: int) -> float:
-        """Return a player's reward: in games of two 1, 0 or -1. 0 if the game was not finished."""
+        """Return a player's reward, in games of two 1, 0 or -1; 0 for an unfinished game."""
         return float((self._env.state.rewards or {}).get(player, 0.0))
 
     def outcome(self, player: int) -> str:
@@ -104,7 +105,8 @@ class Game:
         return _result(self._table.reward(self._seat))
 
     def _next_turn(self) -> tuple[str, bool]:
-        """Let the opponent move until it is the policy's turn; return what the policy is told."""
+        """Let the opponent move until the policy's turn; return the policy's text, and whether the game is
+        over."""
         while True:
             player, told = self._table.look()
             if player == self._seat:
@@ -114,7 +116,7 @@ class Game:
 
 
 def _listed_moves(text: str) -> list[str]:
-    """Return the moves in the last line that lists moves, in quotes and brackets: '[4]'."""
+    """Return the moves in the last line that lists moves, each in quotes and brackets, for example '[4]'."""
     lines = [moves for line in text.splitlines() if (moves := _LISTED_MOVE.findall(line))]
     return lines[-1] if lines else []
 
@@ -130,7 +132,7 @@ def _random_move(text: str, rng: random.Random) -> str:
 
 
 class SelfPlay:
-    """A game of two, in which the policy plays both seats and learns from one."""
+    """A game of two. The policy plays both seats, and learns from one."""
 
     def __init__(self, env_id: str = "", **kwargs: Any) -> None:
         self._env_id, self._kwargs = env_id, kwargs

@@ -8,18 +8,20 @@
         api_key_variable: USER_API_KEY     # environment variable with the key; omit if there is none
       variables: [USER_API_KEY]
 
-The simulated user sees the conversation with the roles exchanged, after a system message that is the row's
-`extra_info.user` (verl: `interaction_kwargs.user`): who the user is, and what they want. It writes the first
-message. The conversation ends when it writes `stop`. The reward function then judges the last answer, or,
-with `judge`, the simulated user's model grades the conversation: the number from 0 to 1 in the last line of
-its reply to that instruction. "0.3/1" and "0.3 out of 1" are 0.3; a line with other numbers is a failure.
+The simulated user sees the conversation with the roles exchanged. Before it stands a system message, the
+row's `extra_info.user` (verl: `interaction_kwargs.user`), which says who the user is and what they want: for
+example, "You are Ada and want to move your flight to Friday." The simulated user writes the first message,
+and ends the conversation by writing `stop`. The reward function then judges the last answer. With `judge`,
+the simulated user's model follows this instruction instead and grades the conversation: the last line of its
+reply must have one number from 0 to 1. "0.3/1" and "0.3 out of 1" are 0.3; a line with other numbers is a
+failure.
 
 The server reads special tokens in any text, and this process does not know its tokens. In texts of the policy
-and of the data, anything that looks like a special token, such as <|im_end|> or [INST], therefore gets a
-blank, unless `allow_special_tokens` is true.
+and of the data, anything that looks like a special token therefore gets a blank, unless
+`allow_special_tokens` is true. For example, <|im_end|> becomes < |im_end|>.
 
-The server is outside of the run. The judge of the section `reward` cannot serve here: it holds the GPU's
-memory in turn with the policy, and a conversation needs both at once.
+The server is outside of the run. The judge of the section `reward` cannot play the user: it takes turns with
+the policy in the GPU's memory, but a conversation needs both models at once.
 """
 
 import os
@@ -83,7 +85,7 @@ class UserSimulation:
             f"{persona}\n\nYou are the user of an assistant. Write only the user's next message. When your "
             f"goal is reached, or cannot be, write {self._stop}."
         )
-        # The rules of the assistant, which the simulated user does not see.
+        # The assistant's rules; the simulated user does not see them.
         rules = [message for message in row["messages"] or [] if message["role"] == "system"]
         self._conversation: list[dict[str, Any]] = []
         return rules + user_message(await self._next_message())
@@ -94,7 +96,7 @@ class UserSimulation:
         return answer, 0.0, self._stop in answer
 
     async def _next_message(self) -> str:
-        # From the user's side. Most templates want a user's message first.
+        # From the user's side. Most templates require a user's message first.
         seen = [
             {"role": EXCHANGED[m["role"]], "content": self._plain(m["content"])} for m in self._conversation
         ]
@@ -117,14 +119,14 @@ class UserSimulation:
 
 
 def without_special_tokens(text: str) -> str:
-    """Return a text with a blank after the first character of all that looks like a special token."""
+    """Return a text with a blank after the first character of anything that looks like a special token."""
     return _SPECIAL.sub(lambda first: f"{first[0]} ", text)
 
 
 def read_grade(reply: str) -> float:
     """Return the number from 0 to 1 in the last line of a reply.
 
-    Raises RuntimeError unless it has exactly one, beside its scale ("0.3/1").
+    Raises RuntimeError unless the line has exactly one number, beside a scale as in "0.3/1".
     """
     line = reply.strip().rpartition("\n")[2]
     numbers = [number.rstrip(".,;") for number in _NUMBER.findall(_SCALE.sub("", line))]

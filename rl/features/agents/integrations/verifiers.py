@@ -9,8 +9,8 @@
           agent: {harness: {id: "null"}, runtime: {type: subprocess}}
 
 The environment drives itself: its harness calls the run's endpoint. The score is the mean reward of the
-episode's trainable traces, in which verifiers weights the task's rewards; its metrics are logged.
-`PYTHON tools/make_tasks.py verifiers` writes the tasks as rows; `extra_info.task` is a task's data.
+episode's trainable traces; in each trace verifiers weights the task's rewards. The metrics of verifiers are
+logged. `PYTHON tools/make_tasks.py verifiers` writes the tasks as rows; `extra_info.task` is a task's data.
 """
 
 import os
@@ -63,7 +63,7 @@ class Verifiers:
         return {**numbers, "score": sum(trace.reward for trace in traces) / len(traces)}
 
     def _task(self, row: dict[str, Any]) -> Any:
-        """Return a row's task, as verifiers' own server makes it of its data."""
+        """Return a row's task, built from its data as verifiers' own server builds it."""
         taskset = self._env.taskset
         task = type(taskset).task_type()
         return task(task.data_type().model_validate_json(task_of(row)["task"]), taskset.config.task)

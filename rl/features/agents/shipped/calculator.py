@@ -7,9 +7,9 @@ import ast
 import operator
 
 MAX_CHARS = 1000
-"""Maximum length of an expression; it bounds the depth of its tree."""
+"""Maximum length of an expression in characters; it bounds the depth of the expression's tree."""
 MAX_BITS = 10_000
-"""Maximum power or product, in bits of an integer: about 3,000 digits."""
+"""Maximum power or product, in bits of an integer. For example, 10,000 bits are about 3,000 digits."""
 
 _BINARY = {
     ast.Add: operator.add,

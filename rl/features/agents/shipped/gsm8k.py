@@ -4,8 +4,9 @@
       environment: rl.features.agents.shipped.gsm8k:Gsm8k
       tools: [rl.features.agents.shipped.calculator:calculate]      # optional
 
-The score is 1 if the number in the last message, or else the last one that was checked, is right, less
-`penalty` for each wrong check.
+The score is 1 if the number in the last message is right, less `penalty` for each wrong check. If the last
+message has no number, the last checked number counts. For example, a right answer after two wrong checks
+scores 0.8 with the default penalty of 0.1.
 """
 
 from typing import Any

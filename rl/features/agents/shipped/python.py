@@ -3,7 +3,7 @@
     agents: {tools: [rl.features.agents.shipped.python:python]}
     agents: {tools: [{function: rl.features.agents.shipped.python:python, kwargs: {wall_s: 5}}]}
 
-Each call is a new process, so that calls share no variables.
+Each call is a new process. For example, a variable of one call is unknown in the next call.
 """
 
 from rl.sandbox.sandbox import Limits, run_program
