@@ -3,26 +3,28 @@
     with Container(images.unpack("/images/python.sif"), limits=Limits(wall_s=20)) as container:
         container.run(["sh", "-c", "echo hello"]).stdout
 
-`container_child.py` holds a container and has the mechanism. A runtime only turns an image's directory into
-a root directory in a user and a mount namespace; the rest is the same for each:
+`container_child.py` holds a container and has the mechanism. A runtime (for example, bubblewrap) only turns
+an image's directory into a root directory in a user and a mount namespace. The rest is the same for each
+runtime:
 
 - no network but its own loopback, unless `network`
-- none of the host's files, variables, processes, and objects of System V IPC; /dev has the harmless devices
+- none of the host's files, variables, processes and objects of System V IPC; /dev has only harmless devices
 - writes go to memory, at most `disk_mib`, and end with the container
-- `memory_mib` per process by setrlimit(2), and of all processes together counted every 50 ms, with the memory
-  that the node holds for them: shared mappings (their whole size), huge pages, page tables, descriptors
-  (1,024 per process), System V IPC, and socket buffers (unless `network`); memfd_create(2) and
-  vmsplice(2) are missing. Not counted: what descriptors hold that no process has, but a socket's message
-- `tasks` by setrlimit (but for root) and counted; `wall_s` and `output_bytes` per command
+- `memory_mib` per process by setrlimit(2), and for all processes together by a count every 50 ms. The count
+  includes the memory that the node holds for the processes: shared mappings (their whole size), huge pages,
+  page tables, descriptors (1,024 per process), System V IPC, and socket buffers (unless `network`).
+  memfd_create(2) and vmsplice(2) are missing. Not counted: memory behind a descriptor that only a socket's
+  message holds
+- `tasks` by setrlimit (except for root) and by the count; `wall_s` and `output_bytes` per command
 - Exceeding a limit ends every process
 - `cpus` processors by sched_setaffinity(2), which commands then cannot call; containers may share them
-- no capabilities, no further namespaces, no system calls of `sandbox.DENIED_EVERYWHERE`, and no sockets but
-  those of Unix, IP and netlink
+- no capabilities, no further namespaces, no system calls of `sandbox.DENIED_EVERYWHERE`, and only
+  sockets of Unix, IP and netlink
 
-It protects against accidents and against what a policy finds while it searches for reward, not against bugs
-of the kernel. The load on caches and memory bandwidth, and the share of a processor, are not limited. Between
-two counts a program can take more memory than its limit, and a shared mapping that it fills and unmaps in
-part counts only with the remaining part.
+A container protects against accidents and against the tricks of a policy that searches for reward, not
+against bugs of the kernel. For example, a program that deletes / deletes nothing of the host. The load on
+caches and memory bandwidth, and the share of a processor, are not limited. Between two counts a program can
+take more memory than its limit. If a program fills a shared mapping and unmaps a part, only the rest counts.
 """
 
 import base64
@@ -45,22 +47,22 @@ from rl.sandbox import sandbox
 from rl.sandbox.sandbox import Limits, Outcome
 
 LIMITS = Limits(wall_s=20.0, memory_mib=1024, disk_mib=512, files=20_000, tasks=64, output_bytes=100_000)
-"""Limits of a container, if none are given; `cpu_s` has no meaning here."""
+"""Default limits of a container; `cpu_s` has no meaning here."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WAIT = ["/bin/sh", "-c", "echo ready; read line"]
 _CHILD = Path(__file__).with_name("container_child.py")
 _SCRATCH = ("/mnt", "/media", "/srv", "/run", "/home", "/var/tmp", "/opt")
-"""Directories over which a container's layers are mounted, where only the container sees them."""
+"""Directories to mount a container's layers over. Only the container sees the mount."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A program that makes a container of a directory."""
+    """A program that makes a container from a directory, for example bwrap."""
 
     name: str
     program: str
     arguments: Callable[[bool], list[str]]
-    """Arguments before the command, of whether the container has the network; {root} is its directory."""
+    """Whether it has the network -> arguments before the command; {root} is the container's directory."""
 
 
 def _bubblewrap(network: bool) -> list[str]:
@@ -82,13 +84,13 @@ RUNTIMES = (
     ),
     Runtime("bubblewrap", "bwrap", _bubblewrap),
 )
-"""Runtimes in the order in which they are looked for."""
+"""Runtimes in the order of search: with no name given, the first installed runtime is used."""
 
 
 def find_runtime(name: str = "") -> tuple[Runtime, str]:
     """Return a runtime and the path of its program: the named one, or the first one that is installed.
 
-    Raises ValueError if it is unknown or not installed.
+    Raises ValueError if the runtime is unknown or not installed.
     """
     known = [runtime.name for runtime in RUNTIMES]
     if name and name not in known:
@@ -105,7 +107,7 @@ def find_runtime(name: str = "") -> tuple[Runtime, str]:
 
 @dataclass(frozen=True)
 class Image:
-    """A root directory, and what its image says about commands."""
+    """A root directory, with the image's variables and working directory for commands."""
 
     root: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class Image:
 
 
 class Container:
-    """A container. Thread-safe calls are the caller's concern; the end of this process ends it too."""
+    """A container. It is not thread-safe, and ends with this process at the latest."""
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class Container:
         runtime: str = "",
         cpus: int = 0,
     ):
-        """Start it. Raises ValueError if this machine cannot run it, OSError if the start failed.
+        """Start the container. Raises ValueError if this machine cannot run it, OSError if the start failed.
 
         cpus: maximum number of this process's processors that commands run on; 0 for all.
         """
@@ -172,9 +174,9 @@ class Container:
 
         Args:
             arguments: the program, which is searched in PATH of the container, and its arguments.
-            directory: where it starts; "" for the image's.
+            directory: working directory of the command; "" for the image's.
             variables: environment variables beside the image's.
-            wall_s: time limit in seconds; None for that of the container. At a limit every process ends.
+            wall_s: time limit in seconds; None for the container's limit. At a limit every process ends.
             merge: write standard error to standard output, as a terminal shows them.
 
         Raises OSError if the container has ended.
@@ -198,11 +200,11 @@ class Container:
         return Outcome(**answer)
 
     def renew(self) -> None:
-        """Replace it by a fresh container of the same image, in fewer steps than a start."""
+        """Replace the container by a fresh container of the same image, in fewer steps than a start."""
         self._ask({"renew": True})
 
     def seal(self) -> None:
-        """Keep the files as they are for `restore`, and end every process."""
+        """Keep the present files for `restore`, and end every process."""
         self._ask({"seal": True})
 
     def restore(
@@ -211,13 +213,15 @@ class Container:
         """End every process, and show later commands the sealed files, or the image's if nothing was sealed.
 
         Args:
-            kept: paths that later commands see as earlier ones left them; "/" means all directories of the
-                root that earlier ones wrote to, but for the system's, /tests and /tmp.
-            protected: paths below them that stay sealed.
+            kept: paths that later commands see as earlier commands left them. For example, with ["/app"] a
+                test sees the policy's /app. "/" means all directories of the root that earlier commands
+                wrote to, except the system's, /tests and /tmp.
+            protected: paths below the kept paths that stay sealed.
             programs: directories of PATH. Installations (`venv` for `venv/bin`) stay sealed, too.
 
-        Returns the paths below which later commands do not see changes, and `programs` without those that
-        cannot stay sealed, because the installation is one of `kept`. Raises OSError if it failed.
+        Returns the paths with changes that later commands do not see, and the `programs` that stay sealed. A
+        program's directory cannot stay sealed if its installation is one of `kept`. Raises OSError if it
+        failed.
         """
         asked = {"kept": list(kept), "protected": list(protected), "programs": list(programs)}
         answer = self._ask({"restore": asked})
@@ -264,7 +268,7 @@ class Container:
 
 
 def _scratch(*used: str) -> str:
-    """Return a directory to mount layers over, in which nothing lies that a start uses."""
+    """Return a directory to mount layers over, without any of the paths that a start uses."""
     paths = [Path(os.path.realpath(path)) for path in used]
     for place in _SCRATCH:
         if os.path.isdir(place) and not any(path.is_relative_to(os.path.realpath(place)) for path in paths):
@@ -284,7 +288,8 @@ def _describe(error: str) -> str:
 
 
 def describe(*, runtime: str, network: bool, cpus: int, **settings: Any) -> str:
-    """Return what containers with these settings are on this machine, and what is not promised."""
+    """Return a description of containers with these settings on this machine, and of the gaps in their
+    limits."""
     found, program = find_runtime(runtime)
     gaps = [
         "memory and processes are counted every 50 ms, because no control group is used",
@@ -305,14 +310,14 @@ def describe(*, runtime: str, network: bool, cpus: int, **settings: Any) -> str:
 
 
 class Stock:
-    """Containers of a process that are started ahead of their use, and used again. Thread-safe."""
+    """Containers of a process, started ahead of their use and used again. Thread-safe."""
 
     def __init__(self, start: Callable[[Image], Container], *, ahead: int, reuse: int):
-        """Store how to start one.
+        """Store how to start a container.
 
         Args:
-            ahead: number of containers of an image that wait for their use after the first one was taken.
-            reuse: number of uses of a container's first process; each has a fresh container.
+            ahead: number of containers of an image that wait for their use, once the first one was taken.
+            reuse: number of uses of a container's first process; each use has a fresh container.
         """
         self._start, self._ahead, self._reuse = start, ahead, reuse
         self._idle: dict[str, list[Container]] = {}
@@ -352,7 +357,7 @@ class Stock:
     def _add(self, image: Image) -> None:
         container = None
         try:
-            with contextlib.suppress(OSError, ValueError):  # the next `take` tries again, and reports it
+            with contextlib.suppress(OSError, ValueError):  # the next `take` reports it
                 container = self._start(image)
         finally:
             with self._lock:
@@ -390,7 +395,7 @@ def run_program_in(
 ) -> Outcome:
     """Run a Python program in a fresh container, as `sandbox.run_program` does without one.
 
-    `limits.wall_s` applies; the other limits are those of the settings. Raises as `Container`.
+    Of `limits`, only `wall_s` applies; `settings` have the other limits. Raises as `Container`.
     """
     containers = stock(tuple(settings.items()))
     container = containers.take(image)

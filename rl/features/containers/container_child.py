@@ -3,24 +3,26 @@
     python -I -S container_child.py      JSON lines on standard input, one answer per line on standard output
 
 The first line is the job of `Container`, answered by {} or {"error": text}. Then {"arguments": [...], ...}
-runs a command, answered by the fields of an `Outcome`. {"renew": true} replaces the container by a fresh one,
-{"seal": true} keeps its files as they are for tests, {"restore": {...}} shows tests these files, and
+runs a command, answered by the fields of an `Outcome`. {"renew": true} replaces the container by a fresh
+container, {"seal": true} keeps its present files for tests, {"restore": {...}} shows tests these files, and
 {"end": true} ends every process.
 
     this process                 waits for its child
       `- process 1               of new user, PID, mount, IPC, UTS and (unless asked) network namespaces
            `- runtime            bwrap, ch-run or apptainer: makes a user and a mount namespace with the image
-           `- command            a fork of process 1 that enters these two and drops every right there
+           `- command            a fork of process 1 that enters both namespaces and drops every right
 
-The image is the lower layer of an overlay whose upper layer is in a tmpfs of limited size, so writes vanish
-with the mount namespace. A seal puts a new upper layer over what was written so far. The runtime is started
-once with a command that only waits, and commands enter the namespaces that it made: this costs less than
+The image is the lower layer of an overlay. The upper layer is in a tmpfs of limited size, so writes vanish
+with the mount namespace. A seal puts a new upper layer over the files written so far. The runtime is started
+once with a command that only waits. Each command enters the namespaces of the runtime: this costs less than
 another start, and no command has a moment with rights. When standard input closes, process 1 ends, and with
-it every process and mount. It ignores signals from inside, and nothing inside may read its memory, files or
-environment, because it is in an outer user namespace.
+it every process and mount. Process 1 ignores signals from inside. For example, `kill -9 1` in the container
+has no effect. Nothing inside may read its memory, files or environment, because process 1 is in an outer user
+namespace.
 
-It imports only the standard library, because `-I` finds no package and a start must take milliseconds. See
-user_namespaces(7), pid_namespaces(7), mount_namespaces(7) and Documentation/filesystems/overlayfs.rst.
+The script imports only the standard library, because `-I` finds no package and a start must take
+milliseconds. See user_namespaces(7), pid_namespaces(7), mount_namespaces(7) and
+Documentation/filesystems/overlayfs.rst.
 """
 
 import base64
@@ -48,7 +50,7 @@ import leftovers  # noqa: E402
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWNET = 0x20000, 0x04000000, 0x08000000, 0x10000000, 0x40000000
 _FOR_TESTS_MIB, _FOR_TESTS_FILES = 16, 1000
-"""Additional space and files for tests, in case the container is full."""
+"""Additional space in MiB, and additional files, for tests in a full container."""
 COUNT_EVERY_S = 0.05
 """Seconds between counts of processes and memory."""
 START_S = 60.0
@@ -66,7 +68,7 @@ def raise_loopback() -> None:
 
 
 def pids() -> list[int]:
-    """Return the processes of this PID namespace but process 1, which calls this."""
+    """Return the processes of this PID namespace, except the caller, process 1."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
 
 
@@ -86,15 +88,15 @@ class ProcessOne:
         self._inside: list[tuple[int, int]] = []
         """Descriptors of the namespaces that commands enter, each with its kind."""
         self._lower: list[int] = []
-        """Descriptors of the image and of sealed layers, the uppermost first."""
+        """Descriptors of the image and of sealed layers, the uppermost layer first."""
         self._root = ""
-        """Root of the overlay in which commands run."""
+        """Root of the overlay for commands."""
         self._buffer = bytearray()
         self._ended_between = ""
         """Limit that processes exceeded while no command ran."""
 
     def renew(self) -> None:
-        """Replace the container: no process, file, mount or object of the last one stays."""
+        """Replace the container: no process, file, mount or object of the last container stays."""
         self._leave()
         for fd in self._lower:
             os.close(fd)
@@ -111,7 +113,7 @@ class ProcessOne:
         self._start_runtime(self._root)
 
     def _leave(self) -> None:
-        """End every process, and the namespaces that commands entered, which closing them does."""
+        """End every process, and close the namespaces of commands, which ends them."""
         self.kill_all()
         for fd, _ in self._inside:
             os.close(fd)
@@ -124,7 +126,7 @@ class ProcessOne:
         self._start_runtime(self._root)
 
     def _add_layer(self) -> None:
-        """Put a new upper layer over what was written so far."""
+        """Put a new upper layer over the files written so far."""
         upper = os.path.dirname(self._root) + "/upper"
         self._lower.insert(0, os.open(upper, os.O_PATH | os.O_CLOEXEC))
         self._root = container_files.overlay(self._job["scratch"], f"layer{len(self._lower)}", self._lower)
@@ -155,7 +157,7 @@ class ProcessOne:
         return answer
 
     def _start_runtime(self, root: str) -> None:
-        """Run the runtime with a command that waits, and open the namespaces that it made."""
+        """Run the runtime with a command that waits, and open the namespaces that the runtime made."""
         for source, target in ((f"{root}/tmp", "/tmp"), (os.path.dirname(root) + "/shm", "/dev/shm")):
             os.chmod(source, 0o1777)
             kernel.mount(source, target, None, container_files.BIND | container_files.RECURSIVE)
@@ -185,7 +187,7 @@ class ProcessOne:
             text += data
         own = os.readlink("/proc/self/ns/mnt")
         waiting = max(pid for pid in pids() if os.readlink(f"/proc/{pid}/ns/mnt") != own)
-        for name, kind in (("mnt", _NEWNS), ("user", _NEWUSER)):  # in this order: the second one takes rights
+        for name, kind in (("mnt", _NEWNS), ("user", _NEWUSER)):  # in this order: "user" takes rights
             fd = os.open(f"/proc/{waiting}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
             self._inside.append((fd, kind))
         os.close(held)
@@ -195,7 +197,7 @@ class ProcessOne:
     # ---- commands ----
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run a command until it ends or something exceeds a limit, which ends every process."""
+        """Run a command to its end, or until a limit is exceeded; an exceeded limit ends every process."""
         limits, begin = self._limits | request["limits"], time.monotonic()
         note, self._ended_between = self._ended_between, ""
         try:
@@ -204,7 +206,7 @@ class ProcessOne:
             return dict(end="exit", code=127, stdout="", stderr=str(error), seconds=0.0, note=note)
         output = {fd: bytearray() for fd in pipes}
         poll = select.poll()
-        poll.register(0, 0)  # its end
+        poll.register(0, 0)  # the end of standard input
         for fd in pipes:
             os.set_blocking(fd, False)
             poll.register(fd, select.POLLIN)
@@ -243,7 +245,8 @@ class ProcessOne:
         }
 
     def _fork(self, request: dict[str, Any]) -> tuple[int, list[int]]:
-        """Start a command; return its pid and the reading ends of its output. Raises OSError if it cannot."""
+        """Start a command; return its pid and the reading ends of its output. Raises OSError if the command
+        cannot start."""
         stdin = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(stdin, "wb", closefd=False) as file:
             file.write(base64.b64decode(request["stdin"]))
@@ -274,7 +277,7 @@ class ProcessOne:
     def _become(self, request: dict[str, Any], fds: tuple[int, int, int], failed: int) -> NoReturn:
         """Enter the container's namespaces without rights, and execve the command."""
         os.setsid()
-        os.nice(5)  # process 1 must have its turn beside them
+        os.nice(5)  # process 1 must have its turn beside the commands
         os.sched_setaffinity(0, self._job["cpus"])
         for fd, kind in self._inside:
             _setns(fd, kind)
@@ -289,7 +292,7 @@ class ProcessOne:
         memory, tasks = self._limits["memory_mib"] << 20, self._limits["tasks"]
         wanted = {resource.RLIMIT_DATA: memory, resource.RLIMIT_NPROC: tasks, resource.RLIMIT_CORE: 0}
         wanted |= {resource.RLIMIT_NOFILE: container_memory.DESCRIPTORS, resource.RLIMIT_MSGQUEUE: 1 << 16}
-        wanted[resource.RLIMIT_SIGPENDING] = container_memory.DESCRIPTORS  # of timers, too
+        wanted[resource.RLIMIT_SIGPENDING] = container_memory.DESCRIPTORS  # timers count, too
         kernel.set_limits(wanted)
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, "no_new_privs", 1)
@@ -300,11 +303,11 @@ class ProcessOne:
     def excess(self, limits: dict[str, Any]) -> str:
         """Return the limit that the container's processes exceed together; "" if there is none."""
         found = pids()
-        if len(found) > limits["tasks"]:  # without a look at each, because they may be many
+        if len(found) > limits["tasks"]:  # without reading each process, because there may be many
             return "tasks"
         tasks = 0
         for pid in found:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 tasks += len(os.listdir(f"/proc/{pid}/task"))
         if tasks > limits["tasks"]:
             return "tasks"
@@ -312,7 +315,7 @@ class ProcessOne:
         return "memory" if container_memory.held_bytes(found, limit, self._job["network"]) > limit else ""
 
     def reap(self, wanted: int) -> int | None:
-        """Collect ended processes; return the wait status of `wanted` if it is among them."""
+        """Collect ended processes; return the wait status of `wanted`, or None if `wanted` has not ended."""
         status = None
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -321,7 +324,7 @@ class ProcessOne:
         return status
 
     def kill_all(self) -> None:
-        """Kill every other process of the PID namespace, which the kernel does at once, and collect them."""
+        """Kill all other processes of the PID namespace, in one call of the kernel, and collect them."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -348,7 +351,8 @@ class ProcessOne:
         return {}
 
     def _next_request(self) -> dict[str, Any]:
-        """Wait for a request, and meanwhile watch what earlier commands left in the background."""
+        """Wait for a request, and meanwhile watch the processes that earlier commands left in the background.
+        For example, a server started by `python -m http.server &` still counts against the limits."""
         while b"\n" not in self._buffer:
             self.reap(0)
             is_busy = bool(self._inside) and bool(pids())
@@ -399,7 +403,7 @@ def main() -> None:
         os.waitpid(pid, 0)
         return
     try:
-        # Nothing inside may look at it, although the kernel's rule for user namespaces forbids it already.
+        # Nothing inside may read this process. The kernel's rule for user namespaces forbids it already.
         kernel.prctl(kernel.PR_SET_DUMPABLE, "dumpable", 0)
         one = ProcessOne(job)
         one.renew()

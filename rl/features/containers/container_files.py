@@ -1,7 +1,7 @@
-"""The files of a container: its layers and mounts, and what tests see of them.
+"""The files of a container: its layers and mounts, and the files that tests see.
 
-container_child.py imports it without the package, so it imports only the standard library. It runs in the
-mount namespace of a container. See Documentation/filesystems/overlayfs.rst and openat2(2).
+container_child.py imports this module without the package, so the module imports only the standard library.
+It runs in the mount namespace of a container. See Documentation/filesystems/overlayfs.rst and openat2(2).
 """
 
 import contextlib
@@ -20,9 +20,9 @@ _OPENAT2, _NO_MAGIC_LINKS, _NO_LINKS, _IN_ROOT = 437, 2, 4, 16
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 _READ_ONLY = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
-"""Parts of /proc that belong to the machine; root of the host could write to them."""
+"""Parts of /proc that belong to the machine. A container started by the host's root could write to them."""
 _OWN = {"dev", "proc", "sys", "tmp"}
-"""Directories of the root whose changes are nobody's answer."""
+"""Directories of the root that never hold a policy's answer."""
 _SYSTEM = set("bin boot etc lib lib32 lib64 libx32 opt run sbin tests usr var".split()) | _OWN
 """Directories of the root that tests see sealed unless they are `kept`."""
 
@@ -38,7 +38,7 @@ def _make(path: str, text: str | None = None) -> None:
 
 
 def overlay(top: str, name: str, lower: list[int]) -> str:
-    """Mount directories, the uppermost first, below a new one for writes in `top`; return their root."""
+    """Mount directories, the uppermost first, below a new layer for writes in `top`; return their root."""
     for part in ("upper", "work", "root", "shm"):
         os.makedirs(f"{top}/{name}/{part}")
     root, upper = f"{top}/{name}/root", f"upperdir={top}/{name}/upper,workdir={top}/{name}/work,userxattr"
@@ -48,7 +48,7 @@ def overlay(top: str, name: str, lower: list[int]) -> str:
 
 
 def limit_watchers() -> None:
-    """Limit the instances of inotify in this user namespace: each has a queue of about 8 MiB."""
+    """Limit the instances of inotify in this user namespace, because each has a queue of about 8 MiB."""
     with open("/proc/sys/user/max_inotify_instances", "w") as file:
         file.write("16")
 
@@ -66,12 +66,12 @@ def build(job: dict[str, Any], image: int) -> str:
         _make(f"{root}/{name}")
     for name in ("passwd", "group", "hosts", "resolv.conf"):
         _make(f"{root}/etc/{name}", "")
-    # What a runtime takes over from the host: none of it holds anything of the host.
+    # A runtime takes over these directories from the host. None of them may hold anything of the host.
     kernel.mount("tmpfs", f"{top}/dev", "tmpfs", NOSUID, "mode=755,size=1m,nr_inodes=64")
     for name in _DEVICES:
         _make(f"{top}/dev/{name}", "")
         kernel.mount(f"/dev/{name}", f"{top}/dev/{name}", None, BIND)
-        kernel.set_read_only(f"{top}/dev/{name}", 0)  # root could change its mode; writes to it still work
+        kernel.set_read_only(f"{top}/dev/{name}", 0)  # root could change its mode; writes still reach it
     for name, target in _LINKS.items():
         os.symlink(target, f"{top}/dev/{name}")
     for name in ("pts", "shm", "mqueue"):
@@ -105,7 +105,8 @@ class Root:
         held.callback(os.close, self._fd)
 
     def open(self, path: str, *, through_links: bool = False) -> int | None:
-        """Open a path with O_PATH until the end of `held`; None if there is none; openat2(2)."""
+        """Open a path with O_PATH until the end of `held`, by openat2(2); return None if the path does not
+        exist."""
         resolve = _IN_ROOT | _NO_MAGIC_LINKS | (0 if through_links else _NO_LINKS)
         how = ctypes.c_char_p(struct.pack("QQQ", os.O_PATH | os.O_CLOEXEC, 0, resolve))
         while True:
@@ -121,14 +122,16 @@ class Root:
             return fd
 
     def real(self, path: str) -> str:
-        """Return a path without links; of one that does not exist, the part that does is without links."""
+        """Return a path without links. For example, with /bin a link to usr/bin, /bin/new becomes
+        /usr/bin/new, even if the file new does not exist."""
         if (fd := self.open(path, through_links=True)) is not None:
             return os.readlink(f"/proc/self/fd/{fd}").removeprefix(self.path) or "/"
         parent, name = os.path.split(os.path.normpath(path))
         return os.path.join(self.real(parent), name)
 
     def show(self, shown: int | None, path: str) -> None:
-        """Bind an opened file or directory to a path without links; anything else removes what is there."""
+        """Bind an opened file or directory to a path without links. With anything else, remove the entry at
+        the path."""
         parts, at = [part for part in path.split("/") if part], self.path
         kind = stat.S_IFMT(os.fstat(shown).st_mode) if shown is not None else 0
         for number, part in enumerate(parts, 1):
@@ -140,18 +143,18 @@ class Root:
                 return
             if found != wanted:
                 _make(at, "" if wanted == stat.S_IFREG else None)
-        # Not RECURSIVE: a path that is kept and protected would show what is mounted over it.
+        # Not RECURSIVE, because a path both kept and protected would show the mount over it.
         kernel.mount(f"/proc/self/fd/{shown}", at, None, BIND)
 
 
 def _written(left: Root, changes: Root) -> list[str]:
-    """Return the directories of the root, but for the system's, that commands wrote to or removed."""
+    """Return the directories of the root that commands wrote to or removed, except the system's."""
     paths = [f"/{name}" for name in os.listdir(changes.path) if name not in _SYSTEM]
     return [p for p in paths if os.path.isdir(left.path + p) or not os.path.lexists(left.path + p)]
 
 
 def show_tests(sealed: Root, left: Root, changes: Root, request: dict[str, Any]) -> dict[str, list[str]]:
-    """Show below `sealed`, at the paths `kept`, what commands left there; see `Container.restore`.
+    """Show below `sealed`, at the paths `kept`, the files that commands left there; see `Container.restore`.
 
     changes: the files that commands wrote.
     """

@@ -1,7 +1,8 @@
 """Count the memory that the node holds for a container; imported by container_child.py without the package.
 
-Called in process 1 of the container, whose /proc, IPC and network namespaces are those of the processes. A
-shared mapping that was filled and unmapped in part counts only with the remaining part.
+Process 1 of the container calls these functions, and shares its /proc, IPC and network namespaces with the
+other processes. A shared mapping that was filled and unmapped in part counts only with the remaining part.
+For example, if a program fills 1 GiB and unmaps the last 0.9 GiB, 0.1 GiB count.
 """
 
 import contextlib
@@ -10,11 +11,12 @@ import socket
 import struct
 
 DESCRIPTORS, DESCRIPTOR_BYTES = 1024, 4096
-"""Maximum number of descriptors of a process, and the bytes that each counts: a pipe keeps two pages."""
+"""Maximum number of descriptors of a process, and the bytes counted for each descriptor: a pipe keeps two
+pages."""
 COUNTS = 100
-"""Maximum number of counts for one result, which are needed if threads end meanwhile."""
+"""Maximum number of counts for one result. A count is repeated if threads end meanwhile."""
 RECORD_BYTES = 256
-"""Bytes that the kernel's record of a mapping, of a file's lock, and of a watch (epoll, inotify) counts."""
+"""Bytes counted for the kernel's record of a mapping, a file's lock or a watch (epoll, inotify)."""
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
@@ -25,20 +27,21 @@ def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
 
 
 def held_bytes(found: list[int], limit: int, network: bool) -> int:
-    """Return the memory that the node holds for processes. It exceeds `limit` exactly if the result does.
+    """Return the memory that the node holds for processes, in bytes. The memory exceeds `limit` exactly if
+    the result does.
 
-    Pages that forks share count once, if this decides about the limit.
+    If the result would exceed `limit` otherwise, pages that forks share count once.
     """
     for _ in range(COUNTS):
         threads = list(map(_thread_of, found))
         total = _held_bytes([thread for thread in threads if thread], limit, network)
         if all(thread == pid or (thread and _has_memory(thread)) for pid, thread in zip(found, threads)):
             return total
-    return limit + 1  # threads that replace each other hide it
+    return limit + 1  # threads that replace each other hide the memory
 
 
 def _thread_of(pid: int) -> int | None:
-    """Return a thread of which /proc shows what its process holds; None if threads end meanwhile.
+    """Return a thread with the process's memory in /proc; None if threads end meanwhile.
 
     The first thread, which has the process's number, shows nothing after its end.
     """
@@ -68,7 +71,8 @@ def _held_bytes(found: list[int], limit: int, network: bool) -> int:
 
 
 def descriptor_bytes(pid: int) -> int:
-    """Return what a process's descriptors count, with locks and watches; 0 if it has ended."""
+    """Return the bytes counted for a process's descriptors, with locks and watches; 0 if the process has
+    ended."""
     total, kinds = 0, (b"lock:", b"tfd:", b"inotify ", b"fanotify ")
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fdinfo"):
@@ -79,8 +83,8 @@ def descriptor_bytes(pid: int) -> int:
 
 
 def mapping_bytes(found: list[int]) -> int:
-    """Return the bytes of records of mappings, and the size of shared mappings without a file, which keep
-    pages that no process maps any more."""
+    """Return the bytes of records of mappings, and the size of shared mappings without a file. Such a mapping
+    keeps pages that no process maps any more."""
     sizes: dict[bytes, int] = {}
     records = 0
     for pid in found:
@@ -97,7 +101,8 @@ def mapping_bytes(found: list[int]) -> int:
 
 
 def system_v_bytes() -> int:
-    """Return the memory of objects of System V IPC in this namespace, which need no process."""
+    """Return the memory of objects of System V IPC in this namespace, in bytes. Such objects outlive their
+    process."""
     total = 0
     for name, columns, each in (
         ("shm", ("rss", "swap"), 1),
@@ -114,7 +119,8 @@ def system_v_bytes() -> int:
 
 
 def socket_bytes() -> int:
-    """Return the bytes in all socket buffers of this network namespace, also without a process; sock_diag(7).
+    """Return the bytes in all socket buffers of this network namespace, even of sockets without a process.
+    See sock_diag(7).
 
     A kind of socket that the kernel does not report (without CONFIG_UNIX_DIAG, CONFIG_INET_DIAG) counts as 0.
     """

@@ -4,35 +4,39 @@
       container: {image: /images/python.sif}      # names this environment, unless another one is named
       kwargs: {setup: "cp -r /data /app", directory: /app, test: "python3 /data/check.py"}
 
-`directory` is the working directory after `setup`; without it, it is the image's. `image`, `setup`,
-`directory`, `test`, `reward_file` and `kept` in a row's `extra_info` replace those of the configuration. The
-score is 1 if the command `test` exits with status 0; with `reward_file` it is what that file of the
-container holds after the test: a number, or a JSON object with `reward` and other numbers. If the file cannot
-be read, or a number is outside of `reward_range`, the score is 0.
+`directory` is the working directory after `setup`; the default is the image's. `image`, `setup`, `directory`,
+`test`, `reward_file` and `kept` in a row's `extra_info` replace the values of the configuration. The score is
+1 if the command `test` exits with status 0. With `reward_file`, the test writes the score to this file of the
+container: a number, or a JSON object with `reward` and other numbers, for example
+{"reward": 0.5, "passed": 3}. If the file cannot be read, or a number is outside of `reward_range`, the score
+is 0.
 
 A policy does not write its own grade:
 
-- After `setup`, all its processes are ended, and the files are sealed.
-- Before the test every process of the container is ended. The test sees the sealed files, however it is
-  started: shell, interpreters, libraries, /tests, /tmp, and all others. Only the working directory and the
-  paths in `kept` are as the policy left them, except the paths in `protected` and the installations in PATH
-  (/app/venv for /app/venv/bin). HOME and /dev/shm are empty directories, and variables that name code to
-  load, such as PYTHONPATH, keep only directories of the system.
+- After `setup`, all processes of `setup` are ended, and the files are sealed.
+- Before the test every process of the container is ended. The test sees the sealed files: shell,
+  interpreters, libraries, /tests, /tmp, and all others. For example, a /usr/bin/python3 that the policy
+  replaced does not run. Only the working directory and the paths in `kept` are as the policy left them,
+  except the paths in `protected` and the installations in PATH (/app/venv for /app/venv/bin). HOME and
+  /dev/shm are empty directories. Variables that name code to load, such as PYTHONPATH, keep only directories
+  of the system.
 - If the working directory is / and `kept` lists nothing, the test sees each directory of the root to which
-  the policy wrote, except the system's, /tests, /tmp, and those of files that the test's command names. Set a
-  `directory`: without one, a policy may write beside a file that only the test's program names.
+  the policy wrote, except the system's, /tests, /tmp, and the directories of files that the test's command
+  names. Set a `directory`: otherwise, a policy may write beside a file that only the test's program names.
 - The reward file is removed before the test, and every process ends before it is read.
-- If the answer of a task lies elsewhere, such as a file of /etc, list its path in `kept`. The log names
+- If the answer of a task lies elsewhere, for example in /etc/nginx, list its path in `kept`. The log names
   changed paths that a test did not see. Paths in `kept` and `protected` may be relative to the working
   directory.
 
 Not promised:
 
 - A program of the policy that a test runs or imports has the rights of the test.
-- What lies in the working directory is the policy's: tests and their settings (conftest.py, pytest.ini) too,
-  unless `protected` lists them, and what an installation takes from there by a link or `pip install -e`.
+- The policy may change everything in the working directory: also tests and their settings (conftest.py,
+  pytest.ini) unless `protected` lists them, and files that an installation takes from there by a link or
+  `pip install -e`.
 - `python -m`, `python -c` and `python < FILE` import from the directory in which they start (`python -P` does
-  not); make, uv and npm obey files that they find there, and git the settings and hooks of the repository.
+  not). make, uv and npm obey files of this directory, for example a Makefile, and git obeys the settings and
+  hooks of the repository.
 """
 
 import json
@@ -56,11 +60,11 @@ HOME = "/tests-home"
 _SYSTEM = re.compile(r"/(usr|s?bin|lib(32|64|x32)?|etc)(/|$)")
 _LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 _LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
-"""Variables that name code that programs load; tests keep only entries in directories of the system."""
+"""Variables with paths of code to load. In tests they keep only entries in directories of the system."""
 _told: set[str] = set()
-"""Paths, at most 100, that were logged because tests did not see the policy's changes to them."""
+"""Logged paths, at most 100: the policy changed them, but tests did not see the changes."""
 _MOST_WORDS = 100
-"""Number of words of a test's command that are looked up as files."""
+"""Maximum number of words of a test's command that are looked up as files."""
 _DIRECTORIES_OF_FILES = """
 for d in / "$@"; do
     for p; do test -f "$d/$p" && (cd -P -- "$(dirname -- "$d/$p")" && pwd -P); done
@@ -71,7 +75,7 @@ _SHELL = ["/bin/sh", "-c", 'test -x /bin/bash && exec /bin/bash -c "$1"; exec /b
 class ContainerEnvironment:
     """A container with a shell. Subclasses may replace `reset` and `score`.
 
-    What they use has a leading underscore: every public method is a tool of the policy.
+    Methods for subclasses have a leading underscore, because every public method is a tool of the policy.
     """
 
     def __init__(
@@ -121,9 +125,9 @@ class ContainerEnvironment:
         """Start a trajectory's container. Raises ValueError for a bad image.
 
         Args:
-            task: what the row says.
-            image: path of its image.
-            limits: limits in place of those of `agents.container`.
+            task: values of the row, for example {"test": "pytest"}.
+            image: path of the container's image.
+            limits: limits that replace limits of `agents.container`.
         """
         self._task = {key: task.get(key) or value for key, value in self._defaults.items()}
         self.directory = ""
@@ -133,7 +137,7 @@ class ContainerEnvironment:
         self._container = self._stock.take(unpack(image))
 
     def _find_places(self) -> None:
-        """Find what tests see of the policy's files; call it before its first command.
+        """Find which of the policy's files tests see. Call it before the policy's first command.
 
         If the working directory is / and `kept` lists nothing, the words of the test name its files, alone or
         after another word: /data/check.py in `D=/data; python3 $D/check.py`.
@@ -158,13 +162,13 @@ class ContainerEnvironment:
                 )
 
     def _absolute(self, paths: Sequence[str]) -> list[str]:
-        """Return paths that are relative to the working directory as absolute ones."""
+        """Return absolute paths. Relative paths begin at the working directory."""
         assert self._container is not None
         at = os.path.join("/", self.directory or self._container.image.directory)
         return [os.path.normpath(os.path.join(at, path)) for path in paths]
 
     def _command(self, command: str, *, wall_s: float | None = None) -> Outcome:
-        """Run a command with bash, or sh if there is none; standard error is in `stdout` too.
+        """Run a command with bash, or with sh if bash is missing; `stdout` includes standard error.
 
         wall_s: time limit in seconds; None for the container's.
         """
@@ -237,10 +241,11 @@ class ContainerEnvironment:
         wall_s: float | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
-        """Run a test; return the score by its exit status, or by the first of the files that exists.
+        """Run a test; return the score by the first existing file of `reward_files`, if any are given, else
+        by its exit status.
 
-        The policy may have caused a failure here, so a failure is the score 0 and not a failed trajectory,
-        which training would leave out.
+        The policy may have caused a failure of the test, so a failure gives the score 0. A failed trajectory
+        would be left out of training.
 
         Args:
             wall_s: time limit of the test in seconds; None for the container's.
@@ -268,7 +273,7 @@ class ContainerEnvironment:
         """Write the files of the test. Raises ValueError or RuntimeError if that is impossible."""
 
     def _restore(self, variables: Mapping[str, str]) -> None:
-        """End the policy's processes, and show the test the files that the policy cannot have changed."""
+        """End the policy's processes, and show the test the sealed files except `kept`."""
         assert self._container is not None
         own = {"PATH": PATH, **self._container.image.variables, **self.variables}
         for name in own.keys() & _LOADED:
@@ -304,13 +309,13 @@ class ContainerEnvironment:
 
 
 def describe(outcome: Outcome) -> str:
-    """Return the output of a command, and how it ended if not with status 0."""
+    """Return the output of a command and, unless its status is 0, how the command ended."""
     limit = f"it exceeded the limit of {outcome.end}; every process of the container was ended"
     return outcome.report(outcome.stdout.rstrip(), limit)
 
 
 def read_reward(text: str) -> dict[str, float]:
-    """Return `score` and other finite numbers of a reward file, 0 if it holds no number."""
+    """Return `score` and other finite numbers of a reward file; score 0 if the file has no number."""
     try:
         found = json.loads(text)
         found = found if isinstance(found, dict) else {"reward": found}

@@ -4,19 +4,23 @@
 
     agents:
       environment: rl.features.containers.harbor:Task
-      container: {image: /images/debian.sif}       # for tasks whose image `images` does not name
+      container: {image: /images/debian.sif}       # for tasks without an image in `images`
       kwargs: {images: {"python:3.12": /images/py.sif}}
 
-A node without Docker builds no image. `images` names one on disk for a task's directory, for task.toml's
-docker_image, or for FROM of the Dockerfile. In the last case its WORKDIR, ENV, COPY, ADD and RUN are carried
-out when a trajectory begins; images that were built before need only WORKDIR and ENV. A test is run as the
-format says: tests/ lies at /tests, and test.sh writes /logs/verifier/reward.txt or reward.json, while
-Terminal-Bench's run-tests.sh ends with a status. Of what the policy wrote a test sees WORKDIR, and what
-`extra_info.kept` or the keyword argument `kept` lists (rl.features.containers.environment).
+A node without Docker builds no image. `images` names an image on disk for a task's directory, for task.toml's
+docker_image, or for FROM of the Dockerfile, as above for `FROM python:3.12`. In the last case the
+Dockerfile's WORKDIR, ENV, COPY, ADD and RUN are carried out when a trajectory begins. Images that were built
+before need only WORKDIR and ENV.
 
-Limits that a task states: memory, storage and processors hold, up to those of `agents.container`; a test and
-a RUN have the task's time. Not applied are the agent's time, in which the engine also serves other
-trajectories, and GPUs. `unmet` says for how many tasks, when the rows are written.
+A test is run as the format requires: tests/ lies at /tests, and test.sh writes /logs/verifier/reward.txt or
+reward.json, while Terminal-Bench's run-tests.sh ends with a status. The test sees the policy's changes only
+in WORKDIR and in the paths of `extra_info.kept` or the keyword argument `kept`
+(rl.features.containers.environment).
+
+A task's limits of memory, storage and processors hold, up to the limits of `agents.container`. For example,
+of 4 GiB stated by a task only 1 GiB holds if agents.container.memory_mib is 1024. A test and a RUN have the
+task's time. The agent's time is not applied, because the engine also serves other trajectories meanwhile; nor
+are GPUs. When the rows are written, `unmet` says how many tasks state them.
 """
 
 import json
@@ -41,12 +45,12 @@ _IGNORED = tuple("CMD ENTRYPOINT EXPOSE LABEL USER SHELL HEALTHCHECK VOLUME STOP
 
 @dataclass(frozen=True)
 class TaskDirectory:
-    """A task as its files describe it."""
+    """A task, read from its files."""
 
     path: Path
     instruction: str
     built: tuple[str, ...]
-    """Names of an image that holds the task's files: the directory's, and docker_image."""
+    """Names of an image with the task's files: the name of the task's directory, and docker_image."""
     base: str
     """Name of the image in FROM; empty without a Dockerfile."""
     steps: tuple[tuple[str, str], ...]
@@ -58,11 +62,11 @@ class TaskDirectory:
     variables: Mapping[str, str]
     """Environment variables of the test."""
     memory_mib: int
-    """Memory that the task states, in MiB; 0 if it states none, as for the others."""
+    """Memory that the task states, in MiB; 0 if it states none, as for the limits below."""
     disk_mib: int
-    """Storage, in MiB."""
+    """Storage that the task states, in MiB."""
     cpus: int
-    """Number of processors."""
+    """Number of processors that the task states."""
     build_s: float
     """Time of an instruction RUN, in seconds."""
     test_s: float
@@ -85,7 +89,7 @@ def inside(top: Path, path: Path) -> Path:
 
 
 def read_task(path: Path) -> TaskDirectory:
-    """Return a task. Raises ValueError for a directory that is none, or that needs what is not supported."""
+    """Return a task. Raises ValueError for a directory that is no task, or for unsupported requirements."""
     is_harbor = (path / "instruction.md").is_file()
     if not is_task(path):
         raise ValueError(f"{path} is no task: it has neither instruction.md nor task.yaml.")
@@ -136,7 +140,7 @@ def read_task(path: Path) -> TaskDirectory:
 
 
 def _mib(stated: Mapping[str, Any], name: str, path: Path) -> int:
-    """Return a size in MiB, stated as `memory_mb = 2048` or `memory = "2G"`; 0 if it is not.
+    """Return a size in MiB; 0 if it is not stated. For example, `memory = "2G"` gives 2048.
 
     Raises ValueError for another form.
     """
@@ -149,7 +153,7 @@ def _mib(stated: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def unmet(tasks: Sequence[TaskDirectory]) -> list[str]:
-    """Return sentences on limits of these tasks that are not applied, and on settings that they need."""
+    """Return sentences on limits of these tasks that are not applied, and on settings that the tasks need."""
     out = []
     for name in dict.fromkeys(name for task in tasks for name in task.not_applied):
         number = sum(name in task.not_applied for task in tasks)
@@ -163,7 +167,7 @@ def unmet(tasks: Sequence[TaskDirectory]) -> list[str]:
 
 
 def read_dockerfile(text: str, file: Path) -> list[tuple[str, str]]:
-    """Return the instructions of a Dockerfile of one stage. Raises ValueError for others."""
+    """Return the instructions of a Dockerfile with one stage. Raises ValueError for any other Dockerfile."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     steps = []
     for line in re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines():
@@ -213,7 +217,7 @@ class Task(ContainerEnvironment):
         return [{"role": "user", "content": task.instruction}]
 
     def _carry_out(self, kind: str, arguments: str, is_built: bool) -> None:
-        """Carry out an instruction of the Dockerfile; in an image that was built, only WORKDIR and ENV."""
+        """Carry out an instruction of the Dockerfile. In a built image, carry out only WORKDIR and ENV."""
         if kind == "WORKDIR":
             at = Path(self.directory or "/", shlex.split(arguments)[0])
             self.directory = "/"

@@ -2,14 +2,15 @@
 
     unpack("/images/python.sif")    # Image(root=..., variables={...}, directory="/app")
 
-An image is a root directory, a SIF file (Apptainer), a SquashFS file, or an archive of `docker save`,
-`podman save` or `skopeo copy ... oci-archive:`. A directory of this user is used where it lies.
-Anything else is unpacked into $LOCKSTEP_IMAGES, else $TMPDIR, with this user as the owner of every file: in a
-user namespace of one user, files of others could not be written.
+An image is a root directory, a SIF file (Apptainer), a SquashFS file, or an archive of `docker save`, `podman
+save` or `skopeo copy ... oci-archive:`. A directory of this user is used in place. Any other image is
+unpacked into $LOCKSTEP_IMAGES, else $TMPDIR. This user then owns every file, because in a user namespace of
+one user the files of other users cannot be written.
 
 An image may come from anybody. Its links are resolved inside the image, as in a container, so nothing outside
-is read, linked, written or removed. Devices and setuid bits are left out. At most MAX_FILES files and
-MAX_BYTES are unpacked, and at most half of what is free on the disk.
+is read, linked, written or removed. For example, a link to /etc leads to the image's etc. Devices and setuid
+bits are left out. At most MAX_FILES files and MAX_BYTES are unpacked, and at most half of the disk's free
+space.
 """
 
 import bz2
@@ -38,18 +39,18 @@ from rl.sandbox.private_directory import why_untrusted
 from rl.sandbox.sandbox import Outcome
 
 _ALIGNMENT, _SEARCHED = 4096, 64 << 20
-"""Bytes between places of a SIF file where its SquashFS may begin, and bytes that are searched for it."""
+"""Bytes between possible beginnings of the SquashFS in a SIF file, and maximum bytes to search."""
 _READY = "image.json"
 MAX_BYTES, MAX_FILES = 128 << 30, 4_000_000
-"""Limits of an image that is unpacked."""
+"""Maximum bytes and files of an image to unpack."""
 _MAX_READ = 64 << 20
 """Maximum bytes read into memory at once, for a description or a header of an archive."""
 
 
 def unpack(path: str) -> Image:
-    """Return an image, unpacked on this node if it must be; one process unpacks it, others wait.
+    """Return an image; unpack it on this node if necessary. One process unpacks, and others wait for it.
 
-    Raises ValueError if it is missing or of another kind, or cannot be unpacked.
+    Raises ValueError if the image is missing, of another kind or cannot be unpacked.
     """
     source = Path(path).resolve()
     if not source.exists():
@@ -81,7 +82,7 @@ def unpack(path: str) -> Image:
 
 
 def _store() -> Path:
-    """Return this user's directory of unpacked images, which nobody else may enter."""
+    """Return this user's private directory of unpacked images."""
     parent = os.environ.get("LOCKSTEP_IMAGES") or tempfile.gettempdir()
     store = Path(parent, f"lockstep-images-{os.geteuid()}")
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def _store() -> Path:
 
 
 def _unpack_into(root: Path, source: Path) -> dict[str, Any]:
-    """Unpack an image; return the arguments of `Image` that it states."""
+    """Unpack an image; return the arguments of `Image` that the image states."""
     room = Room(root.parent)
     if source.is_dir():
         for directory, _, files in os.walk(source):
@@ -121,7 +122,7 @@ def _unpack_into(root: Path, source: Path) -> dict[str, Any]:
             listing.kill()
     command += ["-no-xattrs", "-dest", str(root), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode not in (0, 2) or not root.is_dir():  # 2: device files or owners, which need root
+    if done.returncode not in (0, 2) or not root.is_dir():  # 2: device files or owners need root
         raise ValueError(f"unsquashfs ended with {done.returncode}: {done.stderr[-1000:]}")
     _make_writable(root)
     return {}
@@ -143,7 +144,7 @@ class Room:
 
 
 def _find_squashfs(source: Path) -> int | None:
-    """Return where the SquashFS of a file begins, 0 or inside a SIF file; None if there is none."""
+    """Return the offset of the SquashFS in a file, above 0 in a SIF file; None without a SquashFS."""
     with open(source, "rb") as file:
         for offset in range(0, min(source.stat().st_size, _SEARCHED), _ALIGNMENT):
             file.seek(offset)
@@ -162,7 +163,7 @@ def _special_files(directory: str, names: list[str]) -> list[str]:
 
 
 def _make_writable(root: Path) -> None:
-    """Give the owner the rights that root would have, and as root the ownership."""
+    """Give the owner the rights that root would have; if this process is root, make root the owner."""
     for directory, _, files in os.walk(root):
         for path in (directory, *(f"{directory}/{name}" for name in files)):
             if os.geteuid() == 0:
@@ -241,8 +242,9 @@ def _unpack_archive(archive: tarfile.TarFile, root: Path, room: Room) -> dict[st
 
 
 def _apply_layer(layer: tarfile.TarFile, root: Path, room: Room) -> None:
-    """Extract a layer over the ones below. `.wh.NAME` removes NAME, and `.wh..wh..opq` all below."""
-    # Marks first: they are about lower layers, wherever they stand in this one.
+    """Extract a layer over the lower layers. `.wh.NAME` removes NAME of the lower layers, and `.wh..wh..opq`
+    removes all their files in its directory."""
+    # Marks first: they concern lower layers, wherever they stand in this layer.
     members = sorted(_owned(layer, room), key=lambda member: not Path(member.name).name.startswith(".wh."))
     for member in members:
         parent, name = os.path.split(os.path.normpath(f"/{member.name}"))
@@ -309,5 +311,5 @@ def _remove(path: Path) -> None:
 
 
 def runner(settings: Mapping[str, Any]) -> Callable[..., Outcome]:
-    """Return `run_program_in` for an image. settings: of `rl.config.container`."""
+    """Return `run_program_in` for an image. settings: items of `rl.config.container`."""
     return functools.partial(run_program_in, unpack(settings["image"]), settings)
