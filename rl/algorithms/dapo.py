@@ -4,18 +4,16 @@ DAPO is GRPO with four changes, each with a key of its own:
 
 - Clip-higher: `objective.clip_high=0.28` above `clip_low=0.2`, so that unlikely tokens may become more
   likely.
-- Dynamic sampling: a group with equal scores has no advantage. For example, eight correct answers to a prompt
-  teach nothing. Such groups are dropped and further prompts are drawn until the batch is full, in at most
-  `dynamic_sampling.max_rounds` rounds. A step that is still short trains on the groups it has. Surplus groups
-  of the last round are dropped.
+- Dynamic sampling: a group with equal scores has no advantage. Such groups are dropped and further prompts
+  are drawn until the batch is full, in at most `dynamic_sampling.max_rounds` rounds. A step that is still
+  short trains on the groups it has. Surplus groups of the last round are dropped.
 - Token-level loss: `objective.aggregation=token-mean`.
 - Soft overlong penalty: `reward.overlong_buffer_tokens`, off by default (the paper: 4,096 of 20,480). Dynamic
   sampling compares the scores of a group before the penalty.
 
-There is no KL term. Seeds differ between rounds, so that a prompt drawn twice gets different samples.
+There is no KL term. Seeds differ between rounds.
 
-Left out: overlong filtering (a mask for truncated responses, section 3.4 of the paper), because the soft
-penalty of the same section already treats these responses.
+Left out: overlong filtering, because the soft penalty treats truncated responses too.
 """
 
 from rl.data.batch import Batch, concatenate
@@ -45,6 +43,7 @@ def collect(phases: Phases) -> Batch:
         phases.score_samples(batch)
         drawn.append(batch)
         differs = grpo(batch.scores, batch.groups, normalize_by_std=False) != 0
+        # For example, eight correct answers to a prompt have equal scores and teach nothing.
         informative = batch.groups[differs].unique().tolist()[: wanted - num_kept]
         num_kept += len(informative)
         if informative:

@@ -1,30 +1,27 @@
 """On-policy distillation: GKD (Agarwal et al., arXiv:2306.13649), and a policy that teaches itself.
 
 The policy p learns the distribution q of a teacher at every token of a response y. With GKD the responses are
-the policy's own, so that it learns after prefixes that it generates itself, instead of prefixes of the
-teacher or the data:
+the policy's own, so that it learns after its own prefixes:
 
     L = E_{y ~ lambda p + ...} [ mean_t D(p(. | x, y_<t), q(. | x, y_<t)) ]
 
 The gradient is taken of D at the given tokens; it does not pass through the sampling of y, as in the paper.
 `teacher.student_share` is lambda; the teacher (`teacher.teacher_share`) and the data respond to the other
-prompts of a step. For example, with student_share=0.5 and teacher_share=0.25 a step of 64 prompts has 32
-responses of the policy, 16 of the teacher and 16 of the data. The paper draws one of the sources for each
-step. Here every step and mini-batch has them in these shares, which has the same expectation.
+prompts of a step. The paper draws one of the sources for each step. Here every step and mini-batch has them
+in these shares, which has the same expectation.
 
 `teacher.divergence` is D: the reverse or the forward KL divergence or Jensen-Shannon's, over the whole
 vocabulary or over the teacher's `teacher.top_k` tokens and the rest as one. Both distributions are at
 `rollout.temperature`. Each `data_source` may have a teacher of its own (`teacher.sources`; MOPD,
 arXiv:2601.02780). No reward is needed.
 
-With `teacher.self_taught` the teacher is the policy itself with a longer prompt. The prompt also contains the
-reference answer (SDFT, arXiv:2601.19897) or the reward function's feedback on the response (SDPO,
-arXiv:2601.20802).
+With `teacher.self_taught` the teacher is the policy itself; its prompt also contains the reference answer
+(SDFT, arXiv:2601.19897) or the reward function's feedback on the response (SDPO, arXiv:2601.20802).
 
 One sample per prompt is enough, because there is no baseline.
 
-Left out: GKD's weighted sum of a reward and a divergence. `teacher.advantage_coef` instead adds a teacher to
-the advantages of an algorithm with a reward, for example `grpo`.
+Left out: GKD's sum of a reward and a divergence; `teacher.advantage_coef` adds a teacher to an algorithm with
+a reward.
 """
 
 from dataclasses import replace
@@ -77,7 +74,9 @@ def learn(phases: Phases, batch: Batch) -> None:
 def counts(num_prompts: int, *, before: int, student_share: float, teacher_share: float) -> tuple[int, int]:
     """Return the numbers of a step's prompts for the policy and for the teacher.
 
-    Summed over the steps they are the shares of all prompts, rounded down. before: prompts of earlier steps.
+    Summed over the steps they are the shares of all prompts, rounded down. For example, of the 64 prompts of
+    a first step the policy gets 32 and the teacher 16 with shares of 0.5 and 0.25. before: prompts of earlier
+    steps.
     """
 
     def part(prompts: int, share: float) -> int:

@@ -6,12 +6,10 @@ rejected one by more than the reference policy does. The reference policy is the
     L = -E[ log sigmoid(beta (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l))) ]
 
 `preference.loss` selects the hinge or IPO loss instead. data.prompts_per_step counts pairs; both responses of
-a pair are in one micro-batch. For example, data.prompts_per_step=32 is 64 responses. Online variants are
-`spin`, which compares the data's response with the policy's, and `sppo`, which compares the policy's
-responses with each other.
+a pair are in one micro-batch. Online variants are `spin` (the data's response against the policy's) and
+`sppo` (the policy's responses against each other).
 
-Left out: fine-tuning the reference policy on the chosen responses first, which the paper does for a model
-without supervised fine-tuning. `sft` does it in a run of its own.
+Left out: fine-tuning the reference on the chosen responses first; `sft` does it in its own run.
 """
 
 from functools import partial

@@ -1,9 +1,8 @@
 """GRPO: group relative policy optimization (DeepSeekMath, arXiv:2402.03300), and Dr.GRPO (arXiv:2503.20783).
 
 A group of G responses is sampled for each prompt. The advantage of a response is its reward minus the group's
-mean, divided by the group's standard deviation; there is no critic. For example, the rewards 1, 0, 0, 0 have
-the advantages 1.5, -0.5, -0.5, -0.5. The policy maximises PPO's clipped objective on every token of the
-response, minus kl_coef times the KL divergence from the reference policy.
+mean, divided by the group's standard deviation; there is no critic. The policy maximises PPO's clipped
+objective on every token of the response, minus kl_coef times the KL divergence from the reference policy.
 
     J = E[ sum_t min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A) - kl_coef KL_t ]
     r_t = pi(y_t) / pi_old(y_t)
@@ -13,13 +12,11 @@ There are two differences from the paper. The loss is the mean over all tokens o
 is off unless `objective.kl_coef` is set. Dr.GRPO is `objective.normalize_by_std=false
 objective.aggregation=seq-mean-token-sum-norm`.
 
-Any advantage that needs groups but no model of its own can be used here (`objective.advantage`: OPO, GPG,
-GDPO, pass@k, token baselines), and any loss (`objective.loss`: GSPO, CISPO, GMPO, SAPO, Clip-Cov, ...).
-docs/algorithms.md lists them.
+Any advantage of groups without a model of its own (`objective.advantage`) and any loss (`objective.loss`) can
+be used here; docs/algorithms.md lists them.
 
-Left out: the paper's process supervision, because a reward function gives one score per response
-(`objective.advantage=turn-return` takes rewards of single turns); and its iterations with a new reference
-policy, because a new run from the exported checkpoint has the new policy as its reference.
+Left out: process supervision, because a reward function gives one score per response; and iterations with a
+new reference policy, because a new run from the exported checkpoint starts with one.
 
 `rl.run.loop` calls `collect`, then `learn`; `rl.phases.phases` has the phases.
 """
@@ -43,5 +40,6 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
     phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
+        # For example, the rewards 1, 0, 0, 0 of a group have the advantages 1.5, -0.5, -0.5, -0.5.
         batch.advantages = advantages(batch, phases.config)
     phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

@@ -8,14 +8,11 @@ policy is compared with the policy's divergence z from the reference, and the lo
     z = max(0, mean of log pi(y')/pi_ref(y'))
 
 z estimates the KL divergence from mismatched pairs: each prompt with the nearest earlier response of its
-mini-batch to another prompt, under the current weights and without a gradient. It belongs to the whole
-mini-batch, over all micro-batches and ranks. TRL takes the previous row of the file within a micro-batch,
-which may have the same prompt. The estimate costs two more forward passes, one of them by the reference
-policy. With unequal numbers of labels choose the weights so that desirable_weight * (number of desirable
-responses) is 1 to 4/3 times undesirable_weight * (number of undesirable responses). For example, 100
-desirable and 300 undesirable responses need weights of 3 to 4 and 1. data.prompts_per_step counts responses.
-
-Left out: TRL's other loss for such data (`apo_zero_unpaired`), because it belongs to another paper.
+mini-batch to another prompt, under the current weights and without a gradient. TRL takes the previous row of
+the file within a micro-batch, which may have the same prompt. The estimate costs two more forward passes, one
+of them by the reference policy. With unequal numbers of labels, desirable_weight * (number of desirable
+responses) should be 1 to 4/3 times undesirable_weight * (number of undesirable responses).
+data.prompts_per_step counts responses.
 """
 
 from functools import partial
@@ -49,6 +46,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config, kl: float):
 
     Samples without a token with mask 1 are excluded. kl: z of the mini-batch.
     """
+    # For example, with 100 desirable and 300 undesirable responses use weights of 3 to 4 and 1.
     goal = config.preference
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.column("ref_logprobs"), micro.mask, micro.lengths)

@@ -7,9 +7,6 @@ of the rejected response. There is no reference policy, and no separate fine-tun
     log P(y) = log pi(y) / |y|,   odds(y) = P(y) / (1 - P(y))
 
 data.prompts_per_step counts pairs.
-
-Left out: TRL's first term, a mean over all tokens including the prompts, because the paper's P(y) is the
-likelihood of the response.
 """
 
 from functools import partial

@@ -9,16 +9,13 @@ reference policy, plus the score at the last token. Policy and critic learn from
     J = E[ min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) ]
     L_critic = E[ max((V - target)^2, (clip(V, V_old - c, V_old + c) - target)^2) ] / 2
 
-For example, with gamma = lam = 1 the advantage is the sum of the rewards from t on, minus V_t.
-
 The critic is a separate model (`critic.path`) with its own optimizer. If it starts from a language model, its
 values begin at 0, and `critic.warmup_steps` lets it learn before the policy changes. With
 `objective.reward_kl.controller=adaptive` the KL coefficient is adapted (arXiv:1909.08593). The critic's loss
 is the mean over tokens for every `objective.aggregation`.
 
-Left out: a KL penalty on the old policy in place of the clip, because it did worse in the paper's
-experiments; and the pretraining loss of InstructGPT (PPO-ptx), because a batch holds only responses of the
-policy.
+Left out: a KL penalty on the old policy instead of the clip, because the paper found it worse; and
+InstructGPT's pretraining loss (PPO-ptx), because a batch holds only the policy's responses.
 """
 
 from rl.data.batch import Batch
@@ -50,6 +47,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
         lengths = batch.trajectory_lengths
+        # For example, with gamma = lam = 1 an advantage is the reward to go minus the value.
         advantages, batch.extra["returns"] = gae(
             batch.token_rewards,
             batch.column("old_values"),

@@ -8,13 +8,13 @@ log-ratio at a token is then a reward for that token, without any labels of step
     A_t = process_coef * sum_{s >= t} gamma^(s - t) (r_s - leave-one-out mean)
           + outcome_coef * (outcome - leave-one-out mean)
 
-The policy learns from A, whitened over the batch, with PPO's loss. The step excludes prompts whose mean
-outcome is below `implicit_reward.min_accuracy` or above `implicit_reward.max_accuracy`. Rewards are computed
+The policy learns from A, whitened over the batch, with PPO's loss. The step excludes prompts with a mean
+outcome below `implicit_reward.min_accuracy` or above `implicit_reward.max_accuracy`. Rewards are computed
 before the reward model's own update, as in the paper's algorithm 1, from log-probs at temperature 1. The
 outcome is the reward function's `acc`, or its score if it returns no `acc`, clamped to 0..1.
 
-Left out: implicit rewards in other estimators (the paper also adds them to REINFORCE, GRPO and PPO), because
-`prime` is the only estimator that reads rewards of a second model at every token.
+Left out: implicit rewards in other estimators, which the paper tests too, because only `prime` reads a second
+model's rewards.
 """
 
 from functools import partial

@@ -1,19 +1,17 @@
 """REINFORCE++ (arXiv:2501.03262), and its variant with a group baseline.
 
 It is REINFORCE with PPO's clipped loss and without a critic. The KL divergence from the reference policy is
-subtracted from the reward of every token. The advantage of a token is the discounted sum of the rewards from
-this token to the end. Advantages are whitened over all tokens of the batch, not over the group of a prompt:
+subtracted from the reward of every token. Advantages are whitened over all tokens of the batch, not over the
+group of a prompt:
 
     A_t = sum_{s >= t} gamma^(s - t) (score at the last token - reward_kl.coef * log(pi(y_s) / pi_ref(y_s)))
     A'_t = (A_t - mean A) / std A
 
-One sample per prompt is enough. With several samples per prompt,
-`objective.advantage=reinforce++-baseline` first subtracts the group's mean from the reward of a sample. The
-paper combines this variant with `objective.reward_kl.coef=0` and a k2 divergence in the loss
-(`objective.kl_coef`, `objective.kl_estimator=k2`).
+One sample per prompt is enough. With several, `objective.advantage=reinforce++-baseline` first subtracts the
+group's mean from the reward of a sample. The paper combines this variant with `objective.reward_kl.coef=0`
+and a k2 divergence in the loss (`objective.kl_coef`, `objective.kl_estimator=k2`).
 
-Left out: normalising and clipping rewards, which OpenRLHF offers (`--reward.normalize_enable`,
-`--reward.clip_range`), because a reward function can do both itself.
+Left out: OpenRLHF's normalising and clipping of rewards, because a reward function can do both.
 """
 
 from rl.data.batch import Batch

@@ -5,10 +5,8 @@
 The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
 is enough; the baseline costs one more response. The KL divergence from the reference policy can be a term of
 the loss (`objective.kl_coef`) or of R(y) (`objective.reward_kl.coef`); both are off by default. The greedy
-response's reward has no KL term. The gradient is unbiased all the same, as with any baseline that does not
-depend on y. The default loss is PPO's; in the first update after the generation its gradient equals
-REINFORCE's. Nothing of the paper's estimator is left out: `objective.loss=reinforce` selects its policy
-gradient.
+response's reward has no KL term; any baseline that does not depend on y leaves the gradient unbiased. The
+default loss is PPO's, with REINFORCE's gradient in the first update after the generation.
 """
 
 from rl.data.batch import Batch

@@ -1,15 +1,14 @@
 """RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al., 'Back to Basics', arXiv:2402.14740).
 
-k responses are sampled for each prompt; the baseline of a response is the mean reward of the other k - 1. For
-example, the rewards 1, 0, 0 have the advantages 1, -1/2, -1/2. The whole response is one action, and the KL
-divergence from the reference policy is part of its reward:
+k responses are sampled for each prompt; the baseline of a response is the mean reward of the other k - 1. The
+whole response is one action, and the KL divergence from the reference policy is part of its reward:
 
     R(y) = score(y) - reward_kl.coef * log(pi(y) / pi_ref(y))
     J = E[ 1/k sum_i (R(y_i) - mean_{j != i} R(y_j)) log pi(y_i) ]
 
-There are two differences. The default loss is PPO's; `objective.loss=reinforce` selects the paper's. Both
-have the same gradient with one update per step, and PPO's loss remains valid for several updates. A sample's
-loss is the sum over its tokens, as log pi(y) is (`seq-mean-token-sum`); verl averages over tokens.
+The default loss is PPO's: its gradient equals the paper's in the first update, and it is valid for several;
+`objective.loss=reinforce` selects the paper's. A sample's loss is the sum over its tokens, as log pi(y) is
+(`seq-mean-token-sum`); verl averages over tokens.
 """
 
 from rl.data.batch import Batch
@@ -36,5 +35,6 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
     phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
+        # For example, the rewards 1, 0, 0 of a group have the advantages 1, -1/2, -1/2.
         batch.advantages = advantages(batch, phases.config)
     phases.update(batch, policy_loss(phases.config), select_tokens=token_selection(phases.config))

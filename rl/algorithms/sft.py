@@ -2,11 +2,10 @@
 
     loss = - sum_t log pi(y_t | x, y_<t) / number of response tokens in the mini-batch
 
-Only response tokens count, including the end-of-sequence token. In a conversation (data.messages_key) only
-tokens of the assistant's turns count. For example, a user's question in the middle of a conversation is read,
-but not learned. Packing, optimizer and checkpoints are shared with the RL algorithms. Validation measures the
-loss of held-out responses; no generation engine is built unless validation generates too. A step is one batch
-of data.prompts_per_step. docs/sft.md describes data and validation.
+Only response tokens count, including the end-of-sequence token; in a conversation (data.messages_key) only
+the assistant's turns. Packing, optimizer and checkpoints are shared with the RL algorithms. Validation
+measures the loss of held-out responses. A step is one batch of data.prompts_per_step. docs/sft.md describes
+data and validation.
 """
 
 from rl.data.batch import Batch

@@ -8,8 +8,7 @@ needs no reference policy and does not grow with the length. The chosen response
 The default beta and gamma are the paper's for the base model of Llama 3 8B. data.prompts_per_step counts
 pairs.
 
-Left out: the likelihood term that TRL's CPO trainer can add to this loss (`cpo_alpha`), because the paper has
-no such term.
+Left out: the likelihood term of TRL's CPO trainer (`cpo_alpha`), because the paper has none.
 """
 
 from functools import partial

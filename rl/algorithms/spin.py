@@ -6,12 +6,10 @@ The reference is the policy pi_t that sampled this response. DPO's loss on such 
 
     L = -E[ log sigmoid(beta (log pi(y_data)/pi_t(y_data) - log pi(y_own)/pi_t(y_own))) ]
 
-The paper keeps pi_t for an iteration of thousands of pairs. Here an iteration is a step;
-`training.prompts_per_minibatch` and `training.epochs` give its number of updates. For example, 64 prompts in
-mini-batches of 16 with two epochs are eight updates.
+The paper keeps pi_t for an iteration of thousands of pairs. Here an iteration is a step.
 
-Left out: the previous iteration's responses, on which the paper's later iterations train too, because the
-reference here is the policy that sampled all responses of the step.
+Left out: the previous iteration's responses, which the paper's later iterations add, because the reference is
+the policy that sampled.
 """
 
 from functools import partial

@@ -1,16 +1,15 @@
 """SPPO: self-play preference optimization (arXiv:2405.00675), online.
 
 A group of responses is sampled and scored for each prompt. The win rate of a response is the fraction of the
-other responses that it beats. For example, the rewards 3, 2, 1, 0 have the win rates 1, 2/3, 1/3, 0. The
-log-ratio to the policy pi_t that sampled is trained towards eta times (win rate - 1/2). This approaches the
-Nash equilibrium of the preference game:
+other responses that it beats. The log-ratio to the policy pi_t that sampled is trained towards eta times (win
+rate - 1/2). This approaches the Nash equilibrium of the preference game:
 
     L = E[ (log pi(y)/pi_t(y) - eta (P(y beats pi_t) - 1/2))^2 ],   eta = 1 / preference.beta
 
 An iteration is a step. eta is the paper's, 1000; verl's recipe has 1.
 
-Left out: the preference model that gives P in the paper, because a reward function scores single responses.
-Here the response with the higher reward wins, and a tie counts one half.
+Left out: the paper's preference model for P, because a reward function scores single responses. The higher
+reward wins; a tie counts one half.
 """
 
 from functools import partial
@@ -37,6 +36,7 @@ def collect(phases: Phases) -> Batch:
 
 def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
+    # For example, the rewards 3, 2, 1, 0 of a group have the win rates 1, 2/3, 1/3, 0.
     batch.extra["labels"] = win_rates(batch.rewards, batch.groups)
     phases.update(batch, partial(loss, config=phases.config))
 
