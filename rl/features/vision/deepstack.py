@@ -1,9 +1,11 @@
 """The vision tower's inner outputs, which some models add to the hidden states of their first layers.
 
-They travel with the row, because a layer that is recomputed in the backward pass needs those of its own
-micro-batch. Layers see them as leaves of the graph: their gradients are collected there, and return to the
-tower together with that of its last output. So the tower's backward pass runs once, also if layers are
-recomputed.
+For example, in Qwen3-VL layers 0 to 2 add one inner output each.
+
+The inner outputs travel with the row, because a layer that is recomputed in the backward pass needs the inner
+outputs of its own micro-batch. Layers see the inner outputs as leaves of the graph. The leaves collect the
+gradients, which return to the tower together with the gradient of its last output. The tower's backward pass
+therefore runs once, even if layers are recomputed.
 """
 
 from collections.abc import Callable
@@ -16,9 +18,9 @@ from rl.models.sizes import num_deep_layers
 
 
 def extend(hf: dict, chunk: nn.Module) -> None:
-    """Let the first layers of the first chunk of a model add the inner outputs of the row that they see.
+    """Let the first layers of a model's first chunk add the inner outputs of their row.
 
-    The chunk has as many layers (`rl.config.layout_checks`).
+    The chunk has at least one layer per inner output (`rl.config.layout_checks`).
     """
     for number, layer in enumerate(chunk.decoder.layers[: num_deep_layers(hf)]):
         layer.register_forward_hook(lambda *call, n=number: _add(n, *call), with_kwargs=True)
@@ -35,7 +37,7 @@ def _add(number: int, layer, args, options, out):
 def take(row: RowImages, outputs, length: int, divided: Callable[[Tensor], Tensor]) -> Tensor:
     """Store the inner outputs of a row of `length` tokens; return the tower's last outputs [n, H].
 
-    outputs: what the tower of transformers returns. divided: returns a rank's part of [T, 1, H].
+    outputs: result of transformers' tower. divided: returns a rank's part of [T, 1, H].
     """
     last = outputs.pooler_output
     inner = getattr(outputs, "deepstack_features", None) or []
@@ -46,7 +48,7 @@ def take(row: RowImages, outputs, length: int, divided: Callable[[Tensor], Tenso
 
 
 class _Return(torch.autograd.Function):
-    """Gives the inner outputs the gradients that the layers have collected, when that of the last arrives.
+    """Gives the inner outputs the gradients of the layers, when the gradient of the last output arrives.
 
     All layers come after the embedding, so their backward passes have ended by then.
     """

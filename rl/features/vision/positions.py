@@ -1,8 +1,9 @@
 """Rotary positions of prompts with images: time, row and column of each token (M-RoPE).
 
-A token of text has one position on all three axes. The tokens of an image that begins at position p have p,
-p + row and p + column; the text after it continues from p + the larger number of rows or columns
-(arXiv:2409.12191, section 2.1; `get_rope_index` of transformers). Plain numpy.
+A token of text has one position on all three axes. The tokens of an image that begins at position p have
+p, p + row and p + column. The text after the image continues from p + the larger number of rows or columns.
+For example, after an image of 2 x 3 tokens at position 10 the text continues at 13 (arXiv:2409.12191,
+section 2.1; `get_rope_index` of transformers). Plain numpy.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from rl.data.images import Image
 
 
 def image_positions(length: int, images: Sequence[Image]) -> tuple[np.ndarray, int]:
-    """Return the positions of tokens from 0 on, int64 [3, length], and that of the token after them."""
+    """Return the positions of tokens from 0 on, int64 [3, length], and the position of the next token."""
     parts, done, position = [], 0, 0
 
     def text(end: int) -> None:
@@ -37,8 +38,8 @@ def row_positions(
     """Return the positions of a packed row, int64 [3, num_tokens]; 0 for padding.
 
     starts: positions in the row of each sample's first token and of its first response token, int64 [2, B].
-    lengths: numbers of its prompt's and its response's tokens, int64 [2, B]. images: those of each sample, in
-    the order of their tokens.
+    lengths: numbers of tokens of each prompt and each response, int64 [2, B]. images:
+    images of each sample, in the order of their tokens.
     """
     out = np.zeros((3, num_tokens), np.int64)
     for (first, answer), (prompt, response), own in zip(starts.T, lengths.T, images, strict=True):

@@ -1,7 +1,8 @@
 """Images in the generation engine: vLLM encodes the pixels that the trainer will read.
 
-vLLM is given the patches of `rl.data.images` instead of files, so that neither its processor nor torchvision
-is needed and both sides compute with the same numbers. Each rank of a replica holds the whole tower.
+vLLM is given the patches of `rl.data.images` instead of files. This way, vLLM and the trainer compute with
+the same numbers, and neither vLLM's processor nor torchvision is needed. Each rank of a replica holds the
+whole tower.
 """
 
 import hashlib
@@ -21,13 +22,13 @@ from rl.rollout.samples import Request
 from rl.rollout.vllm_model import allow_no_torchvision
 
 MAX_IMAGES = 1024
-"""Maximum number of images of a prompt; its tokens are limited by data.max_prompt_tokens."""
+"""Maximum number of images of a prompt; data.max_prompt_tokens limits their tokens, too."""
 
 
 class ImageRequests(Part):
     """Gives requests their images, and completions the held column PIXELS on the replica's leader.
 
-    several_turns: whether they have the column PLACES too, because environments give images.
+    several_turns: whether environments give images; completions then have the column PLACES, too.
     """
 
     def __init__(self, format: ImageFormat, *, several_turns: bool = False):
@@ -67,7 +68,7 @@ class ImageRequests(Part):
 def image_input(format: ImageFormat, token_ids: list[int], places: np.ndarray, pixels: np.ndarray) -> dict:
     """Return vLLM's input of a prompt with images.
 
-    places, pixels: those of `rl.data.images.placed_pixels`.
+    places, pixels: results of `rl.data.images.placed_pixels`.
     """
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
@@ -97,13 +98,13 @@ def image_input(format: ImageFormat, token_ids: list[int], places: np.ndarray, p
 
 
 def _replace_processor(architecture: str, format: ImageFormat) -> None:
-    """Let vLLM build the model without its processor, which needs torchvision: only `image_input` is used."""
+    """Let vLLM build the model without its processor, which needs torchvision; `image_input` replaces it."""
     from vllm import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
     allow_no_torchvision()
-    side = max(1, int((format.max_pixels**0.5) // format.unit))  # of the largest square image, in tokens
+    side = max(1, int((format.max_pixels**0.5) // format.unit))  # side of the largest square image, in tokens
 
     class Info(BaseProcessingInfo):
         def get_supported_mm_limits(self):
@@ -117,7 +118,8 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
 
     class Processor(BaseMultiModalProcessor):
         def get_dummy_mm_inputs(self, mm_counts, *, cache=None, scheduler_config=None):
-            """Return a prompt of one image of the largest size, for vLLM's estimate of its memory."""
+            """Return a prompt of one image of the largest size, for vLLM's estimate of the memory of
+            images."""
             height = width = side * format.unit
             tokens = [format.token_id] * side**2
             pixels = np.zeros(height * width * 3, np.uint8)
@@ -132,7 +134,7 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
 
 
 def _not_called(self, *args, **options):
-    """Stand for a method that vLLM calls only for prompts that are no `image_input`."""
+    """Replace a method that vLLM calls only for other prompts than an `image_input`."""
     raise AssertionError("vLLM tried to process a prompt's images, which `image_input` has done")
 
 

@@ -1,4 +1,4 @@
-"""Images of a packed row, which `MicroBatch.extras` holds on the first stage."""
+"""Images of a packed row, held by `MicroBatch.extras` on the first stage."""
 
 from dataclasses import dataclass, field
 
@@ -15,11 +15,12 @@ class RowImages:
 
     images: list[Image]
     pixels: list[np.ndarray]
-    """Those of each image, uint8 [height, width, 3]."""
+    """Pixels of each image, uint8 [height, width, 3]."""
     places: Tensor
-    """int64 [n]: positions in the row of the tower's outputs."""
+    """int64 [n]: position of each of the tower's outputs in the row."""
     inner: list[Tensor] = field(default_factory=list)
-    """The tower's inner outputs for the first layers (`rl.features.vision.deepstack`), once it has run."""
+    """The tower's inner outputs for the first layers (`rl.features.vision.deepstack`), once the tower has
+    run."""
 
     def patches(self) -> Tensor:
         """Return the patches of all images, float32 [patches, channels], on the CPU."""

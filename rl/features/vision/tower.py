@@ -1,12 +1,13 @@
 """The vision tower in training: a part of the policy's first pipeline stage.
 
-The tower is that of transformers. Every tensor parallel rank computes it whole, so that its gradient needs no
-sum over them. Its outputs replace the embeddings of the images' tokens before the row is divided (sequence
-parallelism). Positions are computed on every stage, from the prompts alone.
+The tower comes from transformers. Every tensor parallel rank computes the whole tower, so that its gradient
+needs no sum over the ranks. For example, with training.tp=4 each of the 4 ranks encodes every image. The
+tower's outputs replace the embeddings of the images' tokens before the row is divided (sequence parallelism).
+Positions are computed on every stage, from the prompts alone.
 
-The engine's samples come with the pixels that the engine saw, a held column (uint8), which only ranks of the
-first stage receive. They are compared with those of the prompt that the rank reads itself. Responses in the
-data have no such column; their pixels are those of the prompt.
+The engine's samples come with the pixels that the engine saw, a held column (uint8) for ranks of the first
+stage. Each rank compares the pixels with the prompt's images, which it reads itself. Responses in the data
+have no such column, and use the pixels of the prompt.
 """
 
 import functools
@@ -50,7 +51,7 @@ class GivenImage(Image):
 
 
 class WrongImages(RuntimeError):
-    """Raised if the images that came with a sample are not those of its prompt."""
+    """Raised if the images that came with a sample are not its prompt's images."""
 
 
 class VisionTower(Part):
@@ -69,7 +70,7 @@ class VisionTower(Part):
             self.needs = self.needs | {PLACES: lambda stage: slice(None)}
         self._tower: torch.nn.Module | None = None
         self._row: RowImages | None = None
-        """Images of the micro-batch that runs."""
+        """Images of the present micro-batch."""
 
     def extend(self, hf, chunks):
         """Build the tower on the first stage, and merge its outputs after the embedding."""
@@ -118,10 +119,10 @@ class VisionTower(Part):
         return replace(row, extras=row.extras.plus(_images_of(batch, row, images)))
 
     def _seen(self, batch: Batch, sample: int) -> tuple[Image, ...]:
-        """Return the images of a sample, those of its prompt first.
+        """Return the images of a sample: first the prompt's, then the environment's.
 
-        Raises WrongImages if those of the prompt are not where the engine had them. An environment may have
-        given another prompt than that of the data.
+        Raises WrongImages if the engine had the prompt's images at other places. If an environment changed
+        the prompt of the data, its images come from the environment, too.
         """
         prompt = batch.prompts[int(batch.groups[sample])]
         if self._given is None or PLACES not in batch.held:
@@ -192,9 +193,9 @@ def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[Image, ...]]) -
 
 
 def _pixels_of(batch: Batch, sample: int, images: tuple[Image, ...]) -> list[np.ndarray]:
-    """Return the pixels of a sample's images, those that came with it if the engine generated it.
+    """Return the pixels of a sample's images. A sample of the engine came with its pixels.
 
-    Raises WrongImages if these are not the prompt's.
+    Raises WrongImages if the pixels are not the prompt's.
     """
     if PIXELS not in batch.held:
         return [image.pixels for image in images]
