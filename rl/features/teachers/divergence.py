@@ -4,12 +4,13 @@ T tokens, H hidden, V vocabulary, k `teacher.top_k`. As in `rl.training.logprobs
 for `chunk` tokens at a time, and the backward pass computes them again.
 
 Teacher and policy share the training grid, and each sample is computed by the same data parallel rank in
-both. The last stage keeps what the teacher's pass finds at each token in host memory, until the update of the
-policy reads it there. Nothing travels between ranks:
+both. The last stage keeps the results of the teacher's pass for each token in host memory, until the policy's
+update reads them. Nothing travels between ranks. The results are:
 
-- whole vocabulary: the teacher's last hidden state, H numbers instead of V. The update multiplies it with the
-  teacher's rows of the head on this rank, which are those of the policy's rows.
-- top_k: ids and log-probs of k tokens, and the log-prob of all others together, 12 k bytes at most.
+- whole vocabulary: the teacher's last hidden state, H numbers instead of V (for Qwen3-0.6B, 1,024 instead of
+  151,936). The update multiplies it with the teacher's rows of the head on this rank, for the same tokens as
+  the policy's rows.
+- top_k: ids and log-probs of k tokens, and one log-prob for all other tokens together.
 """
 
 from collections.abc import Callable
@@ -54,8 +55,8 @@ def linear_divergence(
         caller sums it over the group. teacher_hidden: [T, H of the teacher], without gradient.
     weight: [Vpad/tp, H], the rank's rows of the padded head. teacher_weight: the teacher's for the same rows.
 
-    Rows from vocab_size on have probability 0. Both passes compute the logits of both models. The forward
-    pass is collective over `group`; the backward pass is not.
+    Rows from vocab_size on, the padding, have probability 0. Both passes compute the logits of both models.
+    The forward pass is collective over `group`; the backward pass is not.
     """
     options = divergence, temperature, vocab_size, group, chunk
     return _Whole.apply(hidden, weight, teacher_hidden, teacher_weight, *options)
@@ -77,7 +78,7 @@ class _Whole(torch.autograd.Function):
             log_p, log_q = x.sub_(totals[0, part, None]), y.sub_(totals[1, part, None])
             terms, slopes = divergence(log_p, log_q)
             found[:, part] = torch.stack([terms.sum(-1), slopes.sum(-1)])
-        if len(hidden):  # as on all ranks of the group
+        if len(hidden):  # the same on all ranks of the group
             dist.all_reduce(found, group=group)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, totals, found[1])
         ctx.options = divergence, temperature, real_rows, chunk
@@ -109,15 +110,17 @@ def top_k_divergence(
     group,
     chunk: int,
 ) -> Tensor:
-    """Return the divergence of p and q at each token over k tokens and all others together, float32 [T].
+    """Return the divergence of p and q at each token over k tokens and all other tokens together, float32
+    [T].
 
-    The others are one more outcome, with the sum of their probabilities. A divergence of such coarser
-    distributions is at most that of the whole ones (data processing inequality), 0 only if p and q agree on
-    the k tokens, and unlike that of the k terms alone never negative. Its gradient lowers or raises the
-    probability of all others in proportion.
+    All other tokens are one more outcome, with the sum of their probabilities. For example, with k=2 the
+    probabilities 0.6, 0.3, 0.06 and 0.04 become 0.6, 0.3 and 0.1. The divergence of such coarser
+    distributions is at most the divergence over the whole vocabulary (data processing inequality), and is 0
+    only if p and q agree on the k tokens. It is never negative, while a sum of the k terms alone may be
+    negative. Its gradient lowers or raises the probabilities of all other tokens in proportion.
 
-    ids: int64 [T, k]. log_q: float32 [T, k + 1], log-probs of these tokens and of all others (`top_k`).
-    Other arguments and collectives as for `linear_divergence`.
+    ids: int64 [T, k]. log_q: float32 [T, k + 1], log-probs of these tokens and of all other tokens together
+    (`top_k`). Other arguments and collectives as for `linear_divergence`.
     """
     return _TopK.apply(hidden, weight, ids, log_q, divergence, temperature, vocab_size, group, chunk)
 
@@ -127,7 +130,7 @@ class _TopK(torch.autograd.Function):
     def forward(ctx, hidden, weight, ids, log_q, divergence, temperature, vocab_size, group, chunk):
         first, real_rows = own_rows(weight, vocab_size, group)
         rows = ids - first
-        # Tokens of other ranks have the place after the last row.
+        # A token of another rank gets the place after the last row.
         places = torch.where((rows >= 0) & (rows < real_rows), rows, len(weight))
         local = torch.empty_like(log_q)
         for start in range(0, len(hidden), chunk):
@@ -149,7 +152,7 @@ class _TopK(torch.autograd.Function):
         temperature, real_rows, chunk = ctx.options
         slope_sums = slopes.sum(-1, keepdim=True)
         chosen = (slopes - log_p.exp() * slope_sums)[:, :-1]
-        # An other token has its share of their slope: p_i / (sum of p of all others).
+        # The other tokens share one slope; each token's share is p_i / (sum of p of all other tokens).
         of_others = (slopes[:, -1] - log_p[:, -1].exp() * slope_sums[:, 0])[:, None]
 
         def gradient(part: slice) -> Tensor:
@@ -163,9 +166,10 @@ class _TopK(torch.autograd.Function):
 def top_k(
     hidden: Tensor, weight: Tensor, k: int, *, temperature: float, vocab_size: int, group, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return ids int64 [T, k] and log-probs float32 [T, k + 1] of the k most probable tokens and all others.
+    """Return ids int64 [T, k] of the k most probable tokens, and log-probs float32 [T, k + 1].
 
-    k must be below vocab_size. Arguments and collectives as for `linear_divergence`.
+    The last log-prob belongs to all other tokens together. k must be below vocab_size. Arguments and
+    collectives as for `linear_divergence`.
     """
     first, real_rows = own_rows(weight, vocab_size, group)
     width = min(k, len(weight))
@@ -186,9 +190,10 @@ def top_k(
 
 
 def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
-    """Return the rank's rows of a teacher's head, for a policy of which each rank has `wanted` rows.
+    """Return the rank's rows of a teacher's head, for a policy with `wanted` rows on each rank.
 
-    Teachers of other sizes may have more rows for the same tokens. Collective over `group`.
+    A teacher of another size may have more rows for the same tokens. For example, Qwen2.5-7B has 152,064 rows
+    and Qwen2.5-0.5B 151,936. Collective over `group`.
     """
     if len(weight) == wanted:
         return weight.detach().clone()
@@ -198,18 +203,18 @@ def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
 
 @dataclass
 class Targets:
-    """Results of the teachers' passes at the response tokens of this rank, if it is of the last stage."""
+    """Results of the teachers' passes at the response tokens of this rank, on the last stage."""
 
     divergence: Divergence
     teachers: list[int]
-    """Number of the head of each sample's teacher, [N]; 0 with top_k."""
+    """Index in `heads` of each sample's teacher, [N]; 0 with top_k."""
     heads: list[Tensor] = field(default_factory=list)
     """Whole vocabulary: the rank's rows of each teacher's head, on the device."""
     rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """By sample, on the host: hidden states [R_i, H]; with top_k, ids [R_i, k] and log-probs [R_i, k + 1]."""
+    """Sample -> hidden states [R_i, H], on the host; with top_k, ids [R_i, k] and log-probs [R_i, k + 1]."""
 
     def of(self, samples: list[int], device: torch.device) -> "MicroTargets":
-        """Return the part of a micro-batch with these samples, in their order."""
+        """Return the targets of a micro-batch with these samples, in their order."""
         lengths = torch.tensor([len(self.rows[i][0]) for i in samples], dtype=torch.int64)
         teachers = torch.tensor([self.teachers[i] for i in samples], dtype=torch.int64)
         parts = []
@@ -226,7 +231,7 @@ class TeacherTargets(Part):
     """Gives the head the teachers' distributions in passes that compute the divergence."""
 
     given: tuple[Batch, Targets] | None = None
-    """Targets of the step and their batch, until the step's metrics are read."""
+    """Batch and targets of the step, until the step's metrics are read."""
 
     def attach(self, engine: "TrainingEngine") -> None:
         self._model = engine.chunks[-1]
@@ -243,7 +248,7 @@ class TeacherTargets(Part):
 
 @dataclass
 class MicroTargets(HeadOutput):
-    """The targets of a micro-batch of R response tokens, on the device; they give the divergence."""
+    """The targets of a micro-batch of R response tokens, on the device. Calling them gives the divergence."""
 
     name = "divergence"
     divergence: Divergence
@@ -263,7 +268,7 @@ class MicroTargets(HeadOutput):
 
     def __call__(self, hidden: Tensor, weight: Tensor, **options) -> Tensor:
         """Return the divergence at each token, float32 [R]. Arguments as for `linear_divergence`."""
-        if not self.parts:  # no samples, but pipeline and gradient reductions require gradients, which are 0
+        if not self.parts:  # no samples: the gradients are 0, but pipeline and reductions need them
             return hidden.float().sum(-1) + weight[:0].float().sum()
         out = hidden.new_zeros(len(hidden), dtype=torch.float32)
         for places, rows, head in self.parts:
@@ -276,10 +281,10 @@ class MicroTargets(HeadOutput):
 def _through_head(
     ctx, gradient: Callable[[slice], Tensor], upstream: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of hidden [T, H] and weight, from those of the scaled logits of each chunk.
+    """Return the gradients of hidden [T, H] and weight, from the gradients of each chunk's scaled logits.
 
-    ctx: of a function whose first inputs are hidden and weight, which it has saved. With adapters the weight
-    is frozen, and has no gradient.
+    ctx: context of a function that has saved hidden and weight, its first inputs. With adapters the weight is
+    frozen, and has no gradient.
     """
     (hidden, weight, *_), learns = ctx.saved_tensors, ctx.needs_input_grad[1]
     grad_hidden = torch.empty_like(hidden)

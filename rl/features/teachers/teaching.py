@@ -32,7 +32,7 @@ class Teaching:
     """Passes of the teachers over a batch. Methods are collective over the world.
 
     Args:
-        tokenizer: the policy's, with which a self-taught policy reads its template.
+        tokenizer: the policy's tokenizer; a self-taught policy reads its template with it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Teaching:
                 model.chunks[-1].head_weight,
                 k,
                 temperature=model.spec.temperature,
-                vocab_size=policy.chunks[-1].real_vocab_size,  # a teacher may have more rows, of no token
+                vocab_size=policy.chunks[-1].real_vocab_size,  # a teacher may have more rows than tokens
                 group=policy.grid.groups.tp,
                 chunk=max(1, model.chunks[-1].head_chunk_tokens // 4),
             )
@@ -100,7 +100,7 @@ class Teaching:
     def responses(self, prompts: list[Prompt]) -> Batch:
         """Sample rollout.samples_per_prompt responses per prompt from the teacher.
 
-        They have no `rollout_logprobs` and `weight_versions`, because the policy did not sample them.
+        The batch has no `rollout_logprobs` and `weight_versions`, because the policy did not sample it.
         """
         engine, sampling = self._engines.generating["teacher"], train_sampling(self._config)
         ids = [prompt.token_ids for prompt in prompts]
@@ -122,8 +122,11 @@ class Teaching:
     def _lessons(
         self, batch: Batch
     ) -> Iterator[tuple[int, TrainingEngine, Batch, MicroBatchPlan, AbstractContextManager[None]]]:
-        """Yield for each teacher with samples in the batch: number, model, batch that it reads, plan of its
-        pass, and the context in which the model has the teacher's weights."""
+        """Yield for each teacher with samples in the batch: number, model, batch to read, plan, and context.
+
+        Inside the context the model has the teacher's weights. For example, with teacher.self_taught=initial
+        the policy gets its reference weights.
+        """
         goal, engines = self._config.teacher, self._engines
         if goal.self_taught != "none":
             read, policy = self._with_contexts(batch), engines.policy
@@ -143,7 +146,7 @@ class Teaching:
                 number += 1
 
     def _with_contexts(self, batch: Batch) -> Batch:
-        """Return the responses with the prompts of the template."""
+        """Return a batch with the same responses after the prompts of the self-taught policy's template."""
         goal = self._config.teacher
         assert batch.feedback is not None or not needs_feedback(self._config), "the batch was not scored"
         feedback = batch.feedback or [None] * len(batch)
