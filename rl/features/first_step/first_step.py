@@ -2,9 +2,9 @@
 
     srun python train_rl.py --config my.yaml run.mode=check
 
-It runs on as many ranks as the training, in the directory `<run.dir>-check`, and writes no checkpoint. Rank 0
-prints samples with their masks, a table of the phases and the verdicts, and writes them to `first_step.txt`
-(with colours, for less -R) and `first_step.json`. The exit code is 1 if a verdict is wrong.
+The check runs on as many ranks as the training, in the directory `<run.dir>-check`, and writes no checkpoint.
+Rank 0 prints samples with their masks, a table of the phases and the verdicts, and writes them to
+`first_step.txt` (with colours, for less -R) and `first_step.json`. The exit code is 1 if a verdict is wrong.
 """
 
 import json
@@ -47,14 +47,15 @@ ERRORS = (
     FloatingPointError,
     AllTrajectoriesFailed,
 )
-"""Errors that every rank raises at the same place, so that all can still report."""
+"""Errors that every rank raises at the same place. After such an error all ranks can still report."""
 
 
 class FirstStep(Training):
-    """Takes the step after the newest checkpoint that the config names, usually step 1, and reports on it."""
+    """Takes the step after the newest checkpoint that the config names, and reports on the step. Without a
+    checkpoint, for example, it takes step 1."""
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
-        """Take one step and report. Returns the stop request that ended it before, if there was one.
+        """Take one step and report. Returns the stop request if one aborted the step, else None.
 
         Collective over the world.
         """
@@ -96,7 +97,7 @@ class FirstStep(Training):
         return self._batch
 
     def _note_memory(self, timing: str) -> None:
-        """Note the memory of a phase that has ended, and begin to measure the next one's."""
+        """Note the memory of the ended phase, and begin to measure the next phase."""
         device, found = self._phases.step.device, {"host GiB": resident_bytes() / GIB}
         if device.is_cuda:
             found["device GiB"] = torch.cuda.max_memory_allocated(device.torch) / GIB
@@ -106,7 +107,8 @@ class FirstStep(Training):
         self._memory[timing] = {name: max(value, before.get(name, 0.0)) for name, value in found.items()}
 
     def _phase_table(self, metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-        """Return seconds and memory by phase, the memory of the rank with the most. Collective."""
+        """Return seconds and memory by phase; memory is the maximum over the ranks. Collective over the
+        world."""
         table = {}
         for of_ranks in zip(*(found.items() for found in gather_objects(self._memory)), strict=True):
             timing, names = of_ranks[0]

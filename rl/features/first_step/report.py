@@ -11,9 +11,10 @@ from rl.data.special_tokens import special_ids
 from rl.features.first_step.verdicts import Facts, Verdict
 
 NUM_SAMPLES = 2
-"""Samples that are printed, of different groups."""
+"""Number of printed samples, each of another group."""
 SHOWN_TOKENS = 400
-"""Maximum tokens of a part of a sample that is printed whole; of a longer part both ends are printed."""
+"""Maximum tokens of a part of a sample to print it whole. For example, of a prompt with 5,000 tokens only
+both ends are printed."""
 STYLES = {"ok": "green", "look": "yellow", "wrong": "bold red"}
 KINDS = {
     "prompt": "blue",
@@ -73,7 +74,7 @@ def sample_text(batch: Batch, sample: int, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _append(text: Text, ids: list[int], tokenizer, special: set[int], style: str) -> None:
-    """Append tokens to the text; special ones in reverse."""
+    """Append tokens to the text, special tokens in reverse colours."""
     first = 0
     for at in range(1, len(ids) + 1):
         if at == len(ids) or (ids[at] in special) != (ids[first] in special):

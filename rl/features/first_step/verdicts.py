@@ -1,7 +1,8 @@
-"""Verdicts on the first step of a run (`run.mode=check`): pure functions of what the step left.
+"""Verdicts on the first step of a run (`run.mode=check`): pure functions of the step's results.
 
-Each returns a Verdict, or None if it does not apply. ok: as it should be. look: possible, but decide whether
-it is intended. wrong: the run would not learn what it should. docs/first_step.md explains every line.
+Each function returns a Verdict, or None if it does not apply. ok: as it should be. look: possible, but decide
+whether it is intended. wrong: the run would not learn what it should. For example, `truncated` says look if
+10 % of the responses are truncated, and wrong if 50 % are. docs/first_step.md explains every line.
 """
 
 import math
@@ -23,22 +24,22 @@ from rl.run_directory.view import duration
 from rl.training.learning_rate import learning_rate
 
 LARGE_NORM = 100.0
-"""Gradient norm that no usual first step of a language model exceeds."""
+"""Upper limit of the gradient norm in usual first steps of a language model."""
 TRUNCATED = (0.1, 0.5)
-"""Shares of truncated responses from which a verdict is look, and wrong."""
+"""Shares of truncated responses from which the verdict is look, and from which it is wrong."""
 FLAT_GROUPS = 0.7
-"""Share of groups whose samples all have the same score from which a verdict is look."""
+"""Share of groups with one score for all samples, from which the verdict is look."""
 FAILED = 0.2
-"""Share of samples whose reward failed from which a verdict is wrong."""
+"""Share of samples with a failed reward, from which the verdict is wrong."""
 EQUAL_SAMPLES = 0.2
-"""Share of samples that equal another one of their group from which a verdict is look."""
+"""Share of samples equal to another sample of their group, from which the verdict is look."""
 PROBS_GAP = 0.01
-"""Mean |p of the trainer - p of the engine| from which a verdict is look."""
+"""Mean |p of the trainer - p of the engine| from which the verdict is look."""
 MOVED = (0.1, 0.5)
-"""Mean change of a sampled token's log-prob by one step, in nats, from which a verdict is look, and wrong.
-PPO clips a change of 0.2."""
+"""Mean change of a sampled token's log-prob by one step, in nats, from which the verdict is look, and from
+which it is wrong. For comparison, PPO clips a change of 0.2."""
 IDLE = 0.2
-"""Share of a phase that ranks may wait for the slowest one."""
+"""Share of a phase that ranks may wait for the slowest rank, from which the verdict is look."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,25 @@ class Verdict:
 
 @dataclass
 class Facts:
-    """Batch, metrics and times of the first step. All but the times are identical on every rank."""
+    """Batch, metrics and times of the first step. All except the times are identical on every rank."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Collection[int]
     metrics: Mapping[str, float]
     batch: Batch | None = None
-    """The batch with what `learn` filled; None if the step ended before."""
+    """The batch with the columns that `learn` filled; None if the step ended earlier."""
     after: Tensor | None = None
     """Log-probs of the batch's tokens under the policy after the step, float32 [T]."""
     noise: RoundingNoise | None = None
-    """The noise of the model, if it is measured."""
+    """The rounding noise of the model; None if it is not measured."""
     error: str = ""
     """The error that ended the step."""
     dp: int = 1
     shares_prompts: bool = False
     """Whether a micro-batch computes a prompt once for all of its samples."""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Seconds, host GiB and device GiB by phase; memory is that of the rank with the most."""
+    """Seconds, host GiB and device GiB by phase; memory is the maximum over the ranks."""
     step: int = 1
 
     @cached_property
@@ -90,7 +91,8 @@ def verdicts(facts: Facts) -> list[Verdict]:
 
 
 def graded(name: str, value: float, levels: tuple[float, float], text: str, remedy: str) -> Verdict:
-    """Return look from the first level on, wrong from the second, else ok without the remedy."""
+    """Return the verdict look from the first level on, wrong from the second level on, else ok without the
+    remedy."""
     if not value >= levels[0] and not math.isnan(value):
         return Verdict(name, "ok", text)
     return Verdict(name, "look" if value < levels[1] else "wrong", text, remedy)
@@ -159,7 +161,7 @@ def end_token(facts: Facts) -> Verdict | None:
 
 
 def special_tokens(facts: Facts) -> Verdict | None:
-    """Special tokens within responses, which a wrong template or a missing stop token leaves there."""
+    """Judge special tokens within responses, for example of a wrong template or a missing stop token."""
     samples = facts.sampled
     if samples is None or samples.turns is not None:
         return None
@@ -174,7 +176,7 @@ def special_tokens(facts: Facts) -> Verdict | None:
         most = int(counts.mode().values)
         text += f", most often {facts.tokenizer.convert_ids_to_tokens(most)} (id {most})"
     remedy = "if such a token ends a turn, add it to rollout.stop_token_ids"
-    # Never wrong: the marks of a model's reasoning may be special tokens.
+    # Never wrong, because <think> and other marks of reasoning may be special tokens.
     return graded("special tokens", share, (0.02, math.inf), text, remedy)
 
 
@@ -309,14 +311,14 @@ def reference(facts: Facts) -> Verdict | None:
     )
     if facts.step > 1 or facts.config.rollout_correction.bypass:
         return None
-    return Verdict("reference", "ok", text)  # else LogprobMismatch has ended the step
+    return Verdict("reference", "ok", text)  # otherwise LogprobMismatch has ended the step
 
 
 def ratio(facts: Facts) -> Verdict | None:
     metrics = facts.metrics
     if "actor/pg_clipfrac" not in metrics:
         return None
-    # With bypass the ratio is that of trainer and engine, which is not exactly 1.
+    # With bypass the ratio compares trainer and engine, and is not exactly 1.
     first = "" if facts.config.rollout_correction.bypass else "the first update began at ratio 1; "
     text = (
         f"{first}over all updates KL {metrics.get('actor/ppo_kl', 0.0):.2g}, "
@@ -337,7 +339,7 @@ def gradient_norm(facts: Facts) -> Verdict | None:
             "gradient norm", "wrong", text, "no sample has an advantage; see the line of the reward"
         )
     remedy = "usual are 0.01 to 10; look at the loss's scale (objective.aggregation) and at the advantages"
-    # Losses of given responses sum log-ratios over a response, and a new model's likelihood is steep.
+    # With given responses the loss sums log-ratios over a response, and a new model's likelihood is steep.
     usual = 10 if learns_from_samples(facts.config) else 100
     return graded("gradient norm", norm, (usual * clip or LARGE_NORM, math.inf), text, remedy)
 
@@ -352,7 +354,7 @@ def movement(facts: Facts) -> Verdict | None:
     moved = float(change.mean()) if len(change) else 0.0
     text = f"log-probs of the samples changed by {moved:.2g} nats on average, at lr {lr:.2g}"
     levels = MOVED
-    if lr < adam.lr:  # the change is about proportional to it; a first step of Adam is larger than later ones
+    if lr < adam.lr:  # the change is about proportional to lr; Adam's first step is larger than later steps
         if moved < MOVED[1]:
             levels = MOVED[0], math.inf
         moved *= adam.lr / lr
@@ -384,7 +386,7 @@ SLOW = {
 
 def slowest_phase(facts: Facts) -> Verdict | None:
     total = facts.metrics.get("timing_s/step")
-    if not total or not facts.phases or facts.sampled is None:  # else the update is all of the step
+    if not total or not facts.phases or facts.sampled is None:  # otherwise the update is the whole step
         return None
     name, values = max(facts.phases.items(), key=lambda item: item[1]["s"])
     share = values["s"] / total
