@@ -1,4 +1,4 @@
-"""Functions that run in threads of their own, one at a time."""
+"""Functions in threads of their own, one at a time."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -7,14 +7,17 @@ from typing import Any
 
 
 class AlternatingThreads:
-    """Runs functions in threads, one at a time and in order; each may wait for an answer.
+    """Runs functions in threads, one at a time and in order; each function may wait for an answer.
+
+    For example, with two functions the first runs until it waits or ends, then the second. Once both wait,
+    `answer` gets both requests, and the first function continues.
 
     Args:
-        functions: each is called with a function `wait(request)`, which returns the answer.
-        answer: called in the main thread with the requests of all functions that have not ended, by index;
-            returns their answers.
+        functions: called with a function `wait(request)`, which returns the answer.
+        answer: called in the main thread with the requests of all live functions, by index; returns the
+            answers.
         prepare: called in each thread before its function.
-        follow: called with the thread whose turn it is.
+        follow: called with the thread that takes its turn.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class AlternatingThreads:
         self._main.release()
 
     def _wait(self, index: int, request: Any) -> Any:
-        """Give up the turn until the request is answered; return the answer."""
+        """Yield until the request is answered; return the answer."""
         self._requests[index] = request
         self._main.release()
         self._turn[index].acquire()

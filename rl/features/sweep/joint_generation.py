@@ -30,10 +30,11 @@ class PointCall(Call):
 
 
 class PointGeneration(Sampler):
-    """Generation of one point: hands in its prompts, and waits until the engine has generated for all.
+    """Generation of one point: hands in the point's prompts, and waits until the engine has generated for all
+    points.
 
     Args:
-        wait: gives the request to `JointGeneration.serve` and returns its batch, None after a stop request.
+        wait: gives the request to `JointGeneration.serve`; returns the batch, or None after a stop request.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class PointGeneration(Sampler):
 
 
 class JointGeneration:
-    """Serves the requests of all points that wait. Methods are collective over the world.
+    """Serves the requests of all waiting points. Methods are collective over the world.
 
     Args:
-        engines: of all points. The index of a point's adapter in the engine is that of the point here.
-        step: the step object of the sweep, whose phases are those in which all points wait.
-        stop: requests that may abort a generation for training; None if none may.
-        offload: what leaves the device's memory while the engine generates (`offload_of`).
+        engines: the points' engines. A point's adapter has the same index in the generation engine: for
+            example, the adapter of engines[2] is adapter 2.
+        step: the step object of the sweep; all points wait in its phases.
+        stop: requests that may abort a generation for training; None if no request may.
+        offload: tensors that leave the device's memory while the engine generates (`offload_of`).
     """
 
     def __init__(
@@ -83,8 +85,8 @@ class JointGeneration:
     def serve(self, calls: dict[int, PointCall]) -> dict[int, Batch | None]:
         """Return the batch of each point by its index; None for all if a stop request ended a call.
 
-        Points with the same sampling parameters share a call of the engine. A sample has the seed that it
-        would have if its point ran alone.
+        Points with the same sampling parameters share a call of the engine. A sample has the same seed as in
+        a run of its point alone.
         """
         self._wake(calls)
         by_sampling: defaultdict[Sampling, dict[int, PointCall]] = defaultdict(dict)
@@ -124,7 +126,7 @@ class JointGeneration:
             engine.wake_cache()
 
     def _offload_models(self, *, weights: bool) -> None:
-        """Offload gradients and optimizer states of all points, with `weights` also their weights."""
+        """Offload gradients and optimizer states of all points, and with `weights` the weights, too."""
         if self._offload != "none":
             for engines in self._engines:
                 engines.offload(weights=weights and self._offload == "all")
@@ -164,7 +166,7 @@ class JointGeneration:
             mine = _within(samples, first, len(call.prompts))
             found[point] = batch_of(mine, call.ids, prompts=call.prompts, samples_per_prompt=n)
             first += len(call.prompts)
-            # All points wait for the whole call, so each one's time is that of the call.
+            # All points wait for the whole call, so the time of each point is the time of the call.
             key = f"timing_s/{call.timing}"
             call.step.metrics[key] = call.step.metrics.get(key, 0.0) + seconds
             if abortable:

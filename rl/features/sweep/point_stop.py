@@ -8,7 +8,7 @@ from rl.runtime.collectives import broadcast_object
 from rl.stopping.requests import StopDecision, StopRequests
 
 ENDED_EARLY = "sweep.stop="
-"""Begins the reason for which a point ended early."""
+"""Beginning of the reason of a point that ended early."""
 
 
 class Survivors:
@@ -19,12 +19,12 @@ class Survivors:
     """
 
     reads: frozenset[str] = frozenset()
-    """Names of the metrics that decide."""
+    """Names of the metrics that the rule reads."""
 
     def __init__(self, config: Sweep, num_points: int, *, due: int = 0):
         self._live = set(range(num_points))
         self.reasons: dict[int, str] = {}
-        """Why a rule has ended a point, by its number."""
+        """Number of a point -> why a rule ended the point."""
 
     @property
     def live(self) -> frozenset[int]:
@@ -32,7 +32,7 @@ class Survivors:
         return frozenset(self._live)
 
     def leave(self, point: int) -> None:
-        """Go on without a point, which somebody has stopped."""
+        """Go on without a point that somebody has stopped."""
         self._live.discard(point)
 
     def remember(self, point: int, records: list[Mapping[str, float]], *, is_over: bool) -> None:
@@ -42,17 +42,18 @@ class Survivors:
         """Note rank 0's metrics of a point's step, and judge the steps that all points have taken."""
 
     def judge(self) -> None:
-        """Judge the steps that all points have taken, those of earlier starts included."""
+        """Judge the steps that all points have taken, including steps of earlier starts."""
 
 
 class PointStop(StopRequests):
-    """The stop requests of one point: those of the job, and the end by the rule of `sweep.stop`.
+    """The stop requests of one point: requests of the job or the point, and the end by the rule of
+    `sweep.stop`.
 
     Args:
         own: requests in the point's directory, such as the file `save`.
         job: requests of the whole sweep.
-        to_save: points that have yet to save for a request of the whole sweep. All points share it, because
-            only the first one finds the file `save`.
+        to_save: points that have yet to save for a request of the whole sweep. All points share this set,
+            because only the first point finds the file `save`.
     """
 
     def __init__(
@@ -77,17 +78,17 @@ class PointStop(StopRequests):
         self._to_save.discard(self._point)
         if own.by_hand:
             self._survivors.leave(self._point)
-        # The end by a rule comes first, so that the status of the point has it.
+        # The end by a rule comes first, so that the point's status names it.
         if rule := self._survivors.reasons.get(self._point, ""):
             return StopDecision(rule, save, is_final=True)
         return StopDecision(job.reason or own.reason, save)
 
     def is_requested(self) -> bool:
-        """Return whether a stop of the job is in the store. Not collective."""
+        """Return whether the store has a request to stop the job. Not collective."""
         return self._of_job.is_requested()
 
     def record_step(self, step: float, save: float, *, unstoppable: float) -> str:
-        """Judge a complete step, and record its seconds as `StopRequests.record_step`.
+        """Judge a complete step, and record its seconds, like `StopRequests.record_step`.
 
         Collective over the world.
         """

@@ -1,10 +1,10 @@
-"""A sweep in one job: the runs of several points, which share one base model and one engine.
+"""A sweep in one job: the runs of several points with one base model and one engine.
 
 Each point is an ordinary run (`rl.run.loop`) with a directory, checkpoints and metrics of its own. The loop
-of a point runs in a thread, but only one thread runs at a time: the points take turns in a fixed order, the
-same on every rank, so collectives stay in order. A point that needs samples hands in its prompts and gives up
-its turn; when all points wait, the engine generates for all of them in one call
-(`rl.features.sweep.joint_generation`).
+of a point runs in a thread, but only one thread runs at a time. The points take turns in a fixed order,
+identical on every rank, so collectives stay in order. A point that needs samples hands in its prompts and
+yields. Once all points wait, the engine generates for all points in one call. For example, three points with
+64 prompts each become one call with 192 prompts (`rl.features.sweep.joint_generation`).
 """
 
 import copy
@@ -103,7 +103,7 @@ def run_points(
 
 
 def _record_points(config: Config, points: Sequence[Config]) -> None:
-    """Add the points to launch/sweep.json, from which `python -m launch status` and `report` know them."""
+    """Add the points to launch/sweep.json, for `python -m launch status` and `report`."""
     path = Path(config.run.dir, "launch", "sweep.json")
     facts = json.loads(path.read_text()) if path.is_file() else {"name": config.run.name, "points": []}
     known = {point["name"] for point in facts["points"]}
@@ -125,7 +125,7 @@ def _open(
     total: "SweepStatus",
     watchdog: Watchdog,
 ) -> Point | None:
-    """Open the directory of a point; return None if it has ended. Collective over the world.
+    """Open the directory of a point; return None if the point has ended. Collective over the world.
 
     watchdog: gets the lock of the directory, on rank 0.
     """
@@ -164,15 +164,15 @@ def _open(
 
 
 def _inputs_of(config: Config, inputs: Inputs) -> Inputs:
-    """Return the inputs of a point: those of the sweep, but for what the point may choose.
+    """Return the inputs of a point: the inputs of the sweep, with the point's config and curriculum.
 
-    Raises ConfigError for an adapter or a curriculum that the point cannot start with.
+    Raises ConfigError for an unusable adapter or curriculum.
     """
     own, data, adapter = copy.copy(inputs), config.data, config.adapter
     own.config = config
     try:
         own.order = load_order(data.curriculum) if data.curriculum else None
-        own.prompt_order()  # refuses a curriculum that returns no order
+        own.prompt_order()  # raises ConfigError for a curriculum that returns no order
         if adapter.path:
             hf = inputs.models["policy"].hf
             pairs = adapters_of(config, architecture(hf).weights(hf))
@@ -185,7 +185,8 @@ def _inputs_of(config: Config, inputs: Inputs) -> Inputs:
 class SweepStatus:
     """The status of a sweep, with the sums of its points' steps.
 
-    A batch script thereby learns whether a start of the job made progress.
+    A batch script reads in the sums whether a start of the job made progress. For example, two points at
+    steps 3 and 4 give step 7.
     """
 
     def __init__(self, status: Status):
@@ -206,7 +207,7 @@ class SweepStatus:
 
 
 class PointStatus(Status):
-    """The status of a point. follow: called with the steps that are written."""
+    """The status of a point. follow: called with the written steps."""
 
     def __init__(self, follow: Callable[..., None], run_dir: str, **options: Any):
         super().__init__(run_dir, is_copied=False, **options)
@@ -232,7 +233,8 @@ def _run(
     progress: Progress,
     survivors: Survivors,
 ) -> int:
-    """Build what the points share, and run them. Returns the exit code. Collective over the world."""
+    """Build the shared models, engine and reward pool, and run the points. Returns the exit code. Collective
+    over the world."""
     generates = needs_engine(config)
     finish_imports(config, generate=generates)
     pool = None
@@ -297,9 +299,10 @@ def _run(
 
 
 def _build_engines(points: list[Point], device: Device) -> list[Engines]:
-    """Build the models of each point; all but the policies are those of the first. Collective over the world.
+    """Build the models of each point. Collective over the world.
 
-    The policies use the memory of the first's base. One engine generates with the adapters of all points.
+    The points share all models of the first point except the policies, and the policies share its base
+    weights. One engine generates with the adapters of all points.
     """
     grid, first = make_grid(points[0].config, device), points[0]
     adapters = [point.config.adapter for point in points]
@@ -322,7 +325,7 @@ class PointProgress(Progress):
         return self._progress.phase(f"{self._name}: {description}", total, unit)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Do nothing: the live view is that of the sweep."""
+        """Do nothing, because the live view shows the sweep."""
 
     def line(self, text: str) -> None:
         self._progress.line(f"{self._name}: {text}")
