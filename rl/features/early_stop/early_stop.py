@@ -12,9 +12,10 @@ from rl.features.sweep.point_stop import ENDED_EARLY, Survivors
 class EarlyStop(Survivors):
     """Decides which points end early. The decision depends only on metrics that rank 0 logs.
 
-    A step is judged once all points that go on have taken it. A point that is ahead may therefore take one
-    more step than its rule allows, which no decision reads. A run that continues judges the steps of earlier
-    starts again, because a fault may have come between a decision and the point's end.
+    A step is judged once all live points have taken it. A point ahead of the others may therefore take one
+    more step than its rule allows, but no decision reads this step. For example, point 0 has begun step 11
+    when point 1 finishes step 10, and the rule then ends point 0 after step 10. A resumed run judges the
+    steps of earlier starts again, because a fault may have come between a decision and the point's end.
 
     A value that is not finite ranks last. Points that have not logged the metric are not compared.
     """
@@ -27,7 +28,7 @@ class EarlyStop(Survivors):
         self._last = [0] * num_points
         """The last step of each point."""
         self._over: set[int] = set()
-        """Points that have taken their last step; the steps up to it are judged with them."""
+        """Points that have taken their last step. Their steps still take part in the judgement."""
         self._judged = 0
         self.reads = frozenset({config.metric})
 
@@ -60,7 +61,7 @@ class EarlyStop(Survivors):
             self._values[point][step] = value if is_finite else -math.inf
 
     def _judge(self, step: int) -> None:
-        """End points after `step`, which all live points have taken."""
+        """End points after `step`. All live points must have taken this step."""
         first = self._config.first
         seen = [[value for at, value in values.items() if at <= step] for values in self._values]
         if step >= self._due and not any(seen):
@@ -86,11 +87,11 @@ class EarlyStop(Survivors):
 
     def _end(self, point: int, step: int, why: str) -> None:
         self._live.discard(point)
-        # A step that it takes nevertheless does not count (`_note`), because a resumed run may not take it.
+        # A later step of the point does not count (`_note`), because a resumed run may not take it.
         self._values[point] = {at: value for at, value in self._values[point].items() if at <= step}
         self.reasons[point] = f"{ENDED_EARLY}{self._config.stop} after step {step}: {why}"
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean of the finite values; -inf without any, which ranks last."""
+    """Return the mean of the finite values; -inf without a finite value, which ranks last."""
     return mean([value for value in values if math.isfinite(value)] or [-math.inf])
