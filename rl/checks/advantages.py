@@ -1,13 +1,13 @@
 """Advantages computed a second time, for some groups of a step: slowly, in float64, from scores and config.
 
 Nothing here calls `rl.objectives`: each formula is written down again in plain Python, as its paper has it.
-What the algorithm computed must agree to float32 rounding. If the algorithm whitens over the batch, values
-are compared up to shift and scale. For example, the values 3 and 5 agree with the whitened advantages -1 and
-1. The mean and variance of the whole batch must then be what whitening gives.
+The algorithm's numbers must agree to float32 rounding. If the algorithm whitens over the batch, values are
+compared up to shift and scale. For example, the values 3 and 5 agree with the whitened advantages -1 and 1.
+The mean and variance of the whole batch must then be 0 and at most 1.
 
 Not computed again: the advantages of prime before whitening, because no column holds its process rewards; the
-KL penalty with an adaptive coefficient; the baselines of remax; advantages with a teacher's part; what a
-user's algorithm or estimator computes.
+KL penalty with an adaptive coefficient; the baselines of remax; advantages with a teacher's part; the numbers
+of a user's algorithm or estimator.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""The moments of a step at which its results are compared with a second source. docs/checks.md lists the
-checks."""
+"""Comparisons of a step's results with a second source, by moments of the step: for example `generated`,
+after the samples are generated. docs/checks.md lists the checks."""
 
 import math
 from collections import deque
@@ -51,13 +51,13 @@ SEEDS_OF_CALLS = 16
 
 
 class Start(Protocol):
-    """Weights and state from which a run started (`rl.checkpoint.start`)."""
+    """Weights and state at the start of a run (`rl.checkpoint.start`)."""
 
     def check(self, name: str, model: TrainingEngine) -> None: ...
 
 
 class Checks:
-    """The checks of a run. Every rank calls each moment with the same arguments and raises the same error.
+    """The checks of a run. Every rank calls each method with the same arguments and raises the same error.
 
     policy: the model that learns from the samples. end_ids: ids of tokens that end a response, besides
     `rollout.stop_token_ids`.
@@ -89,8 +89,8 @@ class Checks:
     def generated(self, batch: Batch, *, limits_vary: bool) -> None:
         """Check samples of the policy: groups, endings, duplicates.
 
-        Not before the update, because an algorithm may learn from some samples of a group. limits_vary:
-        whether samples may have been generated with another length limit.
+        They are checked here and not before the update, because an algorithm may learn from some samples of a
+        group. limits_vary: whether samples may have been generated with another length limit.
         """
         rollout = self._config.rollout
         self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)

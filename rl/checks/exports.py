@@ -31,7 +31,7 @@ CHATS = {
     "a call": [QUESTION, TURN | {"content": "", "tool_calls": [CALL]}, REPLY],
 }
 MAX_CHECKED = 4 << 30
-"""Parameters up to which rank 0 loads the exported model, in float32 in host memory."""
+"""Largest number of parameters of an exported model that rank 0 loads, in float32 in host memory."""
 
 
 def wrong_export(policy: TrainingEngine, source: str, directory: Path) -> str | None:

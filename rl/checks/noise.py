@@ -18,7 +18,7 @@ from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
 
 FADE = 0.95
-"""Factor by which sums decay per step."""
+"""Decay factor of the sums per step."""
 FLOOR = 1e-3
 """Share of the bound of rounding that is added to a gap before its logarithm is taken."""
 MIN_SAMPLES = 32
@@ -42,9 +42,9 @@ UNITS = {
     "trained on": "samples that rank {} trained on as in those of other ranks",
     "position": "tokens at positions from 2 ** {} up to its double as at others",
 }
-"""Kind of a number -> what has it, and what it is compared with."""
+"""Kind of a number -> the compared samples or tokens, for the message."""
 SLOPE = 0.3
-"""Share of the distance from the reference by which engine and trainer may differ systematically."""
+"""Largest systematic difference of engine and trainer, as a share of the distance from the reference."""
 MIN_DISTANCE = 1.5
 """Minimum of the squared distance from the reference in units of the squared gaps; noise has 1.25."""
 NEARER = 4.0

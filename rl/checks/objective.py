@@ -1,4 +1,4 @@
-"""A check of the configured loss: its gradient at points where theory says what it is.
+"""A check of the configured loss: its gradient at points where theory predicts it.
 
 The gradient of a policy gradient's loss with respect to the log-probs is computed on a few tokens, once per
 start, before the first update:

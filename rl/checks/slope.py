@@ -47,7 +47,7 @@ GAP = 0.1
 INDEPENDENT = 256
 """Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
 CUT = 64
-"""Number of tokens kept of a prompt, its last ones, and of a response."""
+"""Number of tokens kept: the last tokens of a prompt, and the first tokens of a response."""
 
 
 class WrongBackward(RuntimeError):

@@ -1,4 +1,4 @@
-"""Checks of an update: its learning rate, the tokens that it learned from, and what it did."""
+"""Checks of an update: its learning rate, its tokens, its gradient, and its effect."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ from rl.training.packing import MicroBatch
 TOLERANCE = 1e-9
 """Maximum distance of the counted share from 1; its terms are float64."""
 SMALL_LR = 0.01
-"""Share of the peak learning rate from which an update must change weights. Far below it, at the ends of a
-schedule, float32 may round every change away."""
+"""Share of the peak learning rate above which an update must change weights. Far below it, for example at the
+end of a schedule, float32 may round every change away."""
 SMALL_NORM = 1e-6
-"""Gradient norm from which an update must change weights. Below it Adam's epsilon may dominate."""
+"""Gradient norm above which an update must change weights. Below it Adam's epsilon may dominate."""
 NUM_CODES, NUM_CONTENTS = 1021, 262139
 """Both are prime. Codes of positions are 1 to NUM_CODES, codes of tokens' contents 0 to NUM_CONTENTS - 1.
 Their product is below 2**28, so float64 sums it exactly over 2**25 tokens."""
@@ -40,8 +40,9 @@ OLD = {"logprobs": "old_logprobs", "values": "old_values"}
 NUM_EQUAL = 32
 """Maximum number of tokens that may all have bitwise unchanged outputs although weights moved."""
 SMALL_STEP = 1e-4
-"""Learning rate, in units of the dtype's eps, from which an update must change outputs. Adam changes a weight
-by about the rate, so at this rate one in a few hundred weights of size 0.02 is rounded to another value."""
+"""Learning rate, in units of the dtype's eps, above which an update must change outputs. Adam changes a
+weight by about the rate, so at this rate one in a few hundred weights of size 0.02 is rounded to another
+value."""
 
 
 class WrongTokens(RuntimeError):
@@ -59,7 +60,7 @@ class Counts:
         self._own: list[Tensor] = []
 
     def __call__(self, micro: MicroBatch) -> Tensor:
-        """Return what a micro-batch adds to `UpdateResult.observed`, float64 [5].
+        """Return the terms of a micro-batch in `UpdateResult.observed`, float64 [5].
 
         The elements are: counted tokens / denominator of the loss (1 when summed over the update); counted
         tokens * denominator; the sum of the codes of the counted tokens (position, token id and columns); the
@@ -138,7 +139,7 @@ class LossGradient:
         self._is_watching = False
 
     def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what the loss returns."""
+        """Return the loss and its metrics."""
         value, metrics = self._loss(micro)
         outputs = [x for x in micro.outputs.values() if x.requires_grad]
         if not self._is_watching and outputs and len(outputs[0]) and value.requires_grad:

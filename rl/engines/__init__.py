@@ -1,1 +1,1 @@
-"""The models of a run on this rank, what they are built from, and how they share the memory."""
+"""The models of a run on this rank, their inputs, and their sharing of the memory."""

@@ -1,4 +1,4 @@
-"""Covariance of log-probability and advantage, by which Clip-Cov and KL-Cov select tokens (arXiv:2505.22617).
+"""Covariance of log-probability and advantage: Clip-Cov and KL-Cov select tokens by it (arXiv:2505.22617).
 
 To first order a policy-gradient step lowers the entropy by this covariance, and a handful of tokens carries
 nearly all of it (table 1 there). For one token, with means over all the tokens (equation 10):

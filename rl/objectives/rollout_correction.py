@@ -216,7 +216,7 @@ def metrics(
 ) -> dict[str, float]:
     """Measure how far engine and trainer are apart, under verl's names with its prefix `rollout_corr/`.
 
-    Of tokens, means over all unmasked ones:
+    Of tokens, means over all unmasked tokens:
         kl, k3_kl: k1 and k3 estimates of KL(engine || trainer), nats.
         chi2_token: w^2 - 1, the chi-squared divergence.
         rollout_is_mean, _std, _min, _max: of w before any truncation. The mean is 1 up to noise if
@@ -237,7 +237,7 @@ def metrics(
         rollout_is_seq_fraction_high, _low: share of the samples with a high or low mean weight.
 
     Args:
-        level: what is weighed: tokens, or whole samples.
+        level: whether tokens or whole samples are weighed.
         upper: the bound that the weights are truncated to, positive.
 
     Computed in float64. Returns an empty dict if no token is unmasked.

@@ -27,7 +27,7 @@ class Dialogues:
     is_fixed = False
     """Whether each replica must have a fixed share of the work, also without rollout.deterministic."""
     holds = False
-    """Whether a replica holds what its unfinished samples need."""
+    """Whether a replica holds state of its unfinished samples, such as environments."""
 
     def run(
         self,
@@ -68,4 +68,4 @@ class Dialogues:
         return group.within(max_tokens)
 
     def keep_only(self, samples: Collection[tuple[int, int]]) -> None:
-        """Release what unfinished samples need, except these: (draw of the prompt, number)."""
+        """Release the state of unfinished samples, except these: (draw of the prompt, number)."""

@@ -113,7 +113,8 @@ class Phases:
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
 
     def draw_labelled(self) -> Batch:
-        """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable ones."""
+        """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable
+        responses."""
         rows: list[Labelled] = self.draw_prompts()
         ids, masks = [row.prompt_ids for row in rows], [row.response_mask for row in rows]
         batch = given_responses(ids, [row.response_ids for row in rows], masks)

@@ -221,7 +221,7 @@ class Training:
         batch = self._collect()
         cursor, phases = self._phases.cursor(), self._phases
         phases.step.is_committed = True
-        collected = replace(batch)  # learn may change what the batch refers to
+        collected = replace(batch)  # learn may replace columns of the batch
         phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
             if batch.weight_versions is not None:  # pairs with the data's responses have none

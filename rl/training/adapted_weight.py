@@ -10,7 +10,7 @@ class Addition(Protocol):
     """An addition to a weight, for example the product B A of a low-rank adapter."""
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the tensors from which the addition is computed."""
+        """Return the tensors of the addition, for example A and B."""
 
     def merge(self, base: Tensor, *parts: Tensor) -> Tensor:
         """Return the weight with the addition of these parts, with gradients."""
@@ -23,7 +23,7 @@ class AdaptedWeight(torch.nn.Module):
     adapter: Addition | None = None
 
     def weight_parts(self) -> tuple[Tensor, ...]:
-        """Return what `merged` computes the weight from: W, and the parts of the addition."""
+        """Return the arguments of `merged`: W, and the parts of the addition."""
         return (self.weight,) if self.adapter is None else (self.weight, *self.adapter.parts())
 
     def merged(self, weight: Tensor, *parts: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class UpdateResult:
     metrics: dict[str, float]
     """Metrics of the loss, summed over micro-batches and data parallel ranks."""
     observed: list[float]
-    """Sums of what `observe` returned; empty without it."""
+    """Sums of the results of `observe`; empty without it."""
     grad_norm: float
     """Norm of the gradient before clipping."""
     has_moved: bool
@@ -332,7 +332,7 @@ class TrainingEngine:
             self._weights_in_host.send(own, contents=True)
 
     def reload(self) -> None:
-        """Move back to the device what `offload` moved to the host. Not collective."""
+        """Move the tensors that `offload` moved back to the device. Not collective."""
         self._weights_in_host.fetch()
         self._learning_state_in_host.fetch()
         for model in self.parts.models().values():
@@ -347,7 +347,7 @@ class TrainingEngine:
         """Return (group, weights by Megatron's name) of learned weights that the group's ranks replicate.
 
         The first entry is for the data parallel group, the second for routed experts and their expert data
-        parallel group. Further ones are for the tensor parallel groups, which replicate parts of adapters.
+        parallel group. Further entries are for the tensor parallel groups, which replicate parts of adapters.
         Optimizer states are not included, because they are sharded.
         """
         return self.learned_map.replicas() + [pair for part in self.parts for pair in part.replicas()]

@@ -126,7 +126,7 @@ def give_form(model: nn.Module, form: Form) -> None:
 def _let_rows_alternate(experts: nn.Module) -> None:
     for mlp in getattr(experts, "local_experts", [experts]):  # one for all with Transformer Engine
         mlp.linear_fc1.register_forward_hook(_gate_before_up)
-        # For an expert on one rank Megatron's layer returns a view, to which its MLP cannot add a bias.
+        # For an expert on one rank Megatron's layer returns a view, and its MLP cannot add a bias to a view.
         mlp.linear_fc2.explicit_expert_comm = True
 
 

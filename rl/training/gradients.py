@@ -208,7 +208,7 @@ def clipped_norms(
     """Return this rank's terms for `check_clipped`, float64 [1 + 2 world].
 
     Element 0 is the squared norm of this rank's clipped gradients, without copies that another rank counts.
-    Elements 1 + rank and 1 + world + rank are `norm`, by which the rank clipped, and `num_changed`
+    Element 1 + rank is `norm`, the norm that the rank clipped by. Element 1 + world + rank is `num_changed`
     (`StateSample`). Call it after the optimizer's step. Not collective.
     """
     counted = {parameter for weight, parameter in learned.local() if learned.is_counted(weight)}

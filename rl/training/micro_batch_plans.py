@@ -37,8 +37,8 @@ MicroBatchPlan = list[MicroBatches]
 """The micro-batches of each data parallel rank, [dp]."""
 
 MIN_GAIN = 0.02
-"""Minimum relative reduction of the busiest rank's cost for which groups are divided. The prompt of a divided
-group is computed more than once."""
+"""Minimum relative reduction of the busiest rank's cost that justifies dividing a group. The prompt of a
+divided group is computed more than once."""
 MAX_TRIES = 16
 """Maximum number of full micro-batches that are skipped for one part; it bounds the time of a plan."""
 

@@ -105,7 +105,8 @@ def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Any]]]:
-    """Yield (parameter, this rank's part of its main weight, the part's state) of what this rank updates.
+    """Yield (parameter, this rank's part of its main weight, the part's state) of the parameters that this
+    rank updates.
 
     The values of a main weight in host memory are in its state, as MASTER.
     """
@@ -159,7 +160,7 @@ class WrongStep(RuntimeError):
 
     @classmethod
     def of(cls, found: Sequence[str]) -> "WrongStep":
-        """Return the error. found: what each rank found (`StateSample.describe`)."""
+        """Return the error. found: each rank's result of `StateSample.describe`."""
         texts = [f"on rank {rank} {text}" for rank, text in enumerate(found) if text]
         return cls(
             f"an update did not change sampled elements as AdamW with the keys of the config does: "
@@ -220,7 +221,7 @@ class StateSample:
         return self._wrong.sum(), num_moved
 
     def describe(self) -> str:
-        """Return what was wrong on this rank in the last update; "" if nothing was."""
+        """Return the errors of the last update on this rank, for a message; "" if there were none."""
         if not self._wrong.any():
             return ""
         kinds = ("the weights", "the first moments", "the second moments")

@@ -105,10 +105,10 @@ class Part:
         *,
         is_beside: bool,
     ) -> str:
-        """Return what is wrong with values that a refit sends, computed again in another way; "" if nothing.
+        """Compare values that a refit sends with a second computation; return the error, "" if they agree.
 
-        of: gives the values of (weight, parameter). number: chooses what is computed. is_beside: whether the
-        values belong to the weights of `beside`. Not collective.
+        of: gives the values of (weight, parameter). number: chooses the values that are computed. is_beside:
+        whether the values belong to the weights of `beside`. Not collective.
         """
         return ""
 
@@ -158,7 +158,7 @@ class Part:
         return row
 
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
-        """Add to a micro-batch what the head of the last stage needs."""
+        """Add the head's inputs to a micro-batch on the last stage, for example sampling masks."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the passes since the last call. Collective over the world."""

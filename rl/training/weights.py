@@ -182,7 +182,7 @@ def full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of every weight, in the model's order, on every rank.
 
-    value: maps a weight and its parameter on this rank to what is gathered, of the same shape and dtype.
+    value: maps a weight and its parameter on this rank to the gathered values, of the same shape and dtype.
 
     Each weight needs an all-gather over the owner's tensor parallel group, for a routed expert a broadcast
     over the expert parallel group of its stage, and a broadcast over the pipeline group. Every rank must

@@ -1,6 +1,6 @@
 """Group Policy Gradient (arXiv:2504.02546): the loss of REINFORCE, with token-mean as its mean.
 
-What is new in GPG is its advantage, `rl.objectives.advantages.gpg`.
+The novelty of GPG is its advantage, `rl.objectives.advantages.gpg`.
 """
 
 from torch import Tensor
