@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -24,20 +25,13 @@ from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.training.attention import can_share
-from rl.training.gradients import (
-    ReductionProbe,
-    check_clipped,
-    clipped_norms,
-    gradient_buffers,
-    with_gradients,
-)
+from rl.training.audit import StepAudit
+from rl.training.gradients import gradient_buffers, part_of, with_gradients
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, Packed, build_model
 from rl.training.offload import HostMemory
 from rl.training.optimizer import (
-    StateSample,
-    WrongStep,
     build_optimizer,
     clip_and_step,
     optimizer_tensors,
@@ -66,7 +60,7 @@ class UpdateResult:
     grad_norm: float
     """Norm of the gradient before clipping."""
     has_moved: bool
-    """Whether sampled weights of the last stage changed on any data parallel rank (`StateSample`)."""
+    """Whether sampled weights of the last stage changed on any data parallel rank (`StepAudit`)."""
 
 
 class TrainingEngine:
@@ -82,7 +76,8 @@ class TrainingEngine:
     def __init__(
         self, spec: ModelSpec, training: Training, grid: Grid, device: Device, parts: Sequence[Part] = ()
     ):
-        self.spec, self.grid, self.device, self.parts = spec, grid, device, Parts(parts)
+        audits = [StepAudit()] if spec.optimizer is not None else []
+        self.spec, self.grid, self.device, self.parts = spec, grid, device, Parts([*parts, *audits])
         self.version = 0
         """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
         self.num_updates = 0
@@ -112,9 +107,8 @@ class TrainingEngine:
         if spec.optimizer is not None:
             self.wrapped = with_gradients(self.chunks, training, grid)
             self.optimizer = build_optimizer(spec.optimizer, dtype, self.wrapped)
-            self._probe = ReductionProbe(self.learned_map, self.wrapped)
-            names = {parameter: weight.hf[0] for weight, parameter in self.learned_map.local()}
-            self._state = StateSample(spec.optimizer, names)
+            for part in self.parts:
+                part.optimizer_built(self)
         assert self.optimizer is not None or self.reference is None, "a frozen model is its own reference"
         for chunk in self.wrapped:
             chunk.train(self.optimizer is not None)
@@ -223,9 +217,7 @@ class TrainingEngine:
 
         Raises FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
-        self._clear_gradients()
-        for part in self.parts:
-            part.before_update()
+        self._begin_update()
         sums: dict[str, Tensor] = {}
         observed = torch.zeros(0, dtype=torch.float64, device=self.device.torch)
 
@@ -245,14 +237,15 @@ class TrainingEngine:
             part.after_update()
         return result
 
-    def _clear_gradients(self) -> None:
-        """Set the gradients to 0 before an update. Not collective."""
+    def _begin_update(self) -> None:
+        """Set the gradients to 0, and let the parts prepare. Collective over the world."""
         assert self.optimizer is not None, "the model is frozen"
         assert not self._learning_state_in_host.occupied, "the optimizer's state is in host memory"
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._probe.begin(self.num_updates)
+        for part in self.parts:
+            part.before_update()
 
     def _step(self, sums: dict[str, Tensor], observed: Tensor, *, lr: float) -> UpdateResult:
         """Take an optimizer step with the reduced gradients; raises as `update`.
@@ -271,16 +264,15 @@ class TrainingEngine:
             raise FloatingPointError(
                 f"the gradient norm is {norm}; the update was not applied. {_not_finite(sums)}"
             )
-        probe = self._probe.sums(self.optimizer)
-        num_changed = self._state.num_changed(self.optimizer, self.device.torch)
+        for part in self.parts:
+            part.before_step()
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
-        wrong, num_moved = self._state.changes(self.optimizer, lr)
-        clipped = clipped_norms(self.optimizer, self.learned_map, norm, num_changed)
         self.num_updates += 1
-        observed = torch.cat((num_moved.double().view(1), observed))
-        metrics, (moved, *rest) = self._sum_over_replicas(sums, observed, probe, clipped, wrong)
-        return UpdateResult(metrics, rest, norm, moved > 0)
+        metrics, observed_sums = self._sum_over_replicas(sums, observed, norm=norm, lr=lr)
+        audit = self.parts.get(StepAudit)
+        assert audit is not None
+        return UpdateResult(metrics, observed_sums, norm, audit.has_moved)
 
     def gradient(
         self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weight: Weight
@@ -292,7 +284,7 @@ class TrainingEngine:
         """
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
-        parameter, share = self._probe.part_of(weight)
+        parameter, share = part_of(self.learned_map, weight, self.chunks[0].config)
         parts: list[Tensor] = []
         hook = (
             None if parameter is None else parameter.register_hook(lambda part: parts.append(part.double()))
@@ -306,7 +298,8 @@ class TrainingEngine:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
         if self.optimizer is not None:
             reload_main_weights(self.optimizer)
-            self._state.forget()
+            for part in self.parts:
+                part.weights_loaded()
         if self.reference is not None:
             self.reference.take()
 
@@ -414,29 +407,27 @@ class TrainingEngine:
         run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
     def _sum_over_replicas(
-        self, sums: dict[str, Tensor], values: Tensor, probe: Tensor, clipped: Tensor, wrong: Tensor
+        self, sums: dict[str, Tensor], observed: Tensor, *, norm: float, lr: float
     ) -> tuple[dict[str, float], list[float]]:
-        """Return the last stages' metrics and other values, summed over the data parallel ranks.
+        """Return the last stages' metrics and observed values, summed over the data parallel ranks.
 
-        values: float64 [n]; n may differ on stages before the last one. probe: see `ReductionProbe.sums`.
-        clipped: see `clipped_norms`. wrong: see `StateSample.changes`. Raises WrongReduction, StateChanged
-        and WrongStep. Collective over the world.
+        The numbers of the parts travel in the same sum; raises what the parts find in it. observed: float64
+        [n], with another n on stages before the last one. Collective over the world.
         """
-        names, size = list(sums), len(values)
+        names, size = list(sums), len(observed)
         if self.grid.pp > 1:  # only the last stage knows them
             names, size = broadcast_object((names, size), self.grid.pp - 1, self.grid.groups.pp)
         mine = torch.zeros(len(names) + size, dtype=torch.float64, device=self.device.torch)
         if self.grid.reports_results:
-            mine.copy_(torch.cat([*(term.view(1) for term in sums.values()), values]))
-        mine = torch.cat((mine, probe.to(mine), clipped.to(mine), wrong.to(mine).view(1)))
-        dist.all_reduce(mine)
-        *total, num_wrong = mine.tolist()
-        self._probe.check(total[len(names) + size :][: len(probe)])
-        assert self.spec.optimizer is not None
-        check_clipped(total[-len(clipped) :], self.spec.optimizer.clip_grad)
-        if num_wrong:
-            raise WrongStep.of(gather_objects(self._state.describe()))
-        return dict(zip(names, total)), total[len(names) : len(names) + size]
+            mine.copy_(torch.cat([*(term.view(1) for term in sums.values()), observed]))
+        of_parts = [[x.to(mine) for x in part.after_step(norm=norm, lr=lr)] for part in self.parts]
+        total = torch.cat([mine, *(x for own in of_parts for x in own)])
+        dist.all_reduce(total)
+        found = iter(total.tolist())
+        metrics, values = dict(zip(names, islice(found, len(names)))), list(islice(found, size))
+        for part, own in zip(self.parts, of_parts):
+            part.summed(list(islice(found, sum(map(len, own)))))
+        return metrics, values
 
 
 def _not_finite(sums: dict[str, Tensor]) -> str:

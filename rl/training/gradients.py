@@ -12,6 +12,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Parameter
 
 from rl.config.schema import Training
@@ -97,6 +98,23 @@ class StateChanged(RuntimeError):
     """Raised on every rank if the optimizer's state changed between two updates."""
 
 
+def part_of(learned: WeightMap, weight: Weight, config: TransformerConfig) -> tuple[Parameter | None, float]:
+    """Return this rank's parameter of a weight, and the factor of its gradient in the sum over ranks.
+
+    None and 0 if this rank learns no part of it.
+    """
+    parameter = learned.parameter(weight) if learned.holds(weight) else None
+    if parameter is None or not parameter.requires_grad:
+        return None, 0.0
+    tp, tp_rank = learned.tensor_split(weight)
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        return parameter, 1 / tp
+    norms_of_heads = ("q_layernorm", "k_layernorm")  # each rank adds the gradient of its own heads
+    in_parts = config.qk_layernorm and any(name in weight.megatron for name in norms_of_heads)
+    in_parts = in_parts or weight.cut.split or getattr(parameter, "sequence_parallel", False)
+    return parameter, float(in_parts or tp_rank == 0)
+
+
 class ReductionProbe:
     """Compares the reduced gradient of one weight with the gradients of all ranks' backward passes.
 
@@ -138,29 +156,12 @@ class ReductionProbe:
             self._hook.remove()
         weight = self._weights[number % len(self._weights)]
         self._name, self._hook = weight.hf[0], None
-        self._weight, self._share = self.part_of(weight)
+        self._weight, self._share = part_of(self._learned, weight, self._config)
         if self._weight is None:
             return
         self._reports = self._learned.is_counted(weight)
         if self._overlaps:
             self._hook = self._weight.register_hook(self._add)
-
-    def part_of(self, weight: Weight) -> tuple[Parameter | None, float]:
-        """Return this rank's parameter of a weight, and the factor of its gradient in the sum over ranks.
-
-        None and 0 if this rank learns no part of it.
-        """
-        learned = self._learned
-        parameter = learned.parameter(weight) if learned.holds(weight) else None
-        if parameter is None or not parameter.requires_grad:
-            return None, 0.0
-        tp, tp_rank = learned.tensor_split(weight)
-        if getattr(parameter, "average_gradients_across_tp_domain", False):
-            return parameter, 1 / tp
-        norms_of_heads = ("q_layernorm", "k_layernorm")  # each rank adds the gradient of its own heads
-        in_parts = self._config.qk_layernorm and any(name in weight.megatron for name in norms_of_heads)
-        in_parts = in_parts or weight.cut.split or getattr(parameter, "sequence_parallel", False)
-        return parameter, float(in_parts or tp_rank == 0)
 
     def _add(self, gradient: torch.Tensor) -> None:
         flat = gradient.detach().reshape(-1)  # not contiguous for a product's transposed factor

@@ -66,6 +66,12 @@ class Part:
         Collective over the world.
         """
 
+    def optimizer_built(self, engine: "TrainingEngine") -> None:
+        """Prepare for updates, after gradients and optimizer are allocated. Collective over the world."""
+
+    def weights_loaded(self) -> None:
+        """Take notice that the weights and the optimizer's state were loaded. Not collective."""
+
     # Weights
 
     def value(self, weight: Weight, parameter: Tensor) -> Tensor:
@@ -146,6 +152,19 @@ class Part:
 
     def before_update(self) -> None:
         """Prepare the passes of an update of the model. Collective over the world."""
+
+    def before_step(self) -> None:
+        """Read gradients and state, which are complete, before the optimizer's step. Not collective."""
+
+    def after_step(self, *, norm: float, lr: float) -> list[Tensor]:
+        """Return numbers of this rank after the optimizer's step, which the engine sums over the world.
+
+        Always as many. Not collective. norm: of the gradient before clipping.
+        """
+        return []
+
+    def summed(self, numbers: list[float]) -> None:
+        """Check the sums of what `after_step` returned. Raises on every rank. Collective over the world."""
 
     def after_update(self) -> None:
         """Finish an update, after the step of the model's optimizer. Collective over the world."""

@@ -99,7 +99,7 @@ class PredictionHead(TrainingEngine):
 
     def begin(self) -> None:
         """Prepare an update. Collective over the pipeline group."""
-        self._clear_gradients()
+        self._begin_update()
         self._num_tokens = 0.0
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device.torch)
         first, grid = self._policy.chunks[0], self.grid
