@@ -48,7 +48,7 @@ Exchange = Callable[[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tenso
 
 
 class MessageForm(Protocol):
-    """Another form of the messages of one plan's refits, for example `rl.features.changed_only`."""
+    """Another form of the messages of one plan's refits, for example of `refit.changed_only`."""
 
     def exchange(
         self,
