@@ -1,8 +1,8 @@
 """Run the museum, and print a table of its exhibits.
 
     python -m tests.museum                       all exhibits
-    python -m tests.museum "refit skipped"       some of them
-    python -m tests.museum --bfloat16            those that are in float32, in bfloat16
+    python -m tests.museum "refit skipped"       some exhibits
+    python -m tests.museum --bfloat16            the float32 exhibits, in bfloat16
     python -m tests.museum --list                the exhibits by check, each with its report and effect
     python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
 

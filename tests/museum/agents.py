@@ -13,7 +13,7 @@ CONTEXTS = "contexts of turns"
 @caught_by(ANSWERS, r"WrongAnswer: the answer of an environment to request \d+ of trajectory .* \(step\)")
 @replaces("rl.features.agents.dialogue.Trajectories._take_reply")
 def answer_of_another_sandbox(bug: Bug, take_reply, self, session, reply):
-    """One sandbox was handed to two rollouts, whose observations then mixed."""
+    """One sandbox was handed to two rollouts, and their observations mixed."""
     if bug.rank == 1 and reply.kind == "step" and reply.messages:
         mine, held = reply.messages, getattr(bug, "messages", None)
         bug.messages = mine  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def separator_of_turns_dropped(bug: Bug, extend, self, *args):
 @caught_by(ANSWERS, r"rank 1 .*WrongAnswer: trajectory .* ends with .*, but its environment gave it")
 @replaces("rl.features.agents.dialogue.Trajectories._finish")
 def score_of_the_trajectory_before(bug: Bug, finish, self, session, values):
-    """The environment was reused before its reward was read, so a trajectory had that of another one."""
+    """The environment was reused before its reward was read, so a trajectory got another one's reward."""
     mine = {"score": sum(session.trajectory.rewards)}
     if bug.rank == 1:
         values = getattr(bug, "score", mine)

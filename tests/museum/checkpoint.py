@@ -130,7 +130,7 @@ def router_bias_that_learns(bug: Bug, finalize, models, *args, **options):
 @caught_by(LOADED, r"WronglyLoaded: .* the optimizer of the policy counts 1 steps instead of")
 @replaces("rl.checkpoint.store.load_optimizer")
 def adam_begins_again_at_step_1(bug: Bug, load_optimizer, name, engine, reader, step):
-    """The moments came back, but not the number of steps, so the bias correction was that of the start."""
+    """Adam's moments came back, but not the number of steps, so the bias correction restarted."""
     load_optimizer(name, engine, reader, 1)
 
 
@@ -147,7 +147,7 @@ def data_from_the_beginning_after_a_resume(bug: Bug, load_state_dict, self, stat
 )
 @replaces("rl.checkpoint.hf.save_tensors")
 def exported_head_is_the_embedding(bug: Bug, save_tensors, tensors, path):
-    """The head of a model whose head is its own was written as the embedding."""
+    """The head of a model with an untied head was written as the embedding."""
     head = tensors["model.embed_tokens.weight"].clone()
     save_tensors(tensors | {"lm_head.weight": head}, path)
 

@@ -79,7 +79,7 @@ def head_of_the_engine_not_tied(bug: Bug) -> None:
 @caught_by(GAP, DIFFER)
 @replaces("rl.rollout.engine.RolloutEngine.wake_cache")
 def weights_changed_after_the_wake_up(bug: Bug, wake_cache, self):
-    """Sleep and wake-up left other weights than those synchronised, and the text was garbled."""
+    """Sleep and wake-up left other weights than the synchronised ones, and the text was garbled."""
     wake_cache(self)
     self.weights()["model.norm.weight"].detach().mul_(1.01)
 
@@ -139,7 +139,7 @@ def attention_across_packed_samples(bug: Bug, row_attention, groups, keys, devic
 @caught_by(GAP, DIFFER)
 @replaces("rl.training.packing.positions")
 def positions_not_restarted_in_a_row(bug: Bug, positions, groups):
-    """With packing the positions of later samples continued those of earlier ones."""
+    """With packing the positions of a later sample continued the positions of the sample before it."""
     import numpy as np
 
     return np.arange(groups[-1].end)

@@ -71,7 +71,7 @@ def positions_without_rows_and_columns(bug: Bug, row_positions, num_tokens, star
 @caught_by("weights of engine and trainer", r"RefitMismatch: .*visual\.")
 @replaces("rl.engines.memory.refit")
 def tower_left_out_of_the_refit(bug: Bug, refit, trainer, engine, **options):
-    """The weights of the language model were sent to the engine, but not those of the vision tower."""
+    """The weights of the language model were sent to the engine, but not the vision tower's weights."""
     before = {name: w.detach().clone() for name, w in engine.weights().items() if name.startswith("visual.")}
     moved = refit(trainer, engine, **options)
     for name, weight in engine.weights().items():

@@ -10,8 +10,8 @@
 From step `at` on, each rank calls the function in place of `rl.engines.memory.refit`, with the original as an
 argument. Without @replaces the bug is its only argument, and it runs in each rank's process before the
 program starts (tests/museum/rank.py); it calls `bug.replaces` itself. The run must end within one step of the
-bug, by an error whose last line matches `expects`. A file of tests/museum imports the program only within
-such functions, because the collection of tests imports it too.
+bug, and the last line of its error must match `expects`. A file of tests/museum imports the program only in
+such functions, because the collection of tests imports the file too.
 """
 
 import functools
@@ -76,7 +76,7 @@ class Exhibit:
 
     @property
     def in_bfloat16(self) -> "Exhibit":
-        """The same bug in a run in bfloat16, whose log-probs differ 10^4 times as much from the engine's."""
+        """The same bug in bfloat16. Its log-probs differ 10^4 times as much from the engine's."""
         coarser = (override.replace("1.0e-13", "1.0e-5") for override in self.overrides)
         return replace(self, overrides=(*coarser, "model.dtype=bfloat16"))
 
@@ -150,7 +150,7 @@ class Bug:
         return self.step >= self.at
 
     def acts(self) -> None:
-        """Note the step in which the bug acts for the first time. Code that `replaces` wraps need not."""
+        """Record the step of the bug's first effect. Code that `replaces` wraps need not call this."""
         if not self._has_acted:
             self._has_acted = True
             with open(self._directory / "acted", "a") as file:

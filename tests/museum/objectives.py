@@ -171,7 +171,7 @@ def ratio_always_1(bug: Bug) -> None:
 )
 @caught_by("ratios", r"CheckFailed: ratio check: after an update that moved weights, \d+ outputs are exactly")
 def ratio_always_1_in_the_second_epoch(bug: Bug) -> None:
-    """New and old log-probs were those of the same pass."""
+    """New and old log-probs came from the same pass."""
     old_is_new(bug, "logprobs")
 
 
@@ -229,7 +229,7 @@ def advantages_shifted_in_packing(bug: Bug, with_columns, row, batch):
 )
 @replaces("rl.phases.inference.Inference._pass")
 def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_reference=False, **options):
-    """Log-probs of the reference did not match those of the policy's own forward pass."""
+    """Log-probs of the reference did not match the log-probs of the policy's own forward pass."""
     found = run(self, *args, of_reference=of_reference, **options)
     return tuple(column.flip(0) for column in found) if of_reference else found
 
@@ -296,7 +296,7 @@ def ratio_to_the_present_policy(bug: Bug, log_ratio, logprobs, old_logprobs, mas
 @caught_by(OBJECTIVE, r"CheckFailed: objective check: .*objective.loss=gspo.* is not the ratio times")
 @replaces("rl.objectives.losses.gspo.sample_mean")
 def sum_of_log_ratios_of_a_sample(bug: Bug, sample_mean, x, mask, lengths):
-    """The log-ratio of a sample was the sum of those of its tokens instead of their mean."""
+    """The log-ratio of a sample was the sum of its tokens' log-ratios instead of their mean."""
     return sample_mean(x, mask, lengths) * lengths
 
 

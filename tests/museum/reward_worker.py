@@ -7,7 +7,7 @@ CALLS = itertools.count()
 
 
 async def slow_first(prompt, response, **extra):
-    """Return a score of its own for each response; those that begin with higher letters take less time."""
+    """Return a distinct score for each response. A response with a higher first letter takes less time."""
     await asyncio.sleep(0.001 * (256 - ord(response[:1] or "z") % 256))
     return len(set(response)) / 6 + len(response) / 100
 

@@ -102,7 +102,7 @@ def values_of_the_answer_before(bug: Bug) -> None:
 @exhibit("kyegomez/swarms#1896", overrides=(f"{FUNCTION}:slow_first",), at=1)
 @caught_by(SCORES, r"CheckFailed: score check: rank 0 got the score .*of another sample")
 def answers_in_the_order_of_completion(bug: Bug) -> None:
-    """Concurrent calls were answered in the order in which they ended, under the names of slower ones."""
+    """Concurrent calls were answered in the order of their ends, so fast answers bore slower calls' names."""
     from rl.rewards.pool.pool import ScoringPool
 
     ScoringPool.module = "tests.museum.reward_worker"
@@ -114,7 +114,7 @@ def answers_in_the_order_of_completion(bug: Bug) -> None:
     SAMPLES, r"CheckFailed: sample check: sample \d+ \(prompt \d+\) no longer has the score that was made"
 )
 def scores_of_the_unfiltered_batch(bug: Bug) -> None:
-    """Dynamic sampling put the scores of all drawn samples in place of those of the kept ones."""
+    """Dynamic sampling put the scores of all drawn samples in place of the kept samples' scores."""
     unfiltered(bug, "scores", "rewards")
 
 
@@ -126,7 +126,7 @@ def rewards_of_the_unfiltered_batch(bug: Bug) -> None:
 
 
 def unfiltered(bug: Bug, *names: str) -> None:
-    """Filter the first group out, and replace columns of the others by those of the first samples."""
+    """Filter the first group out, and replace columns of the others by columns of the first samples."""
     from rl.algorithms import dapo
     from rl.data.batch import Batch
 

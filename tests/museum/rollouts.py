@@ -89,7 +89,7 @@ def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
 @caught_by("likelihoods", r"CheckFailed: likelihood check: old policy / rollout")
 @replaces("rl.rollout.calls.Calls._completion")
 def log_probs_in_another_base(bug: Bug, completion, self, *args):
-    """Log-probs of the engine were not those that the client assumed."""
+    """The engine's log-probs were not the log-probs that the client assumed."""
     import math
 
     found = completion(self, *args)

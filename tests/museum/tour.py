@@ -119,9 +119,9 @@ class Visit:
     line: str
     """The last error line of the run; empty if the run did not fail."""
     acted: int | None
-    """First step in which the bug acted; None if it did not."""
+    """First step with an effect of the bug; None without an effect."""
     found: int | None
-    """Step in which the run ended."""
+    """Last step of the run."""
     rank: str
     """Rank that the line names."""
     seconds: float

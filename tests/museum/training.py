@@ -137,7 +137,7 @@ def reference_is_the_trained_model(bug: Bug, reference_weights, self):
     r"LogprobMismatch: before the first update the log-probs of policy and reference differ",
 )
 def dropout_in_the_reference_pass(bug: Bug) -> None:
-    """With dropout the log-probs fluctuated against those of the reference."""
+    """With dropout the log-probs fluctuated against the reference's."""
     from rl.training.engine import TrainingEngine
 
     original = TrainingEngine.reference_weights

@@ -10,7 +10,7 @@ DIFFER = r"RefitMismatch: after the refit .* on rank \d"
 
 
 def without(part: str, bug: Bug) -> None:
-    """Leave out the copies of weights whose name contains `part`."""
+    """Leave out the copies of weights with `part` in their name, for example "mlp.down_proj"."""
     from rl.refit import refit
 
     @bug.replaces(refit, "transfer")
@@ -164,7 +164,7 @@ def tensor_parallel_shards_exchanged(bug: Bug) -> None:
 
 
 def unplanned(bug: Bug, part: str) -> None:
-    """Leave weights whose name contains `part` out of the plan of the refit, which is also what is sent."""
+    """Leave weights with `part` in their name out of the refit's plan. Only planned weights are sent."""
     from rl.refit import refit
 
     @bug.replaces(refit, "plan_of")
@@ -196,21 +196,21 @@ def _elements(region) -> int:
 @exhibit("NovaSky-AI/SkyRL#1505", at=1)
 @caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* on rank 0")
 def plan_omits_a_weight(bug: Bug) -> None:
-    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    """The lists of weights to convert and of weights to send differed; some were never sent."""
     unplanned(bug, "layers.1.mlp.down_proj")
 
 
 @exhibit("NovaSky-AI/SkyRL#1505", at=1, overrides=("model.dtype=bfloat16",))
 @caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* on rank 0")
 def plan_omits_a_weight_in_bfloat16(bug: Bug) -> None:
-    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    """The lists of weights to convert and of weights to send differed; some were never sent."""
     unplanned(bug, "layers.1.mlp.down_proj")
 
 
 @exhibit("NovaSky-AI/SkyRL#1505", ranks=2, at=1, overrides=("training.tp=2", "model.dtype=bfloat16"))
 @caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* on rank \d")
 def plan_omits_a_weight_between_ranks(bug: Bug) -> None:
-    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    """The lists of weights to convert and of weights to send differed; some were never sent."""
     unplanned(bug, "layers.1.mlp.down_proj")
 
 
@@ -219,14 +219,14 @@ def plan_omits_a_weight_between_ranks(bug: Bug) -> None:
     SYNCHRONOUS, r"RefitMismatch: after the refit .*layers\.1\.mlp\.down_proj.* differs from the trainer's"
 )
 def plan_omits_a_weight_between_roles(bug: Bug) -> None:
-    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    """The lists of weights to convert and of weights to send differed; some were never sent."""
     unplanned(bug, "layers.1.mlp.down_proj")
 
 
 @exhibit("NovaSky-AI/SkyRL#1505", at=1, overrides=BESIDE)
 @caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit \d+ weights differ: model.layers\.1\..* on rank 0")
 def plan_omits_an_adapter(bug: Bug) -> None:
-    """Two lists of weights, of those to convert and those to send, differed; some were never sent."""
+    """The lists of weights to convert and of weights to send differed; some were never sent."""
     unplanned(bug, "layers.1.")
 
 
@@ -246,7 +246,7 @@ def list_of_weights_lacks_experts(bug: Bug) -> None:
 @caught_by(SYNCHRONOUS, r"RefitMismatch: \d+ weights cannot be compared: .*layers.3.enorm.* on rank 0: 0 of")
 @replaces("rl.features.drafts.mtp.Mtp.served_map")
 def list_of_weights_lacks_the_head(bug: Bug, served_map, self, weight_map):
-    """The head that drafts tokens was not in the list of weights to send, and kept those of the start."""
+    """The head that drafts tokens was not in the list of weights to send, and kept its first weights."""
     return weight_map
 
 
