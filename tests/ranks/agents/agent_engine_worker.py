@@ -49,7 +49,7 @@ TURNS = 5
 
 
 class TimedTrajectories(Trajectories):
-    """Trajectories whose pool counts time in steps of the engine."""
+    """Trajectories of a pool that counts time in steps of the engine."""
 
     step = 0
 

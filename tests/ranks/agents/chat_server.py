@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for tests, whose replies are a function of the messages."""
+"""An OpenAI-compatible server for tests. Its replies are a function of the messages."""
 
 import asyncio
 import json

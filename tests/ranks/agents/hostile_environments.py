@@ -1,4 +1,4 @@
-"""Environments whose tools fail in every way that a worker has to survive."""
+"""Environments with tools that fail, in every way that a worker has to survive."""
 
 import asyncio
 import ctypes
@@ -137,7 +137,7 @@ class Sqlite:
 
 
 class Fragile:
-    """A game whose second turn goes wrong, as `what` says, for the prompt with ground truth 0."""
+    """A game with a second turn that goes wrong, as `what` says, for the prompt with ground truth 0."""
 
     def __init__(self, what):
         self.what, self.turns = what, 0

@@ -1,4 +1,4 @@
-"""OpenEnv servers in which a number is guessed: `python openenv_server.py text|tools PORT`."""
+"""OpenEnv servers for guessing a number: `python openenv_server.py text|tools PORT`."""
 
 import sys
 

@@ -212,7 +212,7 @@ def test_close_ends_a_call_in_progress(name, action):
 
 
 def test_kept_sessions_block_no_worker():
-    """A process that takes no further session ends when it has only kept ones, whose next reply says so."""
+    """A process that takes no further session ends once it has only kept ones; their next reply says so."""
     with make_pool(timeout_s=1.0) as pool:
         opened(pool, "kept", "other")
         pool.open("alone", row(), alone=True)

@@ -34,7 +34,7 @@ class CountedPool(EnvironmentPool):
 
 
 def generate(what, *, num_prompts=6, timeout_s=30.0, **agents):
-    """Return samples, counts and the pool after a game per sample, in which all of prompt 0 go wrong."""
+    """Return samples, counts and the pool after a game per sample. All games of prompt 0 go wrong."""
     tokenizer = tokenizer_of(FAMILY)
     prompts = prompts_of([f"question {i} " for i in range(num_prompts)], tokenizer)
     plan = make_agent_plan(f"{FILE}:Fragile", {"what": what}, [], {})

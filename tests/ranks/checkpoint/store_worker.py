@@ -46,8 +46,8 @@ from tests.ranks.training.megatron_groups import new_grid  # noqa: E402
 from tools.hf_reference import random_batch  # noqa: E402
 
 ADAM = dict(lr=1e-3, eps=1e-2)
-"""The epsilon is larger than most gradients, which are clipped to a norm of 1: with the default of 1e-8
-rounding decides the steps of weights whose gradient is near 0."""
+"""The epsilon is larger than most gradients, which are clipped to a norm of 1. For example, with the default
+of 1e-8 rounding decides the step of a weight with a gradient near 0."""
 
 
 def trainer_of(model: str, layout: str, device: Device, dtype: str):
@@ -280,7 +280,7 @@ def in_place(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def fail_to_read(path: Path) -> None:
-    """Make a file of which the system cannot read the first byte: EIO."""
+    """Make a file that the system cannot read: its first byte raises EIO."""
     path.symlink_to("/proc/self/mem")
 
 

@@ -1,4 +1,4 @@
-"""One rank of test_context.py: bytes and memory of an update whose rows are shared by context parallel ranks.
+"""One rank of test_context.py: bytes and memory of an update with rows shared by context parallel ranks.
 
     context_worker.py CHECKPOINT OUT_DIR TOKENS CASE [CASE ...]     CASE is TPxPPxCP[+RECOMPUTE]
 

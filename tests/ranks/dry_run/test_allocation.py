@@ -1,4 +1,4 @@
-"""The bytes that a dry run counts are those that Megatron allocates on real ranks."""
+"""A dry run counts as many bytes as Megatron allocates on real ranks."""
 
 import json
 from pathlib import Path

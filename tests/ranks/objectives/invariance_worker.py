@@ -53,7 +53,7 @@ VOCAB, PLACES = 23, 40
 MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
 """Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each."""
 LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/|training/(imbalance|micro_batch|empty)")
-"""Metrics that may differ between splits: those of the machine, and how evenly the ranks share the tokens."""
+"""Metrics that may differ between splits: the machine's, and how evenly the ranks share the tokens."""
 HF = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1, "vocab_size": VOCAB}
 """Shape of a model, for the cost of a micro-batch and the bounds of the checks."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
@@ -195,13 +195,13 @@ def mini_batches(config: Config) -> Batch:
         mask=(torch.rand(int(lengths.sum()), generator=generator) > 0.2).float(),
     )
     start = int(batch.offsets[12])
-    batch.mask[start : start + int(lengths[12])] = 0.0  # a sample of which no token counts
+    batch.mask[start : start + int(lengths[12])] = 0.0  # no token of this sample counts
     fill_columns(batch, config, generator)
     return batch
 
 
 def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> None:
-    """Log-probs near those of the toy model, and advantages at random."""
+    """Fill in log-probs near the toy model's, and advantages at random."""
 
     def noise(scale):
         return (
@@ -225,7 +225,7 @@ def fill_columns(batch: Batch, config: Config, generator: torch.Generator) -> No
 
 
 def random_plan(samples: range, world_size: int, rng: random.Random) -> list:
-    """The samples in any order, in 1 to 5 micro-batches of each rank, one of which is left empty."""
+    """Return the samples in any order, in 1 to 5 micro-batches per rank. One micro-batch is left empty."""
     per_rank = rng.randint(2 if world_size == 1 else 1, 5)
     micros = [[] for _ in range(per_rank * world_size)]
     filled = rng.sample(micros, len(micros) - 1)
@@ -268,8 +268,8 @@ def gradients(name: str, config: Config) -> dict:
 
 
 class SampledRun(Phases):
-    """Phases whose samples are spread over the ranks at random, scored by their tokens, and kept instead of
-    learnt from."""
+    """Phases that spread samples over the ranks at random, score them by their tokens, and keep them instead
+    of learning from them."""
 
     direct = False
     """Lay the batch out here instead of exchanging it."""

@@ -156,7 +156,7 @@ def refused(phases: Phases, batch: Batch) -> bool:
 def check_several_batches() -> None:
     """Old log-probs are deferred to the update of their own batch, and only while the weights are theirs."""
     phases, first = begun([], separate=False)
-    first.rollout_logprobs = None  # those of an engine would be of the weights before the first update
+    first.rollout_logprobs = None  # an engine's log-probs would be of the weights before the first update
     second = first.select(list(reversed(range(len(first)))))
     phases.log_probs(first)
     phases.update(second, negative_likelihood)  # without log-probs

@@ -4,7 +4,7 @@
 
 Two training ranks and two generating ranks, in bfloat16. The versions of the weights travel twice, to one
 engine as `refit.changed_only` sends them and to another one whole. Each rank writes to OUT.<rank> the bytes
-of each version, and a generating rank the parameters in which the two engines differ.
+of each version, and a generating rank the parameters that differ between the two engines.
 """
 
 import json
@@ -46,7 +46,7 @@ UPDATES = (some, none, all_of, some)
 
 
 def send(link, config, hf) -> list[dict]:
-    """Send the weights of the checkpoint, and those after each update."""
+    """Send the weights of the checkpoint, and the weights after each update."""
     spec, grid = ModelSpec(config.model.path, hf, "bfloat16"), new_grid(1, 1, 2)
     trainer = TrainingEngine(spec, config.training, grid, link.device)
     link.plan_weights(config, hf, trainer=trainer)

@@ -54,7 +54,7 @@ def fp8_names(engine) -> list[str]:
 
 
 def wrong_bits(trainer, engine) -> list[str]:
-    """Return the tensors whose values or factors in the engine are not those of the whole, quantised."""
+    """Return the tensors with other values or factors in the engine than the quantised whole has."""
     model, wrong = engine.model, []
     of = {
         piece.hf: (weight, piece) for weight in trainer.weight_map.weights for piece in engine.pieces(weight)

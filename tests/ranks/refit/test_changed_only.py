@@ -1,4 +1,4 @@
-"""Refits between roles in which only changed elements travel. The ranks run changed_only_worker.py."""
+"""Refits between roles that send only changed elements. The ranks run changed_only_worker.py."""
 
 import json
 from pathlib import Path

@@ -12,7 +12,7 @@ WORKER = Path(__file__).parent / "link_worker.py"
 
 
 def run_cases(directory, checkpoint: str, *cases: str) -> list[list[tuple[list[dict], list[dict]]]]:
-    """Results by case: those of the training ranks and those of the generating ranks."""
+    """Results by case: the training ranks' results and the generating ranks' results."""
     num_train, num_rollout = map(int, cases[0].split(":")[0].split(","))
     run_ranks(num_train + num_rollout, WORKER, checkpoint, directory / "out", *cases, timeout=120)
     results = [json.loads((directory / f"out.{rank}").read_text()) for rank in range(num_train + num_rollout)]

@@ -37,7 +37,7 @@ def check_results(results: list[list[dict]]) -> None:
 
 
 def check_corruptions(results: list[list[dict]], weight: str, num_experts: int = 0) -> None:
-    """weight: name, in which EXPERT stands for the second one on rank 3."""
+    """weight: name of a weight. EXPERT in the name stands for the second expert on rank 3."""
     for cases in zip(*results):
         column = cases[-1]["changed"]["first_column"] + 3
         ep = int(cases[-1]["rollout_tp"].partition("x")[2] or 1)
@@ -49,7 +49,7 @@ def check_corruptions(results: list[list[dict]], weight: str, num_experts: int =
             assert "(1 of" in case["changed"]["element"] and "(2 of" in case["changed"]["exchange"]
 
 
-# Untied weights are also those of the experts below and of tests/ranks/training/test_parity.py.
+# The experts below and tests/ranks/training/test_parity.py have untied weights, too.
 @pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
 def dense(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)

@@ -152,7 +152,7 @@ DAEMON = (
 
 
 def start_daemon(extra_info):
-    """Start a process in its own session whose parent has ended; with `clean`, its environment is empty."""
+    """Start a process in its own session, and end its parent. With `clean`, its environment is empty."""
     path = extra_info["pid_file"]
     if os.fork() == 0:
         subprocess.Popen([sys.executable, "-c", DAEMON, path], env={} if extra_info["clean"] else None)

@@ -41,7 +41,7 @@ def build(device, name: str, path: str, tp: int, draft: Draft | None) -> Rollout
 def assert_equal_samples(one: RolloutEngine, other: RolloutEngine, sampling: Sampling) -> None:
     """Compare tokens, sampling masks and log-probs of the samples of two engines bitwise.
 
-    Log-probs are rounded with latent attention, whose products over several tokens have another order.
+    With latent attention log-probs are rounded, because products over several tokens add in another order.
     """
     found = [
         {(s.prompt, s.number): s.segments[0] for s in engine.generate(PROMPTS, sampling, [11, 12])}

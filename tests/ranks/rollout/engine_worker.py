@@ -1,4 +1,4 @@
-"""One rank of test_engine.py: each check is a function; prints the names of those that passed.
+"""One rank of test_engine.py: each check is a function; prints the names of passed checks.
 
 engine_worker.py CHECKPOINT        two ranks, one replica of tp 2 and then nothing else in the process
 """
@@ -57,7 +57,7 @@ class EngineSteps:
     """Records what the engine did, one list per engine step, while the block runs.
 
     Entries: ("add", request), ("preempt", request), ("schedule", request, tokens in this step, tokens before
-    it) and, in the order in which KV blocks are freed, ("free", request, status, response tokens).
+    it) and, in the order of freed KV blocks, ("free", request, status, response tokens).
     """
 
     def __init__(self, engine: RolloutEngine):

@@ -1,4 +1,4 @@
-"""Share of random tokens, per checkpoint, whose experts differ between the trainer's and the engine's router.
+"""Share of random tokens, per checkpoint, with other experts in the trainer's router than in the engine's.
 
 router_worker.py CHECKPOINT ...
 """
@@ -45,7 +45,7 @@ def main(*checkpoints: str) -> None:
 
 
 def _differing(logits: torch.Tensor, other: torch.Tensor, hf: dict) -> float:
-    """Return the share of rows [E] in which the positions of the k largest entries differ."""
+    """Return the share of rows [E] that differ in the positions of the k largest entries."""
     chosen = [x.topk(hf["num_experts_per_tok"]).indices.sort().values for x in (logits, other)]
     return float((chosen[0] != chosen[1]).any(-1).float().mean())
 

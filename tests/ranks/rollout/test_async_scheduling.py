@@ -5,7 +5,7 @@ aborted by name, given other weights between two steps, preempted because the KV
 or begun after a sleep; every one begins with other weights. Tokens, log-probs, versions and sampling masks
 are compared, and the event log and all completions between the ranks of a replica. The overlap on a GPU is
 not covered: a CPU computes a step when it is scheduled, but the schedule, the order of outputs and the
-placeholders of tokens are those of CUDA.
+placeholders of tokens are the same as on CUDA.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Draft tokens do not change samples: tokens, log-probs and sampling masks are bitwise those without drafts.
+"""Draft tokens do not change samples: tokens, log-probs and sampling masks are bitwise equal without drafts.
 
 A draft model that is the policy is always right; one with other weights ends drafting, as does a random head
 for multi-token prediction. vLLM's rejection sampler on a GPU is not covered.

@@ -1,4 +1,4 @@
-"""Turns whose KV cache was in host memory have bitwise the tokens and log-probs of turns without offloading.
+"""Turns with a KV cache from host memory have bitwise the tokens and log-probs of turns without offloading.
 
 The worker runs vLLM's CPU engine. That CUDA's copies are complete is not covered.
 """

@@ -40,7 +40,7 @@ except RendezvousError as error:
 
 
 def step(job, rank, *, world=4, nodes="node[1-2]", tasks="2(x2)", **more):
-    """Variables of a rank of two nodes with two tasks each, all of which are this host."""
+    """Variables of a rank of two nodes with two tasks each; both nodes are this host."""
     node = rank // 2
     return {
         "SLURM_JOB_ID": str(job),

@@ -1,4 +1,4 @@
-"""Tests in which rights matter, again as an ordinary user: root may read and remove what a user may not."""
+"""Tests that depend on rights, again as an ordinary user: for example, root may read and remove any file."""
 
 import os
 import sys

@@ -43,7 +43,7 @@ def member(name, content=None, **fields):
 
 
 def archive(path, layers, description=None):
-    """Write an archive of `docker save` whose layers are lists of members, or bytes."""
+    """Write an archive of `docker save`. Its layers are lists of members, or bytes."""
     with tarfile.open(path, "w") as saved:
         names = [f"{number}.tar" for number in range(len(layers))]
         described = description or [{"Layers": names, "Config": "config"}]
@@ -216,7 +216,7 @@ def task(tmp_path):
 
 
 class Copies(Task):
-    """A task whose copies are listed instead of made."""
+    """A task that lists its copies instead of making them."""
 
     def __init__(self, path):
         super().__init__(container={"image": "", "disk_mib": 1, "files": 9})

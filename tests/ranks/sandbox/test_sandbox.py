@@ -32,7 +32,7 @@ def _needs_protection():
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path, monkeypatch):
-    """Keep the programs' directories apart from the ones of other tests, which run beside this one."""
+    """Keep the programs' directories apart from directories of tests that run beside this one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 

@@ -3,8 +3,8 @@
     bitwise_numerics_worker.py CHECKPOINT OUT_FILE DTYPE SAMPLES ROLLOUT_TP LAYOUT [LAYOUT ...]
 
 LAYOUT is TPxPP, with a suffix r for recompute or p for rows without shared prompts. Rank 0 writes, per
-layout, the numbers of tokens and of those whose log-probs differ in a bit. For the last layout it also writes
-how the gradient differs from that of the fast mode.
+layout, the numbers of all tokens and of tokens with a differing bit in their log-prob. For the last layout it
+also writes how the gradient differs from the fast mode's. For example, 2x1r is tp 2, pp 1 with recompute.
 """
 
 import json
@@ -61,7 +61,7 @@ def config_of(checkpoint: str, dtype: str, numerics: str, rollout_tp: int, layou
 
 
 def prompts(vocab_size: int, count: int) -> list[np.ndarray]:
-    """Return prompts of 1 to 40 tokens, every second of which begins like the one before it."""
+    """Return prompts of 1 to 40 tokens. Every second prompt begins like the prompt before it."""
     generator = np.random.default_rng(5)
     found: list[np.ndarray] = []
     for i in range(count):

@@ -59,7 +59,7 @@ def config_for(models: str, kind: str, tp: int, pp: int) -> Config:
 
 
 def batch_of(vocab_size: int) -> Batch:
-    """The samples of gradient_worker.py, whose prompts have sources and answers."""
+    """The samples of gradient_worker.py, with sources and answers of their prompts."""
     batch = fixed_batch(vocab_size)
     firsts = [batch.prompt_ids[2 * group] for group in range(4)]
     batch.prompt_ids = [firsts[int(group)] for group in batch.groups]

@@ -16,7 +16,7 @@ from rl.training.logprobs import FLOOR
 
 TOKENS = 5
 ROWS = (50, head_kernels.BLOCK, 9001)
-"""Numbers of rows: less than a block, one block, and three blocks of which the last is not full."""
+"""Numbers of rows: less than a block, one block, and three blocks with a partly filled last one."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -3,7 +3,7 @@
     host_sync_worker.py CHECKPOINT
 
 On CUDA torch itself reports each wait (`torch.cuda.set_sync_debug_mode`). On CPU a stand-in counts the calls
-from `rl/` that would wait. It excludes batch and packing, whose tensors are in host memory, and the attention
+from `rl/` that would wait. It excludes batch and packing (their tensors are in host memory) and the attention
 of the CPU. Prints {pass: {number of micro-batches: [calls]}} as JSON.
 """
 

@@ -30,7 +30,7 @@ from rl.training.micro_batch_plans import plan_minibatch
 
 def updated(config, lr: float, device):
     """Return the weights before and after an update, its results and metrics, the random state, and the
-    metrics of a second update in which no token counts."""
+    metrics of a second update without a token that counts."""
     training = replace(config.training, shared_prefix=False, mtp=Mtp(head_lr=lr))
     config = replace(config, training=training)
     hf = read_hf_config(config.model.path)

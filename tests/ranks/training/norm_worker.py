@@ -2,7 +2,7 @@
 
     norm_worker.py DIRECTORY CHECKPOINT [...]
 
-Rank 0 writes to DIRECTORY/out.json, by architecture, the weights whose mark does not match the layout. For
+Rank 0 writes to DIRECTORY/out.json, by architecture, the weights with a mark unlike the layout's. For
 the model with latent attention it also writes the norms of one gradient at tp 1 and tp 2, and the error of
 an update at tp 2 with TE's marks.
 """

@@ -157,7 +157,7 @@ def main(checkpoint_a: str, checkpoint_b: str, out_dir: str, rollout: str, *layo
                 sampled = samples_of(SAMPLING)
                 greedy = samples_of(replace(SAMPLING, temperature=0.0)) if rollout_ep > 1 else None
                 if rollout_ep > 1:
-                    # One prompt for all replicas: those that share experts with the one that draws it wait.
+                    # One prompt for all replicas: one draws it, and replicas that share its experts wait.
                     lone = samples_of(SAMPLING, 1)
                     noted = [event for _, events in engine.events.records for event in events]
                     own = sum(event.num_steps for event in noted if isinstance(event, DummySteps))

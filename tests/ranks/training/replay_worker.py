@@ -79,7 +79,7 @@ def choices(trainer):
 
 
 def share_of_others(calls: list) -> float:
-    """Return the share of (token, layer) in which a router used another expert than the engine."""
+    """Return the share of (token, layer) pairs with another expert in the router than in the engine."""
     different = total = 0
     for layer, used, routes in calls:
         engines = torch.zeros_like(used).scatter(1, routes.experts[layer].long(), True)

@@ -55,8 +55,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def by_the_chain_rule(checkpoint: str, found: dict) -> tuple[torch.Tensor, dict]:
-    """Return the log-probs of transformers' model with the merged weights in float64, and from its gradient
-    of these those of the adapters.
+    """Return the log-probs of transformers' model with the merged weights in float64, and the adapters'
+    gradients, derived from the gradient of the merged weights.
     """
     adapters = {name: tensor.double().requires_grad_() for name, tensor in found["adapters"].items()}
     state = {name: tensor.double() for name, tensor in found["base"].items()}

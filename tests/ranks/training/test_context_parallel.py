@@ -1,9 +1,9 @@
-"""Gradients and log-probs of context parallel ranks are those of ranks that hold whole rows.
+"""Gradients and log-probs of context parallel ranks equal the results of ranks that hold whole rows.
 
 Faults of other programs that this shows: labels shifted after a row was divided, so that the last token of a
 chunk has the first of another as its label (verl #4250); gradients scaled by a number of ranks that omits cp
-or contains it twice (verl #4250, SkyRL #1420, #1751). test_gradients.py shows metrics that are summed over
-the ranks of a group, each of which has the whole (SkyRL #1420); tests/ranks/dry_run/test_context.py counts
+or contains it twice (verl #4250, SkyRL #1420, #1751). test_gradients.py shows metrics summed over the
+ranks of a group although each rank has the whole (SkyRL #1420); tests/ranks/dry_run/test_context.py counts
 received bytes, and would show gathered logits (SkyRL #1751). Images, which a rank would divide before they
 are merged (slime #1379), are refused: tests/unit/config/test_exclusions.py.
 """

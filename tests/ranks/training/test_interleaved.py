@@ -1,4 +1,4 @@
-"""With `training.vpp` the results are those of the plain schedule, and the pipeline waits less."""
+"""With `training.vpp` the results equal the plain schedule's, and the pipeline waits less."""
 
 from pathlib import Path
 

@@ -56,7 +56,7 @@ YARN_TOO = (
     "qwen2 llama3 mistral mixtral deepseek-v2 deepseek-v3 seed-oss smollm3 granite granite4 "
     "minimax-m2 gpt-oss qwen3-next qwen3.5 qwen3.5-moe glm4-moe-lite"
 ).split()
-"""Further families whose configs can have YaRN."""
+"""Further families; their configs can have YaRN."""
 ROPE = {
     "yarn": dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16, rope_theta=1e4),
     "linear": dict(rope_type="linear", factor=4, rope_theta=1e4),
@@ -180,7 +180,7 @@ def test_ranks_of_the_engine_may_hold_whole_experts(tmp_path, case, rollout):
         assert found["not_greedy"] == 0
         # Its steps have one token, fewer than the replica has ranks.
         assert found["lone"] <= LOGPROB * found["largest"]
-        # One replica computes a prompt, and those that share its experts take as many dummy steps.
+        # One replica computes a prompt, and replicas that share its experts take as many dummy steps.
         idle = [steps for steps in found["dummy_steps"] if steps]
         assert len(idle) == ep - tp and len(set(idle)) <= 1
 

@@ -1,4 +1,4 @@
-"""Gradients with shared prompts equal those without, and cost less."""
+"""Gradients with shared prompts equal the gradients without, and cost less."""
 
 import json
 from pathlib import Path

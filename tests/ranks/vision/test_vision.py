@@ -48,5 +48,5 @@ def test_ranks_with_whole_experts_serve_such_replicas(tmp_path, engine):
 
 
 def test_a_frozen_tower_gets_no_gradient(tmp_path):
-    """The tower of weights a is written over that of weights b: a stale cache of images would be seen."""
+    """Weights a overwrite the tower of weights b: a stale cache of images would be seen."""
     run_vision(tmp_path, "Qwen2_5_VLForConditionalGeneration", 2, "frozen", "1x2x1")
