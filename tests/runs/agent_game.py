@@ -61,7 +61,7 @@ class Long(Echo):
 
 
 class Lines(Echo):
-    """The game, whose answers begin a new line, as a chat template separates turns."""
+    """The game with answers that begin a new line, as a chat template separates turns."""
 
     def step(self, text):
         answer, *rest = super().step(text)

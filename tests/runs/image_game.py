@@ -1,4 +1,4 @@
-"""A game whose answers have images, in verl's format."""
+"""A game with images in its answers, in verl's format."""
 
 import io
 
@@ -27,7 +27,7 @@ class Views:
 
 
 class Shown(Views):
-    """The same game, whose first messages show an image if the row has none."""
+    """The same game. Its first messages show an image if the row has none."""
 
     def reset(self, row):
         if row.get("images"):

@@ -25,7 +25,7 @@ NOBODY = 65534
 FLOOD = 600
 """Connections to the job's store that stay open and send nothing."""
 ROUNDS = 3
-"""Rounds in which a port of a library is attacked."""
+"""Number of attacks on a library's port, one per round."""
 PING = b"\x00" + (0x3C85F7CE).to_bytes(4, "little") + b"\x0d" + (77).to_bytes(4, "little")
 """Greeting of a client of torch's TCPStore, which answers with the number."""
 FAULT = '{"kind": "error", "rank": 1, "message": "forged"}'
@@ -116,7 +116,7 @@ def main(path: str) -> None:
             rounds[port] += 1
             if rounds[port] > ROUNDS and port not in stores | torch_stores:
                 continue
-            # The port of a step's rendezvous becomes that of torch's store.
+            # The port of a step's rendezvous becomes the port of torch's store.
             may_be_torch = rounds[port] == 1 or port in stores - torch_stores
             if port in torch_stores or (may_be_torch and is_torch_store(port)):
                 torch_stores.add(port)

@@ -1,4 +1,4 @@
-"""GRPO that also checks that the engine's log-prob of every token is that of the weights of its version.
+"""GRPO that also checks the engine's log-prob of every token against the weights of the token's version.
 
 It keeps the weights of all versions. Without older weights in a batch the check shows nothing, which the test
 excludes by `staleness/max`.
@@ -11,7 +11,7 @@ from rl.algorithms import grpo
 NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}
 TOLERANCE = 1e-4
-"""Largest difference of two log-probs in float32, whose sums have another order in the engine."""
+"""Largest difference of two log-probs in float32; the engine adds in another order."""
 
 weights: dict[int, list[torch.Tensor]] = {}
 """Weights of each version of the policy on this rank."""

@@ -1,4 +1,4 @@
-"""GRPO that also checks that the gradient with replayed experts is that of routers fixed by hand to them.
+"""GRPO that also checks the gradient with replayed experts against routers fixed by hand to these experts.
 
 The experts of both are others than any router would choose. The difference of a weight's gradient is relative
 to the whole gradient.

@@ -3,8 +3,8 @@
     stopping_worker.py OUT STRIDE --config FILE [key=value ...]
 
 The engines are built once. Each start uses the run's own code from `find_checkpoint` to the exit code, and
-begins with the models as they were loaded. Tries one of STRIDE combinations. Prints a line for each that
-breaks its promise, and the number of those tried.
+begins with the models as they were loaded. Tries every STRIDE-th combination. Prints a line for each
+combination that breaks its promise, and the number of tried combinations.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ class Runs:
         self.origin = origin, origin.newest()
 
     def start(self, run_dir: Path, checkpoint: Checkpoint, stop: str = "", at: int = 0):
-        """Return exit code, first step, and the lines of one start, in which `stop` comes after step `at`."""
+        """Return exit code, first step, and the lines of one start with `stop` after step `at`."""
         run = dataclasses.replace(self.config.run, dir=str(run_dir), max_steps=LAST)
         config = dataclasses.replace(self.config, run=run, checkpoint=checkpoint)
         check(config)

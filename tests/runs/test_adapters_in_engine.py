@@ -1,4 +1,4 @@
-"""Runs whose engine holds adapters beside the weights: refits in flight, cached prefixes, resumes."""
+"""Runs with adapters beside the engine's weights: refits in flight, cached prefixes, resumes."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_running_requests_use_a_new_adapter(config, tmp_path, cache):
         2, WORKER, "gap", "--config", config, *IN_FLIGHT, *LORA, "run.max_steps=4", f"roles.cache={cache}"
     )
     gaps = [float(line) for line in (tmp_path / "run" / "gap.txt").read_text().split()]
-    # With keys and values of older adapters, the engine's distribution is not that of the newest one.
+    # With keys and values of older adapters, the engine's distribution is not the newest adapter's.
     assert (max(gaps) < bounds.TOY_LOGPROB) == (cache == "recompute"), gaps
     found = records(tmp_path / "run")
     assert [record["staleness/max"] for record in found][1:] == [1.0] * 3
@@ -34,7 +34,7 @@ def test_running_requests_use_a_new_adapter(config, tmp_path, cache):
 
 @pytest.mark.slow
 def test_a_kept_cache_serves_the_version_that_filled_it(config):
-    """Cached prefixes of a carried sample are those of the adapter with which it began."""
+    """A carried sample keeps the cached prefixes of the adapter that began it."""
     options = ("rollout.carry_over=true", "rollout_correction.truncate_tokens=2", "rollout.oversample=1.5")
     kept = ("rollout.carry_over_cache=keep", "rollout.deterministic=false", "rollout.max_response_tokens=24")
     steps = train(1, config, *LORA, *options, *kept, "run.max_steps=3")

@@ -18,7 +18,7 @@ ONE_UPDATE = "training.prompts_per_minibatch=0"
 
 
 def steps_of(config: Path, *overrides: str, world_size: int = 1, run: Path | None = None) -> list[dict]:
-    """Train; return the records, whose values are all finite."""
+    """Train; return the records. All their values are finite."""
     steps = train(world_size, config, *overrides, run=run)
     for step in steps:
         # null stands for a number that is not finite; scores without spread have no explained variance.
@@ -43,7 +43,7 @@ def test_ppo_warms_its_critic_up_and_adapts_kl(config):
     # The policy is its own reference until it moves; a divergence below the target lowers the weight.
     penalties = [step["actor/reward_kl_penalty"] for step in steps]
     assert penalties[0] == penalties[1] == 0 != penalties[2]
-    # But not in the critic's warm-up, in which the policy cannot move.
+    # But not in the critic's warm-up, because the policy cannot move yet.
     weights = [step["actor/reward_kl_penalty_coeff"] for step in steps]
     assert weights == pytest.approx([0.1, 0.1, 0.1 * (1 - 0.2 * 32 / 100)])
 
@@ -127,7 +127,7 @@ POLICY_GRADIENTS = (
     ),
 )
 SLOW = ("gspo", "clip-cov", "optimal-token-baseline", "gdpo")
-"""Losses and advantages whose values tests/unit/objectives compares already."""
+"""Losses and advantages; tests/unit/objectives compares their values already."""
 
 
 def name_of(overrides: tuple[str, ...]) -> str:
@@ -212,7 +212,7 @@ def test_pairs_without_a_reference_policy(config, toy, tmp_path, algorithm):
 def test_spin_moves_the_policy_to_the_data(config, tmp_path):
     for step in steps_of(
         config, "algorithm=spin", ONE_UPDATE, *UNSCORED
-    ):  # whose opponent is the policy itself
+    ):  # spin's opponent is the policy itself
         assert step["preference/loss"] == pytest.approx(math.log(2), rel=bounds.of_sum(64))
         assert step["actor/grad_norm"] > 0
     several = ("algorithm=spin", "run.max_steps=1", "training.epochs=4", ONE_UPDATE, *UNSCORED)

@@ -45,7 +45,7 @@ def test_adapters_in_the_weights_are_bitwise_exact(config, tmp_path, kind, layou
     if program is not TRAIN:
         return  # rounding changes the samples of vLLM's own sampler
     fast = train(2, config, "training.tp=2", *adapter, run=tmp_path / "fast")
-    # Only the first step has the same samples; its gradient is that of the ordinary kernels.
+    # Only the first step has the same samples; its gradient equals the ordinary kernels' gradient.
     assert steps[0]["actor/grad_norm"] == pytest.approx(fast[0]["actor/grad_norm"], rel=1e-3)
 
 

@@ -30,7 +30,7 @@ WAVES, ARRIVAL = ("agents.order=waves",), ("agents.order=arrival", "rollout.dete
 
 @pytest.mark.covers("agents", "carry-over")
 def test_a_resumed_run_executes_trajectories_again_and_is_exact(toy, tmp_path):
-    """Validations come between the steps, whose trajectories have the numbers of those that wait."""
+    """Validations come between the steps; their trajectories have the numbers of waiting trajectories."""
     validation = (f"data.val=[{toy}/test.parquet]", "validation.every=1", "validation.max_prompts=4")
     steps = ("checkpoint.every=2", "run.max_steps=4")
     config = write_config(tmp_path, toy, *CARRIED, *WAVES, *validation, *steps)
@@ -54,7 +54,7 @@ def test_a_resumed_run_executes_trajectories_again_and_is_exact(toy, tmp_path):
     "order, stops", [(WAVES, False), (WAVES, True), (ARRIVAL, False)], ids=["waves", "stops", "arrival"]
 )
 def test_ten_kills_lose_and_double_no_trajectory(toy, tmp_path, order, stops):
-    """Or stops in the middle of a generation, whose trajectories are then those of the last checkpoint."""
+    """A stop within a generation continues with the trajectories of the last checkpoint, as a kill does."""
     steps = (*order, "run.max_steps=8", "checkpoint.every=1")
     calls = range(20, 96 * 8, 70)
     numbers = [random.Random(number).randrange(number, number + 60) for number in calls]
@@ -119,7 +119,7 @@ def test_algorithms_learn_from_carried_trajectories(toy, tmp_path, name):
     assert sum(step["carry_over/groups"] for step in steps) > 0
     for step in steps:
         assert step["staleness/max"] <= 2
-        if "Brittle" in ALGORITHMS[name][0]:  # games of one turn with one reward, most of which fail
+        if "Brittle" in ALGORITHMS[name][0]:  # games of one turn with one reward; most fail
             assert step["agents/failures/error"] > 0
         else:
             assert step["actor/grad_norm"] > 0

@@ -38,7 +38,7 @@ def test_a_resumed_run_is_exact_and_consumes_each_prompt_once(config, tmp_path):
     assert files[0] == files[1]
     assert records[0]["staleness/max"] == 0 and sum(r["carry_over/tokens"] for r in records) > 0
     assert records[-1]["staleness/max"] == 1 > records[-1]["staleness/mean"] > 0
-    # Two more steps on one rank, whose engine draws from a shared queue.
+    # Two more steps on one rank. Its engine draws from a shared queue.
     train(1, config, *CARRIED, FREE, "run.max_steps=6", "checkpoint.every=0", run=killed)
     found = count(killed)
     assert found.is_exact and found.steps == 6 and (found.consumed, found.dropped) == (48, 0)

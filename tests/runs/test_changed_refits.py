@@ -1,4 +1,4 @@
-"""A run between whose roles only changed elements of the weights travel."""
+"""A run that sends only changed elements of the weights from training to generating ranks."""
 
 import pytest
 

@@ -105,7 +105,7 @@ def test_limits_of_a_task_hold_up_to_those_of_the_run(tasks, image, tmp_path):
     assert "memory" in task.bash("python3 -c 'x = bytearray(100 << 20)'").lower()
     assert task.bash("python3 -c 'import os; print(len(os.sched_getaffinity(0)))'") == "1"
     assert "No space left" in task.bash("head -c 20000000 /dev/zero >full")
-    assert task.score()["score"] == 0.0  # not a failure, whose trajectory would be sampled again
+    assert task.score()["score"] == 0.0  # no failure: a failed trajectory is sampled again
     task.bash("rm full")
     values = task.score()
     task.close()
@@ -165,6 +165,6 @@ def test_a_training_run_scores_five_tasks(tasks, image, toy, tmp_path, monkeypat
     run_ranks(2, TRAIN, "--config", "tasks.yaml", timeout=500)
     steps = records(tmp_path / "runs" / "tasks")
     assert [step["training/global_step"] for step in steps] == [1, 2]
-    # A random policy solves no task: the scores are those of untouched containers, 0.5, 0.25, 0, 0.75 and 1.
+    # A random policy solves no task: untouched containers have the scores 0.5, 0.25, 0, 0.75 and 1.
     assert [step["critic/score/mean"] for step in steps] == pytest.approx([0.5, 0.5], abs=1e-6)
     assert all(step.get("agents/failures/error", 0) == 0 for step in steps)

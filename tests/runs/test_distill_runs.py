@@ -61,7 +61,7 @@ def test_a_policy_teaches_itself_with_feedback(config, tmp_path):
 
 
 def learned(run: Path, *patterns: str) -> list[dict]:
-    """Return the comparable metrics of each step, without those that match a pattern."""
+    """Return the comparable metrics of each step, without metrics that match a pattern."""
     left_out = re.compile("|".join(["staleness/", "training/epoch", "training/logprob_gap", *patterns]))
     return [
         {name: value for name, value in record.items() if not left_out.match(name)}

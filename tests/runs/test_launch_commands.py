@@ -305,7 +305,7 @@ def test_help_and_an_unknown_command(place):
 
 
 def run_into_closed_pipe(*arguments):
-    """The command with a stdout whose reader has left, as in `... | head`."""
+    """Run the command with a closed reader of its stdout, for example as in `... | head`."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:

@@ -1,4 +1,4 @@
-"""A run whose policy's own head proposes tokens and learns: the policy learns bitwise as without it."""
+"""A run with the policy's own head, which proposes tokens and learns: the policy learns bitwise as without."""
 
 import re
 

@@ -17,8 +17,8 @@ def test_the_quickstart_teaches_a_model_to_add(tmp_path):
         ["tar", "-c", "--null", "-T", "-", "-f", tmp_path / "tree.tar"], cwd=ROOT, input=tracked, check=True
     )
     subprocess.run(["tar", "-xf", "tree.tar"], cwd=tmp_path, check=True)
-    # The installer is not what is tested: a stand-in environment whose stamp would differ is not to be
-    # touched.
+    # The installer is not tested here. It would change this environment, because the stamp of its packages
+    # differs.
     (tmp_path / "tools" / "install_cpu.sh").write_text("")
     env = os.environ | {
         "VIRTUAL_ENV": sys.prefix,

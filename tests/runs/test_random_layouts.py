@@ -1,6 +1,6 @@
 """Whole runs in random layouts learn the same as one rank with one micro-batch.
 
-tests/layout_draws.py draws layout, algorithm and samples, whose responses may be empty. A draw runs again by
+tests/layout_draws.py draws layout, algorithm and samples; some responses are empty. A draw runs again by
 its number: pytest --slow tests/runs/test_random_layouts.py -k "[17]". Each also runs with the defaults and
 branches of CUDA (tests/rehearsal/as_on_cuda.py), and learns the same as the rank without them.
 """

@@ -170,5 +170,5 @@ def test_the_rehearsal_trains(rehearsed):
     names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
     assert all(record[name] == 1.0 for record in found for name in names)
     assert all(record["perf/mfu/actor"] > 0 for record in found)
-    # With rollout.top_p the engine's log-probs are those of the tokens that it kept.
+    # With rollout.top_p the engine's log-probs are over the tokens that it kept.
     assert all(record["training/rollout_probs_diff_mean"] < 0.01 for record in found)

@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 def clean_environment() -> dict[str, str]:
-    """Return an environment in which the copy does not find the modules of this checkout."""
+    """Return an environment that hides the modules of this checkout from the copy."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

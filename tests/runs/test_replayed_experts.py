@@ -29,7 +29,7 @@ def test_a_run_replays_experts_in_every_update(config, tmp_path, mode):
 
 
 HELD = ("training.router_replay=engine", "rollout.top_k=12", "rollout_correction.truncate_tokens=2")
-"""Routes and sampling masks, both of which stay with the rank that has them."""
+"""Routes and sampling masks. Both stay with the rank that has them."""
 
 
 def comparable_steps(run) -> list[dict]:
@@ -57,7 +57,7 @@ AGENTS = (f"agents.environment={GAME}:Varied", "agents.max_tokens_per_turn=6", "
 @pytest.mark.parametrize("form", [(), pytest.param((*AGENTS, "agents.order=waves"), marks=pytest.mark.slow)])
 @pytest.mark.covers("carry-over", "replay of the engine's experts", "sampling masks")
 def test_held_columns_of_carried_samples_are_joined(config, tmp_path, form):
-    """With a learning rate of 0 the experts of older weights are those of the present ones."""
+    """With a learning rate of 0 older and present weights choose the same experts."""
     model = save_tiny("Qwen3MoeForCausalLM", tmp_path / "moe", seed=1)
     carried = ("rollout.carry_over=true", "rollout.oversample=1.5", "rollout.max_concurrent_samples=8")
     lengths = ("rollout.max_response_tokens=40", f"rollout.stop_token_ids={list(range(10, 22))}")

@@ -1,4 +1,4 @@
-"""Runs whose ranks either train or generate (`roles`)."""
+"""Runs with ranks that either train or generate (`roles`)."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_spin_learns_from_the_samples_of_other_ranks(config):
 def test_in_flight_refits_keep_versions_and_log_probs_true(config, tmp_path, cache):
     run_ranks(2, WORKER, "gap", "--config", config, *IN_FLIGHT, "run.max_steps=4", f"roles.cache={cache}")
     gaps = [float(line) for line in (tmp_path / "run" / "gap.txt").read_text().split()]
-    # With keys and values of older weights, the engine's distribution is not that of the newest weights.
+    # With keys and values of older weights, the engine's distribution is not the newest weights'.
     assert (max(gaps) < bounds.TOY_LOGPROB) == (cache == "recompute")
     assert [record["staleness/max"] for record in records(tmp_path / "run")][1:] == [1.0] * 3
 

@@ -1,4 +1,4 @@
-"""A run beyond the window of its model, whose rotary scaling the config turns on."""
+"""A run beyond the window of its model, with rotary scaling turned on by the config."""
 
 import json
 

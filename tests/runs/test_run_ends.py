@@ -1,4 +1,4 @@
-"""Runs in which a rank hangs, fails, dies or computes something else: train_rl.py with an injected fault."""
+"""Runs with a rank that hangs, fails, dies or computes something else: train_rl.py with an injected fault."""
 
 import contextlib
 import json
@@ -114,7 +114,7 @@ def test_a_hang_that_holds_the_interpreter_lock_is_dumped(silent):
     ), said
     assert ending(run) == ("failed", said.removeprefix("error: "))
     stacks = (run / "stacks" / "native_rank_1.txt").read_text()
-    # Its timer began with the phase: 6 s above the limit, below the 10 s in which stacks must be there.
+    # Its timer began with the phase. It ends 6 s after the limit; stacks must be there after 10 s.
     assert "hold_the_interpreter_lock" in stacks and f"Timeout (0:00:{LIMIT_S + 6:02d})!" in stacks
 
 

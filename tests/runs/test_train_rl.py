@@ -40,7 +40,7 @@ def test_two_steps_of_grpo_in_each_layout(config, layout):
         assert step["actor/grad_norm"] > 0
         # One update per step: its log-probs are bitwise the old ones.
         assert step["actor/ppo_kl"] == 0 and step["actor/pg_clipfrac"] == 0
-        # The engine's log-probs are those of the trainer, whose weights the last step changed.
+        # The engine's log-probs equal the trainer's, although the last step changed the trainer's weights.
         assert step["training/rollout_probs_diff_max"] < bounds.TOY_LOGPROB
         assert step["perf/slowest_rank"] in (0, 1) and step["perf/slowest_rank_late_s"] > 0
     # The policy is its own reference until the first update.

@@ -74,7 +74,7 @@ def assert_agent_trains(source: str, toy: Path, directory: Path, *overrides: str
 
 
 def test_a_loop_around_the_openai_client_trains(toy, tmp_path):
-    """The ids and log-probs that the client receives are those of the engine."""
+    """The client receives the engine's ids and log-probs."""
     assert_agent_trains(LOOP, toy, tmp_path, f"agents.kwargs={{out: {tmp_path}/received}}")
     received = [json.loads(line) for line in (tmp_path / "received").read_text().splitlines()]
     logs = [load(path) for path in (tmp_path / "run" / DIRECTORY).rglob("*.events")]

@@ -1,4 +1,4 @@
-"""Runs whose engine holds whole experts on its ranks, with tensor or data parallel attention."""
+"""Runs with whole experts on the engine's ranks, and tensor or data parallel attention."""
 
 import re
 from pathlib import Path

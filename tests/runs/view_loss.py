@@ -1,4 +1,4 @@
-"""Supervised learning with a loss that is a view of another tensor, as that of a user may be."""
+"""Supervised learning with a loss that is a view of another tensor, as a user's loss may be."""
 
 from rl.algorithms import sft
 

@@ -40,7 +40,7 @@ CONSTANTS |= dict(forward_1=0.006, update_1=0.03, forward_5=0.025, update_5=0.08
 CONSTANTS |= dict(update_many=1.0, update_long=1.4, decode_1=0.0025, decode_many=0.005, decode_long=0.009)
 CONSTANTS |= dict(gather_small=1e-3, gather_large=5e-3, scatter_small=1.5e-3, scatter_large=8e-3)
 CONSTANTS |= dict(all_reduce=1e-5)
-"""Seconds and rates as `tools.bench_tables.machine` measures them, of which none are measured here."""
+"""Seconds and rates of the kind that `tools.bench_tables.machine` measures; none are measured here."""
 
 
 @pytest.mark.slow

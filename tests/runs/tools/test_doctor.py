@@ -249,7 +249,7 @@ class TestReport:
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A config whose files lie below the directory in which the ranks start."""
+    """A config with files below the directory where the ranks start."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text("{}")

@@ -73,7 +73,7 @@ def test_deepseek_on_a_thousand_ranks():
     assert 671.0e9 * 2 / 2**30 == pytest.approx(rows["gathering every weight"][2], rel=0.01)
     assert (
         rows["received"][0] > 671.0e9 * 2 / 32 / 2**30 * 0.97
-    )  # a rank's part of an engine, of which it trains next to nothing
+    )  # a rank's part of an engine; the rank trains almost none of it
     assert (
         rows["sent to other nodes"][2] < 1.5 * rows["sent to other nodes"][1]
         and rows["largest batch"][2] <= 0.5
