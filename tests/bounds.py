@@ -1,4 +1,4 @@
-"""Bounds of rounding errors for tests: those of tools/bounds.py, and further ones."""
+"""Bounds of rounding errors for tests: the bounds of tools/bounds.py and further ones."""
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ def of_adam_step(lr: float, eps: float, gradient: float) -> float:
 
     The step is lr * m / (sqrt(v) + eps). m and sqrt(v) change by at most as much as the gradient, and m is at
     most about sqrt(v), so a change d of the gradient changes the step by at most 2 * lr * d / eps. The eps
-    must be as large as a gradient: with the default of 1e-8 an element whose gradient is nothing but rounding
-    error takes a full step of lr, in a direction that depends on the processor.
+    must be as large as a gradient. For example, with the default of 1e-8 an element takes a full step of lr
+    although its gradient is only rounding error, and the processor decides the direction.
     """
     return 2 * lr * gradient / eps
 
 
 TOY_LOGPROB = 8 * of_logits(layers=2, width=384)
-"""Between the engine's and the trainer's log-prob of a token of the toy model (tools/make_toy.py), whose
-logits are of size 8. A probability moves by less than its logarithm."""
+"""Between the engine's and the trainer's log-prob of a token of the toy model (tools/make_toy.py). The toy
+model's logits are of size 8. A probability moves by less than its logarithm."""

@@ -1,8 +1,8 @@
 """Small tokenizers with the chat templates and special tokens of model families.
 
-tests/data/chat_templates holds the templates as the models ship them (from trl 1.16, Apache-2.0; those of
-Mistral and DeepSeek-V3.1 are written after the models' own). The vocabulary is trained here, on a few
-sentences, with the families' special tokens.
+tests/data/chat_templates holds the templates as the models ship them (from trl 1.16, Apache-2.0; the
+templates of Mistral and DeepSeek-V3.1 are written after the models' own). The vocabulary is trained here, on
+a few sentences, with the families' special tokens.
 """
 
 import functools

@@ -11,8 +11,8 @@ import pytest
 def each(names: str, values: Iterable[Any]) -> Callable:
     """Run a test for every value, as `pytest.mark.parametrize` would, but as one case.
 
-    names: name of the parameter, or several with commas between them, whose values are tuples. A failure
-    names its value, and a skip skips one value. For tests without state: fixtures are shared by all values.
+    names: name of the parameter, or several names with commas between them (the values are then tuples). A
+    failure names its value, and a skip skips one value. For tests without state: all values share fixtures.
     """
     keys, values = [name.strip() for name in names.split(",")], list(values)
 

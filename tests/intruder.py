@@ -39,7 +39,7 @@ def attacked(payload: Path, roots: list[int]) -> Iterator[dict]:
 
 
 def ports_of(roots: list[int], *, but: int) -> set[int]:
-    """Return the ports at which the processes below `roots` listen, other than those of Slurm."""
+    """Return the ports at which the processes below `roots` listen, except Slurm's ports."""
     parents, of_slurm = {}, set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ SEED = 2026
 STEPS = 2
 FROM_DATA = ("sft", "dpo", "distill", "kto", "orpo", "simpo")
 ALGORITHMS = ("grpo", "distill", "ppo", *FROM_DATA, "dapo", "prime", "sppo", "rloo", "remax", "reinforce_pp")
-"""Every shipped algorithm but spin, whose pairs are half generated, half data."""
+"""Every shipped algorithm but spin, because spin's pairs are half generated, half data."""
 assert {*ALGORITHMS, "spin"} == set(shipped())
 GROUPED = ("grpo", "dapo", "rloo", "prime", "sppo")
 """Algorithms that compare the samples of a group."""
@@ -120,7 +120,7 @@ def draw(number: int, models: Path, directory: Path) -> Draw:
     if algorithm in GROUPED:
         per_prompt = max(per_prompt, 2)
     num_prompts = rng.randint(max(dp, 2) if is_data else 1, 5)
-    # A config must have a sample for every rank. Stored steps may have fewer, as those of dapo have.
+    # A config must have a sample for every rank. Stored steps may have fewer, for example dapo's.
     drawn = num_prompts if is_data else 8
     minibatch = rng.choice([0, 0, *(n for n in range(1, drawn) if drawn % n == 0 and n * per_prompt >= dp)])
     overrides = [

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 UID = 64321
-"""Number of the user and of its group; above those that distributions give to people and daemons."""
+"""Number of the user and of its group, above the numbers that distributions give to people and daemons."""
 NOT_PERMITTED = 77
 """Exit status if this machine permits no mount namespace."""
 _NEWNS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 1 << 12, 1 << 14, 1 << 18

@@ -71,7 +71,7 @@ def run_ranks(
     args: sys.argv[1:].
     timeout: seconds until the ranks are killed.
     grace: seconds for the others to end after one has failed.
-    env: variables beside this process's own and those of a rank.
+    env: further variables, for example CUDA_VISIBLE_DEVICES, beside this process's own and a rank's.
     fresh: start interpreters instead of forks.
 
     Raises RanksFailed when a rank exits with a code other than 0.

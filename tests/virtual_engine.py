@@ -1,4 +1,4 @@
-"""Agents without a model: an engine whose policy is a function, and a pool whose environments are objects.
+"""Agents without a model: an engine with a function as its policy, and a pool of objects as environments.
 
 Time is counted in engine steps. A running request samples one token per step. While nothing runs, a step is a
 wait for an answer.

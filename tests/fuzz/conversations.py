@@ -1,4 +1,4 @@
-"""Random conversations in the forms in which public data sets hold them, with a mark in every part."""
+"""Random conversations in the forms of public data sets, with a mark in every part."""
 
 import json
 import random
@@ -11,7 +11,7 @@ ROLES = {
     "system": ("system", "system", "developer", "System", "context"),
     "tool": ("tool", "tool", "function", "ipython", "observation", "tool_response", "environment"),
 }
-"""Role -> names in data sets; those of other projects may be mapped or refused."""
+"""Role -> names in data sets; names of other projects, for example "prompter", may be mapped or refused."""
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought", "rationale")
 PLAIN = {"user", "assistant", "system"}
 

@@ -62,7 +62,7 @@ UNREAD = {"comment": "by a person", "unsloth_version": "2025.1", "_commit_hash":
 class Damage:
     notes: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
-    """Files, keys and tensors of which a refusal must name one."""
+    """Files, keys and tensors; a refusal must name one of them."""
     harmless: bool = True
     fatal: bool = False
     """Whether no reader could use the directory."""

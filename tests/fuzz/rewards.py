@@ -218,7 +218,7 @@ def _random_expression(rng: random.Random, depth: int) -> tuple[str, Any]:
 
 
 def _answer(rng: random.Random, directory: Path) -> Case:
-    """Two spellings of one value must be equal, and those of two values must not."""
+    """Two spellings of one value must be equal, and spellings of two values must differ."""
     make = rng.choice((_number, _number, _surd, _bounds, _elements, _matrix, _measure, _base))
     (first, spellings), (second, others) = make(rng), make(rng)
     one, same, other = rng.choice(spellings), rng.choice(spellings), rng.choice(others)

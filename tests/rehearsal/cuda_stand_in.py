@@ -10,7 +10,7 @@ Megatron. Only the program sees CUDA; torch, Megatron and vLLM remain CPU builds
   An X without an entry raises an error that names this file.
 - `x.is_cuda` of tensors and storages is True; the literals "cuda" and "nccl" become "cpu" and "gloo".
 - Pinned memory is ordinary memory; `x.cuda()` is x; streams and events execute in program order.
-- SDPA computes torch's variable-length attention, torch functions replace Triton's kernels and those of
+- SDPA computes torch's variable-length attention, torch functions replace the kernels of Triton and of
   flash-linear-attention, and vLLM's sleep mode discards weights and cache.
 """
 
@@ -40,7 +40,7 @@ GIB = 1 << 30
 noted: set[tuple[str, int]] = set()
 """File and line of statements that `install` makes the program note."""
 reached: set[tuple[str, int]] = set()
-"""File and line of those of `noted` that this process has reached."""
+"""File and line of the statements in `noted` that this process has reached."""
 EVENT, STREAM = torch.cuda.Event, torch.cuda.Stream
 """torch's classes, before vLLM on CPU replaces them."""
 
@@ -62,7 +62,7 @@ class Stream:
 
 
 class CudaRuntime:
-    """torch.cuda.cudart(), whose functions are C code, with their documented arguments."""
+    """torch.cuda.cudart() with the documented arguments of its C functions."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         return 0
@@ -87,7 +87,7 @@ def _checked(real, behaviour):
 
 
 def _checked_module(module):
-    """Return a stand-in whose functions do nothing and accept the arguments of those of `module`."""
+    """Return a stand-in with functions that do nothing and accept the same arguments as `module`'s."""
     functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
     return types.SimpleNamespace(**{name: _checked(real, _nothing) for name, real in functions.items()})
 
@@ -275,7 +275,7 @@ def _add_delta_rule() -> None:
 
 
 def _refuse_sums_without_order() -> None:
-    """Refuse functions whose gradients CUDA adds in no fixed order, where elements are selected twice."""
+    """Refuse functions with gradients that CUDA adds in no fixed order, where elements are selected twice."""
     real = torch.Tensor.index_select
 
     def index_select(self, dim, index):

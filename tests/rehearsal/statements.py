@@ -28,7 +28,7 @@ class Statement:
 def cuda_statements() -> list[Statement]:
     """Return every statement of rl/ that mentions CUDA, and the first of each branch that only CUDA takes.
 
-    In a class whose name begins with Cuda these are all statements of its methods.
+    All statements of methods count if the name of their class begins with Cuda.
     """
     found = []
     for path in sorted((ROOT / "rl").rglob("*.py")):
@@ -94,7 +94,7 @@ def _required(body: list[ast.stmt], flags: set[str]) -> Iterator[ast.stmt]:
 
 
 def _first(branch: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the first statement of a branch and, if that is an elif, those of its branches."""
+    """Yield the first statement of a branch and, if it is an elif, the first statements of its branches."""
     yield from branch[:1]
     if len(branch) == 1 and isinstance(branch[0], ast.If):
         yield from _first(branch[0].body)

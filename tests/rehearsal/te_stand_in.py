@@ -66,7 +66,7 @@ NAMES = {
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T of a layer, whose gradient of the weight may be added to `main_grad` at once.
+    """x @ weight.T of a layer. The weight's gradient may be added to `main_grad` at once.
 
     Autograd then gets NaN as that gradient, as Transformer Engine's is not initialised.
     """
@@ -90,7 +90,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Layer(torch.nn.Module):
-    """A layer that checks its arguments against those of Transformer Engine."""
+    """A layer that checks its arguments against Transformer Engine's arguments."""
 
     arguments = ""
     takes_more = False

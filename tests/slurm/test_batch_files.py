@@ -333,7 +333,7 @@ def test_a_run_that_a_person_stopped_is_not_requeued(site):
     outlives = dict(exit_code=137, OUTLIVE_RANKS="1", at_step="4")
     job = Job(site, "roles", "my.yaml", **outlives, REASON="the file 'stop'")
     assert (job.code, job.requeued) == (0, [])
-    # The state of an earlier start is not that of a start that reports nothing.
+    # The state of an earlier start does not count for a start that reports nothing.
     job = Job(site, "roles", "my.yaml", **outlives | {"at_step": ""})
     assert (job.code, job.requeued) == (137, [])
 

@@ -179,7 +179,7 @@ END
 
 
 def test_components_of_a_heterogeneous_job_are_one_world(cluster, tmp_path):
-    """Other than the order of ranks, that of the nodes' names begins with the second component."""
+    """The ranks begin with the first component, although the nodes' names sort the second one first."""
     (tmp_path / "world").write_text(WORLD)
     (tmp_path / "world").chmod(0o755)
     train = "--gpus-per-node=2 --nodes=1 --nodelist=node3".split()

@@ -53,7 +53,7 @@ def launch(cluster, tmp_path):
 
 @pytest.fixture
 def sweep(config, tmp_path):
-    """2 x 3 points of two steps, of which two run at a time."""
+    """2 x 3 points of two steps; two points run at a time."""
     path = tmp_path / "sweep.yaml"
     path.write_text(
         f"""

@@ -44,7 +44,7 @@ TOOLKIT = [
     f"nvidia-{name}"
     for name in "cuda-runtime cuda-crt cuda-cccl cuda-nvrtc cublas cusolver cusparse nvtx".split()
 ]
-"""Wheels whose headers are those of the image's CUDA toolkit."""
+"""Wheels with the headers of the image's CUDA toolkit."""
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ def source(package: dict, directory):
 
 
 class Remote(io.RawIOBase):
-    """A file at a URL, of which only the parts that are read are fetched, a MiB at a time."""
+    """A file at a URL. Only the parts that are read are fetched, a MiB at a time."""
 
     def __init__(self, url: str, size: int):
         self._url, self._size, self._position, self._part = url, size, 0, (0, b"")

@@ -55,7 +55,7 @@ def test_the_metrics_that_pages_name_exist():
     unknown = [
         f"{page.name}: {name}"
         for page in PAGES
-        if page.name not in ("verl.md", "metrics.md")  # verl.md names those of verl
+        if page.name not in ("verl.md", "metrics.md")  # verl.md names verl's keys
         for name in METRIC.findall(page.read_text())
         if name.split("/")[0] in groups and not exists(name)
     ]
@@ -83,7 +83,7 @@ def test_the_files_that_pages_name_exist():
     named = {
         (page.name, name)
         for page in PAGES
-        if page.name != "extending.md"  # whose examples add files
+        if page.name != "extending.md"  # its examples add files
         for name in path.findall(page.read_text())
         if "NAME" not in name and name not in made
     }

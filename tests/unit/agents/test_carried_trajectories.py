@@ -30,7 +30,7 @@ NUM_PROMPTS = 4
 
 
 class Games:
-    """A replica with games of up to four turns, whose answers depend on everything said before."""
+    """A replica with games of up to four turns. Each answer depends on everything said before."""
 
     def __init__(self, *, delay=0.0, seed=7, on_rewrite="refuse", family=FAMILY, drives="step", **agents):
         self.tokenizer, self.drives = tokenizer_of(family), drives
@@ -191,7 +191,7 @@ def test_waves_end_a_call_at_the_same_tokens_whatever_the_delays():
 
 
 class Asking:
-    """An endpoint whose agents play the game by themselves: as many turns as the prompt's number and one."""
+    """An endpoint for agents that play the game by themselves, one turn more than the prompt's number."""
 
     base_url = ""
 
@@ -219,7 +219,7 @@ class Asking:
 
 
 class AgentPool(VirtualPool):
-    """A pool whose agents return when they say so."""
+    """A pool of agents that return when they say so."""
 
     def returned(self, session, delay=0):
         heapq.heappush(self._due, (self.now + delay, next(self._order), Reply(session, "run", done=True)))
@@ -255,7 +255,7 @@ def test_an_agent_that_runs_by_itself_is_answered_from_the_log(is_kept, is_same)
 
 
 class LateAgents(Asking):
-    """Agents whose second request, which is refused, comes between two calls; they return later."""
+    """Agents with a second request between two calls. It is refused, and the agents return later."""
 
     def __init__(self, pool):
         super().__init__(pool)

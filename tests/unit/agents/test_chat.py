@@ -17,7 +17,7 @@ from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 SYSTEM = {"role": "system", "content": "rules"}
 USER = {"role": "user", "content": "question"}
 KEEPING = sorted(set(TOKENS) - {"deepseek-v3"})
-"""Families whose template only appends while tools are called."""
+"""Families with a template that only appends while tools are called."""
 CONVERSATIONS = int(os.environ.get("LOCKSTEP_CONVERSATIONS", 300))
 
 
@@ -80,7 +80,7 @@ def ids_of(family: str, text: str) -> np.ndarray:
 
 
 def random_ids(family: str, text: str, chance: random.Random) -> np.ndarray:
-    """Return ids that decode to the text, but are seldom those of the tokenizer."""
+    """Return ids that decode to the text, but seldom equal the tokenizer's."""
     special = tokenizer_of(family).get_added_vocab()
     pieces, word = [], ""
     while text:
@@ -161,7 +161,7 @@ def converse(chat: Chat, family: str, chance: random.Random, *, canonical: bool)
 def test_no_token_of_random_conversations_changes(family):
     """Turns as the tokenizer writes them: the context is the tokens of one rendering of all messages.
 
-    Turns in other tokens: the text is that of one rendering, and the turns are as sampled.
+    Turns in other tokens: the text equals one rendering's, and the turns are as sampled.
     """
     chat, tokenizer, chance = chat_of(family), tokenizer_of(family), random.Random(family)
     others = 0

@@ -65,7 +65,7 @@ class Consumer:
 
 
 def test_the_openai_client_through_three_turns_with_tools():
-    """The ids and log-probs that the client receives are those of the queue's consumer."""
+    """The client receives the ids and log-probs of the queue's consumer."""
     with Consumer(TURNS) as consumer:
         key = consumer.endpoint.open("0.0")
         client = openai.OpenAI(base_url=consumer.endpoint.base_url, api_key=key, max_retries=0)
@@ -145,7 +145,7 @@ class LosesAnswers(httpx.HTTPTransport):
 
 
 def test_a_repeated_conversation_gets_the_same_turn():
-    """Clients repeat a request whose answer they missed, this one twice; only one turn is trained on."""
+    """Clients repeat a request after they missed its answer, here twice; only one turn is trained on."""
     consumer, transport = Consumer(TURNS[2:]), LosesAnswers()
     endpoint, asked = (
         consumer.endpoint,

@@ -65,7 +65,7 @@ def test_images_of_answers_become_tokens_with_places_and_pixels():
 
 
 def test_messages_of_reset_may_have_images():
-    """Their tokens are a prompt's; those of the row with other images would look like the row's own."""
+    """Their tokens are a prompt's; the row's tokens with other images would look like the row's own."""
     seen = SeenImages(FORMAT, PROMPT)
     text, image = {"type": "text", "text": "see"}, {"type": "image", "image": picture(28, 56)}
     message = with_uris({"role": "user", "content": [text, image, {"type": "image", "image": None}]})

@@ -1,4 +1,4 @@
-"""Tool calls are read in the form in which the model's own template writes them."""
+"""Tool calls are read in the same form as the model's own template writes them."""
 
 import copy
 import json

@@ -288,7 +288,7 @@ def test_the_engine_is_kept_busy_while_environments_answer():
 
 
 class InsistentAgent:
-    """An endpoint whose only agent asks for turns until one is refused."""
+    """An endpoint for one agent that asks for turns until one is refused."""
 
     base_url = ""
 
@@ -319,7 +319,7 @@ THREE_TURNS = Agents(max_turns=3, on_failure="shrink")
 
 
 def world_of(agent, *, agents=THREE_TURNS, delay=lambda: 50.0, **options):
-    """Return the world of one trajectory whose agent runs by itself."""
+    """Return the world of one trajectory with an agent that runs by itself."""
     options |= dict(agents=agents, delay=delay, sampling=replace(SAMPLING, samples_per_prompt=1))
     return World(["move<|im_end|>"], drives="run", endpoint=agent, **options)
 

@@ -17,7 +17,7 @@ SAMPLES, LENGTH = 4, 10
 
 @pytest.fixture
 def batch() -> Batch:
-    """Return a batch whose engine gave every token the log-prob -2, with version 3 of the weights."""
+    """Return a batch with the engine's log-prob -2 for every token, and version 3 of the weights."""
     ids = [np.arange(LENGTH, dtype=np.int32)] * SAMPLES
     tokens = torch.ones(SAMPLES * LENGTH)
     return Batch(

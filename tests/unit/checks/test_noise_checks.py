@@ -19,8 +19,8 @@ NOISE = 0.01
 def batch_of(
     rng: np.random.Generator, *, scale: float = 1.0, learned: float = 0.0, of_reference: float = NOISE
 ) -> Batch:
-    """Return samples whose engine is `scale` times as far from the reference as the trainer, which is
-    `learned` nats away. of_reference: standard deviation of the reference's rounding."""
+    """Return samples: the trainer is `learned` nats from the reference, the engine `scale` times as far.
+    of_reference: standard deviation of the reference's rounding."""
     ids = [np.arange(LENGTH, dtype=np.int32)] * SAMPLES
     total = SAMPLES * LENGTH
 

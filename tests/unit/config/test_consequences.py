@@ -1,4 +1,4 @@
-"""Keys whose defaults follow from others."""
+"""Keys with defaults that follow from other keys."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Refusals of keys in which the points of a sweep in one job differ, and of features that they use."""
+"""Refusals of keys that differ between the points of a sweep in one job, and of features that they use."""
 
 import json
 

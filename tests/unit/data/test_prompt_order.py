@@ -87,7 +87,7 @@ def test_a_mixture_does_not_depend_on_how_it_is_cut_into_draws():
     assert whole.dtype == np.int64
     parts = mixed()
     assert np.array_equal(whole[:8], np.concatenate([parts.draw(3), parts.draw(5)]))
-    # Across the edges of the blocks in which the sources are picked, and exactly on them.
+    # Sources are picked in blocks: across the edges of the blocks, and exactly on them.
     cuts = [4080, 8, 8, 0, 1, 4087, 8, 1800]
     assert np.array_equal(whole[8:], np.concatenate([parts.draw(n) for n in cuts]))
 

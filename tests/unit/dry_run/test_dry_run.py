@@ -242,7 +242,7 @@ def test_ranks_that_share_a_core_take_turns():
     alone, shared = (found(GRPO, 8, cores_per_rank=cores) for cores in (1.0, 0.5))
     for phase in ("gen", "update_actor"):
         assert shared.seconds[phase] == pytest.approx(2 * alone.seconds[phase]), phase
-    # With one micro-batch a stage of four waits for three times its work, in which others have its core.
+    # With one micro-batch a stage of four waits for three times its work; meanwhile others have its core.
     waiting = ("training.tp=1", "training.pp=4", "training.micro_batch_tokens=100000000")
     alone, shared = (found(GRPO, 8, *waiting, cores_per_rank=cores, update_ms=1e-9) for cores in (1.0, 0.5))
     assert shared.idle["update_actor"] == pytest.approx(alone.idle["update_actor"] * 2 / 3)

@@ -51,7 +51,7 @@ def test_heartbeat_is_read_as_written(tmp_path):
 
 
 def test_the_memory_of_a_gpu_is_read_in_the_main_thread(tmp_path, monkeypatch):
-    """The current GPU is that of a thread, and the allocator may hang with the main thread."""
+    """Each thread has its own current GPU, and the allocator may hang with the main thread."""
     readers = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The state of a point of a sweep in one job, whose heartbeats are those of the sweep."""
+"""The state of a point of a sweep in one job; the sweep's heartbeats are the point's heartbeats."""
 
 import json
 import time

@@ -1,5 +1,5 @@
 """Linear layers that get an adapter, and how its parts are split over tensor parallel ranks. In vLLM the
-rows of B are those of the layer, the columns of A its columns."""
+rows of B are the layer's rows, and the columns of A its columns."""
 
 import json
 

@@ -60,7 +60,7 @@ def random_configs(trials: int):
 
 
 def numbered_qkv(heads, kv_heads, dim, columns):
-    """Query, key and value whose every element is its own number."""
+    """Query, key and value with a different number in every element."""
     rows = (heads + 2 * kv_heads) * dim
     whole = torch.arange(rows * columns).view(rows, columns) if columns else torch.arange(rows)
     return tuple(whole.split([heads * dim, kv_heads * dim, kv_heads * dim]))

@@ -1,4 +1,4 @@
-"""The weights of the head for multi-token prediction are those of the published files; other checkpoints are
+"""The head for multi-token prediction has the weights of the published files; other checkpoints are
 refused."""
 
 import json

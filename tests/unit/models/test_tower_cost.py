@@ -1,4 +1,4 @@
-"""Operations of vision towers are those that torch counts in the towers of transformers."""
+"""Operations of vision towers equal torch's count of operations in the towers of transformers."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Models with a vision tower: their weights are those of transformers, and their angles too."""
+"""Models with a vision tower have the weights and angles of transformers' models."""
 
 import json
 import math

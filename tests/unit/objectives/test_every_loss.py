@@ -17,7 +17,7 @@ every_loss = pytest.mark.parametrize("name", formulas("losses"))
 
 
 def columns_of(seed: int) -> dict[str, torch.Tensor]:
-    """Return the columns of ten samples, one of which is empty and one masked, float64."""
+    """Return the columns of ten samples, float64; one sample is empty and one is masked."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale):

@@ -129,7 +129,7 @@ def test_empty_and_wholly_masked_responses_have_log_ratio_0():
     assert ratios[[0, 5, 7]].tolist() == [0.0, 0.0, 0.0] and ratios.count_nonzero() >= 6
 
 
-# Samples of which no token counts ---------------------------------------------------------------------------
+# Samples without a token that counts ------------------------------------------------------------------------
 
 
 def test_counted_by_hand():

@@ -123,7 +123,7 @@ def batch(seed, mask_dtype=np.float64):
     groups = np.repeat(rng.choice(1000, 8, replace=False) - 500, [1, 2, 3, 5, 1, 4, 2, 6])
     lengths = rng.integers(2, 14, len(groups))
     lengths[rng.choice(len(groups), 6, replace=False)] = [0, 0, 0, 1, 1, 1]
-    lengths[1:3] = [0, 7]  # a group of two, of which one is empty
+    lengths[1:3] = [0, 7]  # a group of two; one is empty
     order = rng.permutation(len(groups))
     groups, lengths = groups[order], lengths[order]
     tokens = lengths.sum()

@@ -116,7 +116,7 @@ def test_gspo_hand_numbers():
 
 
 def test_gspo_caps_the_ratio_of_a_sample_at_e_to_the_10():
-    # Two samples whose mean log-ratios are 9.5 and 12, with a token far beyond in the first.
+    # Two samples with mean log-ratios of 9.5 and 12; the first has a token far beyond.
     leaf = torch.tensor([19.0, 0.0, 12.0], requires_grad=True)
     lengths, minus = torch.tensor([2, 1]), -torch.ones(3)
     token_loss, _ = gspo(leaf, torch.zeros(3), minus, torch.ones(3), lengths, clip_low=0.5, clip_high=0.5)

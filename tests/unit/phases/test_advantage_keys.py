@@ -17,7 +17,7 @@ from tests.unit.phases.test_policy_gradient import config_of, example
 
 BASELINES = torch.arange(10) / 7
 OF_BATCHES = [name for name in ADVANTAGES if name not in ("gae", "prime")]
-"""Estimators but those that the files of their algorithms call."""
+"""Estimators except gae and prime, because the files of their algorithms call them."""
 
 
 def gdpo_of(batch, reward_columns=(), reward_weights=()):
@@ -42,7 +42,7 @@ def test_opo_weighs_by_the_tokens_that_enter_the_loss():
     batch = example()
     batch.mask[5:17] = torch.eye(12)[
         3
-    ]  # a sample of 12 tokens of which one counts weighs like one of one token
+    ]  # a sample of 12 tokens weighs like a sample of one token if one token counts
     by_length = opo(batch.rewards, batch.groups, batch.lengths, torch.ones(60))
     assert not torch.allclose(found(batch, "opo"), by_length)
 

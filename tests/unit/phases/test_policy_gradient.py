@@ -201,7 +201,7 @@ def test_loss_weights_multiply_the_loss_of_each_token(loss, aggregation):
     token_loss, stats = token_loss_of(loss, micro)
     assert same_value_and_gradient(micro, value, mean(micro, weights * token_loss, aggregation))
     assert not same_value_and_gradient(micro, value, mean(micro, token_loss, aggregation))
-    # Denominators and statistics stay those of the tokens that count.
+    # Denominators and statistics stay over the tokens that count.
     assert float(metrics["actor/ppo_kl"]) == pytest.approx(float(stats["ppo_kl"]) / TOTALS.num_tokens)
 
 
@@ -458,7 +458,7 @@ def test_a_loss_reads_the_entropy_only_for_its_bonus(loss):
 
 
 UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
-"""Losses whose derivative at ratio 1 and advantage -1 is 1."""
+"""Losses with a derivative of 1 at ratio 1 and advantage -1."""
 
 
 @pytest.mark.parametrize("name", UNIT_SLOPES)

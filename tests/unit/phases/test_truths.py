@@ -23,7 +23,7 @@ def try_truth(ground_truth, **kwargs): ...
 
 
 class Pool:
-    """A pool that notes what it scores, and fails those whose truth is in `bad`."""
+    """A pool that records the truths it scores, and fails for truths in `bad`."""
 
     def __init__(self, bad=()):
         self.bad, self.truths = bad, []

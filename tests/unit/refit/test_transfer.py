@@ -1,4 +1,4 @@
-"""The calls in which messages are posted, for more ranks than a test can start."""
+"""The calls that post messages, for more ranks than a test can start."""
 
 import torch
 import torch.distributed as dist

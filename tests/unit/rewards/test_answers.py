@@ -1,4 +1,4 @@
-"""Truths of every shape in which files hold them: read by each reward function, or refused."""
+"""Truths of every shape in files: read by each reward function, or refused."""
 
 import functools
 import math

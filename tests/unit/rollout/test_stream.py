@@ -1,4 +1,4 @@
-"""The order in which generators begin groups, and when they take weights."""
+"""The order of groups that generators begin, and the moments when they take weights."""
 
 import numpy as np
 import pytest

@@ -110,7 +110,7 @@ def test_a_step_after_the_end_of_a_point_decides_nothing(is_ahead):
 
 
 class Requests:
-    """Stop requests of the job or of a point, each of which one call of `agree` finds."""
+    """Stop requests of the job or of a point. One call of `agree` finds each request."""
 
     def __init__(self):
         self.pending = StopDecision("", save=False)

@@ -114,7 +114,7 @@ def fits(parts: Parts, text: str) -> bool:
 
 
 def test_names_of_runs_are_found():
-    """Those that are in few tests' runs: placeholders, within alternatives too."""
+    """Names that are in few tests' runs: placeholders, for example <name>, also within alternatives."""
     names = ("val-core/a/b/acc/mean@4", "val-core/a/loss", "val/loss", "val-aux/agents/failures/step")
     assert all(map(is_documented, names))
     wrong = ("val-core/a/acc/mean@x", "actor/loss", "xactor/lr", "actor/lr/x", "perf/mfu/<name>")

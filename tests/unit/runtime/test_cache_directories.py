@@ -21,7 +21,7 @@ with session(discover()):
 
 
 def caches_below(root):
-    """Return the directories that the caches of a job get, whose batch file named `root`."""
+    """Return the directories of a job's caches if its batch file named `root`."""
     environ = {"LOCKSTEP_CACHE": str(root), **{name: f"{root}/{name}" for name in CACHES}}
     use_private_caches(environ)
     return [Path(environ[name]) for name in CACHES]

@@ -1,5 +1,5 @@
 """Rank discovery, from environments with the variables that each launcher sets (Slurm 22.05, MPICH 5,
-torchrun), and those that the manuals of PALS, jsrun and Flux name."""
+torchrun), and with variables that the manuals of PALS, jsrun and Flux name."""
 
 import os
 import socket
@@ -364,7 +364,7 @@ def test_mpirun_without_mpi4py_is_refused(variables, around):
 
 
 def fake_mpi(monkeypatch, *, size, local_size):
-    """An mpi4py whose world has `size` ranks, of which this is rank 0 on a host with `local_size`."""
+    """An mpi4py with a world of `size` ranks. This process is rank 0, on a host with `local_size` ranks."""
     local = types.SimpleNamespace(rank=0, size=local_size)
     world = types.SimpleNamespace(rank=0, size=size, Split_type=lambda kind: local, Bcast=lambda buffer: None)
     package = types.ModuleType("mpi4py")

@@ -118,7 +118,7 @@ TOOLS: dict[str, Callable[[Path, Path], object]] = {
     "resume": lambda good, bad: resume(bad),
 }
 SHOW_GOOD = {"status": None, "sweep report": "report.html", "report": None}
-"""Tools that show other runs, too, and the file in which they do, else their output."""
+"""Tool that shows other runs, too -> file with the runs; None if the tool prints them."""
 DIRECTORY_IN_PLACE = {"resume": ("metrics.jsonl: directory", "consumed.jsonl: directory")}
 """Damages that nobody's crash leaves, and that a run refuses."""
 

@@ -1,4 +1,4 @@
-"""The count of consumed prompts of runs whose steps are not all in the file."""
+"""The count of consumed prompts if some steps of a run are not in the file."""
 
 from rl.run_directory.consumed import ConsumedLog
 from tools.consumed import count

@@ -1,4 +1,4 @@
-"""The norm of clipped gradients is that of the norm by which they were clipped."""
+"""The norm of clipped gradients is checked against the norm before clipping and the limit."""
 
 import pytest
 

@@ -51,7 +51,7 @@ def formula(number: int) -> list[tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_one_step_is_the_formula(moments, share, monkeypatch):
-    monkeypatch.setattr(compact_adam, "STAGED", 5_000)  # several messages, of which the last is short
+    monkeypatch.setattr(compact_adam, "STAGED", 5_000)  # several messages; the last is short
     weights, adam = optimizer(moments, share)
     take_steps(weights, adam, 1)
     for weight, (exact, m, v) in zip(weights, formula(1)):

@@ -22,7 +22,7 @@ def group():
 
 
 def inputs():
-    """hidden and weight of the policy and of the teacher, whose rows from V on are padding; gradients [T]."""
+    """hidden and weight of policy and teacher (the teacher's rows from V on are padding); gradients [T]."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     return draw(T, H), draw(ROWS, H) / 2, draw(T, TEACHER_H), draw(ROWS, TEACHER_H) / 2, draw(T)
 

@@ -17,7 +17,7 @@ def column(lengths, *, holders, rank=0) -> HeldColumn:
 
 
 def test_a_stage_receives_only_its_part_and_each_row_once():
-    # tp 2, dp 2, pp 2: stage 0 has ranks 0 to 3, of which 2 and 3 are dp rank 1.
+    # tp 2, dp 2, pp 2: stage 0 has ranks 0 to 3; ranks 2 and 3 are dp rank 1.
     held = column([5, 7, 2], holders=[0, 6, 6])
     parts = [slice(0, 1), slice(1, 3)]
     moves, dp_ranks = plan_moves(held, [[[0], []], [[1], []]], parts.__getitem__, tp=2, pp=2)

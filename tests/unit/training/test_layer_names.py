@@ -1,4 +1,4 @@
-"""Names in Transformer Engine's layers of Megatron-core 0.16.1, and those that Megatron reads."""
+"""Names in Transformer Engine's layers of Megatron-core 0.16.1, and names that Megatron reads."""
 
 from types import SimpleNamespace
 

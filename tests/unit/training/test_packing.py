@@ -170,7 +170,7 @@ def test_an_absent_column_is_named_with_present_ones():
 
 
 def batch_of_contexts(rng: random.Random) -> Batch:
-    """Samples whose prompts are that of their group, or another one."""
+    """Samples with their group's prompt, or with another one."""
     prompts = [np.full(rng.randint(1, 30), k, np.int32) for k in range(6)]
     groups = [group for group in range(rng.randint(1, 4)) for _ in range(rng.randint(1, 8))]
     own = rng.choice([0.0, 0.5, 1.0])

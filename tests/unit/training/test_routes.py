@@ -6,7 +6,7 @@ from rl.features.router_replay.trainer import Routes
 
 ENGINE = torch.tensor([[[0, 1], [2, 3], [0, 0]]], dtype=torch.uint8)
 OWN = torch.tensor([[1, 0], [2, 1], [3, 2]])
-"""The same experts in another order, one other expert, and those of padding."""
+"""The same experts in another order, one other expert, and experts of padding."""
 
 
 def test_differences_are_counted_in_the_first_pass_over_a_layer():
