@@ -1,4 +1,4 @@
-"""A run with the policy's own head, which proposes tokens and learns: the policy learns bitwise as without."""
+"""A run with a head that proposes tokens and learns: the policy learns bitwise as without the head."""
 
 import re
 
