@@ -50,8 +50,8 @@ def adapters(
 ) -> list[LowRank]:
     """Return the adapters of the model's linear layers that match a target, in the order of `weights`.
 
-    targets: last parts of the layers' names; none: all linear layers. Raises ValueError for a target that
-    matches no linear layer.
+    targets: last parts of the layers' names, for example q_proj; none: all linear layers. Raises ValueError
+    for a target that matches no linear layer.
     """
     layers = list(_linear_layers(weights))
     names = [weight.module(part) for weight, part in layers]

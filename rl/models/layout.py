@@ -181,7 +181,7 @@ def stage_layers(num_layers: int, pp: int) -> list[int]:
     """Return the number of layers of each pipeline stage in training; counts differ by at most 1.
 
     Stages get one layer fewer in this order: the last (it also holds the head), the first (it also holds the
-    embedding), then their neighbours.
+    embedding), then their neighbours. For example, 10 layers on 4 stages are 2, 3, 3, 2.
     """
     most = -(-num_layers // pp)
     by_load = sorted(range(pp), key=lambda stage: (min(pp - 1 - stage, stage), -stage))
@@ -190,12 +190,12 @@ def stage_layers(num_layers: int, pp: int) -> list[int]:
 
 
 def recomputed_layers(num_layers: int, every: int) -> int:
-    """Return the number of a stage's layers that are recomputed, the first ones, if one of `every` is."""
+    """Return the number of a stage's first layers that are recomputed, for example 3 of 10 with every=4."""
     return -(-num_layers // every)
 
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """Return the vocabulary size rounded up to a multiple."""
+    """Return the vocabulary size rounded up to a multiple, for example 1000 to 1024 with multiple=64."""
     return -(-vocab_size // multiple) * multiple
 
 
@@ -219,7 +219,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
 
     Megatron concatenates KV groups: for each group its queries, its key and its value. A rank holds whole
     groups. vLLM concatenates a rank's queries, its keys and its values. With tp > num_kv_heads, several ranks
-    hold each KV head.
+    hold each KV head; for example, two do with tp=8 and 4 KV heads.
     """
     per_group = num_heads // num_kv_heads * head_dim
 

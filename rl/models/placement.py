@@ -2,8 +2,9 @@
 
 Plain data, identical on all ranks, without communication. Tensor parallel ranks are innermost in both.
 Megatron puts pipeline stages outermost, so that a stage is a range of ranks (`training_ranks`). vLLM puts
-replicas outermost, and stages next to tensor parallel ranks. Within a Megatron stage, routed experts have
-their own grid over the same ranks.
+replicas outermost, and stages next to tensor parallel ranks. For example, with 8 ranks, tp=2 and pp=2 the
+first stage is ranks 0 to 3 in training, and ranks 0, 1, 4 and 5 in generation. Within a Megatron stage,
+routed experts have their own grid over the same ranks.
 """
 
 import functools
@@ -32,7 +33,10 @@ def training_ranks(world_size: int, *, tp: int, pp: int, ep: int = 1) -> np.ndar
 
 
 def context_ranks(world_size: int, *, tp: int, cp: int) -> np.ndarray:
-    """Return the ranks of each context parallel group, int64 [groups, cp]; order as in `training_ranks`."""
+    """Return the ranks of each context parallel group, int64 [groups, cp]; order as in `training_ranks`.
+
+    For example, with tp=2 and cp=2 the first groups are ranks 0 and 2, and ranks 1 and 3.
+    """
     return np.arange(world_size).reshape(-1, cp, tp).swapaxes(1, 2).reshape(-1, cp)
 
 
@@ -70,7 +74,10 @@ class TrainingPlacement:
     ranks: JobRanks | None = None
     """None: the grid is the whole job."""
     vpp: int = 1
-    """Chunks of the model on each rank: part v of the pp * vpp parts is chunk v // pp of stage v % pp."""
+    """Chunks of the model on each rank: part v of the pp * vpp parts is chunk v // pp of stage v % pp.
+
+    For example, with pp=2 and vpp=2 stage 0 has parts 0 and 2.
+    """
 
     def __post_init__(self):
         _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers)
@@ -229,7 +236,8 @@ def chunk_ranges(num_layers: int, pp: int, vpp: int) -> tuple[Ranges, ...]:
 def vllm_ranges(num_layers: int, pp: int) -> Ranges:
     """Return the layers of each stage as `vllm.distributed.utils.get_pp_indices` does.
 
-    The remainder is distributed one layer each, from the second last stage backwards.
+    The remainder is distributed one layer each, from the second last stage backwards. For example, 9 layers
+    on 4 stages are 2, 2, 3, 2.
     """
     left = num_layers % pp
     sizes = [num_layers // pp + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]

@@ -98,18 +98,18 @@ def rope_theta(hf: dict) -> float:
 
 
 def rotated_channels(hf: dict) -> int:
-    """Return the number of channels of a head that are rotated, its first ones."""
+    """Return the number of a head's first channels that are rotated, for example 64 of 256."""
     return hf.get("qk_rope_head_dim") or int(head_dim(hf) * rope_parameters(hf).get(PARTIAL, 1.0))
 
 
 def positions(hf: dict) -> int:
     """Return the number of positions of the model, which no sequence may exceed.
 
-    YaRN multiplies the original context, whichever of the two `max_position_embeddings` is; vLLM's table of
-    rotations has this size. Linear scaling multiplies `max_position_embeddings`, as in vLLM, except in Gemma
-    3: its `max_position_embeddings` are the scaled ones. Dynamic scaling adds none: its frequencies depend on
-    the final length of a sequence, so the probabilities during generation, one token after another, differ
-    from the trainer's for the whole.
+    YaRN multiplies the original context (for example, factor 4 makes 32,768 positions 131,072), whichever of
+    the two `max_position_embeddings` is; vLLM's table of rotations has this size. Linear scaling multiplies
+    `max_position_embeddings`, as in vLLM, except in Gemma 3: its `max_position_embeddings` are the scaled
+    ones. Dynamic scaling adds none: its frequencies depend on the final length of a sequence, so the
+    probabilities during generation, one token after another, differ from the trainer's for the whole.
     """
     rope, given = rope_parameters(hf), hf["max_position_embeddings"]
     if rope["rope_type"] == "yarn":
@@ -147,8 +147,9 @@ def frequencies(hf: dict, *, local: bool = False) -> Tensor:
 def axes(hf: dict) -> list[int]:
     """Return the axis of an image's positions (time, row, column) by which each pair of channels is rotated.
 
-    []: text has one axis. The sections are `mrope_section` (arXiv:2409.12191, section 2.1). Interleaved ones
-    alternate as long as each has pairs left, and time has the rest (transformers' Qwen3-VL).
+    []: text has one axis. The sections are `mrope_section` (arXiv:2409.12191, section 2.1), for example [2,
+    1, 1] for the axes 0, 0, 1, 2. Interleaved sections alternate as long as each has pairs left, and time has
+    the rest (transformers' Qwen3-VL).
     """
     rope = rope_parameters(hf)
     if rope.get("mrope_interleaved"):
