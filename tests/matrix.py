@@ -51,7 +51,7 @@ LORA = "adapter.kind=lora adapter.rank=4"
 ALTERNATIVES = "one key, two values"
 MORE_RANKS = "more ranks than two"
 FOR_CPU = " is for CPU: on a GPU "
-"""Part of an error for what a GPU refuses."""
+"""Part of the error for a key that only a CPU run accepts."""
 BESIDE = f"{LORA} adapter.in_engine=adapter adapter.targets=[q_proj,k_proj,v_proj,o_proj]"
 FEATURES = {
     "agents": f"{AGENTS} agents.order=waves",
@@ -111,7 +111,7 @@ FEATURES = {
     "traces": "trace.steps=[2]",
     "rejection": "rollout_correction.reject=token-k1 rollout_correction.reject_high=2.0",
 }
-"""Name -> the keys that enable it; DIR is the directory of `save_inputs`."""
+"""Feature -> the keys that enable it, for example traces; DIR is the directory of `save_inputs`."""
 MAKE_MODELS = """
 import sys
 from pathlib import Path

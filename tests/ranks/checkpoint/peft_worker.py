@@ -2,9 +2,9 @@
 
     peft_worker.py CHECKPOINT OUT_DIR FIRST SECOND [KEY=VALUE ...]
 
-FIRST and SECOND are layouts, TPxPPxEP. Writes random adapters from the first layout to OUT_DIR/adapter and
-the merged model to OUT_DIR/hf, and starts from OUT_DIR/adapter in both layouts. Rank 0 saves the log-probs of
-all three models to OUT_DIR/logprobs.pt.
+FIRST and SECOND are layouts, TPxPPxEP, for example 2x1x1. Writes random adapters from the first layout to
+OUT_DIR/adapter and the merged model to OUT_DIR/hf, and starts from OUT_DIR/adapter in both layouts. Rank 0
+saves the log-probs of all three models to OUT_DIR/logprobs.pt.
 """
 
 import sys

@@ -4,8 +4,8 @@ without a run.
     store_worker.py layouts MODEL OUT_DIR DTYPES LAYOUT [LAYOUT ...]
     store_worker.py faults MODEL OUT_DIR OTHER_MODEL SMALL_DISK
 
-DTYPES have commas between them, LAYOUT is TPxPPxEP; the first one saves. With DTYPE/HOST_SHARE,
-moments are bfloat16.
+DTYPES have commas between them, for example float32,bfloat16. LAYOUT is TPxPPxEP; the first layout saves.
+With DTYPE/HOST_SHARE, moments are bfloat16.
 
 Rank 0 writes what it found to OUT_DIR/<first word>.json.
 """

@@ -2,9 +2,9 @@
 
     context_worker.py CHECKPOINT OUT_DIR TOKENS CASE [CASE ...]     CASE is TPxPPxCP[+RECOMPUTE]
 
-RECOMPUTE as in tests.recompute. Every rank saves OUT_DIR/CASE.RANK.json: the bytes received from the group in
-the forward and in the backward pass of the attention, the maximum of the memory that an update allocates, and
-a checksum of each weight's gradient.
+For example, 1x1x2 has two context parallel ranks. RECOMPUTE as in tests.recompute. Every rank saves
+OUT_DIR/CASE.RANK.json: the bytes received from the group in the forward and in the backward pass of the
+attention, the maximum of the memory that an update allocates, and a checksum of each weight's gradient.
 """
 
 import json

@@ -3,9 +3,9 @@
     adapter_refit_worker.py CHECKPOINT OUT ROLLOUT_TP KIND TARGETS LAYOUT [LAYOUT ...]
 
 The merged form has adapters of that KIND on every layer, the form `adapter` of kind lora on the TARGETS,
-which are separated by commas.
-LAYOUT is TPxPPxEP. For each form and layout: two refits of different adapters, bytes moved, and the largest
-difference between the log-probs of engine and trainer. Rank 0 writes JSON to OUT.
+which are separated by commas, for example q_proj,v_proj. LAYOUT is TPxPPxEP. For each form and layout: two
+refits of different adapters, bytes moved, and the largest difference between the log-probs of engine and
+trainer. Rank 0 writes JSON to OUT.
 """
 
 import json

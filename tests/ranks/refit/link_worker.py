@@ -2,9 +2,9 @@
 
     link_worker.py CHECKPOINT OUT CASE [CASE ...]
 
-CASE is TRAIN,ROLLOUT:TPxPPxEP:TP, the numbers of ranks and the layouts of the two roles. For each case two
-refits, one with a changed weight on its way, and samples from each replica. Each rank writes a JSON list to
-OUT.<rank>.
+CASE is TRAIN,ROLLOUT:TPxPPxEP:TP, the numbers of ranks and the layouts of the two roles. For example,
+2,2:2x1x1:1 trains at tp 2 on two ranks and generates with two replicas of tp 1. For each case two refits, one
+with a changed weight on its way, and samples from each replica. Each rank writes a JSON list to OUT.<rank>.
 """
 
 import json

@@ -2,7 +2,8 @@
 
     refit_worker.py CHECKPOINT OUT ENGINE LAYOUT [LAYOUT ...]
 
-ENGINE is vllm:TP or plain:TP[xEP][,TP[xEP]...], LAYOUT is TPxPP[xEPxETP].
+ENGINE is vllm:TP or plain:TP[xEP][,TP[xEP]...], LAYOUT is TPxPP[xEPxETP]. For example, `vllm:2 1x2` refits
+from two pipeline stages to an engine of tp 2.
 
 For each training layout and rollout TP: what a refit moved, counted where tensors are handed to the
 transport, and whether the engine's parameters are then what its own loader makes of whole tensors. Each rank

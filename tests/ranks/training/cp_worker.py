@@ -2,8 +2,9 @@
 
     cp_worker.py CHECKPOINT OUT_DIR NAME=TPxPPxEPxCP[xVPP]:LOSS[,LOSS...] [...]
 
-Rank 0 saves {(loss, whether prompts are shared): outputs and gradient} to OUT_DIR/NAME.pt. LOSS is a policy
-loss, `pairs`, `labels` (losses of preferences) or `values` (of a critic).
+For example, two=1x1x1x2:pairs has two context parallel ranks and a loss of preferences. Rank 0 saves {(loss,
+whether prompts are shared): outputs and gradient} to OUT_DIR/NAME.pt. LOSS is a policy loss, `pairs`,
+`labels` (losses of preferences) or `values` (of a critic).
 """
 
 import sys

@@ -2,10 +2,11 @@
 
     gradient_worker.py CHECKPOINT OUT_DIR NAME=TPxPP[xCP[xVPP]]:TOKENS [...]   or NAME=hf, NAME=decay
 
-The model is a policy, or a critic if the checkpoint is a classifier. The gradient is read off an optimizer
-step with an epsilon so large that Adam is gradient descent with learning rate 1: what is compared went
-through the pipeline, data parallel and distributed optimizer code that a run uses. Rank 0 saves outputs,
-{Hugging Face name: gradient}, norms of the weights, loss and gradient norm to OUT_DIR/NAME.pt.
+For example, pp2=1x2:35 has two pipeline stages and micro_batch_tokens=35. The model is a policy, or a critic
+if the checkpoint is a classifier. The gradient is read off an optimizer step with an epsilon so large that
+Adam is gradient descent with learning rate 1: what is compared went through the pipeline, data parallel and
+distributed optimizer code that a run uses. Rank 0 saves outputs, {Hugging Face name: gradient}, norms of the
+weights, loss and gradient norm to OUT_DIR/NAME.pt.
 """
 
 import sys

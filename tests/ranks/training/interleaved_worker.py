@@ -3,8 +3,9 @@
     interleaved_worker.py CHECKPOINT OUT_DIR NAME=TPxPPxCPxVPP:TOKENS [...]
 
 Time is counted, not measured: a forward pass of a stage takes 1, a backward pass 2, of a chunk 1/vpp of that,
-and whoever receives waits until the sender's time. `idle` is, for [forward passes, update], the time until
-the last rank is done, less a rank's own passes, in units of its own passes.
+and whoever receives waits until the sender's time. For example, with vpp=2 a chunk's backward pass takes 1.
+`idle` is, for [forward passes, update], the time until the last rank is done, less a rank's own passes, in
+units of its own passes.
 """
 
 import sys

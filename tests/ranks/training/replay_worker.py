@@ -2,8 +2,8 @@
 
     replay_worker.py CHECKPOINT DTYPE OUT_DIR ENGINE LAYOUT [LAYOUT ...]
 
-ENGINE is TPxEP, with data parallel attention if EP is larger. LAYOUT is TPxPPxEP. Rank r writes its figures
-by layout to OUT_DIR/r.json.
+ENGINE is TPxEP, with data parallel attention if EP is larger (for example 1x2). LAYOUT is TPxPPxEP. Rank r
+writes its figures by layout to OUT_DIR/r.json.
 """
 
 import json
