@@ -35,20 +35,21 @@ class Exhibit:
     """One bug, as the decorators of a function describe it."""
 
     peer: str
-    """Report of the bug: repository#number of an issue or pull request; several are separated by spaces."""
+    """Report of the bug: repository#number of an issue or pull request, for example verl-project/verl#7904;
+    several are separated by spaces."""
     caught_by: str
-    """Name of the check that must catch it, as docs/checks.md lists it."""
+    """Name of the check that must catch it, for example "weights of engine and trainer" (docs/checks.md)."""
     expects: str
-    """Regular expression found in the error line of the run."""
+    """Regular expression found in the error line of the run, for example "RefitMismatch: after the refit"."""
     ranks: int = 1
     overrides: tuple[str, ...] = ()
-    """KEY=VALUE overrides of the config in tests/museum/tour.py."""
+    """KEY=VALUE overrides of the config in tests/museum/tour.py, for example training.tp=2."""
     model: str = "qwen2"
-    """Name of a model in tests/museum/tour.py."""
+    """Name of a model in tests/museum/tour.py, for example qwen3-moe."""
     at: int = 2
-    """Step from which on the bug acts. 0: from the start of the process on, as for runs that resume."""
+    """First step with the bug. 0: from the start of the process, for example in a run that resumes."""
     warns: bool = False
-    """Whether the check only warns, because a healthy run may look alike; the run then goes on."""
+    """Whether the check only warns and the run continues, because a healthy run may look the same."""
     resumes: bool = False
     """Whether the run continues a run of two steps without the bug, from its checkpoint."""
     inject: Callable[["Bug"], None] = field(kw_only=True)
@@ -59,7 +60,8 @@ class Exhibit:
 
     @property
     def tokens(self) -> int:
-        """Maximum number of tokens of a step, within which the bug is named, by the config of tour.py."""
+        """Maximum number of tokens of a step by the config of tour.py. A check names the bug within so
+        many."""
         given = {
             "rollout.samples_per_prompt": 4,
             "rollout.max_response_tokens": 6,

@@ -2,9 +2,10 @@
 
     stopping_worker.py OUT STRIDE --config FILE [key=value ...]
 
-The engines are built once. Each start uses the run's own code from `find_checkpoint` to the exit code, and
-begins with the models as they were loaded. Tries every STRIDE-th combination. Prints a line for each
-combination that breaks its promise, and the number of tried combinations.
+A stop is, for example, SIGTERM or the file `stop`. The engines are built once. Each start uses the run's own
+code from `find_checkpoint` to the exit code, and begins with the models as they were loaded. Tries every
+STRIDE-th combination. Prints a line for each combination that breaks its promise, and the number of tried
+combinations.
 """
 
 import dataclasses

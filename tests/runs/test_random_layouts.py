@@ -30,7 +30,7 @@ from tests.spawn import run_ranks
 from tests.toy import ON_CUDA, TRAIN
 
 SPLIT = re.compile(f"{MACHINE.pattern}|global_seqlen/|training/(imbalance|micro_batch|empty)")
-"""Metrics of how a step is divided."""
+"""Metrics that depend on how a step is divided."""
 TERM = 8 * bounds.of_logits(LAYERS, WIDTH)  # means over tokens of log-probs of size 8 and their ratios
 GRADIENT = bounds.of_gradient(LAYERS, 512)  # a weight's gradient is a sum over the tokens of a step
 NUM_DRAWS = 150

@@ -42,7 +42,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def copy_without(folder: str, target: Path) -> None:
-    """Copy the program without an option: its folder, and its entry in the table."""
+    """Copy the program without an option's folder (for example rl/features/sweep) and entry in the table."""
     subprocess.run(
         f"git ls-files -z rl configs tools/make_toy.py train_rl.py | xargs -0 cp --parents -t {target}",
         shell=True,

@@ -68,7 +68,7 @@ def widths(run: Path) -> list[int]:
 
 
 def ran_wide(run: Path, number: int) -> bool:
-    """Return whether a generation from `number` on has two nodes and has taken a step."""
+    """Return whether generation `number` or a later one has two nodes and has taken a step."""
     found = status(run)
     at = next((g for g in generations(run) if g.number == found.get("restarts", 0)), None)
     return at is not None and at.number >= number and len(at.members) == 2 and found["step"] > at.step

@@ -98,7 +98,10 @@ FAILURES = {
         "rank 1 of 2 did not come within 8 s of rank 0's start; ranks are missing on node2 (0 of 1 came)",
     ),
 }
-"""Kind -> nodes, what the second rank does in the second step, and what the log says at its end."""
+"""Kind -> nodes, code of the second rank in the second step, and words at the end of the log.
+
+For example, "absent": the second rank never joins, and the log names node2.
+"""
 
 
 def test_a_rank_that_fails_or_never_comes_ends_its_job(cluster, config, tmp_path):

@@ -89,7 +89,7 @@ def test_the_positions_with_larger_gaps_are_named():
 
 
 def test_tokens_without_alternatives_are_no_other_positions():
-    """A trained policy is certain of all late tokens, or samples them from sets of one."""
+    """A trained policy is certain of all late tokens, or samples them from sets of a single token."""
     rng, gaps = np.random.default_rng(6), Gaps()
     late = torch.arange(LENGTH).repeat(SAMPLES) + LENGTH >= 31
     for certain in (0.0, 1e-7, 1e-3):

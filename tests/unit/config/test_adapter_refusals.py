@@ -1,4 +1,4 @@
-"""Adapters that cannot be trained are refused before a model is built, with the remedy."""
+"""Adapters that cannot be trained, for example on qkv_proj, are refused before a model is built."""
 
 import json
 

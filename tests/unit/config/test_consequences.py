@@ -24,7 +24,10 @@ CASES = {
     "adapter.in_engine": (SWEEP, "adapter", "merged"),
     "training.shared_prefix": (("training.mtp.head_lr=0.001",), False, True),
 }
-"""Key -> keys from which it follows, its value, and one that does not suit them."""
+"""Key -> keys that it follows from, its value, and a value that does not suit them.
+
+For example, training.mtp.head_lr=0.001 sets training.shared_prefix to false; true does not suit it.
+"""
 
 
 def test_every_consequence_has_a_case():

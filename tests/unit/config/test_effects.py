@@ -15,7 +15,7 @@ from rl.config.schema import Config, load_config
 FROM_DATA = {"sft", "dpo", "kto", "orpo", "simpo"}
 UNSCORED = FROM_DATA | {"spin", "distill"}
 MORE = {"distill": ["teacher.path=teacher"]}
-"""Keys without which an algorithm is refused."""
+"""Algorithm -> keys that it requires."""
 SAMPLING = {
     "tp": 2,
     "samples_per_prompt": 3,

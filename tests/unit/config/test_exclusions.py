@@ -127,7 +127,7 @@ EXAMPLES = {
 
 FEATURES = sorted({feature for pair in exclusions() for feature in (pair.first, pair.second)})
 DECLARED = ("has no effect", "have no effect", "has a loss of its own", "does not provide", "does not read")
-"""Sentences of refusals that follow from other tables: READ_WITH, and the needs of advantages."""
+"""Parts of refusals that other tables cause, for example READ_WITH and the needs of advantages."""
 
 
 def example(feature: str) -> list[str]:
@@ -135,7 +135,7 @@ def example(feature: str) -> list[str]:
 
 
 def config_with(*features: str) -> Config | None:
-    """Return a config that has all these features, None if one key would need two values."""
+    """Return a config that has all these features; None if two features need different values of a key."""
     keys = [key for feature in features for key in example(feature)]
     for order in (keys, keys[::-1]):
         config = load_config(None, ["model.path=m", "data.train=[d]", *order])

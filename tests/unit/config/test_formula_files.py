@@ -1,4 +1,5 @@
-"""Declarations of formulas: names follow from file names, and an unfit file is named."""
+"""Declarations of formulas: names follow from file names, for example clip-cov, and an unfit file is
+named."""
 
 import pytest
 

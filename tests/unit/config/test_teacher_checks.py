@@ -1,4 +1,4 @@
-"""The section teacher: what it accepts, and what is refused with the reason."""
+"""The section teacher: accepted keys, and refusals, for example of teacher.path with algorithm=grpo."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Variables of a chat template that the config sets, against transformers' arguments of the template."""
+"""Template variables in the config, for example enable_thinking, act like transformers' arguments."""
 
 import copy
 

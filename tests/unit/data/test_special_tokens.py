@@ -1,4 +1,4 @@
-"""Text that looks like a special token, in prompts and in the text of responses."""
+"""Text that looks like a special token, for example <|user|>, in prompts and in the text of responses."""
 
 import copy
 import json

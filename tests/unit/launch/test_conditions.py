@@ -1,4 +1,4 @@
-"""Conditions of sweep files: what they mean, and that they cannot do anything."""
+"""Conditions of sweep files, for example `training.tp > 1`: their meaning, and that they only compare."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Truths of every shape in files: read by each reward function, or refused."""
+"""Truths of every shape in files, for example SQuAD's: read by each reward function, or refused."""
 
 import functools
 import math

@@ -1,4 +1,7 @@
-"""Names in Transformer Engine's layers of Megatron-core 0.16.1, and names that Megatron reads."""
+"""Names in Transformer Engine's layers of Megatron-core 0.16.1, and names that Megatron reads.
+
+For example, input_layernorm.weight is self_attention.linear_qkv.layer_norm_weight in Transformer Engine.
+"""
 
 from types import SimpleNamespace
 
