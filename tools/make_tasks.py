@@ -69,7 +69,7 @@ def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
 
 
 def harbor_rows(options: Row) -> Iterator[Row]:
-    """Yield a row per task directory. Raises ValueError for a task that cannot be run."""
+    """Yield a row per task directory. Raises ValueError for a task that cannot run."""
     from rl.features.containers.harbor import is_task, read_task, unmet
 
     top = Path(options.get("tasks", "")).resolve()

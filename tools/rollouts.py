@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def bounds(text: str) -> tuple[float, float]:
-    """Return the range that LOW:HIGH names. Raises ValueError if it is none."""
+    """Return the range that LOW:HIGH names, for example 1 and infinity for "1:". Raises ValueError if
+    invalid."""
     low, colon, high = text.partition(":")
     first = float(low) if low else -math.inf
     return first, (float(high) if high else math.inf) if colon else first

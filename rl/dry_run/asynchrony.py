@@ -18,9 +18,11 @@ from rl.dry_run.generation import Engines, Work, engines_of, generation_seconds,
 OVERSAMPLES = (1.5, 2.0)
 """Values of rollout.oversample that are tried beside the config's."""
 LEAST_GAIN = 1.1
-"""Minimum gain over the synchronous form with which another is recommended; the rates are rough."""
+"""Minimum gain over the synchronous form for recommending another form, because the rates are rough. For
+example, 9.5 s in place of 10 s are not enough."""
 CLOSE = 1.05
-"""Factor on the seconds of the fastest form within which a simpler one is preferred."""
+"""Factor on the seconds of the fastest form; a simpler form within it is preferred. For example, a form of
+10.4 s is preferred to a less simple form of 10 s."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from rl.dry_run.estimate import Estimate, changed
 LEAST_SHARE = 0.05
 """Minimum rollout.gpu_memory_utilization that is proposed."""
 TRIALS = ((1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
-"""(factor on the number of ranks, number of changed keys) of each search round, in order of preference."""
+"""(factor on the number of ranks, number of changed keys) of each search round, in order of preference. For
+example, (2, 1) doubles the ranks and changes one key."""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from rl.runtime.collectives import gather_objects
 def fail_together() -> Iterator[None]:
     """Raise on every rank after the body if the body raised on any rank. Collective over the world.
 
-    Use it where each rank reads input itself, such as a file that one node may lack: a rank that continued
-    alone would hang in the next collective. The body must not call a collective after a point where it may
-    raise.
+    Use it where each rank reads input itself, for example a file that one node may lack. A rank that
+    continued alone would hang in the next collective. The body must not call a collective after a point where
+    it may raise.
 
     ValueError and OSError count as invalid input: all ranks raise the same ConfigError. Any other exception
     is raised unchanged where it occurred, and all other ranks raise FailedElsewhere with its text.
