@@ -131,7 +131,7 @@ save_qwen2_classifier(directory / "classifier", seed=3)
 
 
 def keys_of(names: Sequence[str], ranks: int = RANKS) -> list[str] | None:
-    """Return the keys of features together, None if a key would need two values."""
+    """Return the keys of features together; None if two features need different values of a key."""
     keys: dict[str, str] = {}
     half = ranks // 2
     roles = f"roles.train=0-{half - 1} roles.rollout={half}-{ranks - 1}"

@@ -11,7 +11,7 @@ TRAIN = ROOT / "train_rl.py"
 ON_CUDA = ROOT / "tests" / "rehearsal" / "as_on_cuda.py"
 """The same program with the defaults and branches of CUDA."""
 ON_TE = ROOT / "tests" / "rehearsal" / "as_on_te.py"
-"""The same with Transformer Engine's layers too, for models in bfloat16."""
+"""The program with the defaults of CUDA and Transformer Engine's layers, for models in bfloat16."""
 ROWS = {"train": 512, "test": 64, "pairs": 64, "labels": 64}
 """Rows of each file; reading thousands takes a rank a second."""
 REWARD = '''
@@ -43,7 +43,7 @@ FROM_DATA = (
     "rollout.cpu_kv_cache_mib=64",
     *UNSCORED,
 )
-"""Overrides that do so for `rollout` too, for a run that generates nothing."""
+"""Overrides that also set the keys of `rollout` to their defaults, for a run that generates nothing."""
 SFT = ("algorithm=sft", "training.prompts_per_minibatch=0", *FROM_DATA)
 """Overrides for a supervised run, which is the fastest."""
 

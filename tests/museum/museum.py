@@ -106,7 +106,7 @@ def exhibit(peer: str, **options: Any) -> Callable[[Callable], Callable]:
 
 
 def caught_by(check: str, expects: str) -> Callable[[Callable], Callable]:
-    """Say which check must catch the bug, and what it then says."""
+    """Declare the check that must catch the bug, and its error line."""
 
     def decorate(inject: Any) -> Callable:
         inject.caught_by = check, expects
@@ -116,7 +116,7 @@ def caught_by(check: str, expects: str) -> Callable[[Callable], Callable]:
 
 
 def replaces(place: str) -> Callable[[Callable], Callable]:
-    """Make a function the injection of a bug that calls it, with the original, in place of another one."""
+    """Inject a bug: calls of `place` reach the decorated function, which gets the original as an argument."""
 
     def decorate(wrong: Callable) -> Callable:
         @functools.wraps(wrong)

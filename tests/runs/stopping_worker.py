@@ -158,7 +158,7 @@ class Runs:
 
 
 def broken_promise(runs: Runs, run_dir: Path, checkpoint: Checkpoint, stop: str, at: int) -> str:
-    """Return what the next start did not keep of a stop's exit code and words; '' if it kept them."""
+    """Return how a stop or the next start broke the promise of exit code and text; '' if neither did."""
     code, began, lines = runs.start(run_dir, checkpoint, stop, at)
     step = at if began is None else max(at, began)
     promise = [line for line in lines if "the same command continues" in line]
