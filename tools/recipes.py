@@ -33,7 +33,7 @@ GPUS = {
     80: Hardware(gpu_memory_gib=79.1),  # H100
     141: Hardware(gpu_memory_gib=139.8, hbm_gb_s=4800.0),  # H200
 }
-"""Nominal GPU memory in GB -> hardware, with the memory that CUDA reports."""
+"""Nominal GPU memory in GB -> hardware, with the memory that CUDA reports, for example 79.1 GiB of 80 GB."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 from rl.run_directory.metric_log import FILE_NAME, read_records
 
 MACHINE = re.compile(r"time$|(val-aux/)?(timing_|perf/)")
-"""Metrics that depend on the clock, on the host, or on the state of the engine before the step."""
+"""Metrics that depend on the clock, on the host, or on the engine's state before the step, for example
+perf/."""
 
 
 def comparable(run: Path) -> list[dict]:

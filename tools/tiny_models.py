@@ -182,13 +182,13 @@ PARTICULAR: dict[str, dict] = {
 }
 """Architecture -> keys of its tiny config in addition to SIZES."""
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
-"""Classes of configs that are not named after the model."""
+"""Model -> class of its config if the class is not named after the model."""
 PUBLISHED = {
     "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "MiniMaxM2ForCausalLM": dict(scoring_func="sigmoid", use_routing_bias=True, rotary_dim=32),
     "Glm4MoeLiteForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1),
 }
-"""Keys of published configs that transformers 5 omits and vLLM reads."""
+"""Keys of published configs that transformers 5 omits and vLLM reads, for example topk_method."""
 TOWER = dict(depth=2, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=SIZES["hidden_size"])
 DEEP_TEXT = dict(
     head_dim=64,

@@ -78,7 +78,7 @@ class World:
         port = _free_port()
         self.pids = [_fork_rank(rank, num_ranks, port, arguments, log) for rank in range(num_ranks)]
         self.codes: dict[int, int] = {}
-        """Exit code by pid, negative for a signal."""
+        """Exit code by pid, negative for a signal, for example -9 for SIGKILL."""
 
     def running(self) -> list[int]:
         for pid in self.pids:

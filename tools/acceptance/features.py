@@ -23,11 +23,11 @@ class Feature:
     overrides: tuple[str, ...]
     architecture: str = DENSE
     at_most: Mapping[str, float] = field(default_factory=dict)
-    """Metric -> its limit in every step."""
+    """Metric -> its limit in every step, for example 0.1 for training/router_mismatch."""
     above: Mapping[str, float] = field(default_factory=dict)
-    """Metric -> the value that its largest in all steps must exceed, which shows that the feature was on."""
+    """Metric -> a value that the maximum over all steps must exceed, as a proof that the feature was on."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Keys of the tiny model's config."""
+    """Keys of the tiny model's config, for example hidden_size=256."""
     differs: bool = False
     """Whether older or rounded weights sample tokens; the probabilities then differ from the trainer's."""
     ranks: int = 1

@@ -15,7 +15,8 @@ from tools.bench_tables.report import ROOT, Row, middle
 from tools.bench_tables.tasks import SIZES, save_task
 
 WORK = ("gen", "old_log_prob", "update_actor", "update_weights")
-"""Keys <key> of timing_s/<key> of generation, forward and backward passes, optimizer, and refit."""
+"""Metrics of generation, passes, optimizer and refit, without timing_s/; "gen" is for example
+timing_s/gen."""
 
 
 def add_arguments(add) -> None:

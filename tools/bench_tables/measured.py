@@ -21,7 +21,7 @@ from tools.bench_tables.sides import CLOCK
 from tools.bench_tables.tasks import save_task
 
 PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
-"""Keys <key> of timing_s/<key> of the phases that are compared; their sum is the figure of a row."""
+"""Metrics of the compared phases, without timing_s/ (for example timing_s/gen). A row shows their sum."""
 SMALL = "training.micro_batch_tokens=1024"
 LONG = ("rollout.max_response_tokens=384", "rollout.samples_per_prompt=4")
 

