@@ -3,7 +3,8 @@
 Exactly one rank writes each number. A weight is written by one of the ranks that hold it, selected so that
 data parallel ranks write about equal numbers of bytes: for example, each of 8 writes about an eighth.
 Optimizer states are written by the rank that holds them, because the distributed optimizer shards them.
-Nothing is sent between ranks.
+Nothing is sent between ranks. The state of the run, such as controllers and the prompt order, is in
+`rl.run.checkpoints`.
 """
 
 import itertools

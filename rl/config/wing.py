@@ -1,8 +1,9 @@
 """The wing: the table of the options whose implementation is a folder of `rl/features`.
 
-The trunk of the program imports no module of `rl.features`. Where an option may take part, the trunk asks
-this table and imports what the option's entry names. For example, a run with `rollout.kv_offload_gib=4` has
-the entry `kv_offload`, and its engine gets the parts that `parts` of rl/features/kv_offload returns.
+The trunk, all code outside of `rl.features`, never imports it. Where an option may take part, the trunk
+calls `door`, which imports the function or class that the option's entry names. For example, a run with
+`rollout.kv_offload_gib=4` needs the entry `kv_offload`: its engine gets what the function `parts` in
+rl/features/kv_offload/kv_offload.py returns.
 
 An option can be taken out: remove its folder and its entry. A config that needs it is then refused by name
 (`check_wing`), and every other run works as before.
@@ -20,19 +21,19 @@ from rl.config.schema import Config
 
 @dataclass(frozen=True)
 class Entry:
-    """One option. A door is the name of a function or a class, such as "engine:parts" for `parts` of
-    engine.py in the folder; empty: the option has none."""
+    """One option. A door is a place where the option enters the program. It is written "file:name", relative
+    to the option's folder: "engine:parts" is `parts` of engine.py. "": the option does not enter there."""
 
     when: str
     """Features of a config that need the option, separated by commas (`rl.config.features`)."""
     engine: str = ""
     """(config, adapters) -> parts of the engine that generates with the policy (`rl.rollout.parts`)."""
     trainer: str = ""
-    """(config, model, base_of) -> parts of a model that trains (`rl.training.parts`)."""
+    """(config, model, base_of) -> parts of a model in training (`rl.engines.training_parts`)."""
     sampler: str = ""
     """Subclass of `rl.run.samplers.SamplerForm`: the form in which samples are produced."""
     extends: str = ""
-    """Another option without which this one has no meaning; the folder may import from its folder."""
+    """The option that this one extends; the code of this one may import the folder of that option."""
     doors: dict[str, str] = field(default_factory=dict)
     """Further doors, by the name under which the trunk asks for them."""
 
@@ -78,7 +79,8 @@ FEATURES = {
 
 
 def door(config: Config, name: str) -> Any:
-    """Import what the first option of a config names as its door; None if no option has it.
+    """Return the function or class behind a door of the first option, in the order of the table, that the
+    config needs and that has this door; None if there is none.
 
     name: `sampler`, or a key of `Entry.doors`.
     """
@@ -86,7 +88,7 @@ def door(config: Config, name: str) -> Any:
 
 
 def doors(config: Config, name: str) -> Iterator[Any]:
-    """Import what the options of a config name as their door, in the order of the table."""
+    """Yield the functions or classes behind this door of all options that the config needs."""
     for folder, entry in FEATURES.items():
         if (entry.doors.get(name) or getattr(entry, name, "")) and entry.needed_by(config):
             yield door_of(folder, name)

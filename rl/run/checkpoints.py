@@ -23,9 +23,10 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | Non
     Raises ConfigError, before any model is built:
 
     - if checkpoint.resume=never and run.dir holds checkpoints of an earlier run. Retention and the next
-    resume would treat them as checkpoints of this run. A run that began with `never` continues. For example,
-    Slurm starts the same command again after a requeue. - if the checkpoints of run.dir belong to another run
-    (`rl.run.changes`). - if the checkpoint of checkpoint.resume leaves no step to train.
+      resume would treat them as checkpoints of this run. A run that began with `never` continues. For
+      example, Slurm starts the same command again after a requeue.
+    - if the checkpoints of run.dir belong to another run (`rl.run.changes`).
+    - if the checkpoint of checkpoint.resume leaves no step to train.
     """
     newest, resume = store.newest(), config.checkpoint.resume
     written = {} if newest is None else store.config_of(newest)

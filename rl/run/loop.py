@@ -36,9 +36,9 @@ from rl.stopping.requests import STOP_FILE, STOPPED_EXIT, StepAborted, StopDecis
 def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> int:
     """Run from the newest checkpoint, or from step 0, until the end or a stop. Collective over the world.
 
-    Returns the exit code of the process: 0, or STOPPED_EXIT if the run is to be continued. Raises
-    ConfigError, identical on every rank, if this run must not or cannot continue from the checkpoints in
-    run.dir.
+    Returns the exit code of the process: 0 at the end or after a stop by hand, STOPPED_EXIT after another
+    stop, 1 after a wrong verdict of run.mode=check. Raises ConfigError, identical on every rank, if this run
+    must not or cannot continue from the checkpoints in run.dir.
     """
     start_up.mark("Megatron")  # imported by this module
     with fail_together():
@@ -57,7 +57,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
         progress.line(f"{len(changed)} {noun} from {newest.path}: {words}")
     is_finished = is_complete(config, newest)
     if newest is not None and is_finished:
-        # Keep the number of steps of the finished run, not the smaller number of this start.
+        # run.max_steps of this start may be smaller than the number of steps of the finished run.
         status.write(max_steps=newest.step)
         progress.line(f"already at step {newest.step} of {config.run.max_steps}: nothing to train")
         if leads:
@@ -87,8 +87,8 @@ def take_steps(
 ) -> tuple[StopDecision | None, int]:
     """Continue from the checkpoint, take the steps up to run.max_steps, and export the policy.
 
-    Returns the request that stopped the run before run.max_steps, or None, and the exit code of a run that
-    was not stopped. Collective over the world.
+    Returns (request, code): the stop request, None if all steps were taken; and the exit code for that case.
+    Collective over the world.
 
     found: result of `find_checkpoint`.
     """
@@ -158,10 +158,12 @@ class Training:
         """State of the draw of prompts after the last batch that was learned from."""
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
-        """Take the steps after `last_step`; `metrics` are the metrics of `last_step`.
+        """Take the steps after `last_step`.
 
         Returns the request that stopped the run before run.max_steps, or None. After a stop request, a
         checkpoint of the last complete step has been written.
+
+        metrics: of `last_step`, which are saved again if a request comes before the next step ends.
         """
         config, step = self._config, self._phases.step
         self._phases.sampler.begin(self._cursor)
@@ -217,14 +219,17 @@ class Training:
             step.progress.line(warning)
 
     def _collect_and_learn(self) -> dict:
-        """Return the cursor of the batch that was learned from. The batch is freed before validation."""
+        """Collect and learn; return the position in the prompts from which a resume continues.
+
+        The batch is freed before validation.
+        """
         batch = self._collect()
         cursor, phases = self._phases.cursor(), self._phases
         phases.step.is_committed = True
         collected = replace(batch)  # learn may replace columns of the batch
         phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
-            if batch.weight_versions is not None:  # pairs with the data's responses have none
+            if batch.weight_versions is not None:  # preference pairs of the data were sampled by no version
                 phases.sampler.check(batch)
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)

@@ -1,4 +1,4 @@
-"""The form in which a run's samples are produced, and its preparations before the engines are built.
+"""`SamplerForm`: how a run gets its samples. It prepares, makes the `Sampler`, cleans up (`rl.run.set_up`).
 
 The form here generates in turn with the training. Options replace it (`rl.config.wing`): for example, a run
 with the section `roles` has `RolesForm`, whose ranks either train or generate.
@@ -33,7 +33,10 @@ class RecordedSource(Source, Protocol):
 
 
 class DialogueForm:
-    """How the samples of a run proceed: as responses of one turn."""
+    """How the samples of a run proceed: as responses of one turn.
+
+    `Dialogues` makes batches on the ranks that train; `Dialogue` advances samples in one call of the engine.
+    """
 
     def __init__(self, config: Config, inputs: Inputs):
         self._config, self._inputs = config, inputs
@@ -64,7 +67,7 @@ class DialogueForm:
 
 
 class SamplerForm:
-    """The samples are generated in turn with the training. The methods are called in their order.
+    """The samples are generated in turn with the training. The methods are called from top to bottom.
 
     Args:
         is_finished: whether the run has no step left.
@@ -80,7 +83,10 @@ class SamplerForm:
         self._dialogue_form: DialogueForm = (wing.door(config, "dialogues") or DialogueForm)(config, inputs)
 
     def check(self) -> None:
-        """Read stored samples, if they replace the run's own. Not collective; raises ConfigError."""
+        """Check what the form reads; here nothing. Not collective; may raise ConfigError.
+
+        For example, run.mode=train_only reads stored samples.
+        """
 
     def start(self, device: Device, watchdog: Watchdog) -> None:
         """Start processes and connections beside the engines. Collective over the job."""

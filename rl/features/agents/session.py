@@ -1,4 +1,4 @@
-"""A session: a trajectory with the environment that answers it."""
+"""A session: a trajectory with the environment that answers it. Messages become tokens in chat.py."""
 
 from collections import deque
 from dataclasses import dataclass, field
