@@ -41,8 +41,8 @@ noted: set[tuple[str, int]] = set()
 """File and line of statements that `install` makes the program note."""
 reached: set[tuple[str, int]] = set()
 """File and line of the statements in `noted` that this process has reached."""
-EVENT, STREAM = torch.cuda.Event, torch.cuda.Stream
-"""torch's classes, before vLLM on CPU replaces them."""
+EVENT, STREAM = torch.cuda.streams.Event, torch.cuda.streams.Stream
+"""torch's classes, which vLLM on CPU replaces in torch.cuda."""
 
 
 class Stream:

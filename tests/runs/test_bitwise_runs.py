@@ -6,6 +6,8 @@ from tests.checkpoints import save_tiny
 from tests.spawn import RanksFailed
 from tests.toy import ON_CUDA, TRAIN, UNSCORED, train, write_config
 
+ONE_UPDATE = "training.prompts_per_minibatch=0"
+"""A step with several updates computes its old log-probs in a pass (`rl.phases.old_logprobs`)."""
 BITWISE = ("model.numerics=bitwise", "training.tp=2", "rollout.tp=2")
 
 
@@ -16,7 +18,7 @@ BITWISE = ("model.numerics=bitwise", "training.tp=2", "rollout.tp=2")
 )
 def test_a_bitwise_run_skips_the_old_log_probs(program, temperature, toy, tmp_path):
     # The KL penalty in the reward reads old log-probs before the update.
-    overrides = (*BITWISE, "objective.reward_kl.coef=0.01", f"rollout.temperature={temperature}")
+    overrides = (*BITWISE, ONE_UPDATE, "objective.reward_kl.coef=0.01", f"rollout.temperature={temperature}")
     steps = train(2, write_config(tmp_path, toy, *overrides), program=program)
     assert len(steps) == 2
     for step in steps:
