@@ -103,7 +103,7 @@ class Model:
 
     def __init__(self, hf: dict, weights: list, *, has_frozen_weights: bool, part: object = None):
         self.weight_map, self.has_frozen_weights = SimpleNamespace(hf=hf, weights=weights), has_frozen_weights
-        self.parts = SimpleNamespace(get=lambda kind: part)
+        self.parts = [SimpleNamespace(freezes_model=part is not None)]
 
 
 def test_the_dry_run_counts_images():
