@@ -52,6 +52,7 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
 
     points: result of `load_points`; with a sweep in one job each of them is checked too.
     """
+    check_wing(config)
     if points:
         for point in points:
             try:
@@ -72,7 +73,6 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_elastic(config)
-    check_wing(config)
     check_exclusions(config)
     check_effects(config)
     check_trace(config.trace, config.run.max_steps)
