@@ -37,6 +37,10 @@ class Entry:
     doors: dict[str, str] = field(default_factory=dict)
     """Further doors, by the name under which the trunk asks for them."""
 
+    def door(self, name: str) -> str:
+        """Return the door of this name, a field or a key of `doors`; "" if the option has none."""
+        return self.doors.get(name) or str(getattr(self, name, ""))
+
     def needed_by(self, config: Config) -> bool:
         """Return whether the config needs the option."""
         return any(is_on(config, feature) for feature in self.when.split(", "))
@@ -90,7 +94,7 @@ def door(config: Config, name: str) -> Any:
 def doors(config: Config, name: str) -> Iterator[Any]:
     """Yield the functions or classes behind this door of all options that the config needs."""
     for folder, entry in FEATURES.items():
-        if (entry.doors.get(name) or getattr(entry, name, "")) and entry.needed_by(config):
+        if entry.door(name) and entry.needed_by(config):
             yield door_of(folder, name)
 
 
@@ -104,8 +108,7 @@ def path_of(folder: str, name: str) -> str:
     """Return a door as "package.module:name". Raises ConfigError if the option was removed."""
     if folder not in FEATURES:
         raise ConfigError(f"this run needs rl/features/{folder}, which was removed from this program.")
-    entry = FEATURES[folder]
-    return f"rl.features.{folder}.{entry.doors.get(name) or getattr(entry, name)}"
+    return f"rl.features.{folder}.{FEATURES[folder].door(name)}"
 
 
 def check_wing(config: Config) -> None:

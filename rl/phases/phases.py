@@ -7,7 +7,7 @@ are verl's.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from rl.rollout.sampling import greedy_sampling
 from rl.training.loss import Loss, LossFunction, TokenSelection
 from rl.training.micro_batch_plans import Cost
 
-if TYPE_CHECKING:  # only for runs with a teacher
-    from transformers import PreTrainedTokenizerBase
-
 
 class Phases:
     """The phases of one run.
@@ -45,8 +42,7 @@ class Phases:
     `config` is the run's configuration, `step` the current step, and `metrics` the metrics that the step
     logs.
 
-    make_teachers: returns the teachers from (config, step, engines, memory, planner, tokenizer); None: no
-    teachers. tokenizer: the policy's, for prompts of teachers.
+    make_teachers: returns the teachers from (config, step, engines, memory, planner); None: no teachers.
     """
 
     def __init__(
@@ -61,7 +57,6 @@ class Phases:
         scorer: Scorer | None,
         end_ids: frozenset[int] = frozenset(),
         make_teachers: Callable[..., Teachers] | None = None,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
     ):
         self.config, self.step, self.engines, self.memory = config, step, engines, memory
         self.draw, self.sampler = draw, sampler
@@ -73,7 +68,7 @@ class Phases:
         old_logprobs = OldLogprobs(config, step, policy, planner, self.checks)
         self.inference = Inference(*shared, self.checks, old_logprobs)
         self.updates = Updates(*shared, self.inference, self.checks, old_logprobs)
-        self.teaching = None if make_teachers is None else make_teachers(*shared, tokenizer)
+        self.teaching = None if make_teachers is None else make_teachers(*shared)
         """Passes of the teachers; None if the run has none."""
         self.scoring = Scoring(config, step, engines, self.memory, scorer)
         self.kl_penalty = KlPenalty(config)

@@ -94,6 +94,7 @@ def make_phases(
     pool: ScoringPool | None,
 ) -> Phases:
     """Return the phases of a run. pool: scores samples; None if the run does not."""
+    teaching = wing.door(config, "teaching")
     return Phases(
         config,
         step=step,
@@ -103,8 +104,7 @@ def make_phases(
         sampler=sampler,
         scorer=None if pool is None else Scorer(config, inputs, step.device, engines, pool),
         end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
-        make_teachers=wing.door(config, "teaching"),
-        tokenizer=inputs.tokenizer,
+        make_teachers=None if teaching is None else partial(teaching, tokenizer=inputs.tokenizer),
     )
 
 

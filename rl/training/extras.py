@@ -1,6 +1,6 @@
 """Extras of a packed micro-batch: objects of optional features, found by their class.
 
-The core reads an object only through the classes of this file. For example, with rollout.top_p a part of the
+The trunk reads an object only through the classes of this file. For example, with rollout.top_p a part of the
 engine adds sampling masks; the head asks for a `LogitsFilter` and does not know where it comes from. A part
 finds its own object again by its own class.
 

@@ -22,7 +22,7 @@ import setuptools
 from tests.spawn import ROOT
 
 PYTHON, UBUNTU = "3.12", "manylinux_2_39"
-"""Of the image of Dockerfile and lockstep.def, Ubuntu 24.04."""
+"""Versions of the image in Dockerfile and lockstep.def, Ubuntu 24.04."""
 EXTRAS = ("cuda-build", "cuda", "mpi", "slurm", "test", "report")
 FROM_SOURCE = {
     "flash-attn": ("2.8.3", ["torch", "einops"]),

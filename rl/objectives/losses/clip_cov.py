@@ -28,9 +28,9 @@ class ClipCovOptions:
     """Share of the mini-batch's tokens that are selected. The paper's runs use 2e-4 for clip-cov; for kl-cov
     2e-3 with a model of 7B parameters and 2e-4 with one of 32B."""
     cov_low: Annotated[float, FINITE] = 1.0
-    """Least covariance of a token that may be selected."""
+    """Minimum covariance of a selected token."""
     cov_high: Annotated[float, FINITE] = 5.0
-    """Greatest covariance of a token that may be selected."""
+    """Maximum covariance of a selected token."""
 
 
 def clip_cov(

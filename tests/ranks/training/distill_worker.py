@@ -13,6 +13,7 @@ from megatron_groups import RANKS, new_grid, run_cases  # isort: skip
 
 import os
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,8 +94,7 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
         draw=None,
         sampler=None,
         scorer=None,
-        make_teachers=Teaching,
-        tokenizer=build_tokenizer(),
+        make_teachers=partial(Teaching, tokenizer=build_tokenizer()),
     )
     step.begin(1)
     before = {name: tensor.clone() for name, tensor in engines.policy.full_weights()}
