@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from launch.elastic_files import Board, Generation, Lease, exit_code
+from launch.elastic_files import Board, ElasticGeneration, Lease, exit_code
 from launch.elastic_jobs import Jobs
-from launch.elastic_ranks import Ranks
+from launch.elastic_ranks import NodeRanks
 from rl.config.checks import check
 from rl.config.elastic_checks import as_overrides
 from rl.config.options import ConfigError
@@ -106,7 +106,7 @@ class Agent:
         self.at = self.board.newest(None)
         self.first = self.at.number if self.at else 0
         """Number of the newest generation when this agent began."""
-        self.ranks = Ranks(self._arguments([]), options.ranks)
+        self.ranks = NodeRanks(self._arguments([]), options.ranks)
         self.started = self.since = time.monotonic()
         """When this agent began, and when it last found a generation, or asked its ranks to stop."""
         self.rank_ended: float | None = None
@@ -205,7 +205,7 @@ class Agent:
 
     # Ranks ----------------------------------------------------------------------------------------------
 
-    def _start(self, at: Generation) -> None:
+    def _start(self, at: ElasticGeneration) -> None:
         """Start this node's ranks of the generation, if it is a member."""
         self.lease.generation, self.lease.code = at.number, None
         place = next((n for n, member in enumerate(at.members) if member.key == self.lease.key), None)
@@ -258,7 +258,7 @@ class Agent:
             self.candidates, self.changed = keys, now
         now_of = {lease.key: lease for lease in alive}
         if at is None or not any(member.key in now_of for member in at.members):
-            return self._form(at or Generation(0), candidates, come)
+            return self._form(at or ElasticGeneration(0), candidates, come)
         lost = [member for member in at.members if member.key not in now_of]
         codes = [
             now_of[member.key].code if now_of[member.key].generation == at.number else None
@@ -281,7 +281,7 @@ class Agent:
                 self.ranks.ask_to_stop()
                 self.since = now
 
-    def _form(self, last: Generation, candidates: list[Lease], come: bool) -> None:
+    def _form(self, last: ElasticGeneration, candidates: list[Lease], come: bool) -> None:
         """Begin a session: the first generation after a start, or after the death of all members."""
         waited, number = time.monotonic() - self.since, last.number + 1
         if not candidates and not come:
@@ -296,7 +296,7 @@ class Agent:
             self._finish(number, 75, nodes)
 
     def _decide(
-        self, at: Generation, candidates: list[Lease], come: bool, lost: list[Lease], codes: list[int]
+        self, at: ElasticGeneration, candidates: list[Lease], come: bool, lost: list[Lease], codes: list[int]
     ) -> None:
         """End the run, or propose the next generation, after the ranks have ended or a node died."""
         code = exit_code(codes)
@@ -343,32 +343,32 @@ class Agent:
         reason: str,
         step: int = 0,
         attempts: int = 1,
-        was: Generation | None = None,
+        was: ElasticGeneration | None = None,
     ) -> None:
         stay = [] if was is None else [member.node for member in was.members]
         order = sorted(candidates, key=lambda lease: (lease.node not in stay, lease.node))
         members = order[: self._nodes(len(order))]
         overrides = self.layouts[len(members)]
         wide = max(target, min(len(candidates), max(self.layouts)))
-        new = Generation(number, members, overrides, wide, None, reason, step, attempts)
+        new = ElasticGeneration(number, members, overrides, wide, None, reason, step, attempts)
         self.board.propose(new, self.lease.key)
         self.node_ended = None
         self._say(f"generation {number} ({reason}): {', '.join(new.nodes)} {' '.join(overrides)}")
 
     def _finish(self, number: int, code: int, reason: str) -> None:
-        self.board.propose(Generation(number, code=code, reason=reason), self.lease.key)
+        self.board.propose(ElasticGeneration(number, code=code, reason=reason), self.lease.key)
 
     # The run --------------------------------------------------------------------------------------------
 
     def _json(self, name: str) -> dict:
         return read_object(Path(self.config.run.dir, name))  # {} before a rank has begun
 
-    def _has_stepped(self, at: Generation) -> bool:
+    def _has_stepped(self, at: ElasticGeneration) -> bool:
         """Return whether this generation has taken a step."""
         status = self._json(STATUS)
         return status.get("restarts") == at.number and status["step"] > at.step
 
-    def _note_recovery(self, at: Generation, alive: dict[str, Lease]) -> None:
+    def _note_recovery(self, at: ElasticGeneration, alive: dict[str, Lease]) -> None:
         """Log the seconds from a death to the next step, by parts."""
         if not (times := self.recovery):
             return
@@ -417,7 +417,7 @@ def _number(name: str, default: float) -> float:
         raise ValueError(f"{name}={text!r} must be a number; set one, or unset it.") from None
 
 
-def _environment(at: Generation, place: int, rank: int, local: int) -> dict[str, str]:
+def _environment(at: ElasticGeneration, place: int, rank: int, local: int) -> dict[str, str]:
     """Return the environment of a rank, as a Slurm step of the generation's members would set it."""
     own = ("MASTER_PORT", "RANK", "WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_HET_SIZE")
     return {name: value for name, value in os.environ.items() if name not in own} | {

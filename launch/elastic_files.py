@@ -55,7 +55,7 @@ class Lease:
 
 
 @dataclass
-class Generation:
+class ElasticGeneration:
     """One start of the run, or its end."""
 
     number: int
@@ -121,7 +121,7 @@ class Board:
         """Return the seconds since the last change of a lease."""
         return time.monotonic() - self._seen[key][1] if key in self._seen else 0.0
 
-    def newest(self, known: Generation | None) -> Generation | None:
+    def newest(self, known: ElasticGeneration | None) -> ElasticGeneration | None:
         """Return the newest generation, `known` or a later one. A damaged one counts as one without members.
 
         Raises OSError if a file cannot be read.
@@ -133,12 +133,12 @@ class Board:
         while (content := _read(self._path(number + 1))) is not None:
             number += 1
             try:
-                known = Generation(**content | {"members": [Lease(**it) for it in content["members"]]})
+                known = ElasticGeneration(**content | {"members": [Lease(**it) for it in content["members"]]})
             except (KeyError, TypeError):
-                known = Generation(number, reason="its record is damaged")
+                known = ElasticGeneration(number, reason="its record is damaged")
         return known
 
-    def propose(self, generation: Generation, by: str) -> None:
+    def propose(self, generation: ElasticGeneration, by: str) -> None:
         """Create the generation unless another agent was first. by: key of the lease of this agent."""
         name = f"{by}.proposal"
         self._replace(name, asdict(generation), sync=True)  # else a node that dies now may leave it empty

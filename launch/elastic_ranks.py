@@ -24,7 +24,7 @@ from pathlib import Path
 TRAIN = Path(__file__).resolve().parents[1] / "train_rl.py"
 
 
-class Ranks:
+class NodeRanks:
     """The ranks of this node, as the agent sees them."""
 
     def __init__(self, arguments: list[str], number: int):
@@ -135,7 +135,7 @@ def import_all(number: int, arguments: list[str]) -> dict[str, str]:
     """Import what a rank of this config imports; return the variables that this set."""
     from rl.config.command_line import parse_command_line
     from rl.config.schema import Config, load_config, needs_engine
-    from rl.runtime.ranks import Ranks as World
+    from rl.runtime.ranks import NodeRanks as World
     from rl.runtime.transformers_import import keep_scan
     from train_rl import prepare_environment
 

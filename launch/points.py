@@ -31,7 +31,7 @@ SEED = "run.seed"
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepRun:
     """One run of a sweep."""
 
     name: str
@@ -44,7 +44,7 @@ class Point:
         return [as_override(key, value) for key, value in self.values.items()]
 
 
-def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Point]:
+def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[SweepRun]:
     """Return the points of a sweep file's grid, zip, random and seeds; seeds vary fastest.
 
     known: value of every key of the config without the sweep, for conditions. Raises ConfigError for an
@@ -80,7 +80,7 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Poin
         equal = len({repr(values) for name, values in zip(names, kept) if name == twice[0]}) == 1
         why = "remove one of them" if equal else "names keep only letters, digits and _.+-, so change a value"
         raise ConfigError(f"two points of the sweep are both called {twice[0]}; {why}.")
-    return [Point(name, values) for name, values in zip(names, kept)]
+    return [SweepRun(name, values) for name, values in zip(names, kept)]
 
 
 def _mapping(sweep: Mapping[str, Any], section: str) -> dict:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from launch.arguments import as_typed, make_parser, warn
 from launch.batch_file import Resources
-from launch.points import Point, make_points
+from launch.points import SweepRun, make_points
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
 from launch.schedulers import SCHEDULERS
 from launch.submit import print_estimate
@@ -123,10 +123,10 @@ def read_file(path: str) -> SweepFile:
 
 
 def _overrides(sweep: SweepFile) -> list[str]:
-    return Point("", sweep.overrides).overrides
+    return SweepRun("", sweep.overrides).overrides
 
 
-def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
+def overrides_of(sweep: SweepFile, directory: Path, point: SweepRun) -> list[str]:
     """Return all overrides of a point's run."""
     return [
         *_overrides(sweep),
@@ -136,7 +136,7 @@ def overrides_of(sweep: SweepFile, directory: Path, point: Point) -> list[str]:
     ]
 
 
-def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
+def check_points(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> Config:
     """Check the config of every point; return the first point's.
 
     Raises ConfigError, which names the point.
@@ -153,7 +153,7 @@ def check_points(sweep: SweepFile, directory: Path, points: list[Point]) -> Conf
     return configs[0]
 
 
-def check_adapters(sweep: SweepFile, directory: Path, points: list[Point]) -> Config:
+def check_adapters(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> Config:
     """Check the config of a sweep in one job and the configs of its points; return the sweep's.
 
     Raises ConfigError, which names the point.
@@ -166,19 +166,19 @@ def check_adapters(sweep: SweepFile, directory: Path, points: list[Point]) -> Co
     return config
 
 
-def joint_overrides(sweep: SweepFile, directory: Path, points: list[Point]) -> list[str]:
+def joint_overrides(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> list[str]:
     """Return all overrides of the job that runs the points together."""
     values = json.dumps([point.values for point in points])
     place = [as_override("run.name", sweep.name), as_override("run.dir", literal(directory))]
     return [*_overrides(sweep), *place, f"sweep.adapters={values}"]
 
 
-def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list[Point]:
+def write_points(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> list[SweepRun]:
     """Write the points; return them by task number. Points of an earlier call keep their numbers."""
     place = directory / DIRECTORY
     make_private(directory)
     before = read_sweep(directory)["points"] if (place / SWEEP).is_file() else []
-    known = [Point(**point) for point in before]
+    known = [SweepRun(**point) for point in before]
     names = {point.name for point in known}
     every = known + [point for point in points if point.name not in names]
     (place / "points").mkdir(parents=True, exist_ok=True)
@@ -193,13 +193,13 @@ def write_points(sweep: SweepFile, directory: Path, points: list[Point]) -> list
     return every
 
 
-def new_tasks(directory: Path, points: list[Point]) -> list[int]:
+def new_tasks(directory: Path, points: list[SweepRun]) -> list[int]:
     """Return the tasks that were never submitted."""
     submitted = {task for noted in noted_jobs(directory / DIRECTORY) for task in noted["tasks"]}
     return [task for task in range(len(points)) if task not in submitted]
 
 
-def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
+def failed_tasks(directory: Path, points: list[SweepRun]) -> list[int]:
     """Return the tasks that were submitted, did not finish, and do not continue by themselves."""
     new = new_tasks(directory, points)
     # Without the queue, a run that waits there would be submitted twice.
@@ -208,7 +208,7 @@ def failed_tasks(directory: Path, points: list[Point]) -> list[int]:
 
 
 def _write_batch_file(
-    sweep: SweepFile, directory: Path, tasks: list[int], points: list[Point], *, command: str
+    sweep: SweepFile, directory: Path, tasks: list[int], points: list[SweepRun], *, command: str
 ) -> Path:
     """Write the batch file of a job array with a task for each point, or of one job with all points.
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rl.features.agents.environment import Reply, Run, Score, Step, ToolCalls
-from rl.features.agents.trajectory import Limits
+from rl.features.agents.environment import AgentRun, FinalScore, GameTurn, Reply, ToolCalls
+from rl.features.agents.trajectory import TrajectoryLimits
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Waiting
 from rl.rollout.samples import Completion, Request
 from rl.rollout.source import SampleSource
 
-__all__ = ["Limits", "VirtualEngine", "VirtualPool", "prompts_of"]
+__all__ = ["TrajectoryLimits", "VirtualEngine", "VirtualPool", "prompts_of"]
 
 
 class VirtualPool:
@@ -41,7 +41,7 @@ class VirtualPool:
         self._reply(session, "reset", None)
 
     def call(self, session: str, action) -> None:
-        kinds = {ToolCalls: "tools", Step: "step", Run: "run", Score: "score"}
+        kinds = {ToolCalls: "tools", GameTurn: "step", AgentRun: "run", FinalScore: "score"}
         self._reply(session, kinds[type(action)], action)
 
     def _reply(self, session: str, kind: str, action) -> None:

@@ -32,7 +32,7 @@ from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Table:
+class BenchTable:
     """One table of the benchmark."""
 
     title: str
@@ -44,55 +44,55 @@ class Table:
 
 
 TABLES = {
-    "carry_over": Table(
+    "carry_over": BenchTable(
         "Carry-over against synchronous steps on the same ranks, log-normal lengths (sigma 1)",
         "carry-over / synchronous, tokens per second of whole steps",
         configs.add_carry_over_arguments,
         configs.measure_carry_over,
     ),
-    "carried_agents": Table(
+    "carried_agents": BenchTable(
         "Carry-over against synchronous steps, with environments of log-normal times (sigma 1)",
         "carry-over / synchronous, trajectories per second of whole steps",
         configs.add_carried_agents_arguments,
         configs.measure_carried_agents,
     ),
-    "host": Table(
+    "host": BenchTable(
         "An engine step of a model that costs nothing: scheduling, outputs and bookkeeping",
         "Lockstep / vLLM's scheduler, milliseconds per step",
         host.add_arguments,
         host.measure,
     ),
-    "numerics": Table(
+    "numerics": BenchTable(
         "A GRPO step with model.numerics=bitwise against fast",
         "bitwise / fast, seconds of a step",
         configs.add_numerics_arguments,
         configs.measure_numerics,
     ),
-    "checks": Table(
+    "checks": BenchTable(
         "The always-on checks, timed inside a run of one rank with one thread",
         "percent of a step, median",
         checks.add_arguments,
         checks.measure,
     ),
-    "full_fine_tuning": Table(
+    "full_fine_tuning": BenchTable(
         "GPUs of 80 GiB that full fine-tuning needs, by dry runs",
         "GPUs / those with float32 moments on the GPU",
         full_fine_tuning.add_arguments,
         full_fine_tuning.measure,
     ),
-    "published": Table(
+    "published": BenchTable(
         "Seconds of a step that the dry run predicts, against published ones",
         "predicted / published",
         published.add_arguments,
         published.measure,
     ),
-    "measured": Table(
+    "measured": BenchTable(
         "Seconds of a step that the dry run predicts / measured here, by phase",
         "predicted / measured, sum of the phases",
         measured.add_arguments,
         measured.measure,
     ),
-    "control": Table(
+    "control": BenchTable(
         "Share of a step outside generation, forward, backward and refit, and its growth with the ranks",
         "share, or seconds",
         control.add_arguments,

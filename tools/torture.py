@@ -54,7 +54,7 @@ class Lost(Exception):
 
 
 @dataclass
-class Counts:
+class KillCounts:
     kills: int = 0
     of_one_rank: int = 0
     while_saving: int = 0
@@ -161,9 +161,9 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return records + [json.loads(line) for line in consumed.open()] if consumed.exists() else records
 
 
-def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> Counts:
+def torture(arguments: Sequence[str], out: Path, *, num_ranks: int, kills: int, seed: int) -> KillCounts:
     """Run the test. Raises Lost, or DamagedError for a checkpoint that cannot be read."""
-    numbers, counts = random.Random(seed), Counts()
+    numbers, counts = random.Random(seed), KillCounts()
     start = time.monotonic()
     undisturbed = World(num_ranks, [*arguments, f"run.dir={out}/undisturbed"], out / "undisturbed.log")
     if not undisturbed.wait(SECONDS_TO_END) or not undisturbed.ended_well:
@@ -193,7 +193,7 @@ def _until_it_ends(
     kills: int,
     usual: float,
     numbers: random.Random,
-    counts: Counts,
+    counts: KillCounts,
 ) -> None:
     log = Path(f"{run_dir}.log")
     while True:
@@ -212,7 +212,9 @@ def _until_it_ends(
             raise Lost(f"a run without a kill failed: exit codes {list(world.codes.values())}, see {log}")
 
 
-def _kill_sometime(world: World, run_dir: Path, usual: float, numbers: random.Random, counts: Counts) -> bool:
+def _kill_sometime(
+    world: World, run_dir: Path, usual: float, numbers: random.Random, counts: KillCounts
+) -> bool:
     """Kill one or all ranks at a random time or in the next save; return False if the run ended before."""
     instant = time.monotonic() + numbers.uniform(0, usual)
     into_save = numbers.uniform(0, INTO_SAVE_S) if numbers.random() < 0.5 else None

@@ -141,7 +141,7 @@ def check_file(path: Path, expected: Written, *, contents: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBox:
     """The file and the key of a box."""
 
     box: Box
@@ -149,7 +149,7 @@ class Stored:
     key: str
 
 
-Index = dict[str, list[Stored]]
+Index = dict[str, list[StoredBox]]
 """Boxes by the tensor's name."""
 
 
@@ -161,7 +161,7 @@ def read_index(directory: Path, files: Iterable[str]) -> Index:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         for key in header:
             name, box = _parse(key)
-            index_of.setdefault(name, []).append(Stored(box, file, key))
+            index_of.setdefault(name, []).append(StoredBox(box, file, key))
     return index_of
 
 
@@ -201,7 +201,7 @@ class ShardReader:
         [stored] = self.index_of[name]
         return self._slice(stored)[:]
 
-    def _slice(self, stored: Stored):
+    def _slice(self, stored: StoredBox):
         if stored.file not in self._open:
             self._open[stored.file] = safe_open(self.directory / stored.file, framework="pt")
         return self._open[stored.file].get_slice(stored.key)

@@ -42,7 +42,7 @@ from rl.checkpoint.shards import (
     DamagedError,
     Shard,
     ShardReader,
-    Stored,
+    StoredBox,
     Written,
     check_file,
     in_file_order,
@@ -530,7 +530,7 @@ def _reader(path: Path, manifest: Mapping) -> ShardReader:
     index: dict = {}
     with fail_together():
         mine = read_index(path, files[dist.get_rank() :: dist.get_world_size()])
-    for theirs in gather_objects(mine, types=(Stored,)):
+    for theirs in gather_objects(mine, types=(StoredBox,)):
         for name, stored in theirs.items():
             index.setdefault(name, []).extend(stored)
     return ShardReader(path, index)

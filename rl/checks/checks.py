@@ -50,7 +50,7 @@ SEEDS_OF_CALLS = 16
 """Number of earlier calls of the engine in which a seed must not have been used."""
 
 
-class Start(Protocol):
+class StartState(Protocol):
     """Weights and state at the start of a run (`rl.checkpoint.start`)."""
 
     def check(self, name: str, model: TrainingEngine) -> None: ...
@@ -76,7 +76,7 @@ class Checks:
         self.noise: RoundingNoise | None = None
         if is_measured:
             self.noise = RoundingNoise(policy.grid.micro_batch_multiple, slack * coarser)
-        self.start: Start | None = None
+        self.start: StartState | None = None
         """Start of the run; None for a run that keeps no checkpoints."""
         self.rates = LearningRates()
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)

@@ -41,7 +41,7 @@ def check_objective(loss: LossFunction, config: Config) -> None:
     """Raise CheckFailed if the gradient of the loss is not that of the configured objective."""
     goal = config.objective
     advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
-    on_policy = Point(loss, config, advantages=advantages)
+    on_policy = ObjectivePoint(loss, config, advantages=advantages)
     counted = on_policy.mask > 0
     problem = ""
     if on_policy.slope[~counted].any() or (on_policy.entropy_slope is not None and on_policy.leaks_entropy):
@@ -64,7 +64,7 @@ def check_objective(loss: LossFunction, config: Config) -> None:
         )
 
 
-class Point:
+class ObjectivePoint:
     """The loss and its gradient at three samples of one micro-batch, with ratios of 1 unless given."""
 
     def __init__(
@@ -127,7 +127,7 @@ def _micro_batch(columns: dict[str, Tensor]) -> MicroBatch:
 
 
 def total_weight(config: Config) -> float:
-    """Return the sum of all tokens' weights by `objective.aggregation`, for the samples of `Point`."""
+    """Return the sum of all tokens' weights by `objective.aggregation`, for an `ObjectivePoint`."""
     tokens, samples = sum(LENGTHS) - 2, len(LENGTHS)
     return {
         "token-mean": 1.0,
@@ -146,7 +146,7 @@ def _problem_of_ratio(loss: LossFunction, config: Config, advantages: Tensor) ->
     # Without advantages, only the KL term, the entropy bonus and other penalties have a gradient.
     (at_one, penalties), (at_ratio, penalties_there) = (
         [
-            Point(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope
+            ObjectivePoint(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope
             for a in (advantages, torch.zeros_like(advantages))
         ]
         for ratio in (1.0, 1 + near)
@@ -162,7 +162,7 @@ def _problem_of_ratio(loss: LossFunction, config: Config, advantages: Tensor) ->
 
 def _problem_of_kl(loss: LossFunction, config: Config) -> str:
     none, distance = torch.zeros(sum(LENGTHS), dtype=torch.float64), 0.5
-    far, near = (Point(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
+    far, near = (ObjectivePoint(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
     goal = config.objective
     formula = goal.kl_estimator.removesuffix("+").removesuffix("-weighted")  # at ratio 1
     expected = goal.kl_coef * DIVERGENCES[formula](distance) * total_weight(config)

@@ -47,7 +47,7 @@ class Entry:
 
 
 CONTAINERS = {
-    "programs": "images:runner",
+    "programs": "image_store:runner",
     "description": "container:describe",
     "environment": "environment:ContainerEnvironment",
 }
@@ -60,19 +60,19 @@ FEATURES = {
     "adapters": Entry(
         "adapters", engine="slots:parts", trainer="adapter:parts", doors={"export": "peft:export_peft"}
     ),
-    "fp8_engine": Entry("rollout.quantization=fp8", engine="groups:parts"),
+    "fp8_engine": Entry("rollout.quantization=fp8", engine="staged_refit:parts"),
     "kv_offload": Entry("rollout.kv_offload_gib", engine="kv_offload:parts"),
     "drafts": Entry("a prediction head, drafts", engine="drafts:parts", trainer="mtp:parts"),
     "vision": Entry("data.image_key", engine="requests:parts", trainer="tower:parts"),
-    "agents": Entry("agents", doors={"dialogues": "form:TrajectoryForm"}),
+    "agents": Entry("agents", doors={"dialogues": "dialogue_form:TrajectoryForm"}),
     "containers": Entry("containers", extends="agents", doors=CONTAINERS),
-    "roles": Entry("roles", sampler="form:RolesForm"),
+    "roles": Entry("roles", sampler="sampler_form:RolesForm"),
     "stored_runs": Entry(
         "run.mode=train_only|score_only",
-        sampler="form:StoredForm",
+        sampler="sampler_form:StoredForm",
         doors={"score_only": "score_only:score_only"},
     ),
-    "carry_over": Entry("rollout.carry_over", sampler="form:CarryOverForm"),
+    "carry_over": Entry("rollout.carry_over", sampler="sampler_form:CarryOverForm"),
     "changed_only": Entry("refit.changed_only", doors={"messages": "changed_only:ChangedOnly"}),
     "sweep": Entry("a sweep", doors={"run": "points:run_points"}),
     "early_stop": Entry("sweep.stop", extends="sweep", doors={"rule": "early_stop:EarlyStop"}),

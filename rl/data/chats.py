@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.chat_template import CALL, QUESTION, REPLY, Spans, template_of
 from rl.data.messages import MessageReader, Messages, tools_of
 from rl.data.prompts import OPTIONAL, Prompt, fields_of, refuse_two_bos, within_limit
-from rl.data.reading import Row, read_rows
+from rl.data.reading import FileRow, read_rows
 from rl.data.special_tokens import encode, show
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class AssistantTurns:
         self,
         messages: Messages,
         tools: list[dict],
-        row: Row,
+        row: FileRow,
         *,
         first: int = 0,
         train_on: TrainOn = "assistant",
@@ -301,7 +301,7 @@ class AssistantTurns:
 
 
 def tokenize_chats(
-    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]
+    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, rows: Sequence[FileRow]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the ids, int32 [n], and the mask, float32 [n], of each chat: 1 for tokens of its spans.
 

@@ -33,7 +33,7 @@ REMEDIES = {
 }
 
 
-class Part(NamedTuple):
+class ChatPart(NamedTuple):
     """A part of a chat that its text must contain."""
 
     kind: str
@@ -104,7 +104,7 @@ class Completeness:
         for part, word in zip(parts, words):
             self._check_part(part, word, text)
 
-    def _check_part(self, part: Part, word: str, text: str) -> None:
+    def _check_part(self, part: ChatPart, word: str, text: str) -> None:
         """Raise ValueError if a text lacks a word that stands for a part, or is its text."""
         if word.strip() in text or _is_in(word, squeeze(self._template.show(text))):
             return
@@ -124,7 +124,7 @@ class Completeness:
 
     def _parts(
         self, messages: Sequence[dict], tools: Sequence[dict], only: Collection[int] | None
-    ) -> Iterator[Part]:
+    ) -> Iterator[ChatPart]:
         """Yield the parts that the text must contain.
 
         only: numbers of messages that it must contain whole; None: all messages, without what templates drop
@@ -144,20 +144,20 @@ class Completeness:
                 kind = "content beside calls" if calls else "content"
                 kind = "content with </think>" if is_turn and "</think>" in content else kind
                 if content.strip():
-                    yield Part(kind, f"the content of {name}", holder, key, content)
+                    yield ChatPart(kind, f"the content of {name}", holder, key, content)
             key = "reasoning_content"
             if message.get(key, "").strip() and not (may_drop and self._template.reasoning_key):
-                yield Part(key, f"the {key} of {name}", message, key, message[key])
+                yield ChatPart(key, f"the {key} of {name}", message, key, message[key])
             for number, call in enumerate(calls, start=1):
                 function, call_name = call["function"], f"tool call {number} of {name}"
-                yield Part("call", f"the {call_name}", function, "name", function["name"])
+                yield ChatPart("call", f"the {call_name}", function, "name", function["name"])
                 for key, value in function["arguments"].items():
                     value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                     owner = f"the argument {key!r} of {call_name}"
-                    yield Part("call", owner, function["arguments"], key, value)
+                    yield ChatPart("call", owner, function["arguments"], key, value)
         for tool in tools:
             function = tool.get("function", tool)
-            yield Part("tool", f"the tool {function['name']!r}", function, "name", function["name"])
+            yield ChatPart("tool", f"the tool {function['name']!r}", function, "name", function["name"])
 
 
 def squeeze(text: str) -> str:

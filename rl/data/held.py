@@ -30,7 +30,7 @@ OF_CONTEXT = (*OF_SEQUENCE, PIXELS, PLACES)
 """Columns that repeat the values of earlier turns in each turn."""
 
 
-class Row(NamedTuple):
+class HeldRow(NamedTuple):
     """The values of one sample."""
 
     key: int
@@ -40,20 +40,20 @@ class Row(NamedTuple):
 
 
 KEY = np.dtype(np.int64)
-"""Type of `Row.key` on the way."""
+"""Type of `HeldRow.key` on the way."""
 
 
 @dataclass
-class BytesMoved:
+class ColumnBytes:
     """Bytes of held columns that this rank received from others, and that the plans gave it."""
 
     received: int = 0
     planned: int = 0
 
-    def __add__(self, other: "BytesMoved") -> "BytesMoved":
-        return BytesMoved(self.received + other.received, self.planned + other.planned)
+    def __add__(self, other: "ColumnBytes") -> "ColumnBytes":
+        return ColumnBytes(self.received + other.received, self.planned + other.planned)
 
-    def checked(self, what: str) -> "BytesMoved":
+    def checked(self, what: str) -> "ColumnBytes":
         """Return this. Raises RuntimeError if `what` brought this rank other bytes than planned."""
         if self.received != self.planned:
             raise RuntimeError(
@@ -87,7 +87,7 @@ class Absent:
 class HeldColumn:
     """One column of N samples."""
 
-    rows: dict[int, Row]
+    rows: dict[int, HeldRow]
     """Rows of the samples that this rank generated, by index of the sample in the batch."""
     holders: Tensor
     """int64 [N]: rank that holds each sample's row."""

@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL import ImageOps
 
-from rl.data.reading import Row, describe, first_line
+from rl.data.reading import FileRow, describe, first_line
 
 ANCHOR = "<image>"
 MAX_RATIO = 200
@@ -119,7 +119,7 @@ def image_format(directory: str, hf: dict, *, max_pixels: int = 0) -> ImageForma
 
 
 @dataclass(frozen=True, eq=False)
-class Image:
+class PromptImage:
     """One image of a prompt."""
 
     content: bytes = field(repr=False)
@@ -152,7 +152,7 @@ class Image:
 
 
 @functools.lru_cache(maxsize=128)
-def _decoded(image: Image) -> np.ndarray:
+def _decoded(image: PromptImage) -> np.ndarray:
     with Pillow.open(io.BytesIO(image.content)) as opened:
         upright = _without_transparency(ImageOps.exif_transpose(opened))
     pixels = np.asarray(upright.resize((image.width, image.height), Pillow.Resampling.BICUBIC)).copy()
@@ -177,7 +177,7 @@ class ImageReader:
     column: str
     format: ImageFormat
 
-    def of(self, row: Row) -> list[Image]:
+    def of(self, row: FileRow) -> list[PromptImage]:
         """Return the images of a row, [] if it has none. Raises ValueError for one that cannot be read."""
         value = row.values.get(self.column)
         if value is None:
@@ -185,11 +185,13 @@ class ImageReader:
         items = value if isinstance(value, list) else [value]
         return [self._read(item, row, number) for number, item in enumerate(items, start=1)]
 
-    def _read(self, item: Any, row: Row, number: int) -> Image:
+    def _read(self, item: Any, row: FileRow, number: int) -> PromptImage:
         owner = f"{row.place}: image {number} of column {self.column!r}"
         return read_image(item, self.format, owner, directory=row.path.parent)
 
-    def anchored(self, prompt: list[dict] | str, images: Sequence[Image], row: Row) -> list[dict] | str:
+    def anchored(
+        self, prompt: list[dict] | str, images: Sequence[PromptImage], row: FileRow
+    ) -> list[dict] | str:
         """Return messages with a part {type: image} in place of each anchor; without images unchanged.
 
         Raises ValueError if the numbers of anchors and images differ, and for parts of another type.
@@ -214,8 +216,8 @@ class ImageReader:
         return found
 
     def expanded(
-        self, token_ids: np.ndarray, images: Sequence[Image], row: Row
-    ) -> tuple[np.ndarray, tuple[Image, ...]]:
+        self, token_ids: np.ndarray, images: Sequence[PromptImage], row: FileRow
+    ) -> tuple[np.ndarray, tuple[PromptImage, ...]]:
         """Return the prompt with the tokens of its images, int32 [P], and the images with their offsets.
 
         token_ids: with one token for each image. Raises ValueError if the text has the images' token, too.
@@ -226,8 +228,8 @@ class ImageReader:
 
 
 def expand(
-    token_ids: np.ndarray, images: Sequence[Image], owner: str, *, first: int = 0
-) -> tuple[np.ndarray, tuple[Image, ...]]:
+    token_ids: np.ndarray, images: Sequence[PromptImage], owner: str, *, first: int = 0
+) -> tuple[np.ndarray, tuple[PromptImage, ...]]:
     """Return the tokens with all tokens of the images, at least one, and the images with their offsets.
 
     For example, [5, I, 6] becomes [5, I, I, I, 6] for an image of 3 tokens, with offset 1.
@@ -249,16 +251,16 @@ def expand(
     return token_ids.repeat(counts), placed
 
 
-def placed_pixels(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
+def placed_pixels(images: Sequence[PromptImage]) -> tuple[np.ndarray, np.ndarray]:
     """Return the places of images, at least one, int64 [images, 4], and their pixels end to end, uint8.
 
-    A place is the index of the first token, height, width and `Image.digest`.
+    A place is the index of the first token, height, width and `PromptImage.digest`.
     """
     places = [(image.offset, image.height, image.width, image.digest) for image in images]
     return np.array(places, np.int64), np.concatenate([image.pixels.ravel() for image in images])
 
 
-def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = Path()) -> Image:
+def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = Path()) -> PromptImage:
     """Return the image of {bytes, path}, a path, a data URI, or bytes.
 
     owner: the subject of the ValueError for an unreadable image. directory: base of relative paths.
@@ -274,7 +276,7 @@ def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = 
             width, height = opened.size
             if opened.getexif().get(0x0112, 1) >= 5:  # turned by 90 degrees
                 width, height = height, width
-        return Image(content, *format.size(height, width), format)
+        return PromptImage(content, *format.size(height, width), format)
     except Pillow.UnidentifiedImageError as error:
         raise ValueError(f"{owner} cannot be read: Pillow does not know its format.") from error
     except (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError) as error:
@@ -292,7 +294,7 @@ def _check_whole(opened: Pillow.Image, content: bytes) -> None:
         opened.load()
 
 
-def _parts(content: Any, anchor: str | None, row: Row) -> list[dict]:
+def _parts(content: Any, anchor: str | None, row: FileRow) -> list[dict]:
     """Return the content of a message as a list of parts, without keys that are None.
 
     anchor: stands for an image in a string. Raises ValueError for a part that is neither text nor an image.

@@ -15,7 +15,7 @@ from typing import Any
 
 from rl.data.chat_template import REASONING_KEYS, ChatTemplate, read_json
 from rl.data.completeness import Completeness
-from rl.data.reading import Row, describe
+from rl.data.reading import FileRow, describe
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class MessageReader:
         self._unread: dict[tuple[str, str], str] = {}
         """Role and key that no rendering has shown -> the first place where they occur."""
 
-    def read(self, row: Row, column: str, *, is_text: bool = True) -> Messages | str:
+    def read(self, row: FileRow, column: str, *, is_text: bool = True) -> Messages | str:
         """Return the messages of a column in the form of templates, without empty keys, or its text.
 
         is_text: whether a text is allowed. Raises ValueError, with the place of the row, for other values.
@@ -107,7 +107,7 @@ class MessageReader:
             raise ValueError(f"{row.place}: column {column!r} must be {kinds}, not {describe(value)}.")
         return value if messages is None else messages
 
-    def _with_columns(self, messages: Messages | None, row: Row) -> Messages | None:
+    def _with_columns(self, messages: Messages | None, row: FileRow) -> Messages | None:
         """Return the messages, or None, with the system's message if it has a column of its own.
 
         Raises ValueError for columns that belong to the policy's input and that the run does not read.
@@ -154,7 +154,7 @@ class MessageReader:
                 found.append(normal)
         return found
 
-    def render(self, messages: Messages, tools: list[dict], row: Row, *, column: str) -> str:
+    def render(self, messages: Messages, tools: list[dict], row: FileRow, *, column: str) -> str:
         """Render a chat with the generation prompt.
 
         Raises ValueError if there is no template, or if it rejects the messages or leaves out a part.
@@ -173,7 +173,7 @@ class MessageReader:
         return text
 
     def compare(
-        self, messages: Messages, tools: list[dict], text: str, row: Row, *, generation_prompt: bool
+        self, messages: Messages, tools: list[dict], text: str, row: FileRow, *, generation_prompt: bool
     ) -> None:
         """Raise ValueError if the rendered text lacks a part of the messages or a tool; note unread keys."""
 
@@ -344,7 +344,7 @@ def _pairs(values: dict) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
 
-def without_nulls(value: Any, row: Row) -> Any:
+def without_nulls(value: Any, row: FileRow) -> Any:
     """Return the value without keys that are None at any depth, unless the file is JSONL.
 
     The other formats give all objects of a column the same keys.
@@ -366,7 +366,7 @@ def _kind(part: Any) -> str:
     return "" if kind in TEXT_PARTS and not isinstance(part.get("text"), str) else kind
 
 
-def tools_of(row: Row) -> list[dict]:
+def tools_of(row: FileRow) -> list[dict]:
     """Return the schemas in column `tools`: a list of objects or JSON texts, or the JSON text of a list."""
     value = row.values.get("tools")
     value = read_json(value, value) if isinstance(value, str) and value.strip() else value or []

@@ -37,7 +37,7 @@ from rl.data.chat_template import template_of
 from rl.data.chats import AssistantTurns, tokenize_chats
 from rl.data.messages import COLUMNS, INPUTS, MessageReader, Messages, tools_of
 from rl.data.prompts import data_source, read_prompt, refuse_answer, render, tokenize_targets, within_limit
-from rl.data.reading import Row, describe, read_rows
+from rl.data.reading import FileRow, describe, read_rows
 from rl.data.special_tokens import show
 
 
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Preference(Asked):
+class PreferencePair(Asked):
     """One prompt with a preferred and a rejected response."""
 
     chosen_ids: np.ndarray
@@ -87,13 +87,13 @@ def load_preferences(
     chosen_key: str,
     rejected_key: str,
     **options: Any,
-) -> list[Preference]:
+) -> list[PreferencePair]:
     """Read `files` in order and tokenize the pairs. options, and what raises ValueError: see `_load`."""
     required = {chosen_key: "name the column with the preferred response in data.chosen_key"}
     required[rejected_key] = "name the column with the rejected response in data.rejected_key"
     nouns = {chosen_key: "chosen responses", rejected_key: "rejected responses"}
     return [
-        Preference(
+        PreferencePair(
             **asked,
             chosen_ids=chosen.ids,
             chosen_mask=chosen.mask,
@@ -127,7 +127,7 @@ def load_labelled(
     ]
 
 
-def _label(row: Row, column: str) -> bool:
+def _label(row: FileRow, column: str) -> bool:
     value = row.values[column]
     if value not in (0, 1):
         raise ValueError(
@@ -156,7 +156,7 @@ def _load(
     overlong: str,
     end_token_ids: Collection[int] = (),
     max_pairs: int = 0,
-) -> list[tuple[Row, dict[str, Any], list[_Response]]]:
+) -> list[tuple[FileRow, dict[str, Any], list[_Response]]]:
     """Return, of each row within the limits, the row, the fields of `Asked` and the responses.
 
     nouns: column of a response -> name of such responses in messages.
@@ -228,7 +228,11 @@ def _load(
 
 
 def _conversations(
-    indices: list[int], rows: list[Row], split: "list[Split]", tools: list[list[dict]], turns: AssistantTurns
+    indices: list[int],
+    rows: list[FileRow],
+    split: "list[Split]",
+    tools: list[list[dict]],
+    turns: AssistantTurns,
 ) -> Iterator[tuple[int, str, np.ndarray, list[_Response]]]:
     """Yield index, rendered prompt, its ids and responses of each row with messages as responses.
 
@@ -257,7 +261,7 @@ Split = tuple[Messages | str, list[Messages] | list[str]]
 """The prompt and the responses of a row. Responses are texts, or messages after a prompt of messages."""
 
 
-def _split(row: Row, columns: tuple[str, ...], prompt_column: str, reader: MessageReader) -> Split:
+def _split(row: FileRow, columns: tuple[str, ...], prompt_column: str, reader: MessageReader) -> Split:
     values = [reader.read(row, column) for column in columns]
     for value, column in zip(values, columns, strict=True):
         if isinstance(value, list) and value[-1]["role"] != "assistant":
@@ -291,7 +295,7 @@ def _num_repeated(value: Messages | str, values: list[Messages | str], prompt: M
     return 0 if value[0]["role"] == "assistant" else len(value) - 1
 
 
-def _text(value: Messages | str, size: int, row: Row, *, column: str) -> str:
+def _text(value: Messages | str, size: int, row: FileRow, *, column: str) -> str:
     """Return a response as text, given the number of messages before it."""
     if isinstance(value, str):
         return value
@@ -306,14 +310,14 @@ def _text(value: Messages | str, size: int, row: Row, *, column: str) -> str:
     return message["content"]
 
 
-def _not_a_text(row: Row, column: str, message: dict) -> ValueError:
+def _not_a_text(row: FileRow, column: str, message: dict) -> ValueError:
     return ValueError(
         f"{row.place}: column {column!r} must end with a text message of the assistant, not "
         f"{describe(message)}."
     )
 
 
-def _prompt(row: Row, before: Messages, prompt: Messages | str | None, *, column: str) -> Messages | str:
+def _prompt(row: FileRow, before: Messages, prompt: Messages | str | None, *, column: str) -> Messages | str:
     """Return the prompt of a row, given the messages that its responses begin with and the prompt column."""
     if not before:
         if prompt is None:

@@ -25,12 +25,12 @@ from transformers import (
 
 from rl.data.chat_template import template_of
 from rl.data.messages import COLUMNS, INPUTS, MessageReader, Messages, tools_of
-from rl.data.reading import Row, describe, read_rows
+from rl.data.reading import FileRow, describe, read_rows
 from rl.data.special_tokens import encode, hide, show
 from rl.models.json_files import check_files, read_object
 
 if TYPE_CHECKING:  # runs without images do not import it
-    from rl.data.images import Image, ImageReader
+    from rl.data.images import ImageReader, PromptImage
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Prompt:
     """Number of prompts that the run had drawn before it; -1 if the run does not number its draws."""
     place: str = ""
     """Its file and row, for error messages."""
-    images: tuple["Image", ...] = ()
+    images: tuple["PromptImage", ...] = ()
     """Its images in their order (`rl.data.images`); `token_ids` has the tokens of each."""
 
     @property
@@ -187,7 +187,7 @@ def load_prompts(
     )
     reader = MessageReader(template_of(tokenizer), reads_images=images is not None)
     chats = [read_prompt(row, prompt_key, reader) for row in rows]
-    pictures: list[Sequence[Image]] = [images.of(row) if images else () for row in rows]
+    pictures: list[Sequence[PromptImage]] = [images.of(row) if images else () for row in rows]
     if images:
         chats = [images.anchored(*each) for each in zip(chats, pictures, rows)]
         if not any(pictures):
@@ -218,7 +218,7 @@ def load_prompts(
     ]
 
 
-def fields_of(row: Row) -> dict[str, Any]:
+def fields_of(row: FileRow) -> dict[str, Any]:
     """Return the fields of a row's Prompt that are not tokenized."""
     agent = {name: row.values[name] for name in AGENT_COLUMNS if row.values.get(name) is not None}
     return dict(
@@ -230,7 +230,7 @@ def fields_of(row: Row) -> dict[str, Any]:
     )
 
 
-def data_source(row: Row) -> str:
+def data_source(row: FileRow) -> str:
     """Return column `data_source` of a row, or the name of its file without the extension."""
     return str(row.values.get("data_source") or row.file_name)
 
@@ -254,14 +254,14 @@ def _content(prompt: Prompt) -> bytes:
 # ---- messages and text ----
 
 
-def read_prompt(row: Row, column: str, reader: MessageReader) -> Messages | str:
+def read_prompt(row: FileRow, column: str, reader: MessageReader) -> Messages | str:
     """Return the chat or the text in a column. Raises ValueError for a chat that ends with the assistant."""
     prompt = reader.read(row, column)
     refuse_answer(prompt, row, column=column)
     return prompt
 
 
-def refuse_answer(prompt: Messages | str, row: Row, *, column: str) -> None:
+def refuse_answer(prompt: Messages | str, row: FileRow, *, column: str) -> None:
     """Raise ValueError for a prompt that ends with a message of the assistant."""
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         raise ValueError(
@@ -273,7 +273,7 @@ def refuse_answer(prompt: Messages | str, row: Row, *, column: str) -> None:
 def render(
     prompts: Sequence[Messages | str],
     tools: Sequence[list[dict]],
-    rows: Sequence[Row],
+    rows: Sequence[FileRow],
     reader: MessageReader,
     *,
     column: str,
@@ -354,7 +354,7 @@ def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase)
     return [np.concatenate([ids, eos]) for ids in encode(texts, tokenizer)[0]]
 
 
-def _target(row: Row, path: list[str]) -> str:
+def _target(row: FileRow, path: list[str]) -> str:
     """Return the sft target of a row: the string or number at `path`, such as ["extra_info", "answer"]."""
     value: Any = row.values
     for name in path:

@@ -39,7 +39,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
-class Row:
+class FileRow:
     """A row of a file, and its position for error messages."""
 
     values: dict[str, Any]
@@ -61,7 +61,7 @@ class Row:
 
 def read_rows(
     files: Sequence[str | Path], *, required: Columns, optional: Sequence[str] = (), max_rows: int = 0
-) -> list[Row]:
+) -> list[FileRow]:
     """Return the rows of `files` in order.
 
     files: `.parquet`, `.jsonl`, `.json`, `.arrow`, or a directory written by `Dataset.save_to_disk` of the
@@ -74,7 +74,7 @@ def read_rows(
     missing or exists twice, and text without the expected object or messages.
     """
     check_data_files(files)
-    rows: list[Row] = []
+    rows: list[FileRow] = []
     names = {*required, *optional}
     mappings = [name for name in MAPPINGS if name in names]
     for source, path in enumerate(map(Path, files)):
@@ -82,7 +82,7 @@ def read_rows(
         for number, values in _reader(path)(path, names, required):
             if max_rows and len(rows) == max_rows:
                 return rows
-            row = Row(values, path, number, source)
+            row = FileRow(values, path, number, source)
             _decode_texts(row, mappings, required)
             rows.append(row)
         if len(rows) == num_before:
@@ -149,7 +149,7 @@ def _reader(path: Path) -> Callable[[Path, set[str], Columns], Rows]:
     return _read_arrow if path.is_dir() else _READERS[path.suffix]
 
 
-def _decode_texts(row: Row, mappings: Sequence[str], required: Columns) -> None:
+def _decode_texts(row: FileRow, mappings: Sequence[str], required: Columns) -> None:
     """Decode the JSON texts of objects and of messages in a row."""
     values = row.values
     for name in mappings:

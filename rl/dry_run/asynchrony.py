@@ -13,7 +13,7 @@ from rl.config.checks import check
 from rl.config.options import ConfigError
 from rl.dry_run.changes import with_values
 from rl.dry_run.estimate import Estimate, changed
-from rl.dry_run.generation import Engines, Work, engines_of, generation_seconds, work_of
+from rl.dry_run.generation import EngineRates, Work, engines_of, generation_seconds, work_of
 
 OVERSAMPLES = (1.5, 2.0)
 """Values of rollout.oversample that are tried beside the config's."""
@@ -26,7 +26,7 @@ CLOSE = 1.05
 
 
 @dataclass(frozen=True)
-class Form:
+class StepForm:
     """A way to run a step."""
 
     overrides: dict[str, object]
@@ -38,7 +38,9 @@ class Form:
         return " ".join(f"{k}={str(v).lower()}" for k, v in self.overrides.items()) or "synchronous"
 
 
-def forms(estimate: Estimate, *, sigma: float, generation_s: float = 0.0, rest_s: float = 0.0) -> list[Form]:
+def forms(
+    estimate: Estimate, *, sigma: float, generation_s: float = 0.0, rest_s: float = 0.0
+) -> list[StepForm]:
     """Return the synchronous form, and the fastest of each other kind that fits, the simplest kind first.
 
     generation_s, rest_s: measured seconds of a synchronous step; 0 means the dry run's.
@@ -49,7 +51,7 @@ def forms(estimate: Estimate, *, sigma: float, generation_s: float = 0.0, rest_s
     work, rest = replace(_work(base), sigma=sigma), _rest(base)
     generation = generation_seconds(work, _engines(base))
     faster, faster_rest = (generation_s or generation) / generation, (rest_s or rest) / rest
-    found = [Form({}, faster * generation + faster_rest * rest)]
+    found = [StepForm({}, faster * generation + faster_rest * rest)]
 
     def fits(values: dict[str, object]) -> Estimate | None:
         if not base.config.rollout_correction.corrects:
@@ -68,7 +70,7 @@ def forms(estimate: Estimate, *, sigma: float, generation_s: float = 0.0, rest_s
         if (after := fits(values)) is not None:
             stale = after.config.rollout.max_staleness
             seconds = generation_seconds(work, _engines(after), started=oversample, staleness=stale)
-            kind.append(Form(values, faster * seconds + faster_rest * rest))
+            kind.append(StepForm(values, faster * seconds + faster_rest * rest))
     found += sorted(kind, key=lambda form: form.seconds)[:1]
     for granularity in ("batch", "group"):
         kind = []
@@ -80,19 +82,19 @@ def forms(estimate: Estimate, *, sigma: float, generation_s: float = 0.0, rest_s
                 continue
             started = 2.0 if granularity == "group" else 1.0
             seconds = generation_seconds(work, _engines(after), started=started)
-            kind.append(Form(values, max(faster * seconds, faster_rest * _rest(after))))
+            kind.append(StepForm(values, max(faster * seconds, faster_rest * _rest(after))))
         found += sorted(kind, key=lambda form: form.seconds)[:1]
     return found
 
 
-def best(found: list[Form]) -> Form:
+def best(found: list[StepForm]) -> StepForm:
     """Return the simplest form that is close to the fastest, the synchronous one unless another pays."""
     fastest = min(form.seconds for form in found)
     chosen = next(form for form in found if form.seconds <= CLOSE * fastest)
     return chosen if found[0].seconds >= LEAST_GAIN * chosen.seconds else found[0]
 
 
-def _engines(estimate: Estimate) -> Engines:
+def _engines(estimate: Estimate) -> EngineRates:
     config, layout, models = estimate.config, estimate.layout, estimate.models
     assert estimate.memory.engine is not None
     return engines_of(config, layout, models, estimate.memory.engine, estimate.lengths, estimate.hardware)

@@ -10,8 +10,15 @@ from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine
 from rl.dry_run.generation import Lengths
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import ITEMSIZE, Layout, Memory, estimate_memory, layout_of, sequences_per_prompt
-from rl.dry_run.shape import Model, check_layouts, models_of
+from rl.dry_run.memory import (
+    ITEMSIZE,
+    Layout,
+    MemoryEstimate,
+    estimate_memory,
+    layout_of,
+    sequences_per_prompt,
+)
+from rl.dry_run.shape import ModelShape, check_layouts, models_of
 from rl.dry_run.timing import assumed_lengths, estimate_seconds
 from rl.refit.connections import connection_bytes
 from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT
@@ -19,7 +26,7 @@ from rl.refit.traffic import refit_traffic
 
 
 @dataclass(frozen=True)
-class Refit:
+class RefitEstimate:
     """Bytes that a refit moves, and the seconds of its messages at the links' speeds."""
 
     all_ranks: int
@@ -41,20 +48,20 @@ class Estimate:
 
     config: Config
     layout: Layout
-    models: Mapping[str, Model]
-    memory: Memory
+    models: Mapping[str, ModelShape]
+    memory: MemoryEstimate
     lengths: Lengths
     seconds: Mapping[str, float]
     """Seconds by phase, with `update_weights` if the refit is planned."""
     idle: Mapping[str, float]
     """Seconds per phase that ranks wait, for example for the longest response or for other pipeline
     stages."""
-    refit: Refit | None
+    refit: RefitEstimate | None
     notes: list[str]
     hardware: Hardware
     points: int = 1
     """Number of adapters that learn in one job on one base."""
-    other_refit: Refit | None = None
+    other_refit: RefitEstimate | None = None
     """The refit with the other value of adapter.in_engine; None if the engine cannot hold that form."""
 
     @property
@@ -155,7 +162,7 @@ def _estimate(
     )
 
 
-def can_hold_adapters(config: Config, model: Model) -> bool:
+def can_hold_adapters(config: Config, model: ModelShape) -> bool:
     """Return whether the engine can hold the policy in the form of adapter.in_engine."""
     try:
         check_exclusions(config, of=("adapters in the engine", "merged adapters"))
@@ -170,7 +177,9 @@ def with_form(config: Config, form: Literal["merged", "adapter"]) -> Config:
     return replace(config, adapter=replace(config.adapter, in_engine=form))
 
 
-def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware, *, points: int = 1) -> Refit:
+def plan_refit(
+    config: Config, layout: Layout, model: ModelShape, hardware: Hardware, *, points: int = 1
+) -> RefitEstimate:
     """Return the figures of the refit plan that the run would compute, over all ranks.
 
     points: number of adapters in the engine. With roles, an engine that holds adapters keeps the base after
@@ -189,7 +198,7 @@ def plan_refit(config: Config, layout: Layout, model: Model, hardware: Hardware,
     )
     received = traffic.near_in + traffic.far_in
     nccl = connection_bytes(traffic.partners, hardware.ranks_per_node, hardware.nic_gb_s)
-    return Refit(
+    return RefitEstimate(
         int(received.sum()),
         int(received.max()),
         int(traffic.peak_buffer.max()),

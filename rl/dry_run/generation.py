@@ -21,8 +21,8 @@ import numpy as np
 from rl.config.schema import Config
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, parts_in_fp8
-from rl.dry_run.parameters import Part
-from rl.dry_run.shape import Model, drafter_of
+from rl.dry_run.parameters import CountedWeight
+from rl.dry_run.shape import ModelShape, drafter_of
 
 NUM_STEPS, WARM_UP = 8, 2
 """Number of simulated steps, and how many first ones are not counted."""
@@ -69,7 +69,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineRates:
     """The rates of the replicas."""
 
     replicas: float
@@ -81,7 +81,9 @@ class Engines:
     """Seconds that a replica takes for a token of a context."""
 
 
-def generation_seconds(work: Work, engines: Engines, *, started: float = 1.0, staleness: int = 1) -> float:
+def generation_seconds(
+    work: Work, engines: EngineRates, *, started: float = 1.0, staleness: int = 1
+) -> float:
     """Return the mean seconds until the groups of another step are complete.
 
     Args:
@@ -140,22 +142,22 @@ def work_of(config: Config, lengths: Lengths, points: int = 1) -> Work:
 def engines_of(
     config: Config,
     layout: Layout,
-    models: Mapping[str, Model],
+    models: Mapping[str, ModelShape],
     engine: EngineMemory,
     lengths: Lengths,
     hardware: Hardware,
-) -> Engines:
+) -> EngineRates:
     """Return the rates of the replicas."""
     decode = decoding(config, layout, models, lengths, hardware)
     at_once = slots(config, engine, lengths)
     prefill = prefill_seconds(layout, models["policy"], hardware) * hardware.turns
-    return Engines(layout.replicas, at_once, decode, prefill)
+    return EngineRates(layout.replicas, at_once, decode, prefill)
 
 
 def seconds_between_nodes(
     config: Config,
     layout: Layout,
-    models: Mapping[str, Model],
+    models: Mapping[str, ModelShape],
     engine: EngineMemory,
     lengths: Lengths,
     hardware: Hardware,
@@ -174,7 +176,7 @@ def slots(config: Config, engine: EngineMemory, lengths: Lengths) -> float:
     return min(config.rollout.max_concurrent_samples, engine.cache_tokens / lengths.total)
 
 
-def prefill_seconds(layout: Layout, model: Model, hardware: Hardware) -> float:
+def prefill_seconds(layout: Layout, model: ModelShape, hardware: Hardware) -> float:
     """Return the seconds that a replica takes for a token of a context."""
     busiest = hardware.expert_imbalance if layout.rollout_ep > 1 and model.num_experts else 1.0
     speed = hardware.tflops * 1e12 * hardware.train_share * layout.rollout_tp
@@ -182,7 +184,7 @@ def prefill_seconds(layout: Layout, model: Model, hardware: Hardware) -> float:
 
 
 def decoding(
-    config: Config, layout: Layout, models: Mapping[str, Model], lengths: Lengths, hardware: Hardware
+    config: Config, layout: Layout, models: Mapping[str, ModelShape], lengths: Lengths, hardware: Hardware
 ) -> Callable[[float], float]:
     """Return a function: number of samples, at half their length -> seconds of a replica per token of each.
 
@@ -206,7 +208,12 @@ def decoding(
 
 
 def _forward_pass(
-    config: Config, layout: Layout, model: Model, lengths: Lengths, hardware: Hardware, in_fp8: list[Part]
+    config: Config,
+    layout: Layout,
+    model: ModelShape,
+    lengths: Lengths,
+    hardware: Hardware,
+    in_fp8: list[CountedWeight],
 ) -> Callable[[float, int], float]:
     """Return a function: (number of samples, tokens of each) -> seconds of a pass of a replica.
 
@@ -245,7 +252,7 @@ def _forward_pass(
     return seconds
 
 
-def _weights_read(model: Model, batch: float) -> tuple[float, float]:
+def _weights_read(model: ModelShape, batch: float) -> tuple[float, float]:
     """Return the numbers of parameters that one decoding step reads: (outside, in) routed experts.
 
     batch: tokens of the step. Only the experts that some token uses are read.

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 from rl.config.schema import Config
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.shape import Model
+from rl.dry_run.shape import ModelShape
 from rl.models.layout import TOWER
 
 if TYPE_CHECKING:
     from rl.dry_run.generation import Lengths
-    from rl.dry_run.parameters import Part
+    from rl.dry_run.parameters import CountedWeight
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Images:
         return self.operations * min(per_parameter / 2, self.passes)
 
 
-def images_of(config: Config, model: Model, lengths: "Lengths") -> Images | None:
+def images_of(config: Config, model: ModelShape, lengths: "Lengths") -> Images | None:
     """Return the images of a prompt; None for a model that reads none."""
     if "vision_config" not in model.hf:
         return None
@@ -42,15 +42,17 @@ def images_of(config: Config, model: Model, lengths: "Lengths") -> Images | None
     return Images(tokens, tokens * unit, cost.operations(tokens), passes)
 
 
-def without_frozen_tower(config: Config, model: Model) -> tuple[list["Part"], list["Part"]]:
+def without_frozen_tower(
+    config: Config, model: ModelShape
+) -> tuple[list["CountedWeight"], list["CountedWeight"]]:
     """Return the parts of a model without a frozen tower, and the tower's parts."""
-    parts: tuple[list[Part], list[Part]] = [], []
+    parts: tuple[list[CountedWeight], list[CountedWeight]] = [], []
     for part in model.parts:
         parts[config.model.vision == "frozen" and part.weight.megatron.startswith(TOWER)].append(part)
     return parts
 
 
-def tower_bytes(config: Config, model: Model, row: int, itemsize: int) -> tuple[float, float]:
+def tower_bytes(config: Config, model: ModelShape, row: int, itemsize: int) -> tuple[float, float]:
     """Return a tower's bytes for a micro-batch of `row` tokens: kept ones, and further ones in a block.
 
     The share of image tokens equals the prompt's share of the longest sequence: for example, 1/4 with prompts

@@ -14,9 +14,9 @@ from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import tower_bytes, without_frozen_tower
-from rl.dry_run.parameters import Part, StageCount, buffer_elements, count_engine, count_stages
+from rl.dry_run.parameters import CountedWeight, StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
-from rl.dry_run.shape import DRAFTERS, Model
+from rl.dry_run.shape import DRAFTERS, ModelShape
 from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
@@ -81,12 +81,12 @@ class Layout:
         """Whether other ranks generate than train."""
         return self.world_size < self.num_ranks
 
-    def placement(self, model: Model) -> TrainingPlacement:
+    def placement(self, model: ModelShape) -> TrainingPlacement:
         """Return the placement of the model's weights in training."""
         experts = dict(ep=self.ep, etp=self.etp if model.num_experts else None, num_experts=model.num_experts)
         return TrainingPlacement(self.world_size, self.tp, self.pp, model.num_layers, vpp=self.vpp, **experts)
 
-    def rollout_placement(self, model: Model) -> RolloutPlacement:
+    def rollout_placement(self, model: ModelShape) -> RolloutPlacement:
         """Return the placement of the model's weights in generation."""
         ranks = tuple(range(self.world_size, self.num_ranks)) if self.is_split else None
         experts = dict(ep=self.rollout_ep if model.num_experts else 1, num_experts=model.num_experts)
@@ -154,7 +154,7 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Memory of the whole run."""
 
     stages: list[StageMemory]
@@ -246,8 +246,8 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def estimate_memory(
-    config: Config, world_size: int, models: Mapping[str, Model], hardware: Hardware, *, points: int = 1
-) -> Memory:
+    config: Config, world_size: int, models: Mapping[str, ModelShape], hardware: Hardware, *, points: int = 1
+) -> MemoryEstimate:
     """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
     layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.run.on_training_grid}
@@ -295,7 +295,7 @@ def estimate_memory(
         if model.run.keeps_reference
     ]
     judge = models["judge"] if "judge" in models else None
-    return Memory(
+    return MemoryEstimate(
         stages,
         engine_memory(config, layout, models, hardware, points=points) if needs_engine(config) else None,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
@@ -308,7 +308,7 @@ def estimate_memory(
     )
 
 
-def linear_parts(model: Model) -> list[Part]:
+def linear_parts(model: ModelShape) -> list[CountedWeight]:
     """Return the weights of linear layers, without routers, embedding and head."""
     layers = {pair.base.hf for pair in adapters_of(model.weights, rank=1)}
     return [part for part in model.parts if part.weight.hf in layers]
@@ -404,7 +404,12 @@ def sequences_per_prompt(config: Config) -> int:
 
 
 def _activations(
-    config: Config, layout: Layout, model: Model, stage: int, hardware: Hardware, predictor: Model | None
+    config: Config,
+    layout: Layout,
+    model: ModelShape,
+    stage: int,
+    hardware: Hardware,
+    predictor: ModelShape | None,
 ) -> tuple[float, float]:
     """Return the bytes of (activations, head) of one stage at the peak of a training pass.
 
@@ -453,7 +458,12 @@ def _activations(
 
 
 def layer_elements(
-    model: Model, layer: int | None, layout: Layout, tokens: float, imbalance: float, parts: Kept = EVERYTHING
+    model: ModelShape,
+    layer: int | None,
+    layout: Layout,
+    tokens: float,
+    imbalance: float,
+    parts: Kept = EVERYTHING,
 ) -> float:
     """Return the number of elements that the backward pass of a layer needs on one rank.
 
@@ -496,13 +506,13 @@ def layer_elements(
     return (shared + rotated + norms) * tokens + experts * model.experts_per_token * per_rank * imbalance
 
 
-def _key_elements(model: Model) -> float:
+def _key_elements(model: ModelShape) -> float:
     """Return the elements of keys and values per token and layer, over all heads (MLA: after projection)."""
     heads = num_kv_heads(model.hf) / model.hf["num_attention_heads"]
     return sum(model.heads_width) * (1 if model.hf.get("kv_lora_rank") else heads)
 
 
-def gathered_elements(model: Model, layout: Layout) -> float:
+def gathered_elements(model: ModelShape, layout: Layout) -> float:
     """Return the elements per token and layer that context parallel ranks gather.
 
     These are keys and values, for MLA the latent and the rotary key (`rl.training.gathered_latents`).
@@ -513,18 +523,18 @@ def gathered_elements(model: Model, layout: Layout) -> float:
     return hf["kv_lora_rank"] / (tp if layout.sequence_parallel else 1) + hf["qk_rope_head_dim"]
 
 
-def gathered_bytes(model: Model, layout: Layout, tokens: float, itemsize: int) -> float:
+def gathered_bytes(model: ModelShape, layout: Layout, tokens: float, itemsize: int) -> float:
     """Return the bytes that a rank receives in the attention of one layer in one pass of a row of tokens."""
     return tokens * (layout.cp - 1) / layout.cp * gathered_elements(model, layout) * itemsize
 
 
-def _widest(model: Model, layout: Layout) -> float:
+def _widest(model: ModelShape, layout: Layout) -> float:
     """Return the number of elements per token of the widest activation of a dense layer."""
     query, _ = model.heads_width
     return max(2 * ffn_width(model.hf), 3 * query) / layout.tp
 
 
-def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: int) -> float:
+def _head(config: Config, layout: Layout, model: ModelShape, tokens: int, itemsize: int) -> float:
     """Return the bytes of the head's computation on the last stage.
 
     These are the hidden states of all tokens, gathered and selected, and their gradient. Log-probs add a
@@ -542,7 +552,7 @@ def _head(config: Config, layout: Layout, model: Model, tokens: int, itemsize: i
 
 
 def _prediction(
-    config: Config, layout: Layout, head: Model, tokens: int, imbalance: float, itemsize: int
+    config: Config, layout: Layout, head: ModelShape, tokens: int, imbalance: float, itemsize: int
 ) -> float:
     """Return the bytes of the forward and backward pass of the head for multi-token prediction.
 
@@ -556,13 +566,13 @@ def _prediction(
     return itemsize * (layer + 3 * hidden * tokens + embedding) + 6 * 4 * chunk * rows
 
 
-def _head_rows(layout: Layout, model: Model) -> int:
+def _head_rows(layout: Layout, model: ModelShape) -> int:
     """Return the number of rows of an output head on a rank."""
     return padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
 
 
 def engine_memory(
-    config: Config, layout: Layout, models: Mapping[str, Model], hardware: Hardware, *, points: int = 1
+    config: Config, layout: Layout, models: Mapping[str, ModelShape], hardware: Hardware, *, points: int = 1
 ) -> EngineMemory:
     """Return the memory of the policy's engine, with what proposes draft tokens.
 
@@ -601,7 +611,7 @@ def engine_memory(
     )
 
 
-def parts_in_fp8(config: Config, model: Model) -> list[Part]:
+def parts_in_fp8(config: Config, model: ModelShape) -> list[CountedWeight]:
     """Return the weights that the policy's engine holds in FP8."""
     if config.rollout.quantization == "none":
         return []

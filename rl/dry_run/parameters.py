@@ -16,7 +16,7 @@ from rl.models.placement import RolloutPlacement, TrainingPlacement
 
 
 @dataclass(frozen=True)
-class Part:
+class CountedWeight:
     """One weight, or the same weight of each routed expert of a layer."""
 
     weight: Weight
@@ -51,7 +51,7 @@ class StageCount:
         return sum(self.shared) + sum(self.experts) + self.tied
 
 
-def group_parts(weights: Sequence[Weight]) -> list[Part]:
+def group_parts(weights: Sequence[Weight]) -> list[CountedWeight]:
     """Return the weights as parts; the same weight of a layer's routed experts is one part."""
     found: dict[tuple, tuple[Weight, int]] = {}
     for weight in weights:
@@ -59,15 +59,15 @@ def group_parts(weights: Sequence[Weight]) -> list[Part]:
         key = weight.layer, weight.expert is None, name
         first, count = found.get(key, (weight, 0))
         found[key] = first, count + 1
-    return [Part(weight, count) for weight, count in found.values()]
+    return [CountedWeight(weight, count) for weight, count in found.values()]
 
 
-def count_parameters(parts: Sequence[Part]) -> int:
+def count_parameters(parts: Sequence[CountedWeight]) -> int:
     """Return the model's number of parameters as published: with routers' biases, without padding."""
     return sum(part.elements for part in parts)
 
 
-def count_stages(parts: Sequence[Part], placement: TrainingPlacement) -> list[StageCount]:
+def count_stages(parts: Sequence[CountedWeight], placement: TrainingPlacement) -> list[StageCount]:
     """Return the numbers of elements that one rank of each stage holds in training."""
     shared: list[list[int]] = [[] for _ in range(placement.pp)]
     experts: list[list[int]] = [[] for _ in range(placement.pp)]
@@ -98,7 +98,7 @@ def _local_elements(cut, names, shapes, tp: int) -> int:
     return math.prod(Weight(names, shapes, "", "", cut).megatron_shape(tp))
 
 
-def count_engine(parts: Sequence[Part], placement: RolloutPlacement) -> tuple[int, int]:
+def count_engine(parts: Sequence[CountedWeight], placement: RolloutPlacement) -> tuple[int, int]:
     """Return the numbers of elements on a rank of a vLLM replica: (in the model's dtype, in float32)."""
     elements = {False: 0, True: 0}
     for part in parts:

@@ -7,7 +7,7 @@ from rl.config.schema import Training
 from rl.models.layout import Weight, recomputed_layers
 
 if TYPE_CHECKING:
-    from rl.dry_run.shape import Model
+    from rl.dry_run.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def attention_again(training: Training) -> float:
     return float(training.recompute == "selective" and "core_attn" in training.recompute_modules)
 
 
-def computed_again(training: Training, model: "Model", length: float) -> float:
+def computed_again(training: Training, model: "ModelShape", length: float) -> float:
     """Return the share of a forward pass's operations that the backward pass repeats.
 
     length: tokens of a sequence, which attention depends on.

@@ -11,7 +11,7 @@ from rl.config.layout_checks import check_architecture, check_has_experts, check
 from rl.config.options import ConfigError
 from rl.config.run_models import RunModel, run_models
 from rl.config.schema import Config, has_prediction_head, needs_engine, validates
-from rl.dry_run.parameters import Part, count_parameters, group_parts
+from rl.dry_run.parameters import CountedWeight, count_parameters, group_parts
 from rl.models import (
     SUPPORTED,
     architecture,
@@ -35,17 +35,17 @@ DRAFTERS = {"mtp": "mtp", "model": "draft"}
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """One model of the run."""
 
     run: RunModel
     hf: dict
     weights: tuple[Weight, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[CountedWeight, ...]
     adapters: tuple[Weight, ...] = ()
     """A, B and with DoRA the lengths of its adapters, and a critic's value head; all that learns. None: all
     weights learn."""
-    adapter_parts: tuple[Part, ...] = ()
+    adapter_parts: tuple[CountedWeight, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -160,7 +160,7 @@ class Model:
         return self.num_layers * width * hf["kv_lora_rank"]
 
 
-def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) -> None:
+def check_layouts(config: Config, world_size: int, models: Mapping[str, ModelShape]) -> None:
     """Raise ConfigError if a model or the number of ranks does not fit the layouts of the config."""
     for name, model in models.items():
         if name in DRAFTERS.values():
@@ -172,7 +172,7 @@ def check_layouts(config: Config, world_size: int, models: Mapping[str, Model]) 
     check_has_experts(config, [model.hf for model in models.values() if model.run.on_training_grid])
 
 
-def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], list[str]]:
+def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, ModelShape], list[str]]:
     """Return every model that a run of this config builds, by name, and notes for the user.
 
     shape: config.json, or its directory, to use instead of model.path's. Raises ConfigError as
@@ -201,7 +201,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         ]
         if model.shares_base:
             learned += [weight for weight in weights if weight.hf == ("score.weight",)]
-        models[name] = Model(
+        models[name] = ModelShape(
             model,
             body,
             tuple(weights),
@@ -218,17 +218,17 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, Model], lis
         run = RunModel("mtp", key, "", config.model.path, optimizer=optimizer, on_training_grid=False)
         own = mtp.weights(policy.hf)
         hf = policy.hf | {"num_hidden_layers": 1}
-        models["mtp"] = Model(run, hf, tuple(own), tuple(group_parts(own)))
+        models["mtp"] = ModelShape(run, hf, tuple(own), tuple(group_parts(own)))
     if (path := config.rollout.draft.path) and needs_engine(config):
         hf = _read(path, "rollout.draft.path", "", notes)
         check_architecture(hf, path, SUPPORTED)
         own = architecture(hf).weights(hf)
         run = RunModel("draft", "rollout.draft.path", path, path, on_training_grid=False)
-        models["draft"] = Model(run, hf, tuple(own), tuple(group_parts(own)))
+        models["draft"] = ModelShape(run, hf, tuple(own), tuple(group_parts(own)))
     return models, notes + _absent(config)
 
 
-def drafter_of(config: Config, models: Mapping[str, Model]) -> Model | None:
+def drafter_of(config: Config, models: Mapping[str, ModelShape]) -> ModelShape | None:
     """Return what proposes draft tokens to the engine; None without drafts.
 
     The head for multi-token prediction has one layer and reads the policy's output head too.
@@ -238,7 +238,7 @@ def drafter_of(config: Config, models: Mapping[str, Model]) -> Model | None:
     return with_output_head(models["mtp"], models["policy"])
 
 
-def with_output_head(head: Model, policy: Model) -> Model:
+def with_output_head(head: ModelShape, policy: ModelShape) -> ModelShape:
     """Return the head for multi-token prediction with the policy's output head among its parts."""
     shared = [p for p in policy.parts if p.weight.tied_to_head or p.weight.hf == ("lm_head.weight",)]
     return replace(head, parts=(*head.parts, *shared))

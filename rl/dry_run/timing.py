@@ -18,19 +18,19 @@ from rl.dry_run.images import encoding_seconds, images_of
 from rl.dry_run.memory import (
     ITEMSIZE,
     Layout,
-    Memory,
+    MemoryEstimate,
     State,
     gathered_bytes,
     num_micro_batches,
     sequences_per_prompt,
 )
-from rl.dry_run.parameters import Part, count_parameters
+from rl.dry_run.parameters import CountedWeight, count_parameters
 from rl.dry_run.recompute import attention_again, computed_again
-from rl.dry_run.shape import Model, with_output_head
+from rl.dry_run.shape import ModelShape, with_output_head
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTime:
     """Seconds of a pass of all sequences of a step through a model, on the busiest rank."""
 
     work: float
@@ -56,8 +56,8 @@ def assumed_lengths(
 def estimate_seconds(
     config: Config,
     layout: Layout,
-    models: Mapping[str, Model],
-    memory: Memory,
+    models: Mapping[str, ModelShape],
+    memory: MemoryEstimate,
     lengths: Lengths,
     hardware: Hardware,
     *,
@@ -74,7 +74,7 @@ def estimate_seconds(
     seconds: dict[str, float] = {}
     idle: dict[str, float] = {}
 
-    def add(phase: str, model: Model, per_parameter: float, times: float = 1.0) -> None:
+    def add(phase: str, model: ModelShape, per_parameter: float, times: float = 1.0) -> None:
         one = training_pass(config, layout, model, sequences, lengths, per_parameter, hardware)
         seconds[phase] = seconds.get(phase, 0.0) + times * one.total
         idle[phase] = idle.get(phase, 0.0) + times * one.idle
@@ -128,7 +128,7 @@ def estimate_seconds(
     return seconds, idle
 
 
-def held_parameters(parts: Sequence[Part], layout: Layout) -> float:
+def held_parameters(parts: Sequence[CountedWeight], layout: Layout) -> float:
     """Return the mean number of parameters on a rank."""
     routed = sum(part.elements for part in parts if part.weight.expert is not None)
     others = count_parameters(parts) - routed
@@ -145,12 +145,12 @@ def _passes_for_old_logprobs(config: Config) -> bool:
 def training_pass(
     config: Config,
     layout: Layout,
-    model: Model,
+    model: ModelShape,
     sequences: float,
     lengths: Lengths,
     per_parameter: float,
     hardware: Hardware,
-) -> Pass:
+) -> PassTime:
     """Return the seconds of one pass of all sequences of a step through a model on the training grid.
 
     per_parameter: operations per parameter and token, 2 for a forward pass; attention scales with it.
@@ -198,14 +198,14 @@ def training_pass(
     # Ranks that share a core take turns, and one that waits leaves its turn to others.
     turns = hardware.turns
     busy, idle = (work + messages) * turns, (work + messages) * max(0.0, 1 + waits - turns)
-    return Pass(work * turns, busy - work * turns, idle)
+    return PassTime(work * turns, busy - work * turns, idle)
 
 
 def prediction_seconds(
     config: Config,
     layout: Layout,
-    models: Mapping[str, Model],
-    memory: Memory,
+    models: Mapping[str, ModelShape],
+    memory: MemoryEstimate,
     sequences: float,
     lengths: Lengths,
     hardware: Hardware,
@@ -230,7 +230,7 @@ def _minibatches(config: Config) -> int:
 
 
 def _layer_messages(
-    model: Model,
+    model: ModelShape,
     layout: Layout,
     tokens: float,
     itemsize: int,

@@ -24,7 +24,7 @@ from rl.config.schema import (
 )
 from rl.data.chat_template import kept_ids, set_variables
 from rl.data.curriculum import CurriculumOrder, load_order
-from rl.data.preferences import Labelled, Preference, load_labelled, load_preferences
+from rl.data.preferences import Labelled, PreferencePair, load_labelled, load_preferences
 from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.reading import check_data_files
@@ -239,7 +239,7 @@ class Inputs:
 
         return ImageReader(data.image_key, image_format(model.path, model.hf, max_pixels=data.max_pixels))
 
-    def _pairs(self, needs: Collection[str]) -> list[Preference] | list[Labelled]:
+    def _pairs(self, needs: Collection[str]) -> list[PreferencePair] | list[Labelled]:
         """Return pairs of responses, or responses with labels."""
         data = self.config.data
         limits = dict(

@@ -11,7 +11,7 @@ from rl.config.schema import Config, needs_reward
 from rl.models import read_hf_config
 from rl.models.sizes import has_delta_nets, num_experts
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 from rl.rollout.vllm_model import ServedModel
 from rl.runtime.device import Device
 
@@ -50,7 +50,7 @@ def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter]
     return RolloutEngine(model, config.rollout, seed=config.run.seed, device=device, parts=parts)
 
 
-def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of the policy's engine. A run imports only the parts that it uses."""
     parts = model_parts(config.rollout, read_hf_config(config.model.path))
     for parts_of_option in wing.doors(config, "engine"):
@@ -75,12 +75,12 @@ def frozen_engines(config: Config) -> dict[str, tuple[ServedModel, float]]:
     return frozen
 
 
-def model_parts(rollout: Rollout, hf: dict) -> list[Part]:
+def model_parts(rollout: Rollout, hf: dict) -> list[EnginePart]:
     """Return the parts of an engine for the layers of a model: gated delta nets, whole experts on a rank.
 
     hf: the model's config.json.
     """
-    parts: list[Part] = []
+    parts: list[EnginePart] = []
     if has_delta_nets(hf):
         from rl.rollout.delta_nets import DeltaNets
 

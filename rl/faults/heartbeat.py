@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rl.faults.phase_tracker import WAITS, PhaseTracker, phase_label
-from rl.faults.process import GIB, Process, process_from, resident_bytes, this_process
+from rl.faults.process import GIB, ProcessIdentity, process_from, resident_bytes, this_process
 
 DIRECTORY = "heartbeat"
 BY_READER = ("silent_s", "age_s")
@@ -24,7 +24,7 @@ class Heartbeat:
     """Content of a rank's file; the fields of `process` are stored beside the others."""
 
     rank: int
-    process: Process
+    process: ProcessIdentity
     job: str
     """Slurm job id, empty outside of Slurm."""
     phase: str

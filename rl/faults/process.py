@@ -11,7 +11,7 @@ GIB = float(1 << 30)
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessIdentity:
     """Identity of a process: a later process with the same pid has another one."""
 
     host: str
@@ -37,16 +37,18 @@ class Process:
         return asdict(self)
 
 
-def this_process() -> Process:
+def this_process() -> ProcessIdentity:
     pid = os.getpid()
     started = _start_time(pid)
     assert started is not None
-    return Process(platform.node(), pid, started, _space())
+    return ProcessIdentity(platform.node(), pid, started, _space())
 
 
-def process_from(record: dict[str, Any]) -> Process:
+def process_from(record: dict[str, Any]) -> ProcessIdentity:
     """Return the process of a record with `as_dict`'s keys. Raises KeyError or TypeError without them."""
-    return Process(str(record["host"]), int(record["pid"]), int(record["started"]), str(record["space"]))
+    return ProcessIdentity(
+        str(record["host"]), int(record["pid"]), int(record["started"]), str(record["space"])
+    )
 
 
 def resident_bytes() -> int:

@@ -30,8 +30,8 @@ from rl.models import (
     seed_oss,
     smollm3,
 )
-from rl.models.form import Form
 from rl.models.json_files import read_object
+from rl.models.layer_form import LayerForm
 from rl.models.layout import REPLICATED, Weight
 
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
@@ -88,10 +88,10 @@ def architecture(hf: dict) -> ModuleType:
     raise ValueError(f"architecture {name} is not supported; supported are {', '.join(SUPPORTED)}.")
 
 
-def form(hf: dict) -> Form:
+def form(hf: dict) -> LayerForm:
     """Return what sets the layers of the model of this config apart from Megatron's."""
     of_model = vars(architecture(hf)).get("form")
-    return of_model(hf) if of_model else Form()
+    return of_model(hf) if of_model else LayerForm()
 
 
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:

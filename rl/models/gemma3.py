@@ -6,7 +6,7 @@ of the hidden size. Only models of one modality are read (1B, 270M, and others w
 
 from rl.models import dense
 from rl.models.dense import in_layer
-from rl.models.form import Form
+from rl.models.layer_form import LayerForm
 from rl.models.layout import REPLICATED, Weight
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
@@ -23,9 +23,9 @@ def megatron_config(hf: dict) -> dict:
     return fields | dict(softmax_scale=hf["query_pre_attn_scalar"] ** -0.5)
 
 
-def form(hf: dict) -> Form:
+def form(hf: dict) -> LayerForm:
     """Return what sets the layers apart from Megatron's."""
-    return Form(
+    return LayerForm(
         embedding_scale=hf["hidden_size"] ** 0.5,
         post_norms=True,
         activation="gelu_tanh",

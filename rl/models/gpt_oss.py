@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rl.models import dense, experts
 from rl.models.dense import in_layer
-from rl.models.form import Form
+from rl.models.layer_form import LayerForm
 from rl.models.layout import COLUMN, REPLICATED, Stored, Weight, expert_down, expert_down_bias, expert_gate_up
 from rl.models.rope import rope_parameters
 from rl.models.sizes import num_experts
@@ -37,9 +37,9 @@ def megatron_config(hf: dict) -> dict:
     )
 
 
-def form(hf: dict) -> Form:
+def form(hf: dict) -> LayerForm:
     """Return what sets the layers apart from Megatron's."""
-    return Form(activation="quick_gelu", rows_alternate=True)
+    return LayerForm(activation="quick_gelu", rows_alternate=True)
 
 
 def layer_types(hf: dict) -> list[str]:

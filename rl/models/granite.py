@@ -5,7 +5,7 @@ added to the residual, and divide the logits.
 """
 
 from rl.models import dense
-from rl.models.form import Form
+from rl.models.layer_form import LayerForm
 
 ARCHITECTURES = ("GraniteForCausalLM",)
 
@@ -17,9 +17,9 @@ def megatron_config(hf: dict) -> dict:
     return dense.megatron_config(hf) | dict(softmax_scale=float(hf["attention_multiplier"]))
 
 
-def form(hf: dict) -> Form:
+def form(hf: dict) -> LayerForm:
     """Return what sets the layers apart from Megatron's."""
-    return Form(
+    return LayerForm(
         embedding_scale=float(hf["embedding_multiplier"]),
         output_scale=float(hf["residual_multiplier"]),
         logits_scale=1.0 / hf["logits_scaling"],

@@ -7,7 +7,7 @@ groups and shared experts. The published files are FP8 blocks. Layers for multi-
 
 from rl.models import dense, experts
 from rl.models.dense import in_layer
-from rl.models.form import Form
+from rl.models.layer_form import LayerForm
 from rl.models.layout import COLUMN, REPLICATED, Weight, kv_heads
 from rl.models.sizes import head_dim, num_experts, num_kv_heads
 
@@ -30,9 +30,9 @@ def megatron_config(hf: dict) -> dict:
     return dense.megatron_config(hf) | experts.sigmoid_fields(hf, first_dense=0)
 
 
-def form(hf: dict) -> Form:
+def form(hf: dict) -> LayerForm:
     """Return what sets the layers apart from Megatron's."""
-    return Form(norms_all_heads=True)
+    return LayerForm(norms_all_heads=True)
 
 
 def check(hf: dict) -> None:

@@ -1,7 +1,7 @@
 """The weight of the entropy bonus from step to step, steered so that the entropy stays above a target."""
 
 
-class AdaptiveEntropy:
+class EntropyController:
     """Adaptive entropy control of Skywork-OR1 (arXiv:2505.22312, section 4).
 
         weight_k = coef_k if entropy_k <= target, else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
-from rl.phases.sampler import Call
+from rl.phases.sampler import SampleCall
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.queue_schedule import QueueSchedule
@@ -33,7 +33,7 @@ class Dialogues:
         self,
         engine: RolloutEngine,
         schedule: QueueSchedule,
-        call: Call,
+        call: SampleCall,
         *,
         progress: Any = None,
         interrupt: Callable[[], bool] | None = None,
@@ -51,7 +51,7 @@ class Dialogues:
         source = SampleSource(schedule, SingleTurn(sampling, capacity=capacity), progress=progress)
         return engine.run(source if engine.leads else None, sampling, interrupt=interrupt)
 
-    def batch(self, samples: list[Sample], call: Call, *, counts: Counter[str] | None = None) -> Batch:
+    def batch(self, samples: list[Sample], call: SampleCall, *, counts: Counter[str] | None = None) -> Batch:
         """Return the batch of finished samples. Collective over the world.
 
         counts: `Dialogue.counts`, summed over the replicas; None: the counts of the last `run` on every rank.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl.checks.batches import CheckFailed
-from rl.data.preferences import Labelled, Preference
+from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompt_order import EpochOrder, MixedOrder
 from rl.data.prompts import Prompt
 
@@ -16,7 +16,7 @@ class Draw:
     """Draws the data's rows in the order of its epochs. Identical on every rank."""
 
     def __init__(
-        self, rows: list[Prompt] | list[Preference] | list[Labelled], order: EpochOrder | MixedOrder
+        self, rows: list[Prompt] | list[PreferencePair] | list[Labelled], order: EpochOrder | MixedOrder
     ):
         self.rows, self._order = rows, order
         self.num_drawn = 0

@@ -14,7 +14,7 @@ from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.phases.dialogues import Dialogues
-from rl.phases.sampler import Call, Sampler
+from rl.phases.sampler import SampleCall, Sampler
 from rl.phases.step_record import StepRecord
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
@@ -62,7 +62,7 @@ class Generation(Sampler):
         refit_phase = partial(self._step.phase, "refit", timing="update_weights")
         self._step.metrics |= self._memory.to_generation(self._step.number, refit_phase)
 
-    def sample(self, call: Call) -> Batch:
+    def sample(self, call: SampleCall) -> Batch:
         def schedule() -> QueueSchedule:
             queue = self._engine.queue(len(call.prompts), is_fixed=self._dialogues.is_fixed)
             ordered = queue if call.order is None else (call.order[item] for item in queue)
@@ -76,7 +76,7 @@ class Generation(Sampler):
         return self._engines.rollout
 
     def _run(
-        self, call: Call, ids: list[np.ndarray], schedule_of: Callable[[], QueueSchedule], *, total: int
+        self, call: SampleCall, ids: list[np.ndarray], schedule_of: Callable[[], QueueSchedule], *, total: int
     ) -> list[Sample]:
         """Generate as a phase with the engine awake; return the samples of all ranks.
 

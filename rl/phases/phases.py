@@ -15,7 +15,7 @@ from torch import Tensor
 from rl.checks.checks import Checks
 from rl.config.schema import Config
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
-from rl.data.preferences import Labelled, Preference
+from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
@@ -25,7 +25,7 @@ from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlanner
 from rl.phases.old_logprobs import OldLogprobs
 from rl.phases.reward_shaping import KlPenalty
-from rl.phases.sampler import Call, Sampler
+from rl.phases.sampler import SampleCall, Sampler
 from rl.phases.scorer import Scorer
 from rl.phases.scoring import Scoring
 from rl.phases.step_record import StepRecord
@@ -100,7 +100,7 @@ class Phases:
 
     def draw_pairs(self) -> Batch:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
-        pairs: list[Preference] = self.draw_prompts()
+        pairs: list[PreferencePair] = self.draw_prompts()
         ids = [pair.prompt_ids for pair in pairs]
         chosen, rejected = [p.chosen_ids for p in pairs], [p.rejected_ids for p in pairs]
         chosen = given_responses(ids, chosen, [pair.chosen_mask for pair in pairs])
@@ -146,7 +146,7 @@ class Phases:
 
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
-        batch = self.sampler.sample(Call(prompts, greedy_sampling(self.config), "greedy"))
+        batch = self.sampler.sample(SampleCall(prompts, greedy_sampling(self.config), "greedy"))
         self.checks.greedy(batch)
         return self.scoring.greedy_rewards(batch)
 

@@ -23,7 +23,7 @@ from rl.config.declarations import shipped
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_sampling_masks
 from rl.data.batch import Batch, fingerprint
-from rl.data.held import SAMPLING_MASKS, BytesMoved
+from rl.data.held import SAMPLING_MASKS, ColumnBytes
 from rl.data.prompts import Prompt
 from rl.phases.step_record import StepRecord
 from rl.rollout import held_parts
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Call:
+class SampleCall:
     """A call for samples of prompts by the present weights."""
 
     prompts: Sequence[Prompt]
@@ -82,7 +82,7 @@ class Sampler:
         (`JointGeneration`).
         """
 
-    def sample(self, call: Call) -> Batch:
+    def sample(self, call: SampleCall) -> Batch:
         """Return the samples of a call, for example of a validation.
 
         Raises StepAborted on every rank after a stop request.
@@ -101,7 +101,7 @@ class Sampler:
         round: number of the call within the step; calls with different numbers sample with different seeds.
         """
         sampling, order = train_sampling(self._config), self._order(prompts)
-        return self._noted(self.sample(Call(prompts, sampling, self._purpose(round), order=order)))
+        return self._noted(self.sample(SampleCall(prompts, sampling, self._purpose(round), order=order)))
 
     def collect(self, phases: "Phases", collect: Callable[["Phases"], Batch]) -> Batch:
         """Return the batch of a step by the algorithm's `collect`."""
@@ -174,7 +174,7 @@ class Sampler:
 
     # Parts of `sample` and `batch` -----------------------------------------------------------------------
 
-    def _log_held(self, batch: Batch, moved: BytesMoved) -> None:
+    def _log_held(self, batch: Batch, moved: ColumnBytes) -> None:
         """Log the bytes that brought the held columns of a batch to the ranks that keep them.
 
         moved: the bytes of this rank. Collective over the world.
@@ -184,7 +184,7 @@ class Sampler:
             names = "perf/held_collected_bytes_received", "perf/held_collected_bytes_planned"
             self._step.metrics |= zip(names, total.tolist())
 
-    def _seeds(self, call: Call) -> list[int]:
+    def _seeds(self, call: SampleCall) -> list[int]:
         """Return the seed of each prompt's place in the call: a prompt drawn twice gets different samples."""
         return [seed_of(self._config.run.seed, call.purpose, place) for place in range(len(call.prompts))]
 

@@ -14,7 +14,7 @@ from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.objectives.aggregate import aggregate
-from rl.objectives.entropy_controller import AdaptiveEntropy
+from rl.objectives.entropy_controller import EntropyController
 from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
@@ -30,13 +30,13 @@ from rl.training.loss import Loss, LossFunction, TokenSelection, Totals
 from rl.training.packing import MicroBatch
 
 
-def adaptive_entropy(config: Config) -> AdaptiveEntropy | None:
+def adaptive_entropy(config: Config) -> EntropyController | None:
     """Return the controller of `objective.adaptive_entropy`, or None if the weight is fixed."""
     control = config.objective.adaptive_entropy
     if not control.target:
         return None
     bounds = dict(low=control.low, high=control.high)
-    return AdaptiveEntropy(
+    return EntropyController(
         config.objective.entropy_coef, target=control.target, delta=control.delta, **bounds
     )
 

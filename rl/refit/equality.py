@@ -28,7 +28,7 @@ from rl.runtime.checksum import different, placed_checksums
 
 
 @dataclass(frozen=True)
-class Part:
+class ComparedPiece:
     """A piece of one of this rank's parameters."""
 
     weight: int
@@ -45,15 +45,15 @@ class Equality:
 
     own: tuple[Copy, ...]
     """Pairs of boxes that this rank both trains and generates with."""
-    trained: tuple[Part, ...]
-    held: tuple[Part, ...]
+    trained: tuple[ComparedPiece, ...]
+    held: tuple[ComparedPiece, ...]
     weight_of: tuple[int, ...]
     """Index of the weight of each Hugging Face tensor."""
     across: bool
     """Whether any weight is compared between ranks, identical on all ranks."""
 
 
-class Kind(NamedTuple):
+class PlacementKind(NamedTuple):
     """Placement of weights that differ only in the numbers of layer and expert, as one rank sees it."""
 
     source: int | None
@@ -73,9 +73,9 @@ def plan_equality(
 ) -> Equality:
     """Return what a rank compares. Not collective; the arguments but `rank` are identical on all ranks."""
     own: list[Copy] = []
-    trained: list[Part] = []
-    held: list[Part] = []
-    kinds: dict[tuple, Kind] = {}
+    trained: list[ComparedPiece] = []
+    held: list[ComparedPiece] = []
+    kinds: dict[tuple, PlacementKind] = {}
     first = 0
     for number, weight in enumerate(weights):
         key = weight.megatron, weight.shapes, training.place(weight), rollout.place(weight)
@@ -92,17 +92,17 @@ def plan_equality(
         elif not kind.stays:
             if kind.needed is not None:
                 for piece in rollout.pieces(weight, kind.needed):
-                    held.append(Part(number, tensors[piece.hf], piece, 1))
+                    held.append(ComparedPiece(number, tensors[piece.hf], piece, 1))
             if kind.source is not None and kind.equal_ranks[number % len(kind.equal_ranks)] == rank:
                 for piece in weight.megatron_pieces(cut, kind.source):
                     copies = kind.copies[weight.hf.index(piece.hf)]
-                    trained.append(Part(number, tensors[piece.hf], piece, -copies))
+                    trained.append(ComparedPiece(number, tensors[piece.hf], piece, -copies))
     weight_of = [number for number, weight in enumerate(weights) for _ in weight.hf]
     across = not all(kind.stays for kind in kinds.values())
     return Equality(tuple(own), tuple(trained), tuple(held), tuple(weight_of), across)
 
 
-def _kind(weight: Weight, training: TrainingPlacement, rollout: RolloutPlacement, rank: int) -> Kind:
+def _kind(weight: Weight, training: TrainingPlacement, rollout: RolloutPlacement, rank: int) -> PlacementKind:
     holders, needers = training.holders(training.place(weight)), rollout.holders(rollout.place(weight))
     sources = dict(zip(holders.ranks.tolist(), holders.tp_ranks.tolist()))
     needed = dict(zip(needers.ranks.tolist(), needers.tp_ranks.tolist()))
@@ -116,7 +116,7 @@ def _kind(weight: Weight, training: TrainingPlacement, rollout: RolloutPlacement
         return sum(volume(piece.hf_box) for piece, _ in found) == volumes[tp_rank].total()
 
     mine = sources.get(rank)
-    return Kind(
+    return PlacementKind(
         mine,
         needed.get(rank),
         [each for each in sources if sources[each] == mine or not weight.cut.split],

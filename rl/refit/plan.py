@@ -140,7 +140,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class SplitKind:
     """Weights that are split identically."""
 
     number: int
@@ -181,7 +181,7 @@ class Flow(NamedTuple):
 class Route:
     """Properties of a weight that determine its senders and receivers."""
 
-    kind: Kind
+    kind: SplitKind
     training: Place
     rollout: Place
     turn: int
@@ -246,7 +246,7 @@ class Routing:
         places = [(self.training.place(weight), self.rollout.place(weight)) for weight in self.weights]
         turns = max(1, SENDERS // max(1, len({training for training, _ in places})))
         out: list[Route] = []
-        kinds: dict[tuple, Kind] = {}
+        kinds: dict[tuple, SplitKind] = {}
         known: dict[tuple, Route] = {}
         seen: Counter = Counter()
         for weight, place in zip(self.weights, places):
@@ -254,7 +254,7 @@ class Routing:
             if key not in kinds:
                 element_bytes = weight.bytes_per_element(self.itemsize)
                 fragments = _intersect(weight, self.training.cut_size(weight), self.rollout)
-                kinds[key] = Kind(len(kinds), element_bytes, fragments)
+                kinds[key] = SplitKind(len(kinds), element_bytes, fragments)
             kind = kinds[key]
             # Equal layers, and the weights of one layer, use different replicas as senders, to balance load.
             turn = (kind.number + seen[kind, place]) % min(turns, len(self.held(place[0]).ranks))
@@ -444,7 +444,7 @@ def plan_of(routing: Routing, batches: Sequence[tuple[Span, ...]], rank: int) ->
     batches: the spans of each batch, from `cut_into_batches`.
     """
     roles = {stream: _role(stream, rank) for stream in routing.streams}
-    boxes: dict[tuple[Kind, bool], dict[int, Box]] = {}
+    boxes: dict[tuple[SplitKind, bool], dict[int, Box]] = {}
     copies: list[Copy] = []
     outgoing: list[list[tuple[Key, Region]]] = []
     incoming: list[list[tuple[Key, Region]]] = []

@@ -34,7 +34,7 @@ from rl.refit.equality import Equality, coverage, differing, plan_equality, unco
 from rl.refit.gather import RefitMismatch
 from rl.refit.plan import RefitPlan, Routing, cut_into_batches, plan_of
 from rl.refit.transfer import BytesMoved, compare, transfer
-from rl.refit.values import Group, Groups, values_of, wrong_values
+from rl.refit.values import Groups, WeightGroup, values_of, wrong_values
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
@@ -72,10 +72,10 @@ _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 elements of all engines, and number of their elements."""
 
 
-class Part(NamedTuple):
+class PlannedGroup(NamedTuple):
     """A group of weights on this rank, with its plan."""
 
-    group: Group
+    group: WeightGroup
     planned: WeightPlan
     sources: Mapping[int, Tensor]
     """The trainer's tensors, by the plan's indices."""
@@ -213,7 +213,7 @@ def _parts(
     *,
     with_base: bool = True,
     staged: bool = False,
-) -> Iterator[Part]:
+) -> Iterator[PlannedGroup]:
     """Yield the parts of a refit. Collective over the world.
 
     One part has all weights; for an engine with adapters one part has the base weights, and a second one the
@@ -226,14 +226,14 @@ def _parts(
         found = own.groups(engine, *every, staged=staged)
     else:
         found = (
-            Group(0, values.weight_map.weights, values, held)
+            WeightGroup(0, values.weight_map.weights, values, held)
             for values, held in zip(every, held_by(engine, adapter), strict=True)
             if with_base or values.is_beside
         )
     for group in found:
         planned = _planned(group, engine, buffer_mib)
         sources = group.values.by_number(planned.in_place)
-        yield Part(group, planned, sources, engine_parameters(group.held, planned))
+        yield PlannedGroup(group, planned, sources, engine_parameters(group.held, planned))
 
 
 def _groups_of(engine: RolloutEngine) -> Groups | None:
@@ -258,7 +258,7 @@ def traffic_metrics(moved: BytesMoved, device: Device) -> dict[str, float]:
     return {f"perf/refit_bytes_{name}": value for name, value in zip(names, sums.tolist())}
 
 
-def _planned(group: Group, engine: RolloutEngine, buffer_mib: int) -> WeightPlan:
+def _planned(group: WeightGroup, engine: RolloutEngine, buffer_mib: int) -> WeightPlan:
     """Return the plan of a group of weights. Collective over the world."""
     weight_map = group.values.weight_map
     of_engine = _plans.setdefault(engine, weakref.WeakKeyDictionary())

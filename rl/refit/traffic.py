@@ -10,7 +10,7 @@ import numpy as np
 from rl.models.boxes import Box, overlap, volume
 from rl.models.layout import Piece, Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement
-from rl.refit.plan import Kind, Routing, Span, cut_into_batches
+from rl.refit.plan import Routing, Span, SplitKind, cut_into_batches
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _bounds(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
     Both follow from the two shards of each rank, not from the senders that the plan selects.
     """
     bound, gather = (np.zeros(routing.world_size, np.int64) for _ in range(2))
-    shards: dict[Kind, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    shards: dict[SplitKind, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for weight, route in zip(routing.weights, routing.routes):
         size, held, needed = (
             route.kind.element_bytes,

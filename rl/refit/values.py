@@ -46,7 +46,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Group:
+class WeightGroup:
     """Weights that are written and compared together."""
 
     number: int
@@ -63,7 +63,7 @@ class Groups(ABC):
     """A part of an engine that receives refits in groups of its own, for example to quantise each one."""
 
     @abstractmethod
-    def groups(self, engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[Group]:
+    def groups(self, engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[WeightGroup]:
         """Yield the groups of the engine's weights, identical on all ranks. Not collective.
 
         staged: yield tensors that a refit writes; otherwise the values that the engine holds.

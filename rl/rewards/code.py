@@ -26,7 +26,7 @@ from typing import Any
 from rl.config.container import read_container
 from rl.rewards.code_tests import Case, check_test, idle_program, literal, read_cases, refusal
 from rl.sandbox.apart import TOGETHER, run_apart
-from rl.sandbox.sandbox import Limits, Outcome, run_program
+from rl.sandbox.sandbox import ProgramLimits, ProgramOutcome, run_program
 
 PRELUDE = """from typing import *
 import bisect, collections, functools, heapq, itertools, math, random, re, string
@@ -74,7 +74,7 @@ os.write(answer, text.encode())
 
 
 @dataclass(frozen=True)
-class Settings:
+class CodeOptions:
     """Keyword arguments of the reward (`reward.kwargs`)."""
 
     partial: bool = False
@@ -118,7 +118,7 @@ def score(
 
     Args:
         ground_truth: tests in a form of `rl.rewards.code_tests`.
-        kwargs: `Settings`.
+        kwargs: `CodeOptions`.
 
     Raises:
         ValueError: the ground truth is malformed or holds no test, or its tests pass without a program, which
@@ -126,7 +126,7 @@ def score(
             confine programs.
         OSError: a program could not be started or confined.
     """
-    settings, cases = Settings(**kwargs), check_truth(ground_truth, **kwargs)
+    settings, cases = CodeOptions(**kwargs), check_truth(ground_truth, **kwargs)
     program = extract_program(response)
     passed = timed_out = 0
     deadline = time.monotonic() + settings.total_s
@@ -153,9 +153,9 @@ def score(
 def check_truth(ground_truth: Any, **kwargs: Any) -> list[Case]:
     """Return the tests. Raises ValueError if there is none, or test code checks nothing. Runs no code.
 
-    kwargs: `Settings`.
+    kwargs: `CodeOptions`.
     """
-    settings = Settings(**kwargs)
+    settings = CodeOptions(**kwargs)
     own_python = settings.interpreter is None and settings.container is None
     cases = [
         case for case in read_cases(ground_truth) if check_test(case, ground_truth, own_python=own_python)
@@ -171,9 +171,9 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> list[Case]:
 def try_truth(ground_truth: Any, **kwargs: Any) -> None:
     """Raise ValueError if the tests pass without a program, or with functions that do nothing.
 
-    kwargs: `Settings`.
+    kwargs: `CodeOptions`.
     """
-    settings = Settings(**kwargs)
+    settings = CodeOptions(**kwargs)
     deadline = time.monotonic() + max(settings.total_s, PROOF_S)
     _prove(check_truth(ground_truth, **kwargs), ground_truth, settings, deadline)
 
@@ -182,7 +182,7 @@ _proved: set[int] = set()
 """Hashes of the tests that this process has seen fail without a solution."""
 
 
-def _prove(cases: Sequence[Case], ground_truth: Any, settings: Settings, deadline: float) -> None:
+def _prove(cases: Sequence[Case], ground_truth: Any, settings: CodeOptions, deadline: float) -> None:
     """Raise ValueError if tests pass with an empty program, or with functions of two different values.
 
     A test that passes with both values ignores the result; a test for None passes only with None. With
@@ -239,12 +239,12 @@ def extract_program(response: str) -> str:
 # ---- run and compare ----
 
 
-def run_case(program: str, case: Case, settings: Settings, left_s: float) -> tuple[Outcome, bool]:
+def run_case(program: str, case: Case, settings: CodeOptions, left_s: float) -> tuple[ProgramOutcome, bool]:
     """Run a program on one test; return how it ended and whether it passed. Raises as `run_program`.
 
     left_s: seconds that are left for all tests.
     """
-    limits = Limits(
+    limits = ProgramLimits(
         wall_s=min(settings.wall_s, left_s), cpu_s=math.ceil(settings.cpu_s), memory_mib=settings.memory_mib
     )
     how: dict[str, Any] = {"limits": limits, "interpreter": settings.interpreter}

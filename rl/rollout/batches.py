@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl.data.batch import Batch
-from rl.data.held import HeldColumn, Row, row_key
+from rl.data.held import HeldColumn, HeldRow, row_key
 from rl.data.prompts import Prompt
 from rl.rollout.samples import Sample, context_digest, segment_digest
 
@@ -94,7 +94,7 @@ def _held_columns(samples: Sequence[Sample], prompt_ids: list[np.ndarray]) -> di
             row = sample.held(name) if lengths[i] else none
             if row is not None:
                 key = sample.row_key
-                rows[i] = Row(row_key(prompt_ids[i], sample.token_ids) if key == -1 else key, row)
+                rows[i] = HeldRow(row_key(prompt_ids[i], sample.token_ids) if key == -1 else key, row)
         columns[name] = HeldColumn(rows, holders, lengths, values.dtype, tuple(values.shape[1:]))
     return columns
 

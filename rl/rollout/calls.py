@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Call:
+class EngineCall:
     """A request's arguments to vLLM. The parts of the engine may change them."""
 
     prompt: dict
@@ -27,7 +27,7 @@ class Call:
     """Further arguments of LLMEngine.add_request."""
 
 
-def call_of(request: Request, sampling: Sampling, version: int) -> Call:
+def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
     """Return the call of a request. version: of the engine's weights."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -51,10 +51,10 @@ def call_of(request: Request, sampling: Sampling, version: int) -> Call:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # each request has its own parameters
     )
-    return Call({"prompt_token_ids": request.token_ids.tolist()}, params, version)
+    return EngineCall({"prompt_token_ids": request.token_ids.tolist()}, params, version)
 
 
-def seed_of_call(call: Call) -> int:
+def seed_of_call(call: EngineCall) -> int:
     """Return the seed that the engine uses for a call."""
     seed = call.params.seed
     return call.params.extra_args["seed"] if seed is None else seed

@@ -14,11 +14,11 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 from rl.models.delta_rule import Chunks, causal_conv, gated_delta_rule, log_decay, normed
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 from rl.rollout.vllm_model import allow_no_torchvision
 
 
-class DeltaNets(Part):
+class DeltaNets(EnginePart):
     """The part of an engine for a model with gated delta nets."""
 
     def options(self, engine):
@@ -48,7 +48,7 @@ def _hold_decays_as_the_trainer() -> None:
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """The sequences of an engine step: where each begins among the T tokens, and its place in the caches."""
 
     chunks: Chunks
@@ -64,7 +64,7 @@ class Step:
     """int64 [N, taps - 1]: places of the inputs that the cache keeps."""
 
     @classmethod
-    def of(cls, metadata, taps: int) -> "Step":
+    def of(cls, metadata, taps: int) -> "EngineStep":
         """Return the step of vLLM's GDNAttentionMetadata; all layers share it."""
         if (known := vars(metadata).get("lockstep_step")) is not None:
             return known
@@ -101,7 +101,7 @@ def compute(
     if context.attn_metadata is None:
         return  # the first run measures memory
     taps = layer.conv1d.weight.shape[-1]
-    step = Step.of(context.attn_metadata[layer.prefix], taps)
+    step = EngineStep.of(context.attn_metadata[layer.prefix], taps)
     conv_cache, states = layer.kv_cache[0], layer.kv_cache[1].transpose(-1, -2)
     tokens = len(step.new)
     inputs = mixed_qkv.new_empty(tokens + step.old.numel(), mixed_qkv.shape[1])

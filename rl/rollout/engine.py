@@ -20,7 +20,7 @@ from rl.models.placement import RolloutPlacement
 from rl.rollout import cpu_support
 from rl.rollout.calls import Calls
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
-from rl.rollout.parts import Part, WeightSlots
+from rl.rollout.parts import EnginePart, WeightSlots
 from rl.rollout.platforms import Cpu, Cuda, Platform
 from rl.rollout.queue import shared_queue, static_queue
 from rl.rollout.queue_schedule import QueueSchedule
@@ -51,7 +51,7 @@ class RolloutEngine:
         seed: int,
         device: Device,
         name: str = "rollout",
-        parts: Sequence[Part] = (),
+        parts: Sequence[EnginePart] = (),
     ):
         self.config, self.device, self.name, self.frozen = rollout, device, name, model.frozen
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -70,7 +70,7 @@ class RolloutEngine:
         """Whether the KV cache stays when the weights change. Samples then share a cached prefix only if they
         began with the same version of the weights."""
         self.platform: Platform = Cuda() if device.is_cuda else Cpu()
-        self.parts: list[Part] = [self.platform, *parts]
+        self.parts: list[EnginePart] = [self.platform, *parts]
         cpu_support.install()
         options: dict = {}
         for part in self.parts:
@@ -214,7 +214,7 @@ class RolloutEngine:
 
         Args:
             prompts: token ids of each prompt, int32 [P_i].
-            seeds: one per prompt, see `Start.seed`.
+            seeds: one per prompt, see `StartedSample.seed`.
             progress: see `SampleSource`.
             interrupt: see `run`.
             order: places of the prompts in starting order; None: as given.

@@ -8,10 +8,10 @@ rank 1 holds the experts 16 to 31.
 
 import torch.distributed as dist
 
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 
 
-class ExpertParallel(Part):
+class ExpertParallel(EnginePart):
     """Makes vLLM place whole experts on ranks, and checks that it places them as the refit does."""
 
     def options(self, engine):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.data.held import KEY, Absent, BytesMoved
+from rl.data.held import KEY, Absent, ColumnBytes
 from rl.rollout.samples import Sample, Segment
 from rl.runtime.collectives import exchange_bytes
 
@@ -78,7 +78,7 @@ def only_on(samples: Sequence[Sample], holder: int) -> list[Sample]:
 
 def collect(
     samples: Sequence[Sample], targets: Sequence[int], device: torch.device
-) -> tuple[list[Sample], BytesMoved]:
+) -> tuple[list[Sample], ColumnBytes]:
     """Collect all values of a sample on one rank; return the samples and this rank's bytes.
 
     Collective over the world.
@@ -96,9 +96,9 @@ def collect(
                 if source == rank:
                     outgoing[target].append(content_of(segment))
     if not sizes.any():
-        return list(samples), BytesMoved()
+        return list(samples), ColumnBytes()
     found = exchange_bytes({target: b"".join(parts) for target, parts in outgoing.items()}, sizes, device)
-    moved = BytesMoved(sum(map(len, found.values())), int(sizes[:, rank].sum())).checked("a collection")
+    moved = ColumnBytes(sum(map(len, found.values())), int(sizes[:, rank].sum())).checked("a collection")
     starts = defaultdict[int, int](int)
 
     def collected(segment: Segment, target: int) -> Segment:

@@ -1,7 +1,7 @@
 """Parts of a generation engine: what a platform or a feature adds to vLLM, behind named hooks.
 
-A feature is a subclass of `Part` in a file of its own. `RolloutEngine` calls the hooks of its parts in their
-order and knows no feature; `rl.engines.rollout_engines` chooses the parts of a run.
+A feature is a subclass of `EnginePart` in a file of its own. `RolloutEngine` calls the hooks of its parts in
+their order and knows no feature; `rl.engines.rollout_engines` chooses the parts of a run.
 """
 
 from typing import TYPE_CHECKING
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from rl.rollout.calls import Call
+from rl.rollout.calls import EngineCall
 from rl.rollout.samples import Request
 
 if TYPE_CHECKING:
     from rl.rollout.engine import RolloutEngine
 
 
-class Part:
+class EnginePart:
     """One part of an engine. The hooks are called on every rank; by default they change nothing."""
 
     def options(self, engine: "RolloutEngine") -> dict:
@@ -45,7 +45,7 @@ class Part:
     def end(self, engine: "RolloutEngine") -> None:
         """End a call of `RolloutEngine.run`."""
 
-    def request(self, engine: "RolloutEngine", request: Request, call: Call) -> None:
+    def request(self, engine: "RolloutEngine", request: Request, call: EngineCall) -> None:
         """Change the arguments of a request to vLLM."""
 
     def completion(self, engine: "RolloutEngine", internal_id: str, output) -> dict[str, np.ndarray]:
@@ -73,7 +73,7 @@ class Part:
         """Restore what `sleep` released. what: "weights" before a refit, "kv_cache" after it."""
 
 
-class WeightSlots(Part):
+class WeightSlots(EnginePart):
     """Weights beside the model's, such as several adapters, each in a slot with a number."""
 
     versions: list[int]

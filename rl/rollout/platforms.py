@@ -4,11 +4,11 @@ import torch.distributed as dist
 
 from rl.rollout import cpu_support
 from rl.rollout.compilation import graph_sizes, replace_cache_files
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 from rl.runtime import start_up
 
 
-class Platform(Part):
+class Platform(EnginePart):
     """The first part of every engine."""
 
     def logprobs_so_far(self, engine, internal_id: str) -> list[float]:

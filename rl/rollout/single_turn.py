@@ -4,7 +4,7 @@ import numpy as np
 
 from rl.rollout.samples import Completion, Request, Sample, Segment
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.source import Dialogue, Start
+from rl.rollout.source import Dialogue, StartedSample
 
 
 class SingleTurn(Dialogue):
@@ -16,7 +16,7 @@ class SingleTurn(Dialogue):
     def __init__(self, sampling: Sampling, *, capacity: int):
         super().__init__()
         self._max_tokens, self._capacity = sampling.max_tokens, capacity
-        self._open: dict[str, Start] = {}
+        self._open: dict[str, StartedSample] = {}
         self._ready: list[Request] = []
 
     @property
@@ -26,7 +26,7 @@ class SingleTurn(Dialogue):
     def has_room(self, num_live: int, together: int) -> bool:
         return num_live + len(self._ready) + together <= self._capacity
 
-    def start(self, start: Start) -> None:
+    def start(self, start: StartedSample) -> None:
         name, seed = f"{start.group}.{start.number}", seed_of(start.seed, start.number)
         context, limit, version = start.prompt.token_ids, self._max_tokens, None
         if start.so_far and len(tokens := start.so_far[0].token_ids):  # it may have been aborted before it

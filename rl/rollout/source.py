@@ -19,7 +19,7 @@ from rl.rollout.samples import Completion, Request, Sample
 
 
 @dataclass(frozen=True)
-class Start:
+class StartedSample:
     """A sample that a replica generates."""
 
     group: int
@@ -43,13 +43,13 @@ class Schedule(Protocol):
     together: int
     """Maximum number of samples that start at the same time, when the engine has room for all of them."""
 
-    def next_samples(self) -> list[Start]:
+    def next_samples(self) -> list[StartedSample]:
         """Return the samples that start next, [] if none may start now."""
 
     def next_events(self, step: int, source: "SampleSource") -> list[Event]:
         """Return the events before engine step `step`, including the events of `source.fill`."""
 
-    def ended(self, start: Start, rows: list[Sample]) -> None:
+    def ended(self, start: StartedSample, rows: list[Sample]) -> None:
         """Take the rows of a sample that has ended, or was aborted; [] if its environment failed."""
 
 
@@ -57,7 +57,7 @@ class Dialogue:
     """Turns samples into requests of the engine, and completions into samples."""
 
     def __init__(self) -> None:
-        self.ended: list[tuple[Start, list[Sample]]] = []
+        self.ended: list[tuple[StartedSample, list[Sample]]] = []
         """Samples that have ended, with their rows. The source empties the list."""
         self.counts: Counter[str] = Counter()
         """Sums over the samples, by the name of a metric."""
@@ -71,7 +71,7 @@ class Dialogue:
         """Return whether `together` samples may start. num_live: number of requests in the engine."""
         raise NotImplementedError
 
-    def start(self, start: Start) -> None:
+    def start(self, start: StartedSample) -> None:
         """Start a sample."""
         raise NotImplementedError
 

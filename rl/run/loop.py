@@ -104,7 +104,7 @@ def take_steps(
         log = RunLog(
             config, inputs, phases.step, status, last_step=last_step, metrics=metrics, resumes=resumes
         )
-        kind: type[Training] = wing.door(config, "training") or Training
+        kind: type[TrainingLoop] = wing.door(config, "training") or TrainingLoop
         training = kind(config, algorithm, inputs, phases, checkpoints, log, stop)
         asked = training.run(last_step, metrics)
         code = training.exit_code
@@ -130,7 +130,7 @@ def note_end(status: Status, asked: StopDecision | None, code: int = 0) -> int:
     return 0 if asked.by_hand else STOPPED_EXIT
 
 
-class Training:
+class TrainingLoop:
     """The steps of a run. Methods are collective over the world.
 
     This class owns the order of a step: `refit`, `collect`, `learn`. First the generating engines get the

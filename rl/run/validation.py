@@ -19,7 +19,7 @@ from rl.data.prompts import Prompt
 from rl.objectives.segments import segment_sum
 from rl.phases.batch_metrics import num_turns, spread
 from rl.phases.phases import Phases
-from rl.phases.sampler import Call
+from rl.phases.sampler import SampleCall
 from rl.rollout.sampling import Sampling, greedy_sampling, train_sampling
 from rl.run.validation_metrics import validation_metrics
 
@@ -77,7 +77,7 @@ def validation_sampling(config: Config) -> Sampling:
 
 
 def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
-    batch = phases.sampler.sample(Call(prompts, sampling, purpose, timing="testing"))
+    batch = phases.sampler.sample(SampleCall(prompts, sampling, purpose, timing="testing"))
     if batch.turns is not None:
         batch = batch.merge_rows().delivered()
         turns = spread("num_turns", num_turns(batch))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl.runtime.job_key import NUM_BYTES, Seal, is_proof, nonce, proof
-from rl.runtime.store_server import MAX_BYTES, TO_CLIENT, TO_SERVER, Table
+from rl.runtime.store_server import MAX_BYTES, TO_CLIENT, TO_SERVER, StoreTable
 
 CONNECT_S = 20.0
 """Maximum time for trying a connection again, in seconds."""
@@ -103,7 +103,7 @@ def _unpack(answer: bytes) -> bytes | None:
 
 def own_store() -> JobStore:
     """Return a store of this process, for a job of one rank."""
-    table, lock = Table(), threading.Lock()
+    table, lock = StoreTable(), threading.Lock()
 
     def ask(operation: str, keys: list[str], argument: object, value: bytes) -> bytes:
         if operation != "wait":

@@ -36,7 +36,7 @@ TO_SERVER, TO_CLIENT = "store to server", "store to client"
 _PR_SET_PDEATHSIG = 1
 
 
-class Table:
+class StoreTable:
     """The content of a store."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Table:
 
 class Server:
     def __init__(self, secret: bytes):
-        self.secret, self.table = secret, Table()
+        self.secret, self.table = secret, StoreTable()
         self.strangers: Strangers[Connection] = Strangers(lambda connection: connection.end(), PROOF_S)
         self.waiting: defaultdict[str, set[Connection]] = defaultdict(set)
         """Connections that wait for a key."""

@@ -23,8 +23,10 @@ _MODULE, _FUNCTION = "transformers.utils.import_utils", "create_import_structure
 
 def keep_scan() -> None:
     """Make the next import of transformers use the cached result of its scan, or cache it. Idempotent."""
-    if _MODULE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if _MODULE not in sys.modules and not any(
+        isinstance(finder, _TransformersFinder) for finder in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _TransformersFinder())
 
 
 def cached_scan(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
@@ -51,7 +53,7 @@ def cached_scan(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
     return found
 
 
-class _Finder(MetaPathFinder):
+class _TransformersFinder(MetaPathFinder):
     def find_spec(self, fullname, path, target=None):
         if fullname != _MODULE:
             return None

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from rl.sandbox.sandbox import Outcome
+from rl.sandbox.sandbox import ProgramOutcome
 
 TOGETHER = "together"
 """Answer of tests that need the program in their own process."""
@@ -242,8 +242,14 @@ finish(job["token"])
 
 
 def run_apart(
-    run: Callable[..., Outcome], program: str, test: str, *, token: str, prelude: str, is_container: bool
-) -> Outcome:
+    run: Callable[..., ProgramOutcome],
+    program: str,
+    test: str,
+    *,
+    token: str,
+    prelude: str,
+    is_container: bool,
+) -> ProgramOutcome:
     """Run test code beside a program; return the tests' outcome, or the program's if it exceeded a limit.
 
     Args:

@@ -125,7 +125,7 @@ print(json.dumps({"network": network, "files": blocked(lambda: open("/proc/self/
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Limits of one program. The defaults are generous for programming contests."""
 
     wall_s: float = 12.0
@@ -151,7 +151,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """End of a program and its output."""
 
     end: str
@@ -194,18 +194,18 @@ def run_program(
     source: str,
     *,
     stdin: str = "",
-    limits: Limits | None = None,
+    limits: ProgramLimits | None = None,
     interpreter: str | None = None,
     layers: tuple[str, ...] | None = None,
     allow_unprotected: bool = False,
     pipes: tuple[int, ...] = (),
-) -> Outcome:
+) -> ProgramOutcome:
     """Run the Python program `source` with `stdin` as its input. Adds about 60 ms to the program's own time.
 
     Args:
         source: the program; it need not compile.
         stdin: its standard input.
-        limits: None for the defaults of Limits.
+        limits: None for the defaults of `ProgramLimits`.
         interpreter: path of the Python that runs it, for example in a virtual environment with packages that
             it needs; None for this process's interpreter without its virtual environment.
         layers: layers of LAYERS to confine it with; None for `protections().layers`.
@@ -224,7 +224,7 @@ def run_program(
             if not (found.network and found.files) and not allow_unprotected:
                 raise ValueError(_describe_refusal(found))
             layers = found.layers
-        limits = limits or Limits()
+        limits = limits or ProgramLimits()
         job = _job(source, stdin, limits, interpreter or os.path.realpath(sys.executable), layers)
         watcher, held_end = _start_watcher(job, pipes)
     directory = job["directory"]
@@ -247,7 +247,7 @@ def run_program(
     result = json.loads(answer)
     if "setup_error" in result:
         raise OSError(f"the program could not be confined and was not run: {result['setup_error']}")
-    return Outcome(**result)
+    return ProgramOutcome(**result)
 
 
 def _start_watcher(job: dict[str, Any], pipes: tuple[int, ...]) -> tuple[subprocess.Popen[bytes], int]:
@@ -339,7 +339,7 @@ def _describe_refusal(found: Protections) -> str:
 
 
 def _job(
-    source: str, stdin: str, limits: Limits, interpreter: str, layers: tuple[str, ...]
+    source: str, stdin: str, limits: ProgramLimits, interpreter: str, layers: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return the job that child.py reads from its standard input."""
     unknown = set(layers) - set(LAYERS)

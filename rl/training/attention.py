@@ -13,10 +13,10 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from rl.training.extras import Extras
-from rl.training.rows import Group, Prefix, RowAttention, Run, select_rows, windowed
+from rl.training.rows import BlockRun, Prefix, RowAttention, RowGroup, select_rows, windowed
 
 if TYPE_CHECKING:
-    from rl.training.context_parallel import Part
+    from rl.training.context_parallel import RowPart
     from rl.training.delta_net import Recurrence
 
 
@@ -37,9 +37,9 @@ class PackedRow(PackedSeqParams):
     """int64 [1, T]."""
     near: RowAttention | None = None
     """`attention` with a window, once a layer needs it; all windows of a model are equal."""
-    part: "Part | None" = None
+    part: "RowPart | None" = None
     """This rank's part, if context parallel ranks share the row."""
-    groups: Sequence[Group] = ()
+    groups: Sequence[RowGroup] = ()
     """`MicroBatch.groups`."""
     recurrence: "Recurrence | None" = None
     """The row as recurrent layers read it, once one needs it."""
@@ -315,19 +315,19 @@ def _sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
     return -(shares * (grad.float() * out.float()).sum(-1)).sum(0).to(sinks.dtype)
 
 
-def _blocks(x: Tensor, run: Run, start: int | None = None) -> Tensor:
+def _blocks(x: Tensor, run: BlockRun, start: int | None = None) -> Tensor:
     """Return a view [count, heads, length, ...] of x at a run. start: first token; None: `run.start`."""
     start = run.start if start is None else start
     part = x[start : start + run.count * run.length]
     return part.unflatten(0, (run.count, run.length)).transpose(1, 2)
 
 
-def _keys(x: Tensor, run: Run) -> Tensor:
+def _keys(x: Tensor, run: BlockRun) -> Tensor:
     """Return a view [count, heads, length, ...] of a run's keys."""
     return _blocks(x, run, run.first_key)
 
 
-def _mask(part: Run | Prefix, query: Tensor) -> Tensor | None:
+def _mask(part: BlockRun | Prefix, query: Tensor) -> Tensor | None:
     return None if part.mask is None else part.mask.to(query.dtype)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from rl.runtime.collectives import gather_objects
 from rl.training.gradients import ReductionProbe, check_clipped, clipped_norms
 from rl.training.optimizer import StateSample, WrongStep
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -17,7 +17,7 @@ PROBED = 4
 """Number of elements of `ReductionProbe.sums`."""
 
 
-class StepAudit(Part):
+class StepAudit(TrainerPart):
     """Checks the reduction and clipping of the gradient, and the state of the optimizer, in every update.
 
     Raises WrongReduction, StateChanged and WrongStep on every rank.

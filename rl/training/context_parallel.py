@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.training.rows import Group, Prefix, RowAttention, Run, ranges
+from rl.training.rows import BlockRun, Prefix, RowAttention, RowGroup, ranges
 
 
-class Piece(NamedTuple):
+class SegmentPiece(NamedTuple):
     """Adjacent tokens of one segment; numbers are positions in the row."""
 
     start: int
@@ -47,12 +47,12 @@ class ContextGroup:
     rank: int
     group: dist.ProcessGroup
 
-    def split(self, groups: list[Group], *, multiple: int) -> "Split":
+    def split(self, groups: list[RowGroup], *, multiple: int) -> "Split":
         """Return the division of a row of adjacent groups into one part per rank. Not collective.
 
         multiple: each part is padded to a multiple of this number of tokens; all parts have equal lengths.
         """
-        pieces: list[list[Piece]] = [[] for _ in range(self.size)]
+        pieces: list[list[SegmentPiece]] = [[] for _ in range(self.size)]
         loads = [0] * self.size
         for group in groups:
             for k, (start, length) in enumerate(zip(group.starts, group.segments)):
@@ -63,13 +63,13 @@ class ContextGroup:
                     if own and own[-1].segment == start and own[-1].start + own[-1].length == place:
                         own[-1] = own[-1]._replace(length=own[-1].length + count)  # the middle of a segment
                     elif count:
-                        own.append(Piece(place, count, start, *prompt))
+                        own.append(SegmentPiece(place, count, start, *prompt))
                     place += count
         length = -(-max(1, *loads) // multiple) * multiple
         place = sum(loads)
         for own, load in zip(pieces, loads):
             if load < length:
-                own.append(Piece(place, length - load, place))
+                own.append(SegmentPiece(place, length - load, place))
                 place += length - load
         return Split(self, pieces)
 
@@ -92,7 +92,7 @@ def _chunks(length: int, size: int, loads: list[int]) -> list[tuple[int, int]]:
 class Split:
     """Division of one row among the ranks of a context parallel group, as arrays on the host."""
 
-    def __init__(self, context: ContextGroup, pieces: list[list[Piece]]):
+    def __init__(self, context: ContextGroup, pieces: list[list[SegmentPiece]]):
         self._context, self._pieces = context, pieces[context.rank]
         self.places = np.concatenate([_places(own) for own in pieces])
         """int64 [W]: position in the row of each token of the parts, in the order of the ranks."""
@@ -126,13 +126,13 @@ class Split:
         )
         return place[self._own], arrays
 
-    def on(self, arrays: dict[str, Tensor]) -> tuple["Part", RowAttention]:
+    def on(self, arrays: dict[str, Tensor]) -> tuple["RowPart", RowAttention]:
         """Return this part and its attention. arrays: the arrays of `cut`, on the device."""
-        runs: list[Run] = []
+        runs: list[BlockRun] = []
         prefixes: list[Prefix] = []
         end = 0
         for start, length, segment, prompt, prompt_length in self._pieces:
-            runs.append(Run(first := end, 1, length, keys=start))
+            runs.append(BlockRun(first := end, 1, length, keys=start))
             end += length
             if prompt_length:
                 prefixes.append(Prefix(first, end, prompt, prompt + prompt_length))
@@ -148,16 +148,16 @@ class Split:
             kv_index=arrays["kv_index"],
         )
         indices = {name: arrays[name] for name in ("order", "restore")}
-        return Part(self._context, self, torch.from_numpy(self._own), self._most, **indices), attention
+        return RowPart(self._context, self, torch.from_numpy(self._own), self._most, **indices), attention
 
 
-def _places(pieces: list[Piece]) -> np.ndarray:
+def _places(pieces: list[SegmentPiece]) -> np.ndarray:
     starts, lengths = (np.array([piece[k] for piece in pieces], np.int64) for k in (0, 1))
     return ranges(starts, lengths)
 
 
 @dataclass
-class Part:
+class RowPart:
     """This rank's part of a row, on the device."""
 
     context: ContextGroup

@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 def install() -> None:
     """Make `import megatron.core` work without CUDA. Idempotent; does nothing if CUDA is available."""
-    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if torch.cuda.is_available() or any(isinstance(finder, _StandInFinder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
         raise ImportError(
@@ -42,7 +42,7 @@ def install() -> None:
         )
     # Without a driver, transformer_engine raises OSError (libcuda.so.1), which Megatron does not catch.
     sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _StandInFinder())
 
 
 class _Stream:
@@ -295,7 +295,7 @@ class _Loader(SourceFileLoader):
         _AFTER_IMPORT.get(module.__name__, lambda module: None)(module)
 
 
-class _Finder(MetaPathFinder):
+class _StandInFinder(MetaPathFinder):
     def find_spec(self, fullname, path, target=None):
         if not (fullname + ".").startswith(_PACKAGE + "."):
             return None

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from rl.models.delta_rule import Chunks, causal_conv, gated_delta_rule, gated_norm, log_decay, normed
 from rl.training.attention import PackedRow
 from rl.training.packing import to_device
-from rl.training.rows import Group, ranges, select_rows
+from rl.training.rows import RowGroup, ranges, select_rows
 
 if TYPE_CHECKING:
-    from rl.training.context_parallel import Part
+    from rl.training.context_parallel import RowPart
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def has_fused_rule() -> bool:
 
 
 @dataclass
-class Pass:
+class SequencePass:
     """Sequences that are computed at once."""
 
     tokens: Tensor | None
@@ -68,7 +68,7 @@ class Recurrence:
     device: of the result.
     """
 
-    def __init__(self, groups: Sequence[Group], part: "Part | None", device: torch.device):
+    def __init__(self, groups: Sequence[RowGroup], part: "RowPart | None", device: torch.device):
         size, shared = groups[-1].end, [group for group in groups if group.answers]
         firsts = [(group.start, group.prompt) for group in groups]
         answers = [pair for group in shared for pair in list(zip(group.starts, group.segments))[1:]]
@@ -87,11 +87,11 @@ class Recurrence:
         self._previous, among, tokens, place, *bounds, own = to_device(arrays, torch.int64, device)
         self.own = None if part is None else own
         """int64 [T]: position in the row of each token of the part; None: the part is the row."""
-        self.passes = [Pass(tokens[: sum(sizes[0])] if answers else None, None, bounds[0], sizes[0])]
+        self.passes = [SequencePass(tokens[: sum(sizes[0])] if answers else None, None, bounds[0], sizes[0])]
         self.tokens: Tensor | None = None
         """int64 [W]: place of each token of the row in the concatenated passes; None: the row's order."""
         if answers:
-            self.passes.append(Pass(tokens[sum(sizes[0]) :], among, bounds[1], sizes[1]))
+            self.passes.append(SequencePass(tokens[sum(sizes[0]) :], among, bounds[1], sizes[1]))
             self.tokens = place
 
     @classmethod
@@ -121,7 +121,7 @@ class Recurrence:
         return outputs[0] if self.tokens is None else select_rows(torch.cat(outputs), self.tokens)
 
 
-def _rule(q, k, v, decay, beta, part: Pass, initial, *, needs_final: bool):
+def _rule(q, k, v, decay, beta, part: SequencePass, initial, *, needs_final: bool):
     """Return outputs and last states of a pass, by the fused kernels where they are installed."""
     if not (v.is_cuda and v.dtype is not torch.float32 and has_fused_rule()):
         return gated_delta_rule(q, k, v, decay, beta, part.chunked(), initial)

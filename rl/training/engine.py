@@ -39,7 +39,7 @@ from rl.training.optimizer import (
     stale_master_weights,
 )
 from rl.training.packing import MicroBatch, lay_out, with_columns
-from rl.training.parts import Part, Parts
+from rl.training.parts import TrainerPart, TrainerParts
 from rl.training.pipeline import run_schedule
 from rl.training.reference import Reference
 from rl.training.spec import ModelSpec
@@ -74,10 +74,15 @@ class TrainingEngine:
     """
 
     def __init__(
-        self, spec: ModelSpec, training: Training, grid: Grid, device: Device, parts: Sequence[Part] = ()
+        self,
+        spec: ModelSpec,
+        training: Training,
+        grid: Grid,
+        device: Device,
+        parts: Sequence[TrainerPart] = (),
     ):
         audits = [StepAudit()] if spec.optimizer is not None else []
-        self.spec, self.grid, self.device, self.parts = spec, grid, device, Parts([*parts, *audits])
+        self.spec, self.grid, self.device, self.parts = spec, grid, device, TrainerParts([*parts, *audits])
         self.version = 0
         """Number of batches that the model has learned from; a checkpoint restores it for the policy."""
         self.num_updates = 0

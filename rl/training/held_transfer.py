@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from rl.data.batch import Batch
-from rl.data.held import KEY, BytesMoved, HeldColumn, row_key
+from rl.data.held import KEY, ColumnBytes, HeldColumn, row_key
 from rl.models.placement import training_ranks
 from rl.runtime.collectives import exchange_bytes
 from rl.training.grid import Grid
@@ -64,12 +64,12 @@ def plan_moves(
     return moves, dp_ranks
 
 
-def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid, device) -> BytesMoved:
+def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid, device) -> ColumnBytes:
     """Fill `HeldColumn.local` for the plan's samples. Collective over the world.
 
     Raises RuntimeError on a rank that receives the row of another sample, or other bytes than planned.
     """
-    total, rank, world = BytesMoved(), dist.get_rank(), dist.get_world_size()
+    total, rank, world = ColumnBytes(), dist.get_rank(), dist.get_world_size()
     for name, need in needs.items():
         column = batch.held[name]
         moves, dp_ranks = plan_moves(column, plan, need, tp=grid.tp, pp=grid.pp, cp=grid.cp)

@@ -178,7 +178,7 @@ class _Unit(NamedTuple):
     prompt_tokens: int
 
 
-class _Part(NamedTuple):
+class _GroupPart(NamedTuple):
     """Units of one group in one micro-batch, with their prompt."""
 
     cost: int
@@ -295,21 +295,21 @@ def _spread_over_ranks(units: list[_Unit], dp: int) -> list[list[_Unit]]:
 
 def _parts(
     groups: list[list[_Unit]], max_tokens: float = math.inf, max_cost: float = math.inf
-) -> list[_Part]:
+) -> list[_GroupPart]:
     """Return the parts of each group: as few as the limits allow, of about equal cost."""
     parts = []
     for members in groups:
         if len(members) == 1:
             [unit] = members
-            parts.append(_Part(unit.prompt_cost + unit.cost, unit.prompt_tokens + unit.tokens, members))
+            parts.append(_GroupPart(unit.prompt_cost + unit.cost, unit.prompt_tokens + unit.tokens, members))
             continue
         cost, tokens = sum(unit.cost for unit in members), sum(unit.tokens for unit in members)
         prompt_cost, prompt_tokens = members[0].prompt_cost, members[0].prompt_tokens
         number = max(_ratio(tokens, max_tokens - prompt_tokens), _ratio(cost, max_cost - prompt_cost))
         if number <= 1:
-            parts.append(_Part(prompt_cost + cost, prompt_tokens + tokens, members))
+            parts.append(_GroupPart(prompt_cost + cost, prompt_tokens + tokens, members))
             continue
-        number, alone = int(min(number, len(members))), [_Part(u.cost, u.tokens, [u]) for u in members]
+        number, alone = int(min(number, len(members))), [_GroupPart(u.cost, u.tokens, [u]) for u in members]
         while True:
             pieces, _ = _spread(alone, number)
             sizes = [sum(part.tokens for part in piece) + prompt_tokens for piece in pieces]
@@ -317,7 +317,9 @@ def _parts(
                 break
             number += 1
         parts += [
-            _Part(prompt_cost + sum(part.cost for part in piece), size, [part.units[0] for part in piece])
+            _GroupPart(
+                prompt_cost + sum(part.cost for part in piece), size, [part.units[0] for part in piece]
+            )
             for piece, size in zip(pieces, sizes)
         ]
     return parts
@@ -328,16 +330,16 @@ def _ratio(amount: float, room: float) -> float:
     return math.ceil(amount / room) if room > 0 else math.inf
 
 
-def _most_costly_first(parts: Iterable[_Part]) -> list[_Part]:
+def _most_costly_first(parts: Iterable[_GroupPart]) -> list[_GroupPart]:
     return sorted(parts, key=lambda part: (-part.cost, part.units[0].first))
 
 
-def _spread(parts: Iterable[_Part], bins: int) -> tuple[list[list[_Part]], int]:
+def _spread(parts: Iterable[_GroupPart], bins: int) -> tuple[list[list[_GroupPart]], int]:
     """Assign the parts greedily to bins of about equal cost; return the bins and the largest cost.
 
     Ties go to the bin with fewer parts.
     """
-    out: list[list[_Part]] = [[] for _ in range(bins)]
+    out: list[list[_GroupPart]] = [[] for _ in range(bins)]
     heap = [(0, 0, b) for b in range(bins)]
     for part in _most_costly_first(parts):
         cost, count, b = heap[0]
@@ -346,11 +348,11 @@ def _spread(parts: Iterable[_Part], bins: int) -> tuple[list[list[_Part]], int]:
     return out, max(heap)[0]
 
 
-def _best_fit(parts: list[_Part], max_tokens: int) -> list[list[_Part]]:
+def _best_fit(parts: list[_GroupPart], max_tokens: int) -> list[list[_GroupPart]]:
     """Return the bins of at most `max_tokens` that best-fit finds; a larger part has its own bin."""
     if sum(part.tokens for part in parts) <= max_tokens:
         return [parts]
-    bins: list[list[_Part]] = []
+    bins: list[list[_GroupPart]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for part in sorted(parts, key=lambda part: (-part.tokens, part.units[0].first)):
         at = bisect_left(rooms, (part.tokens, -1))
@@ -364,7 +366,7 @@ def _best_fit(parts: list[_Part], max_tokens: int) -> list[list[_Part]]:
     return bins
 
 
-def _micro_batches(parts: list[_Part], count: int, max_tokens: int) -> list[list[_Part]]:
+def _micro_batches(parts: list[_GroupPart], count: int, max_tokens: int) -> list[list[_GroupPart]]:
     """Return `count` micro-batches, of about equal cost if `max_tokens` allows it."""
     bins = _evenly(parts, count, max_tokens) or _best_fit(parts, max_tokens)
     while len(bins) < count and len(fullest := max(bins, key=len, default=[])) > 1:
@@ -373,11 +375,11 @@ def _micro_batches(parts: list[_Part], count: int, max_tokens: int) -> list[list
     return bins + [[] for _ in range(count - len(bins))]
 
 
-def _evenly(parts: list[_Part], count: int, max_tokens: int) -> list[list[_Part]] | None:
+def _evenly(parts: list[_GroupPart], count: int, max_tokens: int) -> list[list[_GroupPart]] | None:
     """Assign each part to the least costly bin with room for it; return None if a part has no such bin."""
     if count == 1:
         return [parts]
-    bins: list[list[_Part]] = [[] for _ in range(count)]
+    bins: list[list[_GroupPart]] = [[] for _ in range(count)]
     heap = [(0, 0, b) for b in range(count)]  # (cost, tokens, bin)
     for part in _most_costly_first(parts):
         full = []
@@ -393,6 +395,6 @@ def _evenly(parts: list[_Part], count: int, max_tokens: int) -> list[list[_Part]
     return bins
 
 
-def _samples(micro: list[_Part], size: int) -> list[int]:
+def _samples(micro: list[_GroupPart], size: int) -> list[int]:
     units = sorted((unit.group, unit.first) for part in micro for unit in part.units)
     return [i for _, first in units for i in range(first, first + size)]

@@ -23,8 +23,8 @@ from rl.models.layout import padded_vocab, recomputed_layers, stage_layers, voca
 from rl.models.sizes import is_tied
 from rl.training.attention import PackedRow
 from rl.training.extras import Extras, HeadOutput, LogitsFilter
-from rl.training.form import ACTIVATIONS, give_form
 from rl.training.grid import Grid
+from rl.training.layer_form import ACTIVATIONS, give_form
 from rl.training.layer_spec import LatentAttention, block_spec, megatrons_names, replace_classes, use_te
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.packing import MicroBatch
@@ -290,8 +290,8 @@ def build_model(
     """Build this rank's chunks of a policy or a value model, with uninitialised weights.
 
     hf: for a value model, the result of `rl.models.value_model`. uses_te: use Transformer Engine's layers if
-    they support the dtype. fuses_norms: see `Part.fuses_norms`. Collective over the world (Megatron's tied
-    embeddings).
+    they support the dtype. fuses_norms: see `TrainerPart.fuses_norms`. Collective over the world (Megatron's
+    tied embeddings).
     """
     config = transformer_config(hf, training, dtype, te=uses_te and use_te(dtype))
     return [

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rl.data.batch import Batch
 from rl.training.extras import Extras
-from rl.training.rows import Group, RowAttention, positions, ranges, row_attention, segments
+from rl.training.rows import RowAttention, RowGroup, positions, ranges, row_attention, segments
 
 if TYPE_CHECKING:
-    from rl.training.context_parallel import ContextGroup, Part
+    from rl.training.context_parallel import ContextGroup, RowPart
 
 
 @dataclass
@@ -56,9 +56,9 @@ class MicroBatch:
     """Objects that optional features add to the row, found by their class."""
     starts: np.ndarray | None = None
     """int64 [2, B]: positions in the row of each sample's first token, and of its first response token."""
-    part: "Part | None" = None
+    part: "RowPart | None" = None
     """This rank's part of the row, if context parallel ranks share it."""
-    groups: list[Group] = field(default_factory=list)
+    groups: list[RowGroup] = field(default_factory=list)
     """The groups of the whole row, with its padding."""
 
     def column(self, name: str) -> Tensor:
@@ -158,7 +158,7 @@ def _lay_out(
     context: "ContextGroup | None",
 ) -> MicroBatch:
     prompts, responses = (x.numpy()[samples] for x in (batch.prompt_lengths, batch.lengths))
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     pieces = [np.zeros(0, np.int32)]
     # Positions in the row of the token before each response, and of the response's first token.
     before, first = np.zeros(len(samples), np.int64), np.zeros(len(samples), np.int64)
@@ -172,13 +172,13 @@ def _lay_out(
             pieces.append(batch.response_ids[samples[k]])
             end += int(responses[k])
         if len(members) == 1:
-            groups.append(Group(start, end - start))
+            groups.append(RowGroup(start, end - start))
         else:
-            groups.append(Group(start, prompt, tuple(sorted(int(n) for n in responses[members] if n))))
+            groups.append(RowGroup(start, prompt, tuple(sorted(int(n) for n in responses[members] if n))))
     split = None if context is None else context.split(groups, multiple=multiple)
     length = -(-max(end, 1) // multiple) * multiple if split is None else len(split.places)
     if length > end:
-        groups.append(Group(end, length - end))
+        groups.append(RowGroup(end, length - end))
         pieces.append(np.zeros(length - end, np.int32))
     within = ranges(np.zeros_like(responses), responses)
     arrays = dict(

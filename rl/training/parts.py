@@ -1,8 +1,8 @@
 """Parts of a training engine: the hooks through which a feature takes part in a model's passes.
 
-Each feature is a subclass of `Part` in its own file. For example, the vision tower overrides `extend` to add
-its module. The engine calls the hooks of its parts in their order and does not know which features they are;
-`rl.engines.training_parts` chooses them from the config.
+Each feature is a subclass of `TrainerPart` in its own file. For example, the vision tower overrides `extend`
+to add its module. The engine calls the hooks of its parts in their order and does not know which features
+they are; `rl.engines.training_parts` chooses them from the config.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.data.batch import Batch
-from rl.data.held import BytesMoved
+from rl.data.held import ColumnBytes
 from rl.models.layout import Weight
 from rl.runtime.collectives import sum_over_world
 from rl.training.grid import Grid
@@ -32,13 +32,13 @@ class WrongInputs(RuntimeError):
     """Raised on every rank if a part gives the passes inputs that are not from the engine's samples."""
 
 
-class Part:
+class TrainerPart:
     """One feature of one model. A hook that a part does not override has no effect."""
 
     needs: dict[str, Need] = {}
     """Held columns that the passes read -> the part of them that a stage needs."""
-    moved = BytesMoved()
-    """Bytes of these columns since the last call of `Parts.metrics`."""
+    moved = ColumnBytes()
+    """Bytes of these columns since the last call of `TrainerParts.metrics`."""
     fuses_norms = True
     """Whether a layer may fuse its norm with the product that follows."""
     uses_te = True
@@ -184,10 +184,10 @@ class Part:
         return {}
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=TrainerPart)
 
 
-class Parts(tuple[Part, ...]):
+class TrainerParts(tuple[TrainerPart, ...]):
     """The parts of one model, in the order of their hooks."""
 
     def get(self, kind: type[P]) -> P | None:
@@ -261,10 +261,10 @@ class Parts(tuple[Part, ...]):
         """
         metrics: dict[str, float] = {}
         if any(part.needs for part in self):
-            moved = sum((part.moved for part in self), BytesMoved())
+            moved = sum((part.moved for part in self), ColumnBytes())
             total = sum_over_world(torch.tensor([moved.received, moved.planned]), device).tolist()
             metrics |= zip(("perf/held_bytes_received", "perf/held_bytes_planned"), total)
         for part in self:
-            part.moved = BytesMoved()
+            part.moved = ColumnBytes()
             metrics |= part.metrics()
         return metrics

@@ -22,7 +22,7 @@ less than one call per segment (measured on CPU)."""
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Adjacent tokens of a row: one sequence, or a prompt and the answers that share it."""
 
     start: int
@@ -48,7 +48,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """`count` adjacent blocks of `length` queries each. A query attends to the keys of its own block."""
 
     start: int
@@ -84,7 +84,7 @@ class RowAttention:
     the tokens of the whole row.
     """
 
-    runs: list[Run]
+    runs: list[BlockRun]
     """Blocks that cover the queries."""
     prefixes: list[Prefix]
     """Answers, which also attend to their prompt, and chunks of a segment, which attend to its beginning."""
@@ -98,18 +98,18 @@ class RowAttention:
     """int64 [Tk]: position in the row of each key; None if key i is token i."""
 
 
-def row_attention(groups: list[Group], keys: dict[str, Tensor], device: torch.device) -> RowAttention:
+def row_attention(groups: list[RowGroup], keys: dict[str, Tensor], device: torch.device) -> RowAttention:
     """Return the attention of a row of adjacent groups. keys: `segments(groups)` on the device."""
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     prefixes: list[Prefix] = []
     for masked_tokens, same in groupby(groups, lambda group: _masked_tokens(group, device)):
         adjacent = list(same)
         start = adjacent[0].start
         if masked_tokens:
-            runs.append(Run(start, len(adjacent), masked_tokens, _masks(adjacent)))
+            runs.append(BlockRun(start, len(adjacent), masked_tokens, _masks(adjacent)))
             continue
         for length, equal in groupby(n for group in adjacent for n in group.segments):
-            runs.append(Run(start, count := len(list(equal)), length))
+            runs.append(BlockRun(start, count := len(list(equal)), length))
             start += count * length
         prefixes += [
             Prefix(first := group.start + group.prompt, group.end, group.start, first)
@@ -154,13 +154,13 @@ def windowed(row: RowAttention, query: Tensor, key: Tensor, window: int) -> RowA
     return replace(row, runs=runs, prefixes=prefixes)
 
 
-def _masked_tokens(group: Group, device: torch.device) -> int:
+def _masked_tokens(group: RowGroup, device: torch.device) -> int:
     """Return the group's number of tokens if it is computed as one block with a mask, else 0."""
     length = group.end - group.start
     return length if group.answers and length <= MASKED_TOKENS and device.type == "cpu" else 0
 
 
-def _masks(groups: list[Group]) -> Tensor:
+def _masks(groups: list[RowGroup]) -> Tensor:
     """Return the masks of groups of equal length L, float [groups, 1, L, L]: 0, or -inf at unseen keys."""
     part = np.stack([np.arange(len(g.segments)).repeat(g.segments) for g in groups])  # 0: prompt
     query, key = part[:, :, None], part[:, None, :]
@@ -168,7 +168,7 @@ def _masks(groups: list[Group]) -> Tensor:
     return torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), float("-inf"))[:, None]
 
 
-def segments(groups: list[Group]) -> dict[str, np.ndarray]:
+def segments(groups: list[RowGroup]) -> dict[str, np.ndarray]:
     """Return the integer arrays of `RowAttention`; `kv_index` is empty if no prompt is shared."""
     start, length, prompt_start, prompt = (
         np.array(column, np.int64)
@@ -188,7 +188,7 @@ def segments(groups: list[Group]) -> dict[str, np.ndarray]:
     )
 
 
-def positions(groups: list[Group]) -> np.ndarray:
+def positions(groups: list[RowGroup]) -> np.ndarray:
     """Return the position in its sequence of each token of the row, int64 [T]."""
     first = [group.prompt * (k > 0) for group in groups for k in range(len(group.segments))]
     return ranges(np.array(first), np.array([n for group in groups for n in group.segments]))

@@ -199,7 +199,7 @@ def signal_name(number: int) -> str:
 # ---- processes ----
 
 
-class Process(NamedTuple):
+class ProcessParent(NamedTuple):
     """Parent and process group of a process."""
 
     parent: int
@@ -210,18 +210,18 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
-def all_processes() -> dict[int, Process]:
+def all_processes() -> dict[int, ProcessParent]:
     """Return all processes by pid, from /proc/*/stat (not every kernel has /proc/<pid>/task/*/children)."""
     processes = {}
     for pid in _pids():
         with contextlib.suppress(OSError):  # it may have ended
             # pid (name) state parent group ...; the name may hold spaces and parentheses
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            processes[pid] = Process(int(fields[1]), int(fields[2]))
+            processes[pid] = ProcessParent(int(fields[1]), int(fields[2]))
     return processes
 
 
-def descendants(root: int, processes: Mapping[int, Process]) -> list[int]:
+def descendants(root: int, processes: Mapping[int, ProcessParent]) -> list[int]:
     """Return all descendants of `root`, parents before their children."""
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():

@@ -130,9 +130,9 @@ def labels_shifted_by_one(bug: Bug, run, self, micro, temperature):
 @replaces("rl.training.packing.row_attention")
 def attention_across_packed_samples(bug: Bug, row_attention, groups, keys, device):
     """A mask of ones switched the detection of packed samples off; the loss still fell."""
-    from rl.training.rows import Group
+    from rl.training.rows import RowGroup
 
-    return row_attention([Group(0, groups[-1].end)], keys, device)
+    return row_attention([RowGroup(0, groups[-1].end)], keys, device)
 
 
 @exhibit("hiyouga/LlamaFactory#7318")

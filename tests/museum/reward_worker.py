@@ -18,10 +18,10 @@ def later_0(prompt, response, **extra):
 
 
 def main() -> None:
-    from rl.rewards.pool.worker import Scorer
+    from rl.rewards.pool.worker import RewardHost
     from rl.workers.supervisor import run_worker
 
-    class Mixed(Scorer):
+    class Mixed(RewardHost):
         def _await(self, waiting) -> None:
             indices = iter(sorted(index for index, _ in waiting))
             answer = self._answer

@@ -244,7 +244,7 @@ def list_of_weights_lacks_experts(bug: Bug) -> None:
 
 @exhibit("verl-project/verl#6947", at=1, model="deepseek-v3-mtp", overrides=("rollout.draft.method=mtp",))
 @caught_by(SYNCHRONOUS, r"RefitMismatch: \d+ weights cannot be compared: .*layers.3.enorm.* on rank 0: 0 of")
-@replaces("rl.features.drafts.mtp.Mtp.served_map")
+@replaces("rl.features.drafts.mtp.MtpPart.served_map")
 def list_of_weights_lacks_the_head(bug: Bug, served_map, self, weight_map):
     """The head that drafts tokens was not in the list of weights to send, and kept its first weights."""
     return weight_map

@@ -16,7 +16,7 @@ from statistics import median
 
 import pytest
 
-from launch.elastic_files import Generation, Lease
+from launch.elastic_files import ElasticGeneration, Lease
 from tests.records import comparable, records, rollouts
 from tests.slurm.cluster import PATIENCE_S, status, wait_for, write_slow_config
 from tests.spawn import ROOT
@@ -45,9 +45,11 @@ def start(cluster, toy, tmp_path):
     return submit
 
 
-def generations(run: Path) -> list[Generation]:
+def generations(run: Path) -> list[ElasticGeneration]:
     found = [json.loads(path.read_text()) for path in sorted((run / "elastic").glob("generation-*"))]
-    return [Generation(**it | {"members": [Lease(**member) for member in it["members"]]}) for it in found]
+    return [
+        ElasticGeneration(**it | {"members": [Lease(**member) for member in it["members"]]}) for it in found
+    ]
 
 
 def in_phase(run: Path, phase: str, step: int, rank: int = 3):

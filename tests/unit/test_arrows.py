@@ -69,3 +69,18 @@ def test_every_need_of_the_table_is_refused_without_its_entry():
     assert sorted(feature for entry in FEATURES.values() for feature in entry.when.split(", ")) == list(
         OPTIONAL
     )
+
+
+def test_a_class_name_names_one_class():
+    """A reader who meets a name in a log or a signature finds its class with one search."""
+    classes: dict[str, list[str]] = {}
+    program = [
+        ROOT / "train_rl.py",
+        *(file for top in ("rl", "launch", "tools") for file in (ROOT / top).rglob("*.py")),
+    ]
+    for file in program:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    shared = {name: places for name, places in classes.items() if len(places) > 1}
+    assert shared == {}, shared

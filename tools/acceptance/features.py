@@ -16,7 +16,7 @@ FOUR_LAYERS, IMAGES = "Gemma3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"
 
 
 @dataclass(frozen=True)
-class Feature:
+class FeatureRun:
     """A run of a tiny random model with one feature."""
 
     text: str
@@ -36,8 +36,8 @@ class Feature:
     """Whether prompts are the images of tools/make_image_toy.py."""
 
 
-def _replay(tp: int) -> Feature:
-    return Feature(
+def _replay(tp: int) -> FeatureRun:
+    return FeatureRun(
         f"Routers replay the engine's experts; engines of {tp} {'ranks' if tp > 1 else 'rank'}",
         ("training.router_replay=engine", f"rollout.tp={tp}"),
         EXPERTS,
@@ -50,59 +50,59 @@ def _replay(tp: int) -> Feature:
 FEATURES = {
     "router-replay": _replay(1),
     "router-replay-tp2": _replay(2),
-    "sampling-masks": Feature(
+    "sampling-masks": FeatureRun(
         "The trainer renormalises over the tokens that top-p kept", ("rollout.top_p=0.8",)
     ),
-    "adapter-merged": Feature(
+    "adapter-merged": FeatureRun(
         "Adapters of the experts and the attention, merged for the engine",
         ("adapter.kind=lora", "adapter.rank=8"),
         EXPERTS,
     ),
-    "adapter-in-engine": Feature(
+    "adapter-in-engine": FeatureRun(
         "Adapters beside the base weights in the engine, with CUDA graphs, which the sleep must keep valid",
         ("adapter.kind=lora", "adapter.rank=8", "adapter.in_engine=adapter", "rollout.enforce_eager=false"),
     ),
-    "fp8-base": Feature(
+    "fp8-base": FeatureRun(
         "Adapters on a base in FP8, dequantised layer by layer",
         ("adapter.kind=lora", "adapter.rank=8", "adapter.base=fp8"),
     ),
-    "fp8-engine": Feature(
+    "fp8-engine": FeatureRun(
         "Linear layers and experts of the engine in FP8, quantised at each refit",
         ("model.dtype=bfloat16", "rollout.quantization=fp8"),
         EXPERTS,
         sizes=dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_key_value_heads=4),
         differs=True,
     ),
-    "bitwise": Feature(
+    "bitwise": FeatureRun(
         "Engine and trainer compute the same bits",
         ("model.numerics=bitwise",),
         at_most={"training/rollout_probs_diff_max": 0.0},
     ),
-    "draft-model": Feature(
+    "draft-model": FeatureRun(
         "A draft model proposes tokens; the program compares the distribution of its samples by chi-square",
         ("rollout.draft={{path: {teacher}, tokens: 2, min_tokens_per_step: 1}}",),
         above={"perf/draft_acceptance/1": 0},
     ),
-    "draft-head": Feature(
+    "draft-head": FeatureRun(
         "The policy's own head proposes tokens and is refitted with it",
         ("rollout.draft={{method: mtp, tokens: 1, min_tokens_per_step: 1}}", "training.mtp.head_lr=0.001"),
         "DeepseekV3ForCausalLM",
         above={"perf/draft_acceptance/1": 0},
         sizes=dict(num_nextn_predict_layers=1),
     ),
-    "roles": Feature(
+    "roles": FeatureRun(
         "One rank trains and one generates, with weights that are sent between engine steps",
         ROLES,
         differs=True,
         ranks=2,
     ),
-    "critic": Feature("PPO with a critic", ("algorithm=ppo",), above={"critic/vf_loss": 0}),
-    "teacher": Feature(
+    "critic": FeatureRun("PPO with a critic", ("algorithm=ppo",), above={"critic/vf_loss": 0}),
+    "teacher": FeatureRun(
         "Distillation from a teacher with other weights",
         ("algorithm=distill", "teacher.path={teacher}", "reward.function=rl.rewards.exact:score"),
         above={"distill/divergence": 0},
     ),
-    "agents": Feature(
+    "agents": FeatureRun(
         "Games of three turns in an environment",
         (
             f"agents.environment={TASKS}:Echo",
@@ -112,44 +112,44 @@ FEATURES = {
             "rollout.kv_offload_gib=0.1",
         ),
     ),
-    "images": Feature(
+    "images": FeatureRun(
         "A vision tower learns with the policy",
         ("model.vision=train", "data.image_key=images", "data.max_prompt_tokens=32"),
         IMAGES,
         has_images=True,
     ),
-    "recompute": Feature(
+    "recompute": FeatureRun(
         "The backward pass computes attention and experts again",
         ("training.recompute=selective", "training.recompute_modules=[core_attn, moe]"),
         EXPERTS,
     ),
-    "compact-optimizer": Feature(
+    "compact-optimizer": FeatureRun(
         "Adam's moments in bfloat16, half of the optimizer's state in host memory",
         ("training.optimizer.moments=bfloat16", "training.optimizer.host_share=0.5"),
     ),
-    "changed-only": Feature(
+    "changed-only": FeatureRun(
         "A trainer sends its generator only the elements of the weights that changed",
         (*ROLES, "refit.changed_only=true"),
         differs=True,
         ranks=2,
     ),
-    "context-parallel": Feature("Two ranks share each row of tokens", ("training.cp=2",), ranks=2),
-    "pipeline-chunks": Feature(
+    "context-parallel": FeatureRun("Two ranks share each row of tokens", ("training.cp=2",), ranks=2),
+    "pipeline-chunks": FeatureRun(
         "Two pipeline stages of two chunks each", ("training.pp=2", "training.vpp=2"), FOUR_LAYERS, ranks=2
     ),
-    "engine-experts": Feature(
+    "engine-experts": FeatureRun(
         "Whole experts on each rank of an engine of two ranks",
         ("training.ep=2", "rollout.tp=2", "rollout.ep=2"),
         EXPERTS,
         ranks=2,
     ),
-    "dp-attention": Feature(
+    "dp-attention": FeatureRun(
         "Two engines with their own attention share the experts",
         ("training.ep=2", "rollout.ep=2", "rollout.dp_attention=true"),
         EXPERTS,
         ranks=2,
     ),
-    "carry-over": Feature(
+    "carry-over": FeatureRun(
         "Unfinished samples continue in the next step",
         (
             "rollout.carry_over=true",

@@ -13,7 +13,7 @@ VERDICTS = PASS, FAIL, SKIP, NOTE = "pass", "fail", "skip", "note"
 
 
 @dataclass(frozen=True)
-class Row:
+class StageResult:
     """One result of a stage."""
 
     name: str
@@ -29,7 +29,7 @@ class Findings:
 
     path: Path
     writes: bool = True
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StageResult] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     """Values by name, for later stages and for comparisons between machines."""
     timeline: dict[str, float] = field(default_factory=dict)
@@ -38,12 +38,16 @@ class Findings:
     def at_most(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
         """Add a value that passes if it is at most `limit`; NaN fails."""
         verdict = PASS if value <= limit else FAIL
-        self._add(Row(name, verdict, shown(value, unit), f"at most {shown(limit, unit)}", text), value)
+        self._add(
+            StageResult(name, verdict, shown(value, unit), f"at most {shown(limit, unit)}", text), value
+        )
 
     def at_least(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
         """Add a value that passes if it is at least `limit`; NaN fails."""
         verdict = PASS if value >= limit else FAIL
-        self._add(Row(name, verdict, shown(value, unit), f"at least {shown(limit, unit)}", text), value)
+        self._add(
+            StageResult(name, verdict, shown(value, unit), f"at least {shown(limit, unit)}", text), value
+        )
 
     def target(self, name: str, value: float, least: float, *, applies: bool, unit: str = "") -> None:
         """Add a value with a target if it `applies` (on a GPU), else a note."""
@@ -52,18 +56,18 @@ class Findings:
         self.note(name, value, unit=unit, text=f"on a GPU at least {shown(least, unit)}")
 
     def note(self, name: str, value: float, *, unit: str = "", text: str = "") -> None:
-        self._add(Row(name, NOTE, shown(value, unit), text=text), value)
+        self._add(StageResult(name, NOTE, shown(value, unit), text=text), value)
 
     def remark(self, name: str, text: str) -> None:
-        self._add(Row(name, NOTE, text=text))
+        self._add(StageResult(name, NOTE, text=text))
 
     def check(self, name: str, passed: bool, text: str = "", *, value: str = "") -> None:
-        self._add(Row(name, PASS if passed else FAIL, value, text=text))
+        self._add(StageResult(name, PASS if passed else FAIL, value, text=text))
 
     def skip(self, name: str, text: str) -> None:
-        self._add(Row(name, SKIP, text=text))
+        self._add(StageResult(name, SKIP, text=text))
 
-    def _add(self, row: Row, value: float | None = None) -> None:
+    def _add(self, row: StageResult, value: float | None = None) -> None:
         self.rows.append(row)
         if value is not None:
             self.figures[row.name] = value

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.acceptance.stages import ARCHITECTURES, FEW
-from tools.acceptance.worker import Task, world
+from tools.acceptance.worker import StageTask, world
 
 CHANGED_SHARE = 0.1
 """Maximum share of tokens that rounding sends to other experts (3 of 8 experts, random routers, 2 layers)."""
@@ -27,7 +27,7 @@ SCALE = 1e3
 
 
 def run(
-    task: Task,
+    task: StageTask,
     *,
     architectures: Sequence[str],
     dtypes: Sequence[str],
@@ -70,7 +70,7 @@ def _layouts(case: "_Case") -> list[tuple[int, int, int]]:
 class _Case:
     """Parity of one architecture in one dtype, on this rank."""
 
-    def __init__(self, task: Task, device, name: str, dtype: str):
+    def __init__(self, task: StageTask, device, name: str, dtype: str):
         import torch
         import torch.distributed as dist
         from transformers import AutoModelForCausalLM

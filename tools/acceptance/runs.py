@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from rl.run_directory.metric_log import FILE_NAME, read_records
-from tools.acceptance.worker import ROOT, Task
+from tools.acceptance.worker import ROOT, StageTask
 from tools.records import comparable
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -20,7 +20,7 @@ MEAN_DIFFERENCE = "training/rollout_probs_diff_mean"
 
 
 def train(
-    task: Task, name: str, config: str | dict, *overrides: str, ranks: int = 1, **environment: str
+    task: StageTask, name: str, config: str | dict, *overrides: str, ranks: int = 1, **environment: str
 ) -> list[dict]:
     """Run train_rl.py in OUT/name; return its records. config: a file in configs/, or the config itself."""
     directory = task.out / name
@@ -41,7 +41,7 @@ def train(
     return read_records(directory / FILE_NAME)
 
 
-def _toy(task: Task) -> tuple[str, ...]:
+def _toy(task: StageTask) -> tuple[str, ...]:
     """Return overrides with the toy's data, which is made once, and the dtype of this device."""
     from tools.make_toy import make_toy
 
@@ -55,7 +55,7 @@ def _toy(task: Task) -> tuple[str, ...]:
     )
 
 
-def feature(task: Task, *, name: str) -> None:
+def feature(task: StageTask, *, name: str) -> None:
     """Run two steps of a tiny model with one feature; the program's checks end a run that is wrong."""
     import torch
 
@@ -110,7 +110,7 @@ def feature(task: Task, *, name: str) -> None:
         task.findings.check(f"{key} above {limit:g}", value > limit, value=f"{value:.4g}")
 
 
-def learning(task: Task) -> None:
+def learning(task: StageTask) -> None:
     """Train the quickstart: a supervised warm-up, then GRPO to 0.9 held-out accuracy."""
     data = _toy(task)
     for name in ("sft", "grpo"):
@@ -137,7 +137,7 @@ def learning(task: Task) -> None:
     task.findings.note("median step", seconds[len(seconds) // 2], unit="s")
 
 
-def resume(task: Task) -> None:
+def resume(task: StageTask) -> None:
     """Compare a run of four steps with a run that is stopped after its second step and resumed."""
     data = _toy(task)
     overrides = (
@@ -178,7 +178,7 @@ def resume(task: Task) -> None:
         task.findings.note(f"vLLM's compilation in {text}", seconds, unit="s")
 
 
-def timeline(task: Task) -> None:
+def timeline(task: StageTask) -> None:
     """Run GRPO steps of a model with the shape of Qwen2.5-1.5B; report the last step by phase."""
     from tools.acceptance.speed import PROMPT, RESPONSE, checkpoint, save_prompts
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.acceptance.worker import Task, world
+from tools.acceptance.worker import StageTask, world
 
 PROMPT, RESPONSE, SAMPLES = 512, 1024, 8
 """Number of tokens of a prompt, tokens of an answer, and answers of a prompt."""
@@ -44,7 +44,7 @@ GIVEN_BACK = 0.9
 """Target for the share of the predicted memory that sleep and offload give back."""
 
 
-def checkpoint(task: Task) -> Path:
+def checkpoint(task: StageTask) -> Path:
     """Return the directory of the random model, which is made if it does not exist."""
     import torch
     import transformers
@@ -63,7 +63,7 @@ def checkpoint(task: Task) -> Path:
     return directory
 
 
-def save_prompts(task: Task, tokens: int) -> Path:
+def save_prompts(task: StageTask, tokens: int) -> Path:
     """Write random prompts of `tokens` tokens, one per character; return the file."""
     import numpy as np
 
@@ -76,14 +76,14 @@ def save_prompts(task: Task, tokens: int) -> Path:
     return path
 
 
-def _sizes(task: Task) -> tuple[int, int, int]:
+def _sizes(task: StageTask) -> tuple[int, int, int]:
     """Return (number of prompts, tokens of a prompt, tokens of an answer) of the generation."""
     if task.is_rehearsal:
         return 2, 16, 8
     return (8 if task.mode == "quick" else 32), PROMPT, RESPONSE
 
 
-def _prompts(task: Task) -> list:
+def _prompts(task: StageTask) -> list:
     import torch
 
     count, prompt, _ = _sizes(task)
@@ -92,7 +92,7 @@ def _prompts(task: Task) -> list:
     return [torch.randint(3, vocab, (prompt,), generator=generator).int().numpy() for _ in range(count)]
 
 
-def bare_vllm(task: Task, *, in_process: bool = False) -> None:
+def bare_vllm(task: StageTask, *, in_process: bool = False) -> None:
     """Generate the same number of samples with LLM.generate, as vLLM's documentation shows.
 
     in_process: as a rank calls vLLM, with a seed per sample. Otherwise with vLLM's defaults. On a CPU vLLM
@@ -136,7 +136,7 @@ def bare_vllm(task: Task, *, in_process: bool = False) -> None:
     task.findings.note("tokens per second", tokens / seconds, text=f"{tokens} tokens, second call")
 
 
-def run(task: Task) -> None:
+def run(task: StageTask) -> None:
     """Measure the speed and memory of every phase."""
     with world(task) as device:
         _Speed(task, device).measure()
@@ -145,7 +145,7 @@ def run(task: Task) -> None:
 class _Speed:
     """The engines of a run, with measurements of time and memory."""
 
-    def __init__(self, task: Task, device):
+    def __init__(self, task: StageTask, device):
         import torch
 
         from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
@@ -347,7 +347,7 @@ class _Speed:
             self.findings.skip(f"memory in {phase}", f"needs a GPU; {text}")
 
 
-def _matrix_rate(task: Task, device) -> float:
+def _matrix_rate(task: StageTask, device) -> float:
     """Return the best of five rates of a product of square bfloat16 matrices, in operations per second."""
     import torch
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tools.acceptance.features import FEATURES, Feature
+from tools.acceptance.features import FEATURES, FeatureRun
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -89,7 +89,7 @@ def all_stages() -> list[Stage]:
     ]
 
 
-def _feature(name: str, feature: Feature) -> Stage:
+def _feature(name: str, feature: FeatureRun) -> Stage:
     return Stage(name, feature.text, "runs:feature", 300, dict(name=name), ranks=feature.ranks)
 
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 
-from tools.acceptance.worker import Task
+from tools.acceptance.worker import StageTask
 from tools.node_checks import check_gpus, check_versions
 
 PACKAGES = (
@@ -20,7 +20,7 @@ WITHOUT = {
 """Package -> effect if it is missing."""
 
 
-def run(task: Task) -> None:
+def run(task: StageTask) -> None:
     """Report versions and devices; check that the program can be imported."""
     findings = task.findings
     findings.check("Python", sys.version_info >= (3, 11), value=".".join(map(str, sys.version_info[:3])))
@@ -38,7 +38,7 @@ def run(task: Task) -> None:
     findings.check("the program imports", True)
 
 
-def _devices(task: Task) -> None:
+def _devices(task: StageTask) -> None:
     import torch
 
     findings = task.findings

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """The argument of a stage's function."""
 
     findings: Findings
@@ -46,7 +46,7 @@ class Task:
 
 
 @contextmanager
-def world(task: Task) -> Iterator:
+def world(task: StageTask) -> Iterator:
     """Join the other ranks of this stage and yield the device, as train_rl.py does."""
     from rl.runtime.ranks import discover
     from rl.runtime.rendezvous import join_ranks
@@ -72,7 +72,7 @@ def main(name: str, out: str, mode: str) -> None:
     try:
         module, _, function = stage.function.partition(":")
         run = getattr(importlib.import_module(f"tools.acceptance.{module}"), function)
-        run(Task(findings, Path(out), mode), **stage.arguments)
+        run(StageTask(findings, Path(out), mode), **stage.arguments)
     except BaseException as error:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]

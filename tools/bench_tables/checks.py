@@ -59,7 +59,7 @@ def measure(args: Namespace, runs: Path) -> list:
     """Return a row per kind of check, and one for all: the median of its share of a step, in percent."""
     from tools.bench_tables.machine import output_of
     from tools.bench_tables.program import CONFIG, of_task
-    from tools.bench_tables.report import Row, middle
+    from tools.bench_tables.report import TableLine, middle
     from tools.bench_tables.tasks import save_task
 
     task = save_task(runs / "task", args.size, mean_length=args.max_tokens / 2, max_length=args.max_tokens)
@@ -77,9 +77,9 @@ def measure(args: Namespace, runs: Path) -> list:
     steps = steps[2:]  # the first ones compile and allocate
     seconds = middle([step["step"] for step in steps])
 
-    def row(name: str, values: list[float]) -> Row:
+    def row(name: str, values: list[float]) -> TableLine:
         shares = [100 * value / step["step"] for value, step in zip(values, steps)]
-        return Row(name, {"ms": 1000 * middle(values), "step, s": seconds}, middle(shares))
+        return TableLine(name, {"ms": 1000 * middle(values), "step, s": seconds}, middle(shares))
 
     rows = [row(name, [step[name] for step in steps]) for name in CHECKS]
     return [*rows, row("all", [sum(step[name] for name in CHECKS) for step in steps])]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.bench_tables.program import add_step_arguments, compare_configs, turn_seconds
-from tools.bench_tables.report import Row, middle
+from tools.bench_tables.report import TableLine, middle
 from tools.bench_tables.sides import Turn
 from tools.bench_tables.tasks import save_task
 
@@ -37,7 +37,7 @@ def add_carried_sides(add) -> None:
     add("--staleness", type=int, nargs="+", default=[1, 2], help="values of rollout.max_staleness (1 2)")
 
 
-def measure_carry_over(args: Namespace, runs: Path) -> list[Row]:
+def measure_carry_over(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per limit of staleness: tokens per second of both sides, in whole steps and generation."""
     task = save_task(
         runs / "task", args.size, mean_length=args.median, max_length=args.max_tokens, is_log_normal=True
@@ -53,7 +53,7 @@ def measure_carry_over(args: Namespace, runs: Path) -> list[Row]:
     return rows
 
 
-def measure_carried_agents(args: Namespace, runs: Path) -> list[Row]:
+def measure_carried_agents(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per limit of staleness: trajectories per second of whole steps of both sides.
 
     The first step of a turn does not count: environments have answered while the other side had its turn.
@@ -94,7 +94,7 @@ def run_carried(
     return compare_configs(args, task, runs, args.ranks, sides)
 
 
-def rows_of(turns: dict[str, list[Turn]], rates: dict[str, list[float]], unit: str) -> list[Row]:
+def rows_of(turns: dict[str, list[Turn]], rates: dict[str, list[float]], unit: str) -> list[TableLine]:
     """Return a row per side with carry-over. rates: the rates of each side's turns, in `unit`."""
     rows = []
     for side in list(turns)[1:]:
@@ -103,7 +103,7 @@ def rows_of(turns: dict[str, list[Turn]], rates: dict[str, list[float]], unit: s
             f"{label}, {unit}": middle(own) for label, own in rounds.items()
         }
         columns["staleness"] = metric(turns[side], "staleness/mean")
-        rows.append(Row(side, columns, middle(rates[side]) / middle(rates[SYNCHRONOUS]), rounds))
+        rows.append(TableLine(side, columns, middle(rates[side]) / middle(rates[SYNCHRONOUS]), rounds))
     return rows
 
 
@@ -131,7 +131,7 @@ def add_numerics_arguments(add) -> None:
     add("--ranks", type=int, nargs="+", default=[1, 2], help="tensor parallel sizes of both sides (1 2)")
 
 
-def measure_numerics(args: Namespace, runs: Path) -> list[Row]:
+def measure_numerics(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per number of ranks: seconds of a step, and the largest difference of probabilities."""
     task = save_task(runs / "task", args.size, mean_length=args.max_tokens // 2, max_length=args.max_tokens)
     rows = []
@@ -146,5 +146,7 @@ def measure_numerics(args: Namespace, runs: Path) -> list[Row]:
             columns[f"{side}, largest difference"] = max(
                 record["training/rollout_probs_diff_max"] for turn in taken for record in turn
             )
-        rows.append(Row(f"tp {ranks}", columns, middle(seconds[BITWISE]) / middle(seconds[FAST]), seconds))
+        rows.append(
+            TableLine(f"tp {ranks}", columns, middle(seconds[BITWISE]) / middle(seconds[FAST]), seconds)
+        )
     return rows

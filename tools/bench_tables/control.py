@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.bench_tables.program import of_task, run_alone, turn_seconds
-from tools.bench_tables.report import ROOT, Row, middle
+from tools.bench_tables.report import ROOT, TableLine, middle
 from tools.bench_tables.tasks import SIZES, save_task
 
 WORK = ("gen", "old_log_prob", "update_actor", "update_weights")
@@ -39,13 +39,13 @@ def add_arguments(add) -> None:
     )
 
 
-def measure(args: Namespace, runs: Path) -> list[Row]:
+def measure(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per measured world with control's share of the step, and one per simulated world."""
     rows = [share_of_control(ranks, args, runs / f"{ranks}-ranks") for ranks in args.ranks]
     return rows + [simulated_step(world, args) for world in args.worlds]
 
 
-def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
+def share_of_control(ranks: int, args: Namespace, runs: Path) -> TableLine:
     """Return control's share of the step, from metrics.jsonl of a run on this many ranks."""
     task = save_task(runs / "task", args.size, mean_length=80, max_length=128)
     records = run_alone(runs / "lockstep", ranks, of_task(task), args.rounds)
@@ -60,7 +60,7 @@ def share_of_control(ranks: int, args: Namespace, runs: Path) -> Row:
         "s of a step": middle([turn_seconds([record]) for record in records])
     }
     columns |= {f"share of {key}": middle(values) for key, values in shares.items()}
-    return Row(f"{ranks} ranks on this machine", columns, middle(shares["control"]), shares)
+    return TableLine(f"{ranks} ranks on this machine", columns, middle(shares["control"]), shares)
 
 
 # Simulated worlds ---------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def simulated_world(world: int):
         dist.destroy_process_group()
 
 
-def simulated_step(world: int, args: Namespace) -> Row:
+def simulated_step(world: int, args: Namespace) -> TableLine:
     """Return the seconds that one rank spends in the parts of a step that grow with the world.
 
     Its exchange reads the messages of all ranks and builds the batch.
@@ -131,7 +131,7 @@ def simulated_step(world: int, args: Namespace) -> Row:
     timed(columns, "refit plan, s", lambda: refit_plan(hf, weights, world))
     columns["exchange, MiB"] = sum(map(len, messages)) / 2**20
     most = float(max(columns["micro-batch plan, s"], columns["refit plan, s"]))  # type: ignore[type-var]
-    return Row(f"{world} simulated ranks, seconds of the longest plan", columns, most)
+    return TableLine(f"{world} simulated ranks, seconds of the longest plan", columns, most)
 
 
 def timed(columns: dict, name: str, function: Callable):

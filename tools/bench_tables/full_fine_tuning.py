@@ -17,8 +17,8 @@ from rl.dry_run.changes import with_values
 from rl.dry_run.estimate import Estimate, changed, estimate
 from rl.dry_run.hardware import GIB, Hardware
 from rl.dry_run.memory import ITEMSIZE
-from rl.dry_run.shape import Model as ShapeModel
-from tools.bench_tables.report import Row
+from rl.dry_run.shape import ModelShape as ShapeModel
+from tools.bench_tables.report import TableLine
 
 MODELS = ("qwen2.5-7b", "qwen2.5-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
 OPTIMIZERS = {
@@ -35,7 +35,7 @@ def add_arguments(add) -> None:
     add("--tokens", type=int, default=8192, help="longest sequence, of which 1024 are the prompt (8192)")
 
 
-def measure(args: Namespace, runs: Path) -> list[Row]:
+def measure(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per model and optimizer."""
     rows = []
     for model in args.models:
@@ -50,7 +50,7 @@ def measure(args: Namespace, runs: Path) -> list[Row]:
                 "training, GiB of a GPU": memory.peak("training")[0] / GIB,
                 "host, GiB per GPU": (memory.away + memory.optimizer_in_host) / GIB,
             }
-            rows.append(Row(f"{model}, {name}", columns, layout.num_ranks / first))
+            rows.append(TableLine(f"{model}, {name}", columns, layout.num_ranks / first))
     return rows
 
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from tools.bench_tables.machine import output_of
-from tools.bench_tables.report import ROOT, Row, middle
+from tools.bench_tables.report import ROOT, TableLine, middle
 from tools.bench_tables.tasks import save_task
 
 SHORT, LONG = 64, 320
@@ -20,7 +20,7 @@ def add_arguments(add) -> None:
     add("--rounds", type=int, default=5, help="counted generations of each length (5)")
 
 
-def measure(args: Namespace, runs: Path) -> list[Row]:
+def measure(args: Namespace, runs: Path) -> list[TableLine]:
     """Return the milliseconds of an engine step without the model, with both schedulers, by requests."""
     task = save_task(runs / "tiny", "tiny", mean_length=SHORT, max_length=LONG)
     rows = []
@@ -40,7 +40,7 @@ def measure(args: Namespace, runs: Path) -> list[Row]:
                 "ms per step with vLLM's scheduler": middle(theirs),
             }
             name = f"{requests} requests, {'asynchronous' if is_async else 'synchronous'}"
-            rows.append(Row(name, columns, middle(step) / middle(theirs), {OURS: step, THEIRS: theirs}))
+            rows.append(TableLine(name, columns, middle(step) / middle(theirs), {OURS: step, THEIRS: theirs}))
     return rows
 
 

@@ -16,7 +16,7 @@ from rl.config.schema import load_config
 from rl.dry_run.estimate import estimate
 from tools.bench_tables.machine import hardware_of, measure_machine
 from tools.bench_tables.program import CONFIG, of_task, run_alone
-from tools.bench_tables.report import Row, shown
+from tools.bench_tables.report import TableLine, shown
 from tools.bench_tables.sides import CLOCK
 from tools.bench_tables.tasks import save_task
 
@@ -79,7 +79,7 @@ def add_arguments(add) -> None:
     add("--constants", type=Path, help="file of the machine's constants; it is written if it does not exist")
 
 
-def measure(args: Namespace, runs: Path) -> list[Row]:
+def measure(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per layout with predicted and measured seconds of each phase."""
     task = save_task(runs / "task", "2.6M", mean_length=1024, max_length=1024)
     is_known = args.constants and args.constants.exists()
@@ -99,7 +99,7 @@ def measure(args: Namespace, runs: Path) -> list[Row]:
 
 def row_of(
     layout: Measured, task: Path, constants: dict[str, float], directory: Path, args: Namespace
-) -> Row:
+) -> TableLine:
     """Run a layout; return its row."""
     overrides = [*of_task(task), *COMMON, *layout.overrides]
     environment = {"OMP_NUM_THREADS": "1", CLOCK: args.clock}
@@ -121,4 +121,4 @@ def row_of(
     total = sum(predicted.values())
     columns |= {"idle, s": sum(found.idle.values()), "predicted, s": total}
     columns |= {"measured, s": median(totals), "not predicted, s": rest}
-    return Row(layout.name, columns, total / median(totals), seconds)
+    return TableLine(layout.name, columns, total / median(totals), seconds)

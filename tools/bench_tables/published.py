@@ -21,7 +21,7 @@ from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.generation import engines_of, generation_seconds, work_of
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.timing import training_pass
-from tools.bench_tables.report import Row
+from tools.bench_tables.report import TableLine
 
 H20 = dict(gpu_memory_gib=96.0, tflops=148.0, hbm_gb_s=4000.0)
 GB200 = dict(gpu_memory_gib=186.0, tflops=2500.0, hbm_gb_s=8000.0, nvlink_gb_s=900.0, pcie_gb_s=200.0)
@@ -218,17 +218,17 @@ def add_arguments(add) -> None:
     add("--sigma", type=float, default=0.7, help="standard deviation of the logarithm of lengths (0.7)")
 
 
-def measure(args: Namespace, runs: Path) -> list[Row]:
+def measure(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per published run, with predicted and published seconds."""
     return [row_of(run, args.sigma) for run in (*RUNS, *HELD_OUT)]
 
 
-def row_of(run: Published, sigma: float = 0.7) -> Row:
+def row_of(run: Published, sigma: float = 0.7) -> TableLine:
     """Return the row of a published run."""
     phases = seconds_of(run, sigma)
     total = phases.pop("step")
     columns: dict[str, float | int | str] = {**phases, "predicted, s": total, "published, s": run.step_s}
-    return Row(run.name, columns, total / run.step_s)
+    return TableLine(run.name, columns, total / run.step_s)
 
 
 def seconds_of(run: Published, sigma: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 
 @dataclass
-class Row:
+class TableLine:
     """One line of a table."""
 
     name: str
@@ -37,7 +37,7 @@ class Result:
     title: str
     figure: str
     """Meaning of the rows' figures, such as 'bitwise / fast, seconds of a step'."""
-    rows: list[Row]
+    rows: list[TableLine]
     command: str
     machine: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

@@ -49,7 +49,7 @@ CONTENTS = (
 )
 
 
-class Parts:
+class PageData:
     """The data of the page by name."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def write_page(
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("the page needs plotly: pip install 'lockstep[report]'.") from None
-    parts, names = Parts(), _names(list(runs))
+    parts, names = PageData(), _names(list(runs))
     parts.add("plotly", get_plotlyjs())
     shown = []
     for number, (run_dir, records) in enumerate(runs.items()):
@@ -214,7 +214,7 @@ def _reported_at(lines: list[str]) -> float | None:
 
 
 def _samples(
-    parts: Parts, run: int, run_dir: Path, files: dict[int, Path], limit: float
+    parts: PageData, run: int, run_dir: Path, files: dict[int, Path], limit: float
 ) -> tuple[dict[str, Any], list[str]]:
     """Add the stored samples of a run; return their description and the texts of the tokens that occur."""
     import pyarrow as pa

@@ -11,7 +11,7 @@ from rl.config.options import Dumper, flatten
 from rl.config.schema import load_config
 from tools.verl.fit import fitted
 from tools.verl.keys import MISSING, NOT_NEEDED, reason
-from tools.verl.script import Settings, read_settings
+from tools.verl.script import VerlSettings, read_settings
 from tools.verl.translate import translate
 
 
@@ -37,7 +37,7 @@ def convert(
     be needed, if this project cannot do the run, OSError if the file cannot be read.
     """
     given, assumed = read_settings(file, overrides)
-    settings = Settings(given)
+    settings = VerlSettings(given)
     ours, notes = translate(settings, train_rows)
     world_size = settings.get("trainer.nnodes", 1) * settings.get("trainer.n_gpus_per_node", 8)
     changes, more = fitted(only_changes(ours), world_size, shape=shape, gpu_memory_gib=gpu_memory_gib)

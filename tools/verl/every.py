@@ -13,7 +13,7 @@ from tools.verl.convert import convert
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Conversion:
     """The result of converting one script."""
 
     script: str
@@ -23,7 +23,7 @@ class Outcome:
     """Why there is no such config; "" if there is one."""
 
 
-def convert_every(checkout: Path, out: Path, *, train_rows: int, gpu_memory_gib: float) -> list[Outcome]:
+def convert_every(checkout: Path, out: Path, *, train_rows: int, gpu_memory_gib: float) -> list[Conversion]:
     """Convert all scripts in the folder examples of a checkout; write the configs that pass to `out`.
 
     A config passes if the dry run accepts it on the script's own number of GPUs of `gpu_memory_gib` GiB.
@@ -38,25 +38,25 @@ def convert_every(checkout: Path, out: Path, *, train_rows: int, gpu_memory_gib:
         return pool.map(one, [script.relative_to(checkout.resolve()) for script in scripts], chunksize=1)
 
 
-def attempt(script: Path, *, out: Path, train_rows: int, gpu_memory_gib: float) -> Outcome:
+def attempt(script: Path, *, out: Path, train_rows: int, gpu_memory_gib: float) -> Conversion:
     """Convert one script and start the dry run. script: relative to the working directory."""
     file = out / f"{'__'.join(script.with_suffix('').parts[1:])}.yaml"
     file.unlink(missing_ok=True)
     try:
         found = convert(script, train_rows=train_rows, gpu_memory_gib=gpu_memory_gib)
     except ValueError as error:
-        return Outcome(str(script), refusal=one_line(str(error)))
+        return Conversion(str(script), refusal=one_line(str(error)))
     file.write_text(found.text)
     size, memory = f"--world-size={found.world_size}", f"--gpu-memory-gib={gpu_memory_gib}"
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
         code = dry_run(["--config", str(file), "--dry-run", size, memory])
     if not code:
-        return Outcome(str(script), found.world_size)
+        return Conversion(str(script), found.world_size)
     file.unlink()
     text, _, unfitting = output.getvalue().partition("DOES NOT FIT")
     errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
     errors += [line for line in found.report.splitlines() if "was assumed, because the script" in line]
-    return Outcome(str(script), refusal=one_line(unfitting or " ".join(errors)))
+    return Conversion(str(script), refusal=one_line(unfitting or " ".join(errors)))
 
 
 def one_line(text: str) -> str:

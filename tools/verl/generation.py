@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tools.verl.script import Settings
+from tools.verl.script import VerlSettings
 
 NAMES = {
     "data.path": "data.train_files",
@@ -13,7 +13,7 @@ NAMES = {
 """Setting of main_generation, verl's older program -> setting of main_generation_server."""
 
 
-def read_generation(settings: Settings, notes: list[str]) -> bool:
+def read_generation(settings: VerlSettings, notes: list[str]) -> bool:
     """Return whether the script only generates; give its settings the names of training's settings."""
     given = settings.given
     if not given.get("data.output_path"):
@@ -34,7 +34,7 @@ def read_generation(settings: Settings, notes: list[str]) -> bool:
     return True
 
 
-def generation(settings: Settings, notes: list[str], rows: int) -> dict[str, Any]:
+def generation(settings: VerlSettings, notes: list[str], rows: int) -> dict[str, Any]:
     """Translate what is generated and where it is stored. rows: number of the prompts; 0 if unknown."""
     notes.append(
         f"data.output_path={settings.get('data.output_path')}: responses and their scores are in "

@@ -4,7 +4,7 @@ from math import log
 from typing import Any
 
 from tools.verl.keys import AGGREGATIONS, ALGORITHMS, KL_ESTIMATORS, LOSSES, WEIGHTS
-from tools.verl.script import Settings
+from tools.verl.script import VerlSettings
 
 NO_RATIO = ("gmpo", "dppo-kl")
 """Losses with a clip_low that bounds a log-ratio or a divergence, and may be above 1."""
@@ -12,7 +12,7 @@ ALWAYS_SEQUENCE_MEAN = ("sapo", "geo_mean")
 """Losses that verl averages as seq-mean-token-mean whatever `loss_agg_mode` says."""
 
 
-def pick(settings: Settings, key: str, default: str, table: dict[str, Any]) -> Any:
+def pick(settings: VerlSettings, key: str, default: str, table: dict[str, Any]) -> Any:
     """Return the table's entry for a setting. Raises ValueError if it has none."""
     value = str(settings.get(key, default))
     if value not in table:
@@ -23,7 +23,7 @@ def pick(settings: Settings, key: str, default: str, table: dict[str, Any]) -> A
     return table[value]
 
 
-def objective(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def objective(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate the algorithm, its loss and its KL terms."""
     get, actor = settings.get, "actor_rollout_ref.actor"
     algorithm, advantage = pick(settings, "algorithm.adv_estimator", "gae", ALGORITHMS)
@@ -100,7 +100,7 @@ def objective(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours | kl_terms(settings, algorithm, notes) | correction(settings)
 
 
-def clip_range(settings: Settings, notes: list[str]) -> tuple[float, float]:
+def clip_range(settings: VerlSettings, notes: list[str]) -> tuple[float, float]:
     """Return verl's clip_ratio_low and clip_ratio_high.
 
     verl's own configs set both to 0.2, and then do not read clip_ratio; it counts where a bound is null.
@@ -117,7 +117,7 @@ def clip_range(settings: Settings, notes: list[str]) -> tuple[float, float]:
     return low, high
 
 
-def kl_terms(settings: Settings, algorithm: str, notes: list[str]) -> dict[str, Any]:
+def kl_terms(settings: VerlSettings, algorithm: str, notes: list[str]) -> dict[str, Any]:
     """Translate the KL divergence from the reference policy, in the loss and in the reward."""
     get, actor = settings.get, "actor_rollout_ref.actor"
     ours: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def kl_terms(settings: Settings, algorithm: str, notes: list[str]) -> dict[str, 
     return ours
 
 
-def correction(settings: Settings) -> dict[str, Any]:
+def correction(settings: VerlSettings) -> dict[str, Any]:
     """Translate the rollout correction."""
     get, part = settings.get, "algorithm.rollout_correction"
     ours: dict[str, Any] = {}

@@ -38,7 +38,7 @@ OWN_CONFIGS = r"^(\w*ppo\w*_trainer|sft_trainer\w*|generation|evaluation)$"
 """Pattern of the names of configs that verl itself has."""
 
 
-class Settings:
+class VerlSettings:
     """The settings of a verl run by dotted key; notes which of them were translated."""
 
     def __init__(self, given: dict[str, Any]):

@@ -8,14 +8,14 @@ from typing import Any
 from tools.verl.generation import generation, read_generation
 from tools.verl.keys import EXPERTS, MANAGERS, MODELS, OFF, REFUSED, REPLAY, SEES, SOURCES, TEXT_ALONE, reason
 from tools.verl.objective import objective, pick
-from tools.verl.script import Settings
+from tools.verl.script import VerlSettings
 from tools.verl.tuning import adapter, distillation, is_tuning, listed, tuning_data, uses_megatron
 
 MODEL_PATHS = ("actor_rollout_ref.model.path", "model.path")
 """Settings that name the model, of RL and of supervised fine-tuning."""
 
 
-def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list[str]]:
+def translate(settings: VerlSettings, train_rows: int) -> tuple[dict[str, Any], list[str]]:
     """Return this project's settings by dotted key, and notes for the user.
 
     Raises ValueError for a setting with an unknown value.
@@ -39,7 +39,7 @@ def translate(settings: Settings, train_rows: int) -> tuple[dict[str, Any], list
     return ours, notes
 
 
-def refuse(settings: Settings) -> None:
+def refuse(settings: VerlSettings) -> None:
     """Raise ValueError for a setting or a model that this project cannot run, with what would be needed."""
     for key in MODEL_PATHS:
         if why := reason(str(settings.given.get(key, "")), MODELS):
@@ -55,12 +55,12 @@ def refuse(settings: Settings) -> None:
             raise ValueError(f"{key}={text[:80]}{'...' if len(text) > 80 else ''}: {why}")
 
 
-def reads_images(settings: Settings) -> bool:
+def reads_images(settings: VerlSettings) -> bool:
     """Return whether the script's data have images: it names their column, or verl's data set of images."""
     return "data.image_key" in settings.given or "geo3k" in str(settings.given.get("data.train_files", ""))
 
 
-def data(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def data(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate the data, its lengths and its batches."""
     get = settings.get
     per_step = get("data.train_batch_size", 1024)
@@ -101,7 +101,7 @@ def data(settings: Settings, notes: list[str]) -> dict[str, Any]:
     )
 
 
-def template_variables(settings: Settings) -> dict[str, Any]:
+def template_variables(settings: VerlSettings) -> dict[str, Any]:
     """Translate the variables of the chat template."""
     name = "data.apply_chat_template_kwargs"
     variables = dict(settings.get(name, {}))
@@ -112,7 +112,7 @@ def template_variables(settings: Settings) -> dict[str, Any]:
     return {"data.template_kwargs": variables} if variables else {}
 
 
-def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def layout(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate the model, the training grid and the sizes of micro-batches."""
     get, actor = settings.get, "actor_rollout_ref.actor"
     longest = get("data.max_prompt_length", 512) + get("data.max_response_length", 512)
@@ -140,13 +140,13 @@ def layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours
 
 
-def has_tower(settings: Settings) -> bool:
+def has_tower(settings: VerlSettings) -> bool:
     """Return whether the model reads images: its name says so, or the script names their column."""
     paths = [str(settings.given.get(key, "")) for key in MODEL_PATHS]
     return "data.image_key" in settings.given or any(re.search(SEES, path) for path in paths)
 
 
-def images(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def images(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate the images of a model that reads them; verl trains the tower unless it is frozen.
 
     Adapters freeze it.
@@ -167,7 +167,7 @@ def images(settings: Settings, notes: list[str]) -> dict[str, Any]:
     }
 
 
-def tuning_layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def tuning_layout(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate supervised fine-tuning: its model and data, and the grid."""
     get = settings.get
     longest = get("data.max_length", 1024)
@@ -184,7 +184,7 @@ def tuning_layout(settings: Settings, notes: list[str]) -> dict[str, Any]:
 
 
 def grid(
-    settings: Settings, part: str, notes: list[str], *, recompute: bool, at_least: int
+    settings: VerlSettings, part: str, notes: list[str], *, recompute: bool, at_least: int
 ) -> dict[str, Any]:
     """Translate the parallel sizes of the training engine.
 
@@ -218,7 +218,7 @@ def grid(
     return {"training.tp": tp, **experts, "training.recompute": "full" if recompute else "none"}
 
 
-def recomputation(settings: Settings, part: str, notes: list[str]) -> dict[str, Any]:
+def recomputation(settings: VerlSettings, part: str, notes: list[str]) -> dict[str, Any]:
     """Translate what Megatron's backward pass computes again. part: prefix of its settings."""
     granularity, modules, method, number = (
         settings.get(f"{part}_{name}") for name in ("granularity", "modules", "method", "num_layers")
@@ -234,7 +234,7 @@ def recomputation(settings: Settings, part: str, notes: list[str]) -> dict[str, 
     return {"training.recompute": granularity or "none"}
 
 
-def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def rollout(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate generation and validation."""
     get, part = settings.get, "actor_rollout_ref.rollout"
     engine = get(f"{part}.name", "vllm")
@@ -260,7 +260,7 @@ def rollout(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours | validation_sampling(settings, notes, ours)
 
 
-def validation_sampling(settings: Settings, notes: list[str], ours: dict[str, Any]) -> dict[str, Any]:
+def validation_sampling(settings: VerlSettings, notes: list[str], ours: dict[str, Any]) -> dict[str, Any]:
     """Translate the sampling of validation. ours: the sampling of training.
 
     verl's engine reads the temperature, which is 0 by default; do_sample has no effect.
@@ -294,7 +294,7 @@ def validation_sampling(settings: Settings, notes: list[str], ours: dict[str, An
     }
 
 
-def reward(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def reward(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate the reward function, the overlong punishment and the reward model."""
     get = settings.get
     ours: dict[str, Any] = {}
@@ -346,7 +346,7 @@ def reward(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours
 
 
-def trainer(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def trainer(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate names, checkpoints and logs; note the number of ranks."""
     get = settings.get
     nodes, gpus = get("trainer.nnodes", 1), get("trainer.n_gpus_per_node", 8)
@@ -380,7 +380,7 @@ def trainer(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours
 
 
-def steps(settings: Settings, notes: list[str], ours: dict[str, Any], rows: int, *, epochs: int) -> dict:
+def steps(settings: VerlSettings, notes: list[str], ours: dict[str, Any], rows: int, *, epochs: int) -> dict:
     """Translate the length of the run, and intervals in epochs. epochs: verl's default."""
     per_step = ours["data.prompts_per_step"]
     total, epochs = settings.get("trainer.total_training_steps"), settings.get("trainer.total_epochs", epochs)
@@ -416,7 +416,9 @@ def count_rows(file: str) -> int:
     return pq.read_metadata(file).num_rows
 
 
-def optimizer(settings: Settings, target: str, part: str, max_steps: int | None, notes: list[str]) -> dict:
+def optimizer(
+    settings: VerlSettings, target: str, part: str, max_steps: int | None, notes: list[str]
+) -> dict:
     """Translate an optimizer."""
     get = settings.get
     kind = str(get(f"{part}.optimizer", "adamw"))

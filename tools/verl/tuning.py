@@ -3,15 +3,15 @@
 from typing import Any
 
 from tools.verl.keys import TARGETS
-from tools.verl.script import Settings
+from tools.verl.script import VerlSettings
 
 
-def is_tuning(settings: Settings) -> bool:
+def is_tuning(settings: VerlSettings) -> bool:
     """Return whether the settings are for verl's trainer for supervised fine-tuning."""
     return any(key.startswith(("model.", "optim.")) for key in settings.given)
 
 
-def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def tuning_data(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate the model and the data of supervised fine-tuning."""
     get = settings.get
     longest = get("data.max_length", 1024)
@@ -46,7 +46,7 @@ def tuning_data(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours | {"data.response_key": ".".join(names), "rollout.max_response_tokens": longest}
 
 
-def uses_megatron(settings: Settings, part: str) -> bool:
+def uses_megatron(settings: VerlSettings, part: str) -> bool:
     """Return whether verl trains with Megatron. part: prefix of the settings of the engine."""
     engines = {settings.get(key) for key in ("model_engine", "engine", f"{part}model_engine")}
     given = any(key.startswith((f"{part}megatron.", "megatron.")) for key in settings.given)
@@ -57,7 +57,7 @@ def listed(value: Any) -> list[str]:
     return [str(v) for v in value] if isinstance(value, list) else [str(value)]
 
 
-def adapter(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def adapter(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate LoRA."""
     part = "model" if is_tuning(settings) else "actor_rollout_ref.model"
     get = settings.get
@@ -82,7 +82,7 @@ def adapter(settings: Settings, notes: list[str]) -> dict[str, Any]:
     return ours
 
 
-def distillation(settings: Settings, notes: list[str]) -> dict[str, Any]:
+def distillation(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate on-policy distillation.
 
     verl's policy gradient of the one-sample estimate k1 has the gradient of the reverse KL divergence as its

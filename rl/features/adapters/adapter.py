@@ -41,7 +41,7 @@ from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
 from rl.training.adapted_weight import AdaptedWeight
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 from rl.training.weights import WeightMap, load_hf, mark_split_weights
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class WrongLearning(RuntimeError):
     """Raised on every rank if frozen weights have changed, or the optimizer does not own an adapter."""
 
 
-class Adapters(Part):
+class Adapters(TrainerPart):
     """The adapters of one model: their parameters on this rank, and their part of the layers' outputs.
 
     Args:
@@ -601,13 +601,13 @@ def _whole(weights: WeightMap, weight: Weight) -> Tensor:
     return full
 
 
-def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
     """Return the parts of a model with adapters.
 
     base_of: a model with the same frozen weights; the new model uses its memory.
     """
     assert base_of is None or config.adapter.init != "pissa", "PiSSA changes the weights of another model"
-    found: list[Part] = [] if base_of is None else [SharedBase(base_of)]
+    found: list[TrainerPart] = [] if base_of is None else [SharedBase(base_of)]
     if model.has_adapters:
         is_policy = model.name == "policy"
         adapter = config.adapter if is_policy else replace(config.adapter, path="")

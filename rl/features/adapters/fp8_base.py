@@ -20,13 +20,13 @@ from rl.models.adapters import adapters
 from rl.models.boxes import whole
 from rl.models.fp8_blocks import dequantised, quantised
 from rl.models.layout import Weight
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 
-class Fp8Base(Part):
+class Fp8Base(TrainerPart):
     """The frozen weights of a model's linear layers on this rank; the last part. Not collective."""
 
     def attach(self, engine: "TrainingEngine") -> None:

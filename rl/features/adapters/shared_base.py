@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from rl.training.engine import TrainingEngine
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 from rl.training.weights import WeightMap
 
 
-class SharedBase(Part):
+class SharedBase(TrainerPart):
     """Uses the memory of `owner`'s weights, a model of the same layout with low-rank adapters.
 
     For example, a critic uses the policy's base, and all points of a sweep in one job use the first point's.

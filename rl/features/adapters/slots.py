@@ -20,7 +20,7 @@ from rl.config.schema import Config
 from rl.models import architecture
 from rl.models.adapters import LowRank, adapters
 from rl.rollout import cpu_support
-from rl.rollout.parts import Part, WeightSlots
+from rl.rollout.parts import EnginePart, WeightSlots
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as `max_lora_rank`."""
@@ -136,6 +136,6 @@ class AdapterSlots(WeightSlots):
         return out
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine that holds adapters beside its weights."""
     return [AdapterSlots(adapters)] if adapters else []

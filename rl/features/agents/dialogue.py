@@ -29,15 +29,23 @@ import numpy as np
 
 from rl.config.schema import Config
 from rl.features.agents.chat import TooLong
-from rl.features.agents.environment import OF_LIMITS, Failure, Reply, Run, Score, Step, ToolCalls
+from rl.features.agents.environment import (
+    OF_LIMITS,
+    AgentRun,
+    Failure,
+    FinalScore,
+    GameTurn,
+    Reply,
+    ToolCalls,
+)
 from rl.features.agents.pool import once, to_row
 from rl.features.agents.replica_environments import Environments
 from rl.features.agents.session import Session, address_of, refuse_unoffered
-from rl.features.agents.trajectory import Diverged, Limits, Row, Trajectory, log_of
+from rl.features.agents.trajectory import Diverged, Trajectory, TrajectoryLimits, TrajectoryRow, log_of
 from rl.rollout.events import Abort, Event
 from rl.rollout.samples import Completion, Request, Sample
 from rl.rollout.sampling import Sampling, seed_of
-from rl.rollout.source import Dialogue, Start
+from rl.rollout.source import Dialogue, StartedSample
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.features.agents.endpoint import EndpointRequest
@@ -98,7 +106,9 @@ class Trajectories(Dialogue):
         self._config = config = environments.config
         self._pool, self._chat = environments.pool, environments.chat
         self._capacity, self._keeps_failed = capacity, keeps_failed
-        self._limits = Limits(config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context)
+        self._limits = TrajectoryLimits(
+            config.max_turns, config.max_tokens_per_turn, sampling.max_tokens, max_context
+        )
         self._in_waves = config.order == "waves"
         self._aborts: list[Event] = []
         self._sessions: dict[str, Session] = {}
@@ -107,7 +117,7 @@ class Trajectories(Dialogue):
         """Sessions by the names of their requests in the engine."""
         self._replies: list[Reply] = []
         """Answers that have arrived and wait to be taken."""
-        self._wave: list[tuple[Start, list[Sample]]] = []
+        self._wave: list[tuple[StartedSample, list[Sample]]] = []
         """Trajectories that have ended in the present wave."""
         self._unanswered: set[str] = set()
         """Sessions that wait for an answer of their environment."""
@@ -140,7 +150,7 @@ class Trajectories(Dialogue):
         has_room = num_requests <= self._capacity and num_sessions <= SESSIONS_PER_REQUEST * self._capacity
         return has_room or not self._sessions
 
-    def start(self, start: Start) -> None:
+    def start(self, start: StartedSample) -> None:
         self._next_number[start.group] = max(self._next_number[start.group], start.next_number)
         kept = self._environments.take(address_of(start))
         if kept is None:
@@ -219,9 +229,9 @@ class Trajectories(Dialogue):
 
     def _open(
         self,
-        start: Start,
+        start: StartedSample,
         *,
-        log: Sequence[Row] = (),
+        log: Sequence[TrajectoryRow] = (),
         execution: int = 0,
         is_repeated: bool = False,
         alone: bool = False,
@@ -242,7 +252,7 @@ class Trajectories(Dialogue):
         self._sessions[session.address] = session
         session.asked = time.monotonic()
 
-    def _resume(self, session: Session, start: Start) -> None:
+    def _resume(self, session: Session, start: StartedSample) -> None:
         """Continue a trajectory of an earlier call."""
         trajectory = session.trajectory
         session.start, trajectory.prompt, trajectory.execution = start, start.group, 0
@@ -272,7 +282,7 @@ class Trajectories(Dialogue):
         self._close(session)
         self._open(session.start, execution=session.trajectory.execution + 1)
 
-    def _further(self, start: Start) -> Start:
+    def _further(self, start: StartedSample) -> StartedSample:
         """Return a further sample of a group, in place of a sample with a failed environment."""
         number = self._next_number[start.group]
         self._next_number[start.group] += 1
@@ -288,7 +298,7 @@ class Trajectories(Dialogue):
         """Ask for the score, after the last turn. Raises Diverged if the log has further turns."""
         if session.trajectory.is_logged:
             raise Diverged(f"it ended the trajectory after turn {session.trajectory.num_turns}")
-        self._call(session, Score(session.messages))
+        self._call(session, FinalScore(session.messages))
 
     def _take_replies(self) -> None:
         """Take the environments' answers that have arrived."""
@@ -361,7 +371,7 @@ class Trajectories(Dialogue):
             return
         if session.drives == "run":
             endpoint, session.is_driving = self._environments.start_endpoint(), True
-            self._call(session, Run(endpoint.base_url, endpoint.open(session.address)))
+            self._call(session, AgentRun(endpoint.base_url, endpoint.open(session.address)))
             return
         if self._config.structured_tool_calls and session.tools:
             try:
@@ -458,7 +468,7 @@ class Trajectories(Dialogue):
         if session.drives == "run":
             self._answer(session, context, completion, turn.message)
         elif session.drives == "step":
-            self._call(session, Step(turn.text))
+            self._call(session, GameTurn(turn.text))
         elif turn.tool_calls:
             self.counts["tool_calls"] += len(turn.tool_calls) * is_new
             self._call(session, ToolCalls(turn.tool_calls))
@@ -484,7 +494,7 @@ class Trajectories(Dialogue):
         self.counts["turns"] += trajectory.num_turns
         self.counts["rows"] += len(samples)
 
-    def _note_ended(self, start: Start, rows: list[Sample]) -> None:
+    def _note_ended(self, start: StartedSample, rows: list[Sample]) -> None:
         """Report a trajectory's end. With waves, report it at the end of the wave, because schedules act on
         it."""
         (self._wave if self._in_waves else self.ended).append((start, rows))
@@ -532,7 +542,7 @@ class Trajectories(Dialogue):
 
     def _serve(self, session: Session) -> None:
         """Make the request of the turn that an agent asks for, or refuse it."""
-        from rl.features.agents.endpoint import Refused
+        from rl.features.agents.endpoint import RefusedRequest
 
         asked, trajectory = session.inbox[0], session.trajectory
         session.is_asked, request, why = False, None, "no tokens of rollout.max_response_tokens are left"
@@ -560,7 +570,7 @@ class Trajectories(Dialogue):
             why, is_spent = str(error), False
         if request is None:
             session.is_spent |= is_spent
-            self._reply(session, error=Refused(why))
+            self._reply(session, error=RefusedRequest(why))
             return
         self._unanswered.discard(session.address)
         self._request(session, request)

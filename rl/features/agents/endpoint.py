@@ -95,7 +95,7 @@ class EndpointRequest:
     reply: "Future[EndpointReply]" = field(default_factory=Future)
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """The answer to a request that cannot be served; the client receives it as an error with status 400."""
 
 
@@ -142,7 +142,7 @@ class Endpoint:
             turns = self._turns.pop(session, {})
         for reply in turns.values():
             with contextlib.suppress(InvalidStateError):  # the request is answered, or the client has gone
-                reply.set_exception(Refused("the trajectory has ended"))
+                reply.set_exception(RefusedRequest("the trajectory has ended"))
 
     def shutdown(self) -> None:
         """Close all sessions and end the server."""
@@ -207,7 +207,7 @@ class Endpoint:
                 return _error(408, f"the body of the request took longer than {BODY_S:g} s")
             except MALFORMED as error:
                 return _error(400, f"malformed request: {type(error).__name__}: {error}")
-            except Refused as error:
+            except RefusedRequest as error:
                 return _error(400, str(error))
             reply = self._ask(EndpointRequest(session, **fields, is_learned=body.get("store") is not False))
             if reply is None:
@@ -215,7 +215,7 @@ class Endpoint:
             try:
                 # Shielded, because a repeated request may wait for it too.
                 written = write(body, await asyncio.shield(asyncio.wrap_future(reply)))
-            except Refused as error:
+            except RefusedRequest as error:
                 return _error(400, str(error))
             return _stream(written, body) if body.get("stream") else web.json_response(written)
 
@@ -301,7 +301,7 @@ class Endpoint:
     def _read_tokens(self, body: dict) -> dict:
         """Return the fields of a request for tokens."""
         if body.get("stream"):
-            raise Refused("stream is not supported by this address")
+            raise RefusedRequest("stream is not supported by this address")
         if not all(type(id) is int for id in body["token_ids"]):
             raise ValueError("token_ids must be integers, not numbers such as 1.5 or true")
         token_ids, size = np.asarray(body["token_ids"], np.int32), len(self._tokenizer)
@@ -324,7 +324,7 @@ class Endpoint:
 def _read_chat(body: dict) -> dict:
     """Return the fields of a request for a message."""
     if body.get("n", 1) not in (1, None):
-        raise Refused("n > 1 is not supported by this address")
+        raise RefusedRequest("n > 1 is not supported by this address")
     messages = normalise(body["messages"])
     if not messages:
         raise ValueError("messages is empty")
@@ -359,7 +359,7 @@ def normalise(messages: Messages) -> Messages:
         content = message.get("content", "")
         if not isinstance(content, str):
             if any(part.get("type") != "text" for part in content):
-                raise Refused("only messages of text are supported")
+                raise RefusedRequest("only messages of text are supported")
             content = "".join(part["text"] for part in content)
         message["content"] = content
         message["role"] = ALIASES.get(str(message["role"]), message["role"])
@@ -373,7 +373,7 @@ def _normal_call(call: dict) -> dict:
     function = call.get("function", call)
     name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not isinstance(call.get("id"), str):
-        raise Refused(
+        raise RefusedRequest(
             f"a call in tool_calls is {json.dumps(call):.200}; it must be {{id, type: function, function: "
             "{name, arguments}}"
         )

@@ -55,7 +55,7 @@ class ToolCalls:
 
 
 @dataclass(frozen=True)
-class Step:
+class GameTurn:
     """A turn in a game."""
 
     text: str
@@ -63,7 +63,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class AgentRun:
     """The whole trajectory of an agent that calls the engine itself.
 
     The call has no time limit in the pool: the source limits the time between the agent's requests.
@@ -74,13 +74,13 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Score:
+class FinalScore:
     """The end of a trajectory."""
 
     messages: Messages
 
 
-Action = ToolCalls | Step | Run | Score
+Action = ToolCalls | GameTurn | AgentRun | FinalScore
 
 
 class Failure(StrEnum):

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl.config.agent_plan import AgentPlan
-from rl.features.agents.environment import Action, Failure, Reply, Run, Step, ToolCalls
+from rl.features.agents.environment import Action, AgentRun, Failure, GameTurn, Reply, ToolCalls
 from rl.features.agents.worker import MAX_LINE_BYTES
 from rl.workers.pool import START_ATTEMPTS, Pool
 from rl.workers.process import WorkerProcess
@@ -224,7 +224,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         """Send an action to a session whose last request is answered."""
         called = self._sessions[session]
         assert called.started is None, f"{session} has not answered {called.kind}"
-        kinds = {ToolCalls: "tools", Step: "step", Run: "run"}
+        kinds = {ToolCalls: "tools", GameTurn: "step", AgentRun: "run"}
         called.kind = kinds.get(type(action), "score")
         called.num_requests += 1
         self._request(called, "act", action)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.data.held import PLACES
-from rl.data.images import Image, ImageFormat, expand, placed_pixels, read_image
+from rl.data.images import ImageFormat, PromptImage, expand, placed_pixels, read_image
 from rl.data.prompts import Prompt
 from rl.features.agents.environment import Messages
 from rl.features.agents.sight import Sight
@@ -24,8 +24,8 @@ class SeenImages(Sight):
     def __init__(self, format: ImageFormat, prompt: Prompt):
         super().__init__(prompt)
         self._format = format
-        self._images: list[Image] = []
-        self._taken: list[Image] = []
+        self._images: list[PromptImage] = []
+        self._taken: list[PromptImage] = []
         """Images of the last messages, until their tokens have places."""
 
     def take(self, messages: Messages) -> Messages:

@@ -11,7 +11,7 @@ from rl.features.agents.chat import Chat
 from rl.features.agents.environment import Messages, Reply, answer_digest
 from rl.features.agents.sight import Sight
 from rl.features.agents.trajectory import Trajectory
-from rl.rollout.source import Start
+from rl.rollout.source import StartedSample
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
     from rl.features.agents.endpoint import EndpointRequest
@@ -25,7 +25,7 @@ class WrongAnswer(RuntimeError):
 class Session:
     """A trajectory with the environment that answers it."""
 
-    start: Start
+    start: StartedSample
     trajectory: Trajectory
     sight: Sight
     messages: Messages = field(default_factory=list)
@@ -150,7 +150,7 @@ def refuse_unoffered(prompt: Prompt, session: Session) -> None:
         )
 
 
-def address_of(start: Start) -> str:
+def address_of(start: StartedSample) -> str:
     """Return the name of a sample's session in the pool and at the endpoint, unique among the open sessions.
     For example, "draw 17.2" is sample 2 of draw 17."""
     draw = start.prompt.draw

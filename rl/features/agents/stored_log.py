@@ -25,7 +25,7 @@ from rl.runtime.plain_data import decode, encode
 log = logging.getLogger(__name__)
 
 
-class Recorder:
+class CompletionRecorder:
     """Keeps the completions that a source receives (a `Source`)."""
 
     def __init__(self, source: Source):
@@ -41,7 +41,7 @@ class Recorder:
 
 
 @dataclass
-class _Part:
+class _VersionPart:
     """Events and completions of a replica under one version of the weights."""
 
     version: int
@@ -104,7 +104,7 @@ class VersionRecorder:
         self._source, self._sampling, self._path_of = source, sampling, path_of
         self._is_async = is_async
         self._live: dict[str, Request] = {}
-        self._parts = [_Part(version, 0, path_of(version), {})]
+        self._parts = [_VersionPart(version, 0, path_of(version), {})]
         """The logs that are not written; the last log belongs to the present weights."""
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
@@ -113,7 +113,9 @@ class VersionRecorder:
         for event in events:
             if isinstance(event, Weights) and event.version != self._parts[-1].version:
                 self._parts[-1].note(step, [*kept, *map(Abort, self._live), Done()])
-                self._parts.append(_Part(event.version, step, self._path_of(event.version), dict(self._live)))
+                self._parts.append(
+                    _VersionPart(event.version, step, self._path_of(event.version), dict(self._live))
+                )
                 kept = []
             elif isinstance(event, Add):
                 self._live[event.request.name] = event.request

@@ -18,7 +18,7 @@ from rl.rollout.sampling import seed_of
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrajectoryLimits:
     """Limits of a trajectory, in turns and in tokens."""
 
     turns: int
@@ -35,7 +35,7 @@ class Diverged(Exception):
 
 
 @dataclass
-class Row:
+class TrajectoryRow:
     """A context and the segments after it."""
 
     prompt_ids: np.ndarray
@@ -64,13 +64,13 @@ class Trajectory:
         number: int,
         *,
         seed: int,
-        limits: Limits,
-        log: Sequence[Row] = (),
+        limits: TrajectoryLimits,
+        log: Sequence[TrajectoryRow] = (),
         execution: int = 0,
     ):
         self.prompt, self.number, self.limits = prompt, number, limits
         self.seed, self.execution = seed, execution
-        self.rows: list[Row] = []
+        self.rows: list[TrajectoryRow] = []
         self.num_turns = 0
         """Number of complete turns."""
         self.num_asides = 0
@@ -113,7 +113,7 @@ class Trajectory:
             raise Diverged(f"it changed the conversation after turn {self.num_turns}")
         if len(self.rows) < len(self._log):
             self._compare(np.array_equal(self._log[len(self.rows)].prompt_ids, token_ids))
-        self.rows.append(Row(token_ids))
+        self.rows.append(TrajectoryRow(token_ids))
 
     def give(self, token_ids: np.ndarray, source: str) -> bool:
         """Append tokens that the policy did not sample; return whether they leave room for another turn.
@@ -194,7 +194,7 @@ class Trajectory:
     # The log ----------------------------------------------------------------------------------------------
 
     @property
-    def log(self) -> Sequence[Row]:
+    def log(self) -> Sequence[TrajectoryRow]:
         """The rows from which the trajectory can be executed again."""
         return self._log if self.is_logged else self.rows
 
@@ -251,12 +251,12 @@ class Trajectory:
                 prompt_ids=None if np.array_equal(row.prompt_ids, prompt_ids) else row.prompt_ids,
                 outcome=outcome,
             )
-            for index, row in enumerate(rows or [Row(prompt_ids)])
+            for index, row in enumerate(rows or [TrajectoryRow(prompt_ids)])
         ]
 
 
-def log_of(samples: Sequence[Sample], prompt_ids: np.ndarray) -> list[Row]:
+def log_of(samples: Sequence[Sample], prompt_ids: np.ndarray) -> list[TrajectoryRow]:
     """Return the rows of an unfinished trajectory (`Trajectory.samples`). prompt_ids: the prompt's."""
     begun = [sample for sample in samples if sample.segments or sample.prompt_ids is not None]
     contexts = [prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in begun]
-    return [Row(context, list(sample.segments)) for context, sample in zip(contexts, begun)]
+    return [TrajectoryRow(context, list(sample.segments)) for context, sample in zip(contexts, begun)]

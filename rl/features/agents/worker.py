@@ -34,11 +34,11 @@ from typing import Any
 
 from rl.config.agent_plan import AgentPlan
 from rl.features.agents.environment import (
+    AgentRun,
     Failure,
+    FinalScore,
+    GameTurn,
     LoadedEnvironment,
-    Run,
-    Score,
-    Step,
     Tool,
     ToolCall,
     ToolCalls,
@@ -79,7 +79,7 @@ class EnvironmentHost(Host):
         self.timeout_s, self.max_output_chars = timeout_s, max_output_chars
         self.threads = asyncio.Semaphore(THREADS)
         self.must_retire = False
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, TrajectoryEnvironment] = {}
 
     def load(self, plan: AgentPlan) -> list[list[dict[str, Any]]]:
         """Return the tools of each environment."""
@@ -115,7 +115,7 @@ class EnvironmentHost(Host):
         try:
             if request == "open":
                 environment = self._environments[self._plan.name_for(argument)]
-                self._sessions[number] = Session(self, environment, argument)
+                self._sessions[number] = TrajectoryEnvironment(self, environment, argument)
             session = self._sessions[number]
             if request == "close":
                 session.closing = asyncio.create_task(self._close(number, session))
@@ -126,7 +126,7 @@ class EnvironmentHost(Host):
             os._exit(1)  # out of memory: the pool would wait for the answer
 
     async def _answer(
-        self, number: int, name: str, session: "Session", call: Coroutine[Any, Any, dict]
+        self, number: int, name: str, session: "TrajectoryEnvironment", call: Coroutine[Any, Any, dict]
     ) -> None:
         try:
             fields = await call
@@ -141,7 +141,7 @@ class EnvironmentHost(Host):
             )
         self.send({"n": number, **fields})
 
-    async def _close(self, number: int, session: "Session") -> None:
+    async def _close(self, number: int, session: "TrajectoryEnvironment") -> None:
         error = ""
         try:
             await session.close()
@@ -169,7 +169,7 @@ def _describe(error: BaseException) -> str:
     return f"{' '.join(sentence.splitlines())}\n{explain(error)}"
 
 
-class Session:
+class TrajectoryEnvironment:
     """The environment of one trajectory."""
 
     def __init__(self, host: EnvironmentHost, environment: LoadedEnvironment, row: dict[str, Any]):
@@ -209,7 +209,7 @@ class Session:
             schemas += listed
         return {"messages": messages, "tools": schemas, "drives": environment.drives, "done": self._done}
 
-    async def act(self, action: ToolCalls | Step | Run | Score) -> dict[str, Any]:
+    async def act(self, action: ToolCalls | GameTurn | AgentRun | FinalScore) -> dict[str, Any]:
         """Carry out an action; return the fields of the reply."""
         if isinstance(action, ToolCalls):
             results = [(call, *await self._use_tool(call)) for call in action.calls]
@@ -219,14 +219,14 @@ class Session:
             ]
             values = {"calls": float(len(results)), "errors": float(sum(failed for *_, failed in results))}
             return {"messages": messages, "values": values, "done": self._done}
-        if isinstance(action, Step):
+        if isinstance(action, GameTurn):
             text, reward, done = await self._call(self._instance.step, action.text)
             number = to_finite(reward)
             if number is None:
                 raise ValueError(f"step must return (text, reward, done) with a number, not {reward!r:.80}")
             message = {"role": "user", "content": content(text, self._text)}
             return {"messages": [message], "reward": number, "done": bool(done)}
-        if isinstance(action, Run):
+        if isinstance(action, AgentRun):
             arguments = (action.base_url, action.api_key, dict(self._row))
             result = await self._call(self._instance.run, *arguments, is_limited=False)
             return {"done": True, "values": {} if result is None else to_score(result).values}

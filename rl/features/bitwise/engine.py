@@ -28,10 +28,10 @@ from rl.config.schema import Config
 from rl.features.bitwise import layers
 from rl.models import architecture, rope
 from rl.rollout.cpu_support import PackedLinear
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 
 
-class BitwiseLinear(PackedLinear):
+class EngineLinear(PackedLinear):
     """Computes a linear layer from slices of its weight, which the first call after a refit makes."""
 
     def sliced(self) -> layers.SlicedWeight:
@@ -66,14 +66,14 @@ def _weight_of(layer) -> Tensor | layers.SlicedWeight:
     return layer.weight if packed is None else packed.sliced()
 
 
-class BitwiseRow(RowParallelLinear):
+class EngineRow(RowParallelLinear):
     def forward(self, input_):
         assert self.input_is_parallel and self.bias is None
         out = layers.linear(input_, _weight_of(self), group=get_tp_group().device_group)
         return (out, None) if self.return_bias else out
 
 
-class BitwiseNorm(RMSNorm):
+class EngineNorm(RMSNorm):
     def forward(self, x, residual=None):
         if residual is not None:
             x = residual = x + residual
@@ -86,7 +86,7 @@ class BitwiseSiluAndMul(SiluAndMul):
         return layers.gated(x)
 
 
-class BitwiseRotary(nn.Module):
+class EngineRotary(nn.Module):
     """Replaces a rotary embedding."""
 
     def __init__(self, original: RotaryEmbeddingBase, hf: dict):
@@ -178,7 +178,7 @@ class BitwiseMLA(MLAAttention):
 class _BitwiseMoE:
     """Forward pass of a block of experts, in place of vLLM's runner."""
 
-    routing: layers.Routing
+    routing: layers.RouterOptions
 
     def forward(self, hidden_states, already_sequence_parallel=False):
         bias = getattr(self.gate, "e_score_correction_bias", None)
@@ -193,8 +193,8 @@ class _BitwiseMoE:
 
 MIXTURES = DeepseekV2MoE, Glm4MoE, Glm4MoeLite, MixtralMoE, Qwen3MoeSparseMoeBlock
 CLASSES = {
-    RowParallelLinear: BitwiseRow,
-    RMSNorm: BitwiseNorm,
+    RowParallelLinear: EngineRow,
+    RMSNorm: EngineNorm,
     SiluAndMul: BitwiseSiluAndMul,
     MLAAttention: BitwiseMLA,
     **{block: type(f"Bitwise{block.__name__}", (_BitwiseMoE, block), {}) for block in MIXTURES},
@@ -205,7 +205,7 @@ CLASSES = {
 METHODS = {UnquantizedLinearMethod: BitwiseLinearMethod, UnquantizedEmbeddingMethod: BitwiseEmbeddingMethod}
 
 
-class BitwiseNumerics(Part):
+class BitwiseEngine(EnginePart):
     """Makes an engine compute the log-probs of a trainer with model.numerics=bitwise."""
 
     def options(self, engine):
@@ -230,18 +230,18 @@ class BitwiseNumerics(Part):
 
 def _convert(module: nn.Module, hf: dict) -> None:
     if "cpu_linear" in module.__dict__:
-        module.cpu_linear = BitwiseLinear(module)
+        module.cpu_linear = EngineLinear(module)
     elif type(method := getattr(module, "quant_method", None)) in METHODS:
         method.__class__ = METHODS[type(method)]
     module.__class__ = CLASSES.get(type(module), type(module))
     if isinstance(module, _BitwiseMoE):
-        module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
+        module.routing = layers.RouterOptions.of(architecture(hf).megatron_config(hf))
     impl = getattr(module, "impl", None)
     if impl is not None and not isinstance(module, MLAAttention):
         impl.forward, impl.do_kv_cache_update = partial(attend, impl.scale), store
     for name, child in list(module.named_children()):
         if isinstance(child, RotaryEmbeddingBase):
-            setattr(module, name, BitwiseRotary(child, hf))
+            setattr(module, name, EngineRotary(child, hf))
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -249,6 +249,6 @@ def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
     return layers.log_softmax(logits.float()).gather(1, token_ids.long())
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine."""
-    return [BitwiseNumerics()]
+    return [BitwiseEngine()]

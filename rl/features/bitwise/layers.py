@@ -197,7 +197,7 @@ def packed_attention(
 
 
 @dataclass(frozen=True)
-class Routing:
+class RouterOptions:
     """Choice of experts by a router: fields of Megatron's config of these names after `moe_router_`."""
 
     topk: int
@@ -208,14 +208,14 @@ class Routing:
     topk_scaling_factor: float | None = None
 
     @classmethod
-    def of(cls, fields: dict) -> "Routing":
+    def of(cls, fields: dict) -> "RouterOptions":
         """Return the routing of `rl.models.architecture(hf).megatron_config(hf)`."""
         prefix = "moe_router_"
         names = {prefix + name for name in cls.__dataclass_fields__}
         return cls(**{name.removeprefix(prefix): fields[name] for name in names & fields.keys()})
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: RouterOptions, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the weights float32 [T, k] and experts int64 [T, k] of each token.
 
     logits: float32 [T, E]. bias: float32 [E], added to the scores for the selection only.
@@ -234,7 +234,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     return (weights * (routing.topk_scaling_factor or 1.0)).float(), ids
 
 
-def choose(scores: Tensor, routing: Routing) -> Tensor:
+def choose(scores: Tensor, routing: RouterOptions) -> Tensor:
     """Return the experts of each token; with groups, only experts of the best groups.
 
     A group's score is the sum of its two best experts. For example, with 8 groups and `group_topk` 4 the

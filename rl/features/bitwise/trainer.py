@@ -32,7 +32,7 @@ from rl.training.attention import CoreAttention, PackedRow
 from rl.training.layer_spec import DuplicatedLinear
 from rl.training.logprobs import OUTPUTS, linear_logprobs, own_rows
 from rl.training.model import Policy
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 from rl.training.rotary import RowRotary, _Rotate
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class BitwiseAttention(CoreAttention):
 class BitwiseMoE(MoELayer):
     """Experts without a dispatch: every tensor parallel rank computes its channels of all experts."""
 
-    routing: layers.Routing
+    routing: layers.RouterOptions
 
     def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
         """Return (output, None) for hidden_states [T/tp, 1, H]."""
@@ -198,7 +198,7 @@ class BitwiseMoE(MoELayer):
         return (out if shared is None else out + shared), None
 
 
-def _weights(logits: Tensor, ids: Tensor, routing: layers.Routing) -> Tensor:
+def _weights(logits: Tensor, ids: Tensor, routing: layers.RouterOptions) -> Tensor:
     """Compute `layers.route` for the chosen experts, with gradients."""
     if routing.score_function == "sigmoid":
         weights = logits.sigmoid().gather(1, ids)
@@ -271,7 +271,7 @@ CLASSES = {
 }
 
 
-class BitwiseNumerics(Part):
+class BitwiseTrainer(TrainerPart):
     """Computes a policy's log-probs bitwise as an engine in the same mode does.
 
     A value model computes its values as without this part, but with Megatron's own layers.
@@ -295,7 +295,7 @@ def make_bitwise(model: Policy, hf: dict) -> None:
         if isinstance(module, MLP):
             module.config.activation_func = module.activation_func = silu
         if isinstance(module, BitwiseMoE):
-            module.routing = layers.Routing.of(architecture(hf).megatron_config(hf))
+            module.routing = layers.RouterOptions.of(architecture(hf).megatron_config(hf))
     rotary = model.rotary
     table = layers.rotary_table(rotary.frequencies, rope.positions(hf), rotary.scale)
     rotary.table = table.double()
@@ -309,6 +309,6 @@ def rotate(x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:
     )
 
 
-def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
     """Return the parts of a model in training."""
-    return [BitwiseNumerics()]
+    return [BitwiseTrainer()]

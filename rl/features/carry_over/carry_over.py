@@ -19,14 +19,14 @@ from rl.checks.staleness import check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch
-from rl.data.held import BytesMoved
+from rl.data.held import ColumnBytes
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.features.carry_over.quota_schedule import Frontier, QuotaSchedule, extend, samples_of, work_of
 from rl.phases.dialogues import Dialogues
 from rl.phases.generation import Generation
-from rl.phases.sampler import Call
+from rl.phases.sampler import SampleCall
 from rl.phases.step_record import StepRecord
 from rl.rollout import held_parts
 from rl.rollout.sampled_group import SampledGroup
@@ -61,7 +61,7 @@ class CarryOver(Generation):
         self.frontier = Frontier()
         """The carried groups; a checkpoint stores it."""
         self._num_wanted = 0
-        self._moved = BytesMoved()
+        self._moved = ColumnBytes()
         self._consumed: list[SampledGroup] = []
         self._dropped: list[SampledGroup] = []
         self._consumed_log = ConsumedLog(config.run.dir)
@@ -104,7 +104,7 @@ class CarryOver(Generation):
         held = (group for group in kept if group.holder == dist.get_rank())
         self._dialogues.keep_only({(group.prompt.draw, n) for group in held for n in group.unfinished})
         samples = self._collected(samples_of(taken))
-        call = Call([group.prompt for group in taken], self._sampling, purpose)
+        call = SampleCall([group.prompt for group in taken], self._sampling, purpose)
         return self._noted(self._dialogues.batch(samples, call))
 
     def _collected(self, samples: list[Sample]) -> list[Sample]:
@@ -127,7 +127,7 @@ class CarryOver(Generation):
             queue, quota = work_of(engine, groups, due, num_missing, holds=dialogues.holds, is_fixed=is_fixed)
             return QuotaSchedule(groups, due, sampling, seeds, queue=queue, quota=quota)
 
-        call = Call([group.prompt for group in groups], sampling, purpose)
+        call = SampleCall([group.prompt for group in groups], sampling, purpose)
         try:
             return self._run(call, contexts, schedule, total=num_missing * sampling.samples_per_prompt)
         except StepAborted:
@@ -151,7 +151,7 @@ class CarryOver(Generation):
         limit = self._config.rollout.max_staleness
         self._step.metrics |= check_staleness(batch, self._policy.version, limit)
         self._log_held(batch, self._moved)
-        self._moved = BytesMoved()
+        self._moved = ColumnBytes()
 
     def learned(self) -> None:
         """Note in `consumed.jsonl` the prompts that this step consumed. Rank 0 writes."""

@@ -22,7 +22,7 @@ from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampled_group import SampledGroup
 from rl.rollout.samples import COLUMNS, Sample, Segment, pack, unpack
 from rl.rollout.sampling import Sampling
-from rl.rollout.source import SampleSource, Start
+from rl.rollout.source import SampleSource, StartedSample
 
 
 class Quota:
@@ -79,7 +79,7 @@ class QuotaSchedule(QueueSchedule):
     Args:
         groups: each has an unfinished sample.
         due: indices of the groups that must be completed.
-        seeds: one per group (`Start.seed`).
+        seeds: one per group (`StartedSample.seed`).
         queue: gives the indices of groups.
     """
 
@@ -97,7 +97,7 @@ class QuotaSchedule(QueueSchedule):
         self._groups, self._due, self._quota = groups, due, quota
         self._num_left = [len(group.unfinished) for group in groups]
 
-    def _samples_of(self, item: int) -> list[Start]:
+    def _samples_of(self, item: int) -> list[StartedSample]:
         group, first = self._groups[item], super()._samples_of(item)[0]
         first = replace(first, next_number=group.samples[-1].number + 1)
         return [
@@ -110,7 +110,7 @@ class QuotaSchedule(QueueSchedule):
             return [*map(Abort, source.running), Done()]
         return super().next_events(step, source)
 
-    def ended(self, start: Start, rows: list[Sample]) -> None:
+    def ended(self, start: StartedSample, rows: list[Sample]) -> None:
         super().ended(start, rows)
         if any(row.is_unfinished for row in rows):
             return

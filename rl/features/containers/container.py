@@ -1,6 +1,6 @@
 """Rootless containers for tools, tasks and programs that a model writes, without a daemon.
 
-    with Container(images.unpack("/images/python.sif"), limits=Limits(wall_s=20)) as container:
+    with RunningContainer(images.unpack("/images/python.sif"), limits=ProgramLimits(wall_s=20)) as container:
         container.run(["sh", "-c", "echo hello"]).stdout
 
 `container_child.py` holds a container and has the mechanism. A runtime (for example, bubblewrap) only turns
@@ -44,9 +44,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from rl.sandbox import sandbox
-from rl.sandbox.sandbox import Limits, Outcome
+from rl.sandbox.sandbox import ProgramLimits, ProgramOutcome
 
-LIMITS = Limits(wall_s=20.0, memory_mib=1024, disk_mib=512, files=20_000, tasks=64, output_bytes=100_000)
+LIMITS = ProgramLimits(
+    wall_s=20.0, memory_mib=1024, disk_mib=512, files=20_000, tasks=64, output_bytes=100_000
+)
 """Default limits of a container; `cpu_s` has no meaning here."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WAIT = ["/bin/sh", "-c", "echo ready; read line"]
@@ -106,7 +108,7 @@ def find_runtime(name: str = "") -> tuple[Runtime, str]:
 
 
 @dataclass(frozen=True)
-class Image:
+class ContainerImage:
     """A root directory, with the image's variables and working directory for commands."""
 
     root: str
@@ -114,14 +116,14 @@ class Image:
     directory: str = "/"
 
 
-class Container:
+class RunningContainer:
     """A container. It is not thread-safe, and ends with this process at the latest."""
 
     def __init__(
         self,
-        image: Image,
+        image: ContainerImage,
         *,
-        limits: Limits = LIMITS,
+        limits: ProgramLimits = LIMITS,
         network: bool = False,
         runtime: str = "",
         cpus: int = 0,
@@ -169,7 +171,7 @@ class Container:
         variables: Mapping[str, str] | None = None,
         wall_s: float | None = None,
         merge: bool = False,
-    ) -> Outcome:
+    ) -> ProgramOutcome:
         """Run a command in the container.
 
         Args:
@@ -197,7 +199,7 @@ class Container:
             answer["stderr" if not merge else "stdout"] += (
                 f"\n[background processes exceeded the limit of {note}]"
             )
-        return Outcome(**answer)
+        return ProgramOutcome(**answer)
 
     def renew(self) -> None:
         """Replace the container by a fresh container of the same image, in fewer steps than a start."""
@@ -312,7 +314,7 @@ def describe(*, runtime: str, network: bool, cpus: int, **settings: Any) -> str:
 class Stock:
     """Containers of a process, started ahead of their use and used again. Thread-safe."""
 
-    def __init__(self, start: Callable[[Image], Container], *, ahead: int, reuse: int):
+    def __init__(self, start: Callable[[ContainerImage], RunningContainer], *, ahead: int, reuse: int):
         """Store how to start a container.
 
         Args:
@@ -320,12 +322,12 @@ class Stock:
             reuse: number of uses of a container's first process; each use has a fresh container.
         """
         self._start, self._ahead, self._reuse = start, ahead, reuse
-        self._idle: dict[str, list[Container]] = {}
+        self._idle: dict[str, list[RunningContainer]] = {}
         self._coming: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def take(self, image: Image) -> Container:
-        """Return a fresh container. Raises as `Container`."""
+    def take(self, image: ContainerImage) -> RunningContainer:
+        """Return a fresh container. Raises as `RunningContainer`."""
         with self._lock:
             idle = self._idle.setdefault(image.root, [])
             taken = idle.pop() if idle else None
@@ -337,11 +339,11 @@ class Stock:
         taken.uses += 1
         return taken
 
-    def give_back(self, container: Container) -> None:
+    def give_back(self, container: RunningContainer) -> None:
         """End a container, or renew it for its next use."""
         self._in_thread(self._renew, container)
 
-    def _renew(self, container: Container) -> None:
+    def _renew(self, container: RunningContainer) -> None:
         root = container.image.root
         try:
             with self._lock:
@@ -354,7 +356,7 @@ class Stock:
         with self._lock:
             self._idle.setdefault(root, []).append(container)
 
-    def _add(self, image: Image) -> None:
+    def _add(self, image: ContainerImage) -> None:
         container = None
         try:
             with contextlib.suppress(OSError, ValueError):  # the next `take` reports it
@@ -375,27 +377,27 @@ def stock(settings: tuple[tuple[str, Any], ...]) -> Stock:
     """Return this process's containers with these items of a `rl.config.container.Container`."""
     given = dict(settings)
     names = ("wall_s", "memory_mib", "disk_mib", "files", "tasks", "output_bytes")
-    limits = Limits(**{name: given[name] for name in names})
+    limits = ProgramLimits(**{name: given[name] for name in names})
 
-    def start(image: Image) -> Container:
+    def start(image: ContainerImage) -> RunningContainer:
         others = {name: given[name] for name in ("network", "runtime", "cpus")}
-        return Container(image, limits=limits, **others)
+        return RunningContainer(image, limits=limits, **others)
 
     return Stock(start, ahead=given["ahead"], reuse=given["reuse"])
 
 
 def run_program_in(
-    image: Image,
+    image: ContainerImage,
     settings: Mapping[str, Any],
     source: str,
     *,
     stdin: str = "",
-    limits: Limits,
+    limits: ProgramLimits,
     interpreter: str | None = None,
-) -> Outcome:
+) -> ProgramOutcome:
     """Run a Python program in a fresh container, as `sandbox.run_program` does without one.
 
-    Of `limits`, only `wall_s` applies; `settings` have the other limits. Raises as `Container`.
+    Of `limits`, only `wall_s` applies; `settings` have the other limits. Raises as `RunningContainer`.
     """
     containers = stock(tuple(settings.items()))
     container = containers.take(image)

@@ -2,10 +2,10 @@
 
     python -I -S container_child.py      JSON lines on standard input, one answer per line on standard output
 
-The first line is the job of `Container`, answered by {} or {"error": text}. Then {"arguments": [...], ...}
-runs a command, answered by the fields of an `Outcome`. {"renew": true} replaces the container by a fresh
-container, {"seal": true} keeps its present files for tests, {"restore": {...}} shows tests these files, and
-{"end": true} ends every process.
+The first line is the job of `RunningContainer`, answered by {} or {"error": text}. Then
+{"arguments": [...], ...} runs a command, answered by the fields of a `ProgramOutcome`. {"renew": true}
+replaces the container by a fresh container, {"seal": true} keeps its present files for tests,
+{"restore": {...}} shows tests these files, and {"end": true} ends every process.
 
     this process                 waits for its child
       `- process 1               of new user, PID, mount, IPC, UTS and (unless asked) network namespaces
@@ -132,7 +132,7 @@ class ProcessOne:
         self._root = container_files.overlay(self._job["scratch"], f"layer{len(self._lower)}", self._lower)
 
     def restore(self, request: dict[str, Any]) -> dict[str, list[str]]:
-        """End every process and show tests the sealed files; see `Container.restore`."""
+        """End every process and show tests the sealed files; see `RunningContainer.restore`."""
         self._leave()
         top, limits = self._job["scratch"], self._limits
         size = f"size={limits['disk_mib'] + _FOR_TESTS_MIB}m,nr_inodes={limits['files'] + _FOR_TESTS_FILES}"

@@ -154,9 +154,9 @@ def _written(left: Root, changes: Root) -> list[str]:
 
 
 def show_tests(sealed: Root, left: Root, changes: Root, request: dict[str, Any]) -> dict[str, list[str]]:
-    """Show below `sealed`, at the paths `kept`, the files that commands left there; see `Container.restore`.
+    """Show below `sealed`, at the paths `kept`, the files that commands left there.
 
-    changes: the files that commands wrote.
+    See `RunningContainer.restore`. changes: the files that commands wrote.
     """
     written = [] if "/" not in request["kept"] else _written(left, changes)
     kept = sorted({sealed.real(path) for path in request["kept"] + written} - {"/"})

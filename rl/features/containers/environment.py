@@ -49,9 +49,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.features.agents.integrations.rows import task_of
-from rl.features.containers.container import PATH, Container, find_runtime, stock
-from rl.features.containers.images import unpack
-from rl.sandbox.sandbox import Outcome
+from rl.features.containers.container import PATH, RunningContainer, find_runtime, stock
+from rl.features.containers.image_store import unpack
+from rl.sandbox.sandbox import ProgramOutcome
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class ContainerEnvironment:
         protected: Sequence[str] = (),
     ) -> None:
         self._settings, self._range, self._protected = container, reward_range, protected
-        self._container: Container | None = None
+        self._container: RunningContainer | None = None
         self._defaults = {"image": container["image"], "setup": setup, "directory": directory, "test": test}
         self._defaults |= {"reward_file": reward_file, "kept": kept}
         self.directory = ""
@@ -167,7 +167,7 @@ class ContainerEnvironment:
         at = os.path.join("/", self.directory or self._container.image.directory)
         return [os.path.normpath(os.path.join(at, path)) for path in paths]
 
-    def _command(self, command: str, *, wall_s: float | None = None) -> Outcome:
+    def _command(self, command: str, *, wall_s: float | None = None) -> ProgramOutcome:
         """Run a command with bash, or with sh if bash is missing; `stdout` includes standard error.
 
         wall_s: time limit in seconds; None for the container's.
@@ -188,7 +188,7 @@ class ContainerEnvironment:
             raise ValueError(describe(outcome))
 
     @staticmethod
-    def _check(outcome: Outcome, what: str) -> None:
+    def _check(outcome: ProgramOutcome, what: str) -> None:
         """Raise RuntimeError if a command of the task, not of the policy, has failed."""
         if not outcome.ok:
             raise RuntimeError(f"{what} of the task failed: {describe(outcome)[-2000:]}")
@@ -308,7 +308,7 @@ class ContainerEnvironment:
             self._stock.give_back(self._container)
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: ProgramOutcome) -> str:
     """Return the output of a command and, unless its status is 0, how the command ended."""
     limit = f"it exceeded the limit of {outcome.end}; every process of the container was ended"
     return outcome.report(outcome.stdout.rstrip(), limit)

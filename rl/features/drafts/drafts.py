@@ -18,7 +18,7 @@ from rl.config.schema import Config
 from rl.features.drafts.check import LIMIT, NUM_SAMPLES, NUM_TOKENS, TOP_K, chi_square, deviate
 from rl.models import read_hf_config
 from rl.models.mtp import HEADS
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.vllm_model import DERIVED, derive_weights, register
 from rl.runtime.checksum import bit_sum
@@ -32,7 +32,7 @@ class WrongDistribution(RuntimeError):
     """Raised if the engine samples from another distribution with drafts than without."""
 
 
-class Drafts(Part):
+class Drafts(EnginePart):
     """Lets an engine verify proposed tokens, and ends drafting in a generation in which it does not pay.
 
     Subclasses choose the proposer. Drafting pays if a step yields more than 1 + K * (parameters of the
@@ -183,7 +183,7 @@ SOURCES = {"model": DraftModel, "mtp": HeadDrafts}
 """`rollout.draft.method` -> part of the engine."""
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine."""
     draft = config.rollout.draft
     return [SOURCES[draft.method](draft)] if draft.is_on else []

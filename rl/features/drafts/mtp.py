@@ -30,12 +30,12 @@ from rl.models import mtp
 from rl.models.layout import Weight
 from rl.training.attention import PackedRow
 from rl.training.engine import TrainingEngine
-from rl.training.form import norm
+from rl.training.layer_form import norm
 from rl.training.layer_spec import DuplicatedLinear, block_spec, megatrons_names, use_te
 from rl.training.logprobs import gathered, own_rows, scaled_logits
 from rl.training.model import Policy, transformer_config
 from rl.training.packing import MicroBatch
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 from rl.training.rotary import rotate_by_row
 from rl.training.weights import WeightMap
 
@@ -219,7 +219,7 @@ def prediction_loss(
     return *found, gradient
 
 
-class Mtp(Part):
+class MtpPart(TrainerPart):
     """The head of a policy, which learns, or drafts tokens in the engine, or both.
 
     lr: its learning rate; 0: it does not learn. is_served: whether the generation engine drafts with it.
@@ -272,9 +272,9 @@ class Mtp(Part):
         return {f"mtp/{name}": sum(each[name] for each in found) / len(found) for name in names}
 
 
-def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
     """Return the parts of the policy: its head for multi-token prediction, if the run has one."""
     if model.name != "policy" or not has_prediction_head(config):
         return []
     served = config.rollout.draft.method == "mtp"
-    return [Mtp(config.training, lr=config.training.mtp.head_lr, is_served=served)]
+    return [MtpPart(config.training, lr=config.training.mtp.head_lr, is_served=served)]

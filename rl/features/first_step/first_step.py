@@ -26,7 +26,7 @@ from rl.faults.process import GIB, resident_bytes
 from rl.features.first_step.report import report
 from rl.features.first_step.verdicts import Facts, Verdict, verdicts
 from rl.refit.gather import RefitMismatch
-from rl.run.loop import Training
+from rl.run.loop import TrainingLoop
 from rl.runtime.collectives import gather_objects
 from rl.stopping.requests import StepAborted, StopDecision
 from rl.training.gradients import StateChanged, WrongReduction
@@ -50,7 +50,7 @@ ERRORS = (
 """Errors that every rank raises at the same place. After such an error all ranks can still report."""
 
 
-class FirstStep(Training):
+class FirstStep(TrainingLoop):
     """Takes the step after the newest checkpoint that the config names, and reports on the step. Without a
     checkpoint, for example, it takes step 1."""
 

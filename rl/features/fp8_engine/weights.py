@@ -21,7 +21,7 @@ from rl.models.boxes import whole
 from rl.models.fp8_blocks import dequantised, quantised, quantised_weights
 from rl.models.layout import FP8_BLOCK, Weight
 from rl.rollout import cpu_support
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 
 UNWRITTEN = -1
 """Bits of an element of a staging tensor that has not arrived, as int16."""
@@ -29,7 +29,7 @@ FACTOR = "_scale_inv"
 """End of the name of the factors of a weight in vLLM."""
 
 
-class Fp8Weights(Part):
+class Fp8Weights(EnginePart):
     """The quantised weights of an engine."""
 
     def options(self, engine):

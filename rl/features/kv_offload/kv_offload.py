@@ -25,12 +25,12 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Config
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import host_memory
 
 
-class KvOffload(Part):
+class KvOffload(EnginePart):
     """Gives an engine host memory for the KV cache of ended turns.
 
     gib: GiB of host memory of each rank. Raises ValueError if no block fits, or they cannot be allocated.
@@ -206,6 +206,6 @@ class HostCache(KVConnectorBase_V1):
         """The copies precede the next writes to their blocks on the stream."""
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine."""
     return [KvOffload(config.rollout.kv_offload_gib)]

@@ -66,7 +66,7 @@ SAMPLED = 13
 example, version 15 compares weights 2, 15, 28 and so on. The number is a prime: a divisor of the number of
 weights per layer would select the same weights of every layer."""
 
-Part = tuple[WeightPlan, Mapping[int, Tensor], Mapping[int, Tensor]]
+PlannedTensors = tuple[WeightPlan, Mapping[int, Tensor], Mapping[int, Tensor]]
 """Weights that travel together, with the trainer's and the engine's tensors by the plan's indices."""
 
 _SAMPLES = "samples"
@@ -137,7 +137,7 @@ class Link:
         self._num_sent = 0
         """Number of calls of `send_samples`."""
         self._sender: Future[None] | None = None
-        self.held = held.BytesMoved()
+        self.held = held.ColumnBytes()
         """Bytes of held columns that this rank has received from generators, and planned."""
 
     def plan_weights(
@@ -232,7 +232,9 @@ class Link:
 
         def move() -> BytesMoved:
             pairs = zip(self._planned, values, strict=True)
-            parts: list[Part] = [(planned, own.by_number(planned.in_place), {}) for planned, own in pairs]
+            parts: list[PlannedTensors] = [
+                (planned, own.by_number(planned.in_place), {}) for planned, own in pairs
+            ]
             moved, *_ = self._move(number, version, parts)
             if self.excluded is not None:
                 self.excluded.release()
@@ -287,7 +289,7 @@ class Link:
         self._store.set(f"receiver {number} {self.rank}", "")
         if (excluded := self._agreed(self._store, number)) != self._excluded:
             self._connect(excluded)
-        parts: list[Part] = [
+        parts: list[PlannedTensors] = [
             (planned, {}, engine_parameters(held, planned))
             for planned, held in zip(self._planned, held_by(engine), strict=True)
         ]
@@ -377,7 +379,7 @@ class Link:
         self._excluded = excluded
 
     def _move(
-        self, number: int, version: int, parts: list[Part]
+        self, number: int, version: int, parts: list[PlannedTensors]
     ) -> tuple[BytesMoved, list[tuple[Weight, str]], list[Sums]]:
         """Carry out the plans; return bytes, wrong weights (weight, the side that it differs from), and sums
         for `check_weights`.
@@ -496,7 +498,7 @@ class Link:
         if (values := self._received(source, num_held, _HELD_TAG)) is None:
             return None
         planned = sum(held_parts.num_bytes(segment) for sample in samples for segment in sample.segments)
-        moved = held.BytesMoved(len(values), planned)
+        moved = held.ColumnBytes(len(values), planned)
         self.held += moved.checked(f"the message of rank {source} with the samples {key}")
         return Delivery(key, source, held_parts.unpacked(samples, values, home))
 

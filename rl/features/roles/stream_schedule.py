@@ -24,7 +24,7 @@ from rl.features.roles.messages import Begin, Message, Messages, NextBatch
 from rl.rollout.events import Done, Event, Waiting, Weights
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of
-from rl.rollout.source import SampleSource, Start
+from rl.rollout.source import SampleSource, StartedSample
 
 WAIT_S = 0.5
 """Maximum wait for a message in one call, in seconds."""
@@ -100,7 +100,7 @@ class StreamSchedule:
         self._purpose = ""
         self._prompts: dict[int, list[Prompt]] = {}
         self._num_drawn = begin.batch
-        self._waiting: deque[Start] = deque()
+        self._waiting: deque[StartedSample] = deque()
         """Samples of begun groups that wait for room in the engine."""
         self._held: int | None = None
         """The next group of this replica, if it was drawn from the queue."""
@@ -114,7 +114,7 @@ class StreamSchedule:
 
     # Schedule ---------------------------------------------------------------------------------------------
 
-    def next_samples(self) -> list[Start]:
+    def next_samples(self) -> list[StartedSample]:
         if not self._waiting and not self._begin_abandoned() and not self._begin_group():
             return []
         return [self._waiting.popleft() for _ in range(min(self.together, len(self._waiting)))]
@@ -144,7 +144,7 @@ class StreamSchedule:
             return [Done()]
         return events
 
-    def ended(self, start: Start, rows: list[Sample]) -> None:
+    def ended(self, start: StartedSample, rows: list[Sample]) -> None:
         place = start.group - self._batches.first(self._batches.of(start.group))
         samples = self._open[start.group]
         rows = rows or [Sample(place, start.number, (), "failed")]
@@ -211,7 +211,7 @@ class StreamSchedule:
         seed = seed_of(self._config.run.seed, purpose, place)
         self._open[group] = []
         prompt = self._prompts[batch][place]
-        self._waiting += [Start(group, number, prompt, seed) for number in range(self._group_size)]
+        self._waiting += [StartedSample(group, number, prompt, seed) for number in range(self._group_size)]
 
     def _next_group(self) -> int:
         """Return the next group of this replica, skipping groups that exist already."""

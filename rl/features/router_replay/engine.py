@@ -12,10 +12,10 @@ import numpy as np
 from rl.config.adapter import Adapter
 from rl.config.schema import Config
 from rl.models import architecture
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 
 
-class Routes(Part):
+class RouteCollector(EnginePart):
     """Adds the routes to the completions of a replica's leader, [C + R - 1, L, k] for C and R tokens.
 
     L: layers that are mixtures of experts.
@@ -128,6 +128,6 @@ def _group_of_all_tokens(groups) -> tuple[int, str]:
     return index, groups[index].layer_names[0]
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine: its routes, if the trainer replays them."""
-    return [Routes()] if config.training.router_replay == "engine" else []
+    return [RouteCollector()] if config.training.router_replay == "engine" else []

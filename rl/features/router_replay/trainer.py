@@ -26,7 +26,7 @@ from rl.models import architecture
 from rl.models.placement import chunk_ranges
 from rl.runtime.collectives import sum_over_world
 from rl.training.packing import MicroBatch
-from rl.training.parts import Part, WrongInputs
+from rl.training.parts import TrainerPart, WrongInputs
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -97,7 +97,7 @@ class LayerReplay:
         return scores.gather(1, chosen), chosen
 
 
-class RouterReplay(Part):
+class RouterReplay(TrainerPart):
     """The routes of one policy on this rank. mode: "engine" or "old_policy" (`training.router_replay`)."""
 
     def __init__(self, mode: str):
@@ -228,6 +228,6 @@ def _give_routes(layer, arguments, options):
     layer.mlp.router.router_replay.routes = options["packed_seq_params"].extras.get(Routes)
 
 
-def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
     """Return the parts of a model in training."""
     return [RouterReplay(config.training.router_replay)] if model.name == "policy" else []

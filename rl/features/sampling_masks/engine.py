@@ -13,10 +13,10 @@ import numpy as np
 from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
 from rl.config.schema import Config
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 
 
-class Masks(Part):
+class Masks(EnginePart):
     """Adds the sampling masks to the completions of an engine."""
 
     def options(self, engine):
@@ -68,6 +68,6 @@ def columns_of(masks: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> 
     }
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine."""
     return [Masks()]

@@ -19,7 +19,7 @@ from rl.data.held import SAMPLING_MASKS
 from rl.training.extras import LogitsFilter
 from rl.training.logprobs import FLOOR
 from rl.training.packing import MicroBatch
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 from rl.training.rows import ranges
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class SamplingMasks(LogitsFilter):
         )
 
 
-class MaskedSampling(Part):
+class MaskedSampling(TrainerPart):
     """Renormalises a policy's distributions over the sets that its tokens were sampled from."""
 
     def attach(self, engine: "TrainingEngine") -> None:
@@ -120,6 +120,6 @@ class LocalMasks:
         flat.index_copy_(0, index, inside)
 
 
-def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
     """Return the parts of a model in training."""
     return [MaskedSampling()] if model.name == "policy" or model.is_teacher else []

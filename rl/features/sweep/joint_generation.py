@@ -8,7 +8,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.engines.engines import Engines
 from rl.phases.generation import AllReplicas
-from rl.phases.sampler import Call, Sampler
+from rl.phases.sampler import SampleCall, Sampler
 from rl.phases.step_record import StepRecord
 from rl.refit.refit import check_refit, check_weights, refit, traffic_metrics
 from rl.rollout.batches import batch_of
@@ -21,7 +21,7 @@ from rl.training.engine import TrainingEngine
 
 
 @dataclass(frozen=True, kw_only=True)
-class PointCall(Call):
+class PointCall(SampleCall):
     """The call of a point."""
 
     step: StepRecord
@@ -47,7 +47,7 @@ class PointGeneration(Sampler):
         super().__init__(config, step, policy)
         self._wait = wait
 
-    def sample(self, call: Call) -> Batch:
+    def sample(self, call: SampleCall) -> Batch:
         abortable = call.timing != "testing" and not self._step.is_committed
         own = dict(step=self._step, seeds=self._seeds(call), abortable=abortable)
         batch = self._wait(PointCall(**vars(call), **own))

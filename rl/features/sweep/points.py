@@ -58,7 +58,7 @@ class PointFailed(RuntimeError):
 
 
 @dataclass
-class Point:
+class SweepPoint:
     """A point of the sweep on this rank, before its models are built."""
 
     number: int
@@ -124,7 +124,7 @@ def _open(
     survivors: Survivors,
     total: "SweepStatus",
     watchdog: Watchdog,
-) -> Point | None:
+) -> SweepPoint | None:
     """Open the directory of a point; return None if the point has ended. Collective over the world.
 
     watchdog: gets the lock of the directory, on rank 0.
@@ -160,7 +160,7 @@ def _open(
         start=token,
         is_taken_over=lambda: is_of_another(config.run.dir, token, before),
     )
-    return Point(number, config, own, algorithm, status, fence, store, found)
+    return SweepPoint(number, config, own, algorithm, status, fence, store, found)
 
 
 def _inputs_of(config: Config, inputs: Inputs) -> Inputs:
@@ -227,7 +227,7 @@ def _read_before(config: Config) -> tuple[dict, list[dict]]:
 
 def _run(
     config: Config,
-    points: list[Point],
+    points: list[SweepPoint],
     device: Device,
     watchdog: Watchdog,
     progress: Progress,
@@ -298,7 +298,7 @@ def _run(
     return max(code for code, _ in ends)
 
 
-def _build_engines(points: list[Point], device: Device) -> list[Engines]:
+def _build_engines(points: list[SweepPoint], device: Device) -> list[Engines]:
     """Build the models of each point. Collective over the world.
 
     The points share all models of the first point except the policies, and the policies share its base

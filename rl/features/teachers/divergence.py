@@ -29,7 +29,7 @@ from rl.objectives.distillation import Divergence
 from rl.training.extras import HeadOutput
 from rl.training.logprobs import FLOOR, add_product, gathered, own_rows, scaled_logits
 from rl.training.packing import MicroBatch
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -227,7 +227,7 @@ class Targets:
         return MicroTargets(self.divergence, linear_divergence if self.heads else top_k_divergence, parts)
 
 
-class TeacherTargets(Part):
+class TeacherTargets(TrainerPart):
     """Gives the head the teachers' distributions in passes that compute the divergence."""
 
     given: tuple[Batch, Targets] | None = None
@@ -299,6 +299,6 @@ def _through_head(
     return grad_hidden, grad_weight.to(weight.dtype) if learns else None
 
 
-def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
     """Return the parts of a model in training."""
     return [TeacherTargets()] if model.name == "policy" else []

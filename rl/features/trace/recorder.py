@@ -102,7 +102,7 @@ class Tracing:
             if not self._has_roles:
                 self._clock = compare_clocks(job().group)
             path = self._directory / f"step_{number:06d}_rank_{job().rank:05d}"
-            tracing.active = Recorder(path, number, self._trace, self._device, self._clock, self.role)
+            tracing.active = SpanRecorder(path, number, self._trace, self._device, self._clock, self.role)
 
     def end(self) -> None:
         """End the recording and write it in a thread."""
@@ -119,7 +119,7 @@ class Tracing:
             self._writer.join()
 
 
-class Recorder:
+class SpanRecorder:
     """The spans of one step on this rank.
 
     Args:
@@ -267,7 +267,7 @@ class Recorder:
 class _Span:
     __slots__ = ("recorder", "name", "args", "track", "begin")
 
-    def __init__(self, recorder: Recorder, name: str, args: dict[str, Any]):
+    def __init__(self, recorder: SpanRecorder, name: str, args: dict[str, Any]):
         self.recorder, self.name, self.args = recorder, name, args
         thread = threading.current_thread()
         self.track = "main" if thread is threading.main_thread() else thread.name
@@ -283,7 +283,7 @@ class _Span:
 class _MegatronTimers:
     """Megatron's timers (`config.timers`): their intervals become spans of the host and of the GPU."""
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: SpanRecorder):
         self._recorder = recorder
         self._running: dict[str, tuple[_Span, Any]] = {}
         self.micro_batch: dict[str, Any] = {}

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rl.data.images import Image
+from rl.data.images import PromptImage
 
 
-def image_positions(length: int, images: Sequence[Image]) -> tuple[np.ndarray, int]:
+def image_positions(length: int, images: Sequence[PromptImage]) -> tuple[np.ndarray, int]:
     """Return the positions of tokens from 0 on, int64 [3, length], and the position of the next token."""
     parts, done, position = [], 0, 0
 
@@ -33,7 +33,7 @@ def image_positions(length: int, images: Sequence[Image]) -> tuple[np.ndarray, i
 
 
 def row_positions(
-    num_tokens: int, starts: np.ndarray, lengths: np.ndarray, images: Sequence[Sequence[Image]]
+    num_tokens: int, starts: np.ndarray, lengths: np.ndarray, images: Sequence[Sequence[PromptImage]]
 ) -> np.ndarray:
     """Return the positions of a packed row, int64 [3, num_tokens]; 0 for padding.
 

@@ -16,8 +16,8 @@ from rl.config.schema import Config
 from rl.data.held import PIXELS, PLACES
 from rl.data.images import ImageFormat, image_format
 from rl.models import read_hf_config
-from rl.rollout.calls import Call
-from rl.rollout.parts import Part
+from rl.rollout.calls import EngineCall
+from rl.rollout.parts import EnginePart
 from rl.rollout.samples import Request
 from rl.rollout.vllm_model import allow_no_torchvision
 
@@ -25,7 +25,7 @@ MAX_IMAGES = 1024
 """Maximum number of images of a prompt; data.max_prompt_tokens limits their tokens, too."""
 
 
-class ImageRequests(Part):
+class ImageRequests(EnginePart):
     """Gives requests their images, and completions the held column PIXELS on the replica's leader.
 
     several_turns: whether environments give images; completions then have the column PLACES, too.
@@ -49,7 +49,7 @@ class ImageRequests(Part):
     def begin(self, engine):
         self._held.clear()
 
-    def request(self, engine, request: Request, call: Call):
+    def request(self, engine, request: Request, call: EngineCall):
         places, pixels = request.images or (np.zeros((0, 4), np.int64), np.zeros(0, np.uint8))
         values = {PIXELS: pixels, PLACES: places}
         self._held[request.name] = {name: values[name] for name in self._columns}
@@ -138,7 +138,7 @@ def _not_called(self, *args, **options):
     raise AssertionError("vLLM tried to process a prompt's images, which `image_input` has done")
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine."""
     path = config.model.path
     format = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.data.images import Image
+from rl.data.images import PromptImage
 
 
 @dataclass
 class RowImages:
     """Images of a packed row, in the order of their places."""
 
-    images: list[Image]
+    images: list[PromptImage]
     pixels: list[np.ndarray]
     """Pixels of each image, uint8 [height, width, 3]."""
     places: Tensor

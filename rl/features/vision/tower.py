@@ -26,21 +26,21 @@ from rl.config.run_models import RunModel
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.held import PIXELS, PLACES
-from rl.data.images import Image, ImageFormat, image_format
+from rl.data.images import ImageFormat, PromptImage, image_format
 from rl.features.vision import deepstack
 from rl.features.vision.positions import row_positions
 from rl.features.vision.row_images import RowImages
 from rl.models import architecture, read_hf_config
 from rl.models.layout import TOWER
 from rl.training.packing import MicroBatch
-from rl.training.parts import Part
+from rl.training.parts import TrainerPart
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 
 @dataclass(frozen=True, eq=False)
-class GivenImage(Image):
+class GivenImage(PromptImage):
     """An image that an environment gave, without its file."""
 
     known_digest: int = -1
@@ -54,7 +54,7 @@ class WrongImages(RuntimeError):
     """Raised if the images that came with a sample are not its prompt's images."""
 
 
-class VisionTower(Part):
+class VisionTower(TrainerPart):
     """Lets a policy read images.
 
     learns: whether the tower is trained, too. recomputes: whether its backward pass computes each block's
@@ -118,7 +118,7 @@ class VisionTower(Part):
             return row
         return replace(row, extras=row.extras.plus(_images_of(batch, row, images)))
 
-    def _seen(self, batch: Batch, sample: int) -> tuple[Image, ...]:
+    def _seen(self, batch: Batch, sample: int) -> tuple[PromptImage, ...]:
         """Return the images of a sample: first the prompt's, then the environment's.
 
         Raises WrongImages if the engine had the prompt's images at other places. If an environment changed
@@ -170,10 +170,10 @@ def _build(hf: dict, dtype: torch.dtype) -> torch.nn.Module:
     return kind._from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
-def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[Image, ...]]) -> RowImages:
+def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[PromptImage, ...]]) -> RowImages:
     """Return the images of a row. Samples that share a prompt share its images."""
     assert row.starts is not None
-    found: dict[int, tuple[Image, np.ndarray]] = {}
+    found: dict[int, tuple[PromptImage, np.ndarray]] = {}
     for sample, (start, answer), own in zip(row.samples, row.starts.T.tolist(), images, strict=True):
         length = len(batch.prompt_ids[sample])
         for image, pixels in zip(own, _pixels_of(batch, sample, own)):
@@ -192,7 +192,7 @@ def _images_of(batch: Batch, row: MicroBatch, images: list[tuple[Image, ...]]) -
     )
 
 
-def _pixels_of(batch: Batch, sample: int, images: tuple[Image, ...]) -> list[np.ndarray]:
+def _pixels_of(batch: Batch, sample: int, images: tuple[PromptImage, ...]) -> list[np.ndarray]:
     """Return the pixels of a sample's images. A sample of the engine came with its pixels.
 
     Raises WrongImages if the pixels are not the prompt's.
@@ -215,7 +215,7 @@ def _pixels_of(batch: Batch, sample: int, images: tuple[Image, ...]) -> list[np.
     return [part.reshape(image.height, image.width, 3) for part, image in zip(parts, images)]
 
 
-def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[Part]:
+def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
     """Return the parts of a policy that reads images."""
     if model.name != "policy":
         return []

@@ -25,7 +25,7 @@ from rl.workers.supervisor import run_worker
 MAX_LINE_BYTES = 1 << 20
 
 
-class Scorer(Host):
+class RewardHost(Host):
     """Calls the reward functions on the samples from the pool and sends the results back."""
 
     def __init__(self, work: socket.socket, *, timeout_s: float):
@@ -116,4 +116,4 @@ class Scorer(Host):
 
 
 if __name__ == "__main__":
-    run_worker(lambda work, options: Scorer(work, timeout_s=options["timeout_s"]).serve())
+    run_worker(lambda work, options: RewardHost(work, timeout_s=options["timeout_s"]).serve())

@@ -23,9 +23,9 @@ from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # 
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.features.agents.chat import Chat  # noqa: E402
 from rl.features.agents.dialogue import Trajectories  # noqa: E402
-from rl.features.agents.environment import Score, Step  # noqa: E402
+from rl.features.agents.environment import FinalScore, GameTurn  # noqa: E402
 from rl.features.agents.replica_environments import Environments  # noqa: E402
-from rl.features.agents.stored_log import Recorder, Replay, load, store  # noqa: E402
+from rl.features.agents.stored_log import CompletionRecorder, Replay, load, store  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
 from rl.rollout.batches import batch_of  # noqa: E402
@@ -61,12 +61,12 @@ class TimedTrajectories(Trajectories):
 
 def answer(session: str, row: dict, action) -> dict:
     """Play a game of TURNS turns that answers with a part of the policy's text."""
-    if isinstance(action, Step):
+    if isinstance(action, GameTurn):
         return {
             "messages": [{"role": "user", "content": f" {action.text[:3]} {len(action.text)} "}],
             "reward": 0.25,
         }
-    if isinstance(action, Score):
+    if isinstance(action, FinalScore):
         return {}
     return {"messages": [{"role": "text", "content": row["prompt"]}], "drives": "step"}
 
@@ -110,7 +110,7 @@ class Checks:
             seeds = [seed_of("agents", i) for i in range(num_prompts)]
             queue = static_queue(num_prompts, replica=0, num_replicas=1)
             schedule = QueueSchedule(prompts, self.sampling, seeds, queue=queue)
-            recorder = Recorder(SampleSource(schedule, dialogue))
+            recorder = CompletionRecorder(SampleSource(schedule, dialogue))
             samples, counts = schedule.samples, dialogue.counts
         self.engine.llm.reset_prefix_cache()
         assert self.engine.run(recorder, self.sampling)

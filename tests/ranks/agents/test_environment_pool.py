@@ -11,7 +11,7 @@ import pytest
 
 from rl.config.agent_plan import make_agent_plan
 from rl.features.agents import pool as pool_module
-from rl.features.agents.environment import Run, Score, Step, ToolCall, ToolCalls, answer_digest
+from rl.features.agents.environment import AgentRun, FinalScore, GameTurn, ToolCall, ToolCalls, answer_digest
 from rl.features.agents.pool import EnvironmentPool
 from rl.workers.supervisor import all_processes, descendants
 from tests.spawn import ROOT
@@ -97,7 +97,7 @@ def test_a_session_with_tools_from_reset_to_score():
         assert reply.digest == answer_digest("a 2", vars(reply)) != answer_digest("b 2", vars(reply))
         assert text_of(reply_to(pool, "b", act("z"))) == "state 1"
         assert text_of(reply_to(pool, "b", act("wrong argument"))) == "Error: no such city"
-        end = reply_to(pool, "a", Score([{"role": "user", "content": "Go."}]))
+        end = reply_to(pool, "a", FinalScore([{"role": "user", "content": "Go."}]))
         assert end.kind == "score" and end.values == {"score": 2.0, "turns": 1.0}
         assert end.digest == answer_digest("a 3", vars(end))
 
@@ -175,17 +175,17 @@ def test_async_sessions_of_a_worker_run_concurrently():
         assert starts["s0"].messages == [{"role": "text", "content": "Guess:"}]
         assert starts["s0"].drives == "step" and starts["s0"].tools == []
         for name in names:
-            pool.call(name, Step("together"))
+            pool.call(name, GameTurn("together"))
         assert {(r.kind, r.reward, r.done) for r in replies_of(pool, *names).values()} == {
             ("step", 0.0, False)
         }
-        last = reply_to(pool, "s0", Step("7"))
+        last = reply_to(pool, "s0", GameTurn("7"))
         assert (text_of(last), last.reward, last.done) == ("right", 1.0, True)
-        assert reply_to(pool, "s0", Score([])).values == {}  # it has no score
+        assert reply_to(pool, "s0", FinalScore([])).values == {}  # it has no score
 
 
 @pytest.mark.parametrize(
-    "name, action", [("Hostile", act("holds the interpreter lock")), ("Game", Step("block"))]
+    "name, action", [("Hostile", act("holds the interpreter lock")), ("Game", GameTurn("block"))]
 )
 def test_a_silent_worker_is_killed_with_its_sessions(monkeypatch, name, action):
     monkeypatch.setattr(pool_module, "GRACE_S", 2.0)
@@ -194,11 +194,11 @@ def test_a_silent_worker_is_killed_with_its_sessions(monkeypatch, name, action):
         for session in ("bad", "idle"):  # the second is told at its next request
             assert "was silent for 4 s" in reply_to(pool, session, action).failure
         opened(pool, "new")
-        assert reply_to(pool, "new", Score([])).failure == ""
+        assert reply_to(pool, "new", FinalScore([])).failure == ""
 
 
 @pytest.mark.parametrize(
-    "name, action", [("Game", Step("wait")), ("Agent", Run("wait", "")), ("Hostile", act("hangs"))]
+    "name, action", [("Game", GameTurn("wait")), ("Agent", AgentRun("wait", "")), ("Hostile", act("hangs"))]
 )
 def test_close_ends_a_call_in_progress(name, action):
     with make_pool(name) as pool:
@@ -231,7 +231,7 @@ def test_kept_sessions_block_no_worker():
 def test_an_agent_that_drives_itself():
     with make_pool("Agent") as pool:
         assert opened(pool, "a")["a"].drives == "run"
-        reply = reply_to(pool, "a", Run("http://x", "key"))
+        reply = reply_to(pool, "a", AgentRun("http://x", "key"))
         assert (reply.kind, reply.done, reply.values) == ("run", True, {"score": 1.0, "url_length": 11.0})
 
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
 def test_wake_ends_a_poll_from_another_thread():
     with make_pool("Agent") as pool:
         opened(pool, "a")
-        pool.call("a", Run("wait", ""))
+        pool.call("a", AgentRun("wait", ""))
         threading.Timer(0.1, pool.wake).start()
         assert pool.poll(GUARD_S) == []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.agent_plan import make_agent_plan
-from rl.features.agents.environment import Run, Score, Step, ToolCall, ToolCalls
+from rl.features.agents.environment import AgentRun, FinalScore, GameTurn, ToolCall, ToolCalls
 from rl.features.agents.pool import EnvironmentPool
 from tests.ranks.agents.chat_server import ChatServer
 from tests.spawn import ROOT, free_port
@@ -67,7 +67,7 @@ def test_gem_game_is_solved_by_bisection():
         low, high = 1, 10
         while not reply.done:
             guess = (low + high) // 2
-            reply = ask(pool, "a", Step(f"\\boxed{{{guess}}}"))
+            reply = ask(pool, "a", GameTurn(f"\\boxed{{{guess}}}"))
             if "is lower" in reply.messages[0]["content"]:
                 high = guess - 1
             else:
@@ -82,8 +82,8 @@ def play_at_random(pool, session, row):
         text = reply.messages[0]["content"]
         yield text
         moves = re.findall(r"'(\[\w+\])'", text.splitlines()[-1])
-        reply = ask(pool, session, Step(rng.choice(moves)))
-    yield ask(pool, session, Score([])).values
+        reply = ask(pool, session, GameTurn(rng.choice(moves)))
+    yield ask(pool, session, FinalScore([])).values
 
 
 def test_textarena_games_do_not_disturb_each_other():
@@ -115,7 +115,7 @@ def test_textarena_self_play_learns_from_one_seat():
 
     with ChatServer(first_move) as server, make_pool("textarena:SelfPlay", env_id="KuhnPoker-v0") as pool:
         start(pool, "a", make_row(seed=1))
-        reply = ask(pool, "a", Run(server.base_url, "secret"))
+        reply = ask(pool, "a", AgentRun(server.base_url, "secret"))
     assert reply.values["score"] in (1.0, -1.0)
     assert {key for key, _ in server.requests} == {"secret"}
     for body in (body for _, body in server.requests):
@@ -139,9 +139,9 @@ def test_reasoning_gym_scores_its_own_answers():
         assert score("", "no idea", packed)["score"] < 0.1
     with make_pool("reasoning_gym:Puzzle", attempts=2) as pool:
         start(pool, "a", make_row(0) | {"ground_truth": packed})
-        assert not ask(pool, "a", Step("<answer>1</answer>")).done
-        assert ask(pool, "a", Step(f"<answer>{entry['answer']}</answer>")).done
-        assert ask(pool, "a", Score([])).values == {"score": 1.0, "acc": 1.0, "attempts": 2.0}
+        assert not ask(pool, "a", GameTurn("<answer>1</answer>")).done
+        assert ask(pool, "a", GameTurn(f"<answer>{entry['answer']}</answer>")).done
+        assert ask(pool, "a", FinalScore([])).values == {"score": 1.0, "acc": 1.0, "attempts": 2.0}
 
 
 class Server:
@@ -205,11 +205,11 @@ def test_openenv_server_by_text_and_by_tools():
         url = f"http://127.0.0.1:{server.port}"
         with make_pool("openenv:OpenEnv", url=url, action="number", observation="hint") as pool:
             assert start(pool, "a", make_row(21)).messages[0]["content"] == "Guess a number."
-            assert "valid integer" in ask(pool, "a", Step("five")).messages[0]["content"]
-            assert not ask(pool, "a", Step("4")).done
-            reply = ask(pool, "a", Step("5"))
+            assert "valid integer" in ask(pool, "a", GameTurn("five")).messages[0]["content"]
+            assert not ask(pool, "a", GameTurn("4")).done
+            reply = ask(pool, "a", GameTurn("5"))
             assert (reply.messages[0]["content"], reply.reward, reply.done) == ("right", 1.0, True)
-            assert ask(pool, "a", Score([])).values == {"score": 1.0}
+            assert ask(pool, "a", FinalScore([])).values == {"score": 1.0}
     with Server(python, str(HERE / "openenv_server.py"), "tools") as server:
         with make_pool("openenv:OpenEnvTools", url=f"http://127.0.0.1:{server.port}") as pool:
             (tool,) = start(pool, "a", make_row(21)).tools
@@ -218,7 +218,7 @@ def test_openenv_server_by_text_and_by_tools():
             assert not call_tool(pool, "a", "guess", number=4).done
             reply = call_tool(pool, "a", "guess", number=5)
             assert (reply.messages[0]["content"], reply.done) == ("right", True)
-            assert ask(pool, "a", Score([])).values == {"score": 1.0}
+            assert ask(pool, "a", FinalScore([])).values == {"score": 1.0}
 
 
 def test_verifiers_taskset_runs_in_its_own_interpreter(monkeypatch):
@@ -239,7 +239,7 @@ def test_verifiers_taskset_runs_in_its_own_interpreter(monkeypatch):
 
     with ChatServer(add) as server, make_pool("verifiers:Verifiers", python, 120, env=env) as pool:
         start(pool, "a", make_row(0, task=task))
-        reply = ask(pool, "a", Run(server.base_url, "secret"))
+        reply = ask(pool, "a", AgentRun(server.base_url, "secret"))
     assert reply.values == {"score": 1.0}
     assert [key for key, _ in server.requests] == ["secret"]
 
@@ -262,8 +262,8 @@ def test_simulated_user_ends_the_conversation_and_judges_it():
         with make_pool("user_simulation:UserSimulation", **kwargs) as pool:
             reply = start(pool, "a", row)
             assert reply.messages == [rules, {"role": "user", "content": "I want tea."}]
-            assert ask(pool, "a", Step("Here is tea.")).done
-            assert ask(pool, "a", Score([])).values == {"score": 0.75}
+            assert ask(pool, "a", GameTurn("Here is tea.")).done
+            assert ask(pool, "a", FinalScore([])).values == {"score": 0.75}
     assert all(body["model"] == "m" and body["temperature"] == 0.5 for _, body in server.requests)
 
 

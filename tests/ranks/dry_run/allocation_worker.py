@@ -14,7 +14,7 @@ import sys
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
 from rl.features.adapters.adapter import Adapters
-from rl.features.drafts.mtp import Mtp
+from rl.features.drafts.mtp import MtpPart
 from rl.features.vision.tower import VisionTower
 from rl.models import read_hf_config
 from rl.runtime.ranks import discover
@@ -38,7 +38,7 @@ def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
     grid = new_grid(tp, pp, ep, training.expert_tp)
     spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=adam)
     parts = [Adapters(Adapter(kind="lora", rank=4), seed=0)] if has_adapters else []
-    parts += [Mtp(training, lr=1e-3, is_served=False)] if is_head else []
+    parts += [MtpPart(training, lr=1e-3, is_served=False)] if is_head else []
     parts += [VisionTower(learns=False)] if sees else []
     engine = TrainingEngine(spec, training, grid, device, parts)
     engine = engine.parts.models()["mtp"] if is_head else engine

@@ -10,7 +10,7 @@ from rl.config.schema import Config, Optimizer
 from rl.dry_run.images import without_frozen_tower
 from rl.dry_run.memory import Layout, model_state
 from rl.dry_run.parameters import count_stages, group_parts
-from rl.dry_run.shape import Model
+from rl.dry_run.shape import ModelShape
 from rl.models import architecture, mtp, read_hf_config
 from rl.models.adapters import adapters as adapters_of
 from tests.checkpoints import save_tiny
@@ -64,7 +64,9 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     checkpoint = save(tmp_path / "model")
     hf = read_hf_config(checkpoint)
     weights = architecture(hf).weights(hf)
-    model = Model(RunModel("policy", "model.path", "", ""), hf, tuple(weights), tuple(group_parts(weights)))
+    model = ModelShape(
+        RunModel("policy", "model.path", "", ""), hf, tuple(weights), tuple(group_parts(weights))
+    )
     by_rank = [
         json.loads(out.strip().splitlines()[-1])
         for out in run_ranks(WORLD, WORKER, checkpoint, dtype, *layouts, timeout=300)

@@ -10,7 +10,7 @@ from rl.config.run_models import RunModel
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import estimate_memory, gathered_bytes, layout_of
 from rl.dry_run.parameters import group_parts
-from rl.dry_run.shape import Model
+from rl.dry_run.shape import ModelShape
 from rl.models import architecture, read_hf_config
 from rl.models.layout import stage_layers
 from tests.checkpoints import save_tiny
@@ -44,11 +44,11 @@ def config_of(checkpoint: Path, case: str) -> schema.Config:
     )
 
 
-def model_of(checkpoint: Path) -> Model:
+def model_of(checkpoint: Path) -> ModelShape:
     hf = read_hf_config(checkpoint)
     weights = architecture(hf).weights(hf)
     run = RunModel("policy", "model.path", "", "", optimizer=schema.Optimizer())
-    return Model(run, hf, tuple(weights), tuple(group_parts(weights)))
+    return ModelShape(run, hf, tuple(weights), tuple(group_parts(weights)))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from rl.config.schema import Config, resolve  # noqa: E402
 from rl.data.prompts import Prompt  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
 from rl.engines.rollout_engines import build_rollout  # noqa: E402
-from rl.features.fp8_engine.groups import GroupedFp8Weights, in_blocks  # noqa: E402
+from rl.features.fp8_engine.staged_refit import GroupedFp8Weights, in_blocks  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.boxes import index  # noqa: E402
 from rl.models.fp8_blocks import quantised  # noqa: E402

@@ -17,7 +17,7 @@ from rl.rewards.code import (
 )
 from rl.rewards.pool.pool import ScoringPool
 from rl.sandbox import sandbox
-from rl.sandbox.sandbox import Outcome, Protections, protections
+from rl.sandbox.sandbox import ProgramOutcome, Protections, protections
 from tests.tables import cells, rows
 from tests.timing import assert_linear_in_text
 
@@ -470,7 +470,7 @@ def seen(monkeypatch):
 
     def run_program(source, **options):
         seen.append((source, options))
-        return Outcome(end="exit", code=0, stdout="2", stderr="", seconds=0.1)
+        return ProgramOutcome(end="exit", code=0, stdout="2", stderr="", seconds=0.1)
 
     monkeypatch.setattr(code_reward, "run_program", run_program)
     return seen
@@ -499,7 +499,7 @@ def test_total_s_limits_all_tests_of_a_response(monkeypatch):
         nonlocal now
         now += limits.wall_s
         allowed.append(limits.wall_s)
-        return Outcome(end="time", code=0, stdout="", stderr="", seconds=limits.wall_s)
+        return ProgramOutcome(end="time", code=0, stdout="", stderr="", seconds=limits.wall_s)
 
     monkeypatch.setattr(code_reward, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(code_reward, "run_program", run_program)

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # noqa: E402
 from rl.engines.engines import build_policy  # noqa: E402
-from rl.features.bitwise.engine import BitwiseNumerics  # noqa: E402
+from rl.features.bitwise.engine import BitwiseEngine  # noqa: E402
 from rl.features.sampling_masks.engine import Masks  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.refit.refit import refit  # noqa: E402
@@ -88,7 +88,7 @@ class Pair:
                 seed=1,
                 device=device,
                 name=f"async-{is_async}",
-                parts=[Masks(), BitwiseNumerics()],
+                parts=[Masks(), BitwiseEngine()],
             )
             for is_async in (True, False)
         ]

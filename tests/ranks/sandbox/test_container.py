@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.container import Container as Settings
+from rl.config.container import RunningContainer as Settings
 from rl.config.container import read_container
-from rl.features.containers.container import RUNTIMES, Container, Image, Limits
+from rl.features.containers.container import RUNTIMES, ContainerImage, ProgramLimits, RunningContainer
 from rl.features.containers.environment import ContainerEnvironment
-from rl.features.containers.images import unpack
+from rl.features.containers.image_store import unpack
 from rl.rewards.code import score
 from tests.container_image import build_image
 
 INSTALLED = [runtime.name for runtime in RUNTIMES if shutil.which(runtime.program)]
-SMALL = Limits(wall_s=20, memory_mib=512, disk_mib=48, files=500, tasks=24, output_bytes=10_000)
+SMALL = ProgramLimits(wall_s=20, memory_mib=512, disk_mib=48, files=500, tasks=24, output_bytes=10_000)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def image(tmp_path_factory):
 @pytest.fixture(params=INSTALLED or [pytest.param("", marks=pytest.mark.skip(reason="no runtime"))])
 def runtime(request, image):
     try:
-        Container(Image(str(image)), runtime=request.param).close()
+        RunningContainer(ContainerImage(str(image)), runtime=request.param).close()
     except ValueError as error:
         pytest.skip(str(error))
     return request.param
@@ -74,7 +74,7 @@ HOSTILE = {
 
 @pytest.fixture
 def container(runtime, image):
-    with Container(Image(str(image)), runtime=runtime, limits=SMALL) as started:
+    with RunningContainer(ContainerImage(str(image)), runtime=runtime, limits=SMALL) as started:
         yield started
 
 
@@ -216,8 +216,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("kept", KEEPS)
 def test_memory_counts_wherever_the_node_holds_it(runtime, image, kept):
-    limits = Limits(wall_s=200, memory_mib=128, disk_mib=8, files=100, tasks=8, output_bytes=10_000)
-    with Container(Image(str(image)), runtime=runtime, limits=limits) as small:
+    limits = ProgramLimits(wall_s=200, memory_mib=128, disk_mib=8, files=100, tasks=8, output_bytes=10_000)
+    with RunningContainer(ContainerImage(str(image)), runtime=runtime, limits=limits) as small:
         outcome = small.run(["python3", "-c", f"{HELD}{KEEPS[kept]}\ntime.sleep(300)"], merge=True)
         assert outcome.end == "memory", outcome
         assert small.run(["sh", "-c", "echo alive"]).stdout == "alive\n"
@@ -233,7 +233,7 @@ def test_a_container_is_refused_what_no_limit_counts(container, way):
 def test_commands_stay_on_their_processors(runtime, image):
     every = sorted(os.sched_getaffinity(0))
     source = f"import os; print(len(os.sched_getaffinity(0))); os.sched_setaffinity(0, {every})"
-    with Container(Image(str(image)), runtime=runtime, cpus=1) as limited:
+    with RunningContainer(ContainerImage(str(image)), runtime=runtime, cpus=1) as limited:
         outcome = limited.run(["python3", "-c", source])
     assert outcome.stdout == "1\n" and "PermissionError" in outcome.stderr
 
@@ -258,10 +258,10 @@ def test_twenty_at_a_time_see_nothing_of_each_other_and_leave_nothing(runtime, i
         "time.sleep(0.5)\n"
         "print(os.listdir('/tmp'), os.listdir('/dev/shm'), os.path.exists(sys.argv[2]), 'KEY' in os.environ)"
     )
-    limits = Limits(wall_s=60, memory_mib=256, disk_mib=8, files=100, tasks=8, output_bytes=1000)
+    limits = ProgramLimits(wall_s=60, memory_mib=256, disk_mib=8, files=100, tasks=8, output_bytes=1000)
 
     def trajectory(number):
-        container = Container(Image(str(image)), runtime=runtime, limits=limits)
+        container = RunningContainer(ContainerImage(str(image)), runtime=runtime, limits=limits)
         arguments = ["python3", "-c", source, f"t{number}", str(secret)]
         return container, container.run(arguments, merge=True)
 
@@ -305,7 +305,7 @@ def test_links_of_an_image_lead_to_no_place_outside(runtime, image, tmp_path):
     for name in ("etc", "tmp", "dev", "proc", "sys"):
         shutil.rmtree(tmp_path / "root" / name, ignore_errors=True)
         (tmp_path / "root" / name).symlink_to(tmp_path / "victim")
-    with Container(Image(str(tmp_path / "root")), runtime=runtime) as started:
+    with RunningContainer(ContainerImage(str(tmp_path / "root")), runtime=runtime) as started:
         assert started.run(["sh", "-c", "ls /etc; echo x > /tmp/x"]).ok
     assert list((tmp_path / "victim").iterdir()) == []
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.sandbox.sandbox import Limits, protections, run_program
+from rl.sandbox.sandbox import ProgramLimits, protections, run_program
 from tests.ranks.sandbox.test_sandbox import processes_with, wait_until
 from tests.spawn import ROOT
 
@@ -88,7 +88,7 @@ def test_hidden_files_count(way, tmp_path):
     """Each way would hold 48 MiB beside a limit of 16."""
     loop = "".join(f"    {line}\n" for line in way.strip().splitlines())
     outcome = run_program(
-        f"{HELD}kept = []\nfor i in range(4):\n{loop}time.sleep(60)", limits=Limits(wall_s=9)
+        f"{HELD}kept = []\nfor i in range(4):\n{loop}time.sleep(60)", limits=ProgramLimits(wall_s=9)
     )
     assert outcome.end == "disk" or "PermissionError" in outcome.stderr, outcome
     assert list(tmp_path.iterdir()) == []

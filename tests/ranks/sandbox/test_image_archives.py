@@ -13,7 +13,7 @@ import pytest
 
 from rl.features.containers import images
 from rl.features.containers.harbor import Task, read_task
-from rl.features.containers.images import unpack
+from rl.features.containers.image_store import unpack
 
 SH = ("bin/sh", "program")
 

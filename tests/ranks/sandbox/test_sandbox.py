@@ -15,7 +15,7 @@ import pytest
 
 from rl.sandbox import sandbox
 from rl.sandbox.kernel import seccomp_filter
-from rl.sandbox.sandbox import LAYERS, Limits, Protections, protections, run_program
+from rl.sandbox.sandbox import LAYERS, ProgramLimits, Protections, protections, run_program
 from tests.spawn import ROOT
 from tests.tables import cells
 
@@ -179,7 +179,7 @@ def test_nothing_outside_its_directory_can_be_changed(layers, tmp_path):
 
 
 def test_files_are_limited_in_size_and_number():
-    limits = Limits(disk_mib=4, files=100)
+    limits = ProgramLimits(disk_mib=4, files=100)
     assert ends("open('a', 'wb').write(bytes(10 << 20))", limits=limits) == ["OSError"]
     many = "import time\nfor i in range({n}):\n    open(str(i), 'wb').write(bytes({size}))\ntime.sleep(9)"
     assert run_program(many.format(n=200, size=1), limits=limits).end == "disk"
@@ -254,7 +254,7 @@ for _ in range(40):
         time.sleep(600)
 time.sleep(600)
 """
-    outcome = run_program(source, layers=layers, limits=Limits(tasks=20, wall_s=5))
+    outcome = run_program(source, layers=layers, limits=ProgramLimits(tasks=20, wall_s=5))
     assert outcome.end == "tasks", outcome
     assert processes_with(f"{tmp_path}/lockstep-code-") == []
     outcome = run_program(SLEEPER, layers=layers)
@@ -265,7 +265,7 @@ time.sleep(600)
 def test_threads_are_limited():
     start = "threading.Thread(target=time.sleep, args=(9,)).start()"
     source = f"import threading, time\nthreading.stack_size(1 << 16)\nfor _ in range(500): {start}"
-    assert run_program(source, limits=Limits(tasks=20)).end == "tasks"
+    assert run_program(source, limits=ProgramLimits(tasks=20)).end == "tasks"
 
 
 def test_signals_reach_only_the_program_itself():
@@ -317,12 +317,12 @@ print(libc.prctl(39, 0, 0, 0, 0), libc.prctl(23, 21, 0, 0, 0))
 
 
 def test_limits_of_processor_time_and_wall_time():
-    busy = run_program("while True: pass", limits=Limits(cpu_s=1, wall_s=20))
+    busy = run_program("while True: pass", limits=ProgramLimits(cpu_s=1, wall_s=20))
     assert busy.end == "time" and busy.seconds < 15
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert run_program(stubborn, limits=Limits(cpu_s=1, wall_s=20)).code == -signal.SIGKILL
+    assert run_program(stubborn, limits=ProgramLimits(cpu_s=1, wall_s=20)).code == -signal.SIGKILL
     sleep = "print('before', flush=True)\nimport time\ntime.sleep(60)"
-    asleep = run_program(sleep, limits=Limits(wall_s=0.5))
+    asleep = run_program(sleep, limits=ProgramLimits(wall_s=0.5))
     assert asleep.end == "time" and asleep.stdout == "before\n" and asleep.seconds < 5
 
 
@@ -336,9 +336,9 @@ def test_memory_is_limited():
 def test_endless_output_is_cut_and_ends_the_program():
     for stream in ("stdout", "stderr"):
         source = f"import sys\nwhile True: sys.{stream}.write('a' * 9999)"
-        outcome = run_program(source, limits=Limits(output_bytes=100_000))
+        outcome = run_program(source, limits=ProgramLimits(output_bytes=100_000))
         assert outcome.end == "output" and len(getattr(outcome, stream)) == 100_000 and outcome.seconds < 5
-    whole = run_program("print('a' * 99_999)", limits=Limits(output_bytes=100_000))
+    whole = run_program("print('a' * 99_999)", limits=ProgramLimits(output_bytes=100_000))
     assert whole.ok and len(whole.stdout) == 100_000
 
 
@@ -379,7 +379,7 @@ def test_an_interrupted_call_leaves_nothing_behind(tmp_path):
     signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
         with pytest.raises(Late):
-            run_program("import time\ntime.sleep(100)", limits=Limits(wall_s=30))
+            run_program("import time\ntime.sleep(100)", limits=ProgramLimits(wall_s=30))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -407,7 +407,7 @@ def test_unknown_layers_limits_and_interpreters_are_refused():
     with pytest.raises(ValueError, match="unknown layers jail: choose among seccomp"):
         run_program("", layers=("jail",))
     with pytest.raises(ValueError, match="wall_s=0: a limit of a program must be positive"):
-        Limits(wall_s=0)
+        ProgramLimits(wall_s=0)
     with pytest.raises(OSError):
         run_program("", interpreter="/nonexistent/python")
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rl.sandbox.sandbox import Limits, protections, run_program
+from rl.sandbox.sandbox import ProgramLimits, protections, run_program
 from rl.workers.supervisor import all_processes, descendants
 
 
@@ -27,6 +27,6 @@ def test_a_program_and_its_watcher_survive_the_signal(number):
 
     thread = threading.Thread(target=send)
     thread.start()
-    outcome = run_program("import time\ntime.sleep(1)\nprint('done')", limits=Limits(wall_s=30))
+    outcome = run_program("import time\ntime.sleep(1)\nprint('done')", limits=ProgramLimits(wall_s=30))
     thread.join()
     assert outcome.ok and outcome.stdout == "done\n" and len(sent) >= 2, outcome

@@ -5,7 +5,7 @@ import torch
 
 from rl.runtime.collectives import gather_objects
 from rl.training.packing import lay_out
-from rl.training.parts import Parts
+from rl.training.parts import TrainerParts
 
 
 def routers_of(trainer) -> list:
@@ -57,7 +57,7 @@ def gradient_by_hand(trainer, batch, plan) -> dict[str, torch.Tensor]:
             own = batch.held["routes"].local[i].astype(np.int64)
             experts[start : start + len(own)] = torch.from_numpy(own)
         rows.append(experts.chunk(grid.tp)[grid.tp_rank])
-    parts, trainer.parts = trainer.parts, Parts()
+    parts, trainer.parts = trainer.parts, TrainerParts()
     config, hooks = trainer.model.config, [router.router_replay for router in routers_of(trainer)]
     recompute, config.recompute_granularity = config.recompute_granularity, None
     for k, router in enumerate(routers_of(trainer)):

@@ -21,7 +21,7 @@ import torch
 from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
 from rl.engines import rollout_engines
 from rl.engines.engines import build_policy
-from rl.features.router_replay.engine import Routes
+from rl.features.router_replay.engine import RouteCollector
 from rl.features.router_replay.trainer import RouterReplay
 from rl.models import read_hf_config
 from rl.rollout.batches import batch_of
@@ -162,7 +162,7 @@ def main(checkpoint: str, dtype: str, out_dir: str, engine_layout: str, *layouts
         hf = read_hf_config(checkpoint)
         tp, ep = map(int, engine_layout.split("x"))
         rollout = Rollout(tp=tp, ep=ep, dp_attention=ep > tp, max_concurrent_samples=4, cpu_kv_cache_mib=16)
-        parts = [*rollout_engines.model_parts(rollout, hf), Routes()]
+        parts = [*rollout_engines.model_parts(rollout, hf), RouteCollector()]
         model = ServedModel(checkpoint, dtype, max_tokens=256, frozen=True)
         engine = RolloutEngine(model, rollout, seed=1, device=device, parts=parts)
         if engine.scheduler.scheduler_config.enable_chunked_prefill:  # not with DeepSeek's attention on CPU

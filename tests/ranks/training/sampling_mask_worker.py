@@ -25,7 +25,7 @@ from rl.rollout.sampling import train_sampling
 from rl.runtime.collectives import gather_objects
 from rl.runtime.session import session
 from rl.training.micro_batch_plans import plan_minibatch
-from rl.training.parts import Parts
+from rl.training.parts import TrainerParts
 from tools.hf_reference import random_batch
 
 OUTPUTS = ("logprobs", "entropy", "sum_p_squared")
@@ -59,7 +59,7 @@ def main(checkpoint: str, *layouts: str) -> None:
             batch = batch_of(exchange(own, device), prompts, samples_per_prompt=rollout.samples_per_prompt)
             plans = [plan_minibatch(batch, list(range(len(batch))), dp=trainer.grid.dp, max_tokens=96)]
             logprobs, entropy, squares = trainer.forward(batch, plans, OUTPUTS)
-            moved, trainer.parts = trainer.parts.metrics(device.torch), Parts()
+            moved, trainer.parts = trainer.parts.metrics(device.torch), TrainerParts()
             whole = trainer.forward(batch, plans, ("logprobs",))[0]
             sizes = np.concatenate([sample.held("kept_counts") for sample in own])
             found[layout] = {

@@ -19,7 +19,7 @@ from tools.acceptance import parity
 from tools.acceptance.findings import Findings
 from tools.acceptance.page import page
 from tools.acceptance.stages import Stage, all_stages
-from tools.acceptance.worker import Task
+from tools.acceptance.worker import StageTask
 
 
 def stage(**options):
@@ -48,7 +48,9 @@ def test_a_named_stage_runs_its_architecture_in_every_mode(tmp_path, monkeypatch
     monkeypatch.setattr(parity, "world", lambda task: nullcontext())
     case = SimpleNamespace(compare=lambda *_: None)
     monkeypatch.setattr(parity, "_Case", lambda task, device, name, dtype: found.append(name) or case)
-    parity.run(Task(Findings(tmp_path / "x"), tmp_path, "quick"), architectures=names, dtypes=("bfloat16",))
+    parity.run(
+        StageTask(Findings(tmp_path / "x"), tmp_path, "quick"), architectures=names, dtypes=("bfloat16",)
+    )
     assert found == ran
 
 
@@ -171,7 +173,7 @@ def test_damaged_results_are_shown_and_do_not_stop_the_others(tmp_path, monkeypa
     assert found == dict.fromkeys(damaged, "fail") | {"step": "pass"}
     text = (tmp_path / "index.html").read_text()
     assert "--stage trainer" in text and re.search(r"full; 20\d\d-\d\d-\d\d", text)
-    task = Task(Findings(stages / "speed.json"), tmp_path, "full")
+    task = StageTask(Findings(stages / "speed.json"), tmp_path, "full")
     assert task.stored("bare-vllm") == task.stored("absent") == {}
 
 

@@ -12,7 +12,7 @@ from rl.config.agents import Agents
 from rl.features.agents.chat import Chat
 from rl.features.agents.dialogue import Trajectories
 from rl.features.agents.endpoint import EndpointRequest
-from rl.features.agents.environment import Reply, Score, Step
+from rl.features.agents.environment import FinalScore, GameTurn, Reply
 from rl.features.agents.replica_environments import Environments
 from rl.features.carry_over.quota_schedule import Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.queue import own_counter, static_queue
@@ -64,9 +64,9 @@ class Games:
                 "drives": self.drives,
             }
         said = self.said[session]
-        if isinstance(action, Score):
+        if isinstance(action, FinalScore):
             return {"values": {"score": float(len(said))}}
-        assert isinstance(action, Step)
+        assert isinstance(action, GameTurn)
         said.append(action.text)
         text = self.answer_to(said)
         return {"messages": [{"role": "user", "content": text}], "reward": len(text) / 4 + len(said)}

@@ -11,7 +11,7 @@ import pytest
 
 from rl.data.chat_template import TOOL
 from rl.features.agents.chat import Chat
-from rl.features.agents.endpoint import Endpoint, EndpointReply, Refused, new_messages
+from rl.features.agents.endpoint import Endpoint, EndpointReply, RefusedRequest, new_messages
 from tests.chat_templates import end_ids, tokenizer_of
 
 openai = pytest.importorskip("openai")
@@ -216,7 +216,7 @@ def test_keys_and_refusals():
         def refuse() -> None:
             request = endpoint.requests.get(timeout=30)
             assert (request.session, request.max_tokens) == ("0.0", 7)
-            request.reply.set_exception(Refused("no room for another turn"))
+            request.reply.set_exception(RefusedRequest("no room for another turn"))
             endpoint.requests.get(timeout=30)
             endpoint.close("0.0")
 

@@ -78,7 +78,7 @@ def test_slow_senders_without_a_key_are_closed(monkeypatch):
         request = consumer.endpoint.requests.get(timeout=GUARD_S)
         for data in (b"", START, START + b"Authorization: Bearer a"):
             assert read_to_the_end(connect(consumer, data)) == b""
-        request.reply.set_exception(module.Refused("the connection is open"))
+        request.reply.set_exception(module.RefusedRequest("the connection is open"))
         assert b"the connection is open" in with_key.recv(1 << 16)
         with_key.close()
 
@@ -104,7 +104,9 @@ def test_agents_that_connect_together_are_all_served(monkeypatch):
             head = START + f"Authorization: Bearer {key}\r\nContent-Length: {len(QUESTION)}\r\n\r\n".encode()
             connection.sendall(head + QUESTION)
         for _ in keys:
-            consumer.endpoint.requests.get(timeout=GUARD_S).reply.set_exception(module.Refused("heard"))
+            consumer.endpoint.requests.get(timeout=GUARD_S).reply.set_exception(
+                module.RefusedRequest("heard")
+            )
         for connection in connections:
             assert b"heard" in connection.recv(1 << 16)
             connection.close()
@@ -149,5 +151,5 @@ def test_a_request_longer_than_any_context_is_not_read():
             connection = connect(consumer, START + f"Authorization: Bearer {key}\r\n".encode() + rest)
             request = consumer.endpoint.requests.get(timeout=GUARD_S)
             assert request.messages is request.token_ids is None
-            request.reply.set_exception(module.Refused("too long"))
+            request.reply.set_exception(module.RefusedRequest("too long"))
             connection.close()

@@ -8,7 +8,7 @@ import pytest
 
 from rl.data.chat_template import TOOL
 from rl.features.agents.chat import Chat
-from rl.features.agents.endpoint import Refused, normalise
+from rl.features.agents.endpoint import RefusedRequest, normalise
 from rl.features.agents.tool_calls import FAMILIES, parse_calls
 from tests.chat_templates import TOKENS, end_ids, tokenizer_of
 
@@ -137,7 +137,7 @@ def test_a_call_without_the_key_function_is_read_or_a_sentence():
     assert normalise(chat)[1]["tool_calls"][0]["function"] == expected
     assert Chat(tokenizer_of("qwen3")).normal(chat)[1]["tool_calls"][0]["function"] == expected
     chat[1]["tool_calls"] = [{"id": "call00000", "arguments": {}}]
-    with pytest.raises(Refused, match="a call in tool_calls is .* it must be"):
+    with pytest.raises(RefusedRequest, match="a call in tool_calls is .* it must be"):
         normalise(chat)
     with pytest.raises(ValueError, match="message 2 of 2 has the call .* it must be"):
         Chat(tokenizer_of("qwen3")).normal(chat)

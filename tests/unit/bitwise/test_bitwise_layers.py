@@ -103,7 +103,7 @@ def test_attention_ignores_padding_and_other_queries():
 
 def test_experts_equal_the_weighted_sum():
     x, ups, downs = random(11, 16) / 16, random(4, 24, 16, seed=1) / 16, random(4, 16, 12, seed=2)
-    routing = layers.Routing(topk=2, score_function="sigmoid", topk_scaling_factor=1.5)
+    routing = layers.RouterOptions(topk=2, score_function="sigmoid", topk_scaling_factor=1.5)
     weights, ids = layers.route(random(11, 4, seed=3) / 99, routing, torch.tensor([0.0, 9.0, 0.0, 0.0]))
     assert (ids == 1).any(1).all()  # the bias selects, but is not a part of the weights
     assert torch.allclose(weights.sum(1), torch.full((11,), 1.5))
@@ -119,5 +119,5 @@ def test_experts_equal_the_weighted_sum():
 
 def test_groups_of_experts_are_ranked_by_two_best():
     scores = torch.tensor([[9.0, 0.0, 0.0, 0.0, 5.0, 5.0, 4.0, 0.0]])
-    routing = layers.Routing(topk=2, num_groups=2, group_topk=1)
+    routing = layers.RouterOptions(topk=2, num_groups=2, group_topk=1)
     assert sorted(layers.choose(scores, routing)[0].tolist()) == [4, 5]

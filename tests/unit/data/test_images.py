@@ -10,7 +10,7 @@ import pytest
 from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from rl.data.images import Image, ImageFormat, ImageReader
+from rl.data.images import ImageFormat, ImageReader, PromptImage
 from rl.data.prompts import load_prompts
 from rl.data.rendering import check_rendering
 from rl.features.vision.positions import image_positions, row_positions
@@ -57,7 +57,7 @@ def row(content, images=None):
 @pytest.mark.parametrize("size", [(56, 56), (30, 75), (300, 200), (10, 11), (28, 90)])
 def test_patches_are_those_of_transformers(size, mode):
     content = png(*size, mode=mode)
-    image = Image(content, *FORMAT.size(*size), FORMAT)
+    image = PromptImage(content, *FORMAT.size(*size), FORMAT)
     limits = {"min_pixels": FORMAT.min_pixels, "max_pixels": FORMAT.max_pixels}
     processor = Qwen2VLImageProcessorPil(**limits)
     expected = processor(Pillow.open(io.BytesIO(content)), return_tensors="np")
@@ -90,7 +90,7 @@ def test_a_row_has_the_tokens_of_its_images(tmp_path):
         for image, count in zip(both.images, (6, 1), strict=True):
             assert ids[image.offset - 1] == start and ids[image.offset + count] == end
             assert set(ids[image.offset : image.offset + count]) == {PAD} and image.num_tokens == count
-        assert both.images[1].digest == Image(contents[1], 28, 28, FORMAT).digest
+        assert both.images[1].digest == PromptImage(contents[1], 28, 28, FORMAT).digest
         places, pixels = both.placed_pixels
         assert places[:, 1:3].tolist() == [[56, 84], [28, 28]] and len(pixels) == 56 * 84 * 3 + 28 * 28 * 3
         # Without images the anchor is text.
@@ -104,11 +104,11 @@ def test_transparent_pixels_are_white():
     for mode, colour in (("RGBA", (0, 0, 0, 0)), ("LA", (0, 0)), ("P", 0)):
         options = {"transparency": 0} if mode == "P" else {}
         content = encoded(Pillow.new(mode, (56, 56), colour), "PNG", **options)
-        assert (Image(content, 56, 56, FORMAT).pixels == 255).all()
+        assert (PromptImage(content, 56, 56, FORMAT).pixels == 255).all()
     half = png(56, 56, mode="RGBA")
     pixels = np.asarray(Pillow.open(io.BytesIO(half))).astype(int)
     expected = 255 + (pixels[..., :3] - 255) * pixels[..., 3:] / 255
-    assert np.abs(Image(half, 56, 56, FORMAT).pixels - expected).max() <= 1
+    assert np.abs(PromptImage(half, 56, 56, FORMAT).pixels - expected).max() <= 1
 
 
 def test_a_turned_photo_is_upright():
@@ -124,9 +124,9 @@ def test_a_turned_photo_is_upright():
 def _row():
     from pathlib import Path
 
-    from rl.data.reading import Row
+    from rl.data.reading import FileRow
 
-    return Row({}, Path("rows.parquet"), 3, 0)
+    return FileRow({}, Path("rows.parquet"), 3, 0)
 
 
 IMAGE = {"bytes": png(56, 56), "path": None}
@@ -162,8 +162,8 @@ def test_a_literal_special_token_in_a_text_row_is_text(tmp_path):
     assert beside.text.count("<|image_pad|>") == 2
 
 
-def placed(offset: int, rows: int, columns: int) -> Image:
-    return Image(b"", rows * 28, columns * 28, FORMAT, offset)
+def placed(offset: int, rows: int, columns: int) -> PromptImage:
+    return PromptImage(b"", rows * 28, columns * 28, FORMAT, offset)
 
 
 def test_positions_have_time_row_and_column():

@@ -8,9 +8,9 @@ import pytest
 
 from rl.config.schema import load_config
 from rl.dry_run import report
-from rl.dry_run.asynchrony import Form, best, forms
+from rl.dry_run.asynchrony import StepForm, best, forms
 from rl.dry_run.estimate import estimate
-from rl.dry_run.generation import Engines, Work, generation_seconds
+from rl.dry_run.generation import EngineRates, Work, generation_seconds
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.report import report_forms
 
@@ -24,12 +24,12 @@ def found(name, world_size, *overrides, **lengths):
 
 def test_equal_lengths_take_their_tokens_times_a_step():
     work = Work(groups=4, samples=2, mean=100, sigma=0.0, longest=1000)
-    at_once = Engines(replicas=2, slots=8, decode_s=lambda samples: 1 + samples)
+    at_once = EngineRates(replicas=2, slots=8, decode_s=lambda samples: 1 + samples)
     assert generation_seconds(work, at_once) == pytest.approx(100 * 5)
-    in_two_waves = Engines(replicas=2, slots=2, decode_s=lambda samples: 1 + samples)
+    in_two_waves = EngineRates(replicas=2, slots=2, decode_s=lambda samples: 1 + samples)
     assert generation_seconds(work, in_two_waves) == pytest.approx(2 * 100 * 3)
     prompts = Work(groups=4, samples=2, mean=100, sigma=0.0, longest=1000, prompt=50)
-    slow = Engines(replicas=2, slots=8, decode_s=lambda samples: 1, prefill_s=0.1)
+    slow = EngineRates(replicas=2, slots=8, decode_s=lambda samples: 1, prefill_s=0.1)
     assert generation_seconds(prompts, slow) == pytest.approx(100 + 4 * 50 * 0.1 / 2)
 
 
@@ -42,7 +42,7 @@ def test_the_mean_of_lengths_is_that_asked_for():
 
 def test_the_longest_response_ends_a_synchronous_step_only():
     work = Work(groups=64, samples=1, mean=100, sigma=1.0, longest=10000)
-    engines = Engines(replicas=4, slots=16, decode_s=lambda samples: 1.0)
+    engines = EngineRates(replicas=4, slots=16, decode_s=lambda samples: 1.0)
     assert generation_seconds(work, engines) > 4 * 100
     carried = [generation_seconds(work, engines, started=started) for started in (1.0, 1.25, 1.5)]
     assert carried[0] > 1.25 * carried[1] > carried[2]
@@ -57,7 +57,7 @@ def test_carry_over_and_split_gain_about_what_verl_reports():
     work = Work(groups=64, samples=8, mean=12700, sigma=0.7, longest=32768)
 
     def seconds(share, started):
-        engines = Engines(replicas=8 * share, slots=256, decode_s=lambda samples: 1 + samples / 64)
+        engines = EngineRates(replicas=8 * share, slots=256, decode_s=lambda samples: 1 + samples / 64)
         return generation_seconds(work, engines, started=started)
 
     generation = seconds(1, 1)
@@ -73,17 +73,17 @@ def test_a_split_that_starves_one_side_is_not_recommended():
     needs 301 / 2 of the 221 s on all ranks; here it is the trainer."""
     before = found("qwen3-30b-a3b_math_grpo_4x8", 32, "data.prompts_per_step=256", prompt=300, response=1000)
     shown = forms(before, sigma=0.2, generation_s=221 - 301 / 2, rest_s=301 / 2)
-    assert shown[0] == Form({}, pytest.approx(221))
+    assert shown[0] == StepForm({}, pytest.approx(221))
     halves = [form for form in shown if form.overrides.get("roles.train") == "0-15"]
     assert all(form.seconds == pytest.approx(301, rel=0.02) for form in halves)
     assert best(shown) is shown[0]
 
 
 def test_the_simplest_form_close_to_the_fastest_is_used():
-    slow, carried, split = Form({}, 100), Form({"a": 1}, 70), Form({"b": 1}, 68)
+    slow, carried, split = StepForm({}, 100), StepForm({"a": 1}, 70), StepForm({"b": 1}, 68)
     assert best([slow, carried, split]) is carried
-    assert best([slow, carried, Form({"b": 1}, 60)]).overrides == {"b": 1}
-    assert best([slow, Form({"a": 1}, 95), Form({"b": 1}, 93)]) is slow
+    assert best([slow, carried, StepForm({"b": 1}, 60)]).overrides == {"b": 1}
+    assert best([slow, StepForm({"a": 1}, 95), StepForm({"b": 1}, 93)]) is slow
 
 
 def test_every_form_that_is_shown_is_a_config_that_fits(monkeypatch):

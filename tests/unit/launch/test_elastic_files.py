@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.elastic_files import Board, Generation, Lease, exit_code
+from launch.elastic_files import Board, ElasticGeneration, Lease, exit_code
 from rl.config.checks import check
 from rl.config.options import ConfigError
 from rl.config.schema import load_config
@@ -40,7 +40,7 @@ def test_a_node_lives_while_its_lease_changes(tmp_path):
 
 def test_of_many_proposals_for_a_number_one_holds(tmp_path):
     boards = [Board(str(tmp_path), lost_s=9) for _ in range(8)]
-    own = [Generation(1, [replace(NODE1, ranks=n)], ["training.tp=1"]) for n in range(8)]
+    own = [ElasticGeneration(1, [replace(NODE1, ranks=n)], ["training.tp=1"]) for n in range(8)]
     threads = [
         threading.Thread(target=b.propose, args=(g, f"a{g.members[0].ranks}")) for b, g in zip(boards, own)
     ]
@@ -50,12 +50,12 @@ def test_of_many_proposals_for_a_number_one_holds(tmp_path):
         thread.join()
     found = [board.newest(None) for board in boards]
     assert found[0] in own and all(each == found[0] for each in found)
-    boards[0].propose(Generation(2, code=0), "a0")
-    assert boards[1].newest(found[1]) == Generation(2, code=0) == Board(str(tmp_path), 9).newest(None)
+    boards[0].propose(ElasticGeneration(2, code=0), "a0")
+    assert boards[1].newest(found[1]) == ElasticGeneration(2, code=0) == Board(str(tmp_path), 9).newest(None)
 
 
 def test_damaged_files_count_as_no_lease_and_no_members(tmp_path):
-    board, generation = Board(str(tmp_path), lost_s=9), Generation(1, [NODE1], ["training.tp=1"])
+    board, generation = Board(str(tmp_path), lost_s=9), ElasticGeneration(1, [NODE1], ["training.tp=1"])
     board.propose(generation, "a0")
     for text in ("", "[]", "{}", '{"number": 2, "members": [{}]}', '{"number": 2, "members": [], "odd": 1}'):
         (board.directory / "generation-000002.json").write_text(text)
@@ -63,7 +63,7 @@ def test_damaged_files_count_as_no_lease_and_no_members(tmp_path):
         found = board.newest(None)
         assert (found.number, found.members, found.reason) == (2, [], "its record is damaged")
         assert board.newest(generation) == found and board.alive() == []
-    board.propose(generation := Generation(3, [NODE1]), "a0")
+    board.propose(generation := ElasticGeneration(3, [NODE1]), "a0")
     assert board.newest(found) == generation == board.newest(None)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.points import Point, make_points, tasks_text
+from launch.points import SweepRun, make_points, tasks_text
 from rl.config.options import ConfigError
 from rl.config.point_names import name_of, short_names
 
@@ -99,7 +99,7 @@ def test_names_are_distinct_and_valid_for_directories():
 
 
 def test_overrides_are_what_the_program_takes():
-    assert Point(
+    assert SweepRun(
         "", {LR: 1e-6, "a": True, "b": [1, 2], "c": "x:y", "d": None, "e": 0.30000000000000004}
     ).overrides == [f"{LR}=1e-06", "a=true", "b=[1, 2]", "c=x:y", "d=null", "e=0.30000000000000004"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.batch_file import Resources
-from launch.points import Point
+from launch.points import SweepRun
 from launch.schedulers import SCHEDULERS
 from launch.sweep import SweepFile, write_points
 from rl.config.options import ConfigError, as_override, flatten, read_override
@@ -146,7 +146,7 @@ def test_generated_scripts_hand_on_every_character(scheduler, tmp_path):
 def test_points_of_a_sweep_keep_their_values(tmp_path):
     values = [text for text in TEXTS if not text.startswith("~")]
     sweep = SweepFile(name="s", config="c", overrides={"reward.kwargs.y": "42"}, grid={"model.path": values})
-    points = [Point(f"p{number}", {"reward.kwargs": {"x": text}}) for number, text in enumerate(values)]
+    points = [SweepRun(f"p{number}", {"reward.kwargs": {"x": text}}) for number, text in enumerate(values)]
     tmp_path /= "it's $HOME"
     written = write_points(sweep, tmp_path, points)
     for task, (point, text) in enumerate(zip(written, values, strict=True)):

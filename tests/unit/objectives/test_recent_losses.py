@@ -8,7 +8,7 @@ import torch
 
 from rl.objectives.advantages.maxrl import maxrl
 from rl.objectives.aggregate import aggregate
-from rl.objectives.entropy_controller import AdaptiveEntropy
+from rl.objectives.entropy_controller import EntropyController
 from rl.objectives.losses.fipo import fipo
 from rl.objectives.losses.gspo import gspo
 from rl.objectives.losses.luspo import luspo
@@ -160,7 +160,7 @@ def test_top_entropy_selects_tokens_of_the_mini_batch():
 
 
 def test_entropy_bonus_acts_below_the_target():
-    control = AdaptiveEntropy(0.0, target=0.2, delta=0.005, low=0.0, high=0.012)
+    control = EntropyController(0.0, target=0.2, delta=0.005, low=0.0, high=0.012)
     weights = [control.update(entropy) for entropy in (0.1, 0.2, 0.15, 0.1, 0.3, 0.1)]
     assert weights == pytest.approx([0.0, 0.005, 0.01, 0.012, 0.0, 0.007])
     for _ in range(4):
@@ -169,7 +169,7 @@ def test_entropy_bonus_acts_below_the_target():
 
 
 def test_entropy_controller_resumes_within_its_bounds():
-    one, other = (AdaptiveEntropy(0.0, target=0.2, delta=0.005, low=0.0, high=high) for high in (1, 0.004))
+    one, other = (EntropyController(0.0, target=0.2, delta=0.005, low=0.0, high=high) for high in (1, 0.004))
     one.update(0.1)
     other.load_state_dict(one.state_dict())
     assert (one.coef, other.coef) == (0.005, 0.004)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.checks.objective import Point, total_weight
+from rl.checks.objective import ObjectivePoint, total_weight
 from rl.config.schema import LOSSES
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
@@ -466,5 +466,5 @@ UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
 def test_weights_of_all_tokens_have_the_sum_of_the_aggregation(name, aggregation):
     config = config_of(loss=name, aggregation=aggregation)
     advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
-    total = Point(policy_loss(config), config, advantages=advantages).slope.abs().sum()
+    total = ObjectivePoint(policy_loss(config), config, advantages=advantages).slope.abs().sum()
     assert float(total) == pytest.approx(total_weight(config), rel=1e-4)

@@ -8,7 +8,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from rl.features.router_replay.engine import CpuRoutes, Routes
+from rl.features.router_replay.engine import CpuRoutes, RouteCollector
 from tests.checkpoints import tiny_config
 
 
@@ -25,12 +25,12 @@ def test_ranks_that_do_not_lead_schedule_without_routes():
 
     leader, other = engine(True), engine(False)
     for each in (leader, other):
-        Routes().built(each)
+        RouteCollector().built(each)
     with pytest.raises(AssertionError, match="worker output is missing"):
         leader.scheduler.aux_output_connector.take_output(request, None)
     assert other.scheduler.aux_output_connector.take_output(request, None) is None
     other.scheduler.aux_output_connector = None  # the CPU engine has none
-    Routes().built(other)
+    RouteCollector().built(other)
 
 
 def test_a_request_that_is_preempted_keeps_the_routes_of_the_token_in_flight():

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from tools.bench_tables.report import Result, Row
+from tools.bench_tables.report import Result, TableLine
 from tools.bench_tables.sides import BenchFailed, Side, alternate
 from tools.bench_tables.tasks import end_probability
 
 
 def test_markdown():
-    row = Row("a row", {"ours": 0.51234, "steps": 5, "equal": "4 of 5"}, 1.8765)
+    row = TableLine("a row", {"ours": 0.51234, "steps": 5, "equal": "4 of 5"}, 1.8765)
     lines = Result("numerics", "Numerics", "bitwise / fast", [row], "the command").markdown().splitlines()
     assert lines[2] == "|  | ours | steps | equal | bitwise / fast |"
     assert lines[4] == "| a row | 0.512 | 5 | 4 of 5 | **1.88** |"

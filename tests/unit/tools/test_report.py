@@ -195,7 +195,7 @@ def test_the_page_has_the_images_of_the_groups_within_the_limit(tmp_path):
     log.close()
 
     def found(limit: int) -> dict[int, list[bytes]]:
-        parts = write.Parts()
+        parts = write.PageData()
         write._samples(parts, 0, tmp_path, stored_steps(tmp_path), limit)
         groups = json.loads(gzip.decompress(base64.b64decode(parts.packed["tokens.0.1"])))
         return {each["group"]: [*map(base64.b64decode, each.get("images", []))] for each in groups}

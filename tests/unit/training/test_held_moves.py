@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from rl.data.batch import Batch, concatenate
-from rl.data.held import BytesMoved, HeldColumn, Row, row_key
+from rl.data.held import ColumnBytes, HeldColumn, HeldRow, row_key
 from rl.rollout.samples import Completion, Sample, Segment
 from rl.training.held_transfer import Move, plan_moves
 
 
 def column(lengths, *, holders, rank=0) -> HeldColumn:
     values = [np.full((n, 3), i, np.uint8) for i, n in enumerate(lengths)]
-    rows = {i: Row(i, v) for i, v in enumerate(values) if holders[i] == rank}
+    rows = {i: HeldRow(i, v) for i, v in enumerate(values) if holders[i] == rank}
     return HeldColumn(rows, torch.tensor(holders), torch.tensor(lengths), np.dtype(np.uint8), (3,))
 
 
@@ -72,6 +72,6 @@ def test_the_key_of_a_row_depends_on_where_the_prompt_ends():
 
 
 def test_other_bytes_than_planned_are_an_error():
-    assert BytesMoved(3, 3).checked("x") == BytesMoved(3, 3)
+    assert ColumnBytes(3, 3).checked("x") == ColumnBytes(3, 3)
     with pytest.raises(RuntimeError, match="of rank 2 brought 3 bytes to this rank, whose plan has 4"):
-        BytesMoved(3, 4).checked("the message of rank 2")
+        ColumnBytes(3, 4).checked("the message of rank 2")

@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd  # noqa: E402
 
 from rl.features.bitwise import layers  # noqa: E402
-from rl.features.bitwise.engine import BitwiseRotary  # noqa: E402
+from rl.features.bitwise.engine import EngineRotary  # noqa: E402
 from rl.models import rope  # noqa: E402
 from rl.training import rotary  # noqa: E402
 from rl.training.attention import PackedRow  # noqa: E402
@@ -73,7 +73,7 @@ def test_the_trainer_rotates_by_the_cpus_frequencies_on_every_device(name):
         found = rotary.RowRotary(hf, fused=False).frequencies
     positions = rope.positions(hf)
     engines = SimpleNamespace(head_size=DIM, is_neox_style=True)
-    expected = BitwiseRotary(engines, hf).table
+    expected = EngineRotary(engines, hf).table
     assert found.device.type == "cpu"
     assert torch.equal(layers.rotary_table(found, positions, rope.magnitude(hf)), expected)
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from rl.training.rows import MASKED_TOKENS, Group, SelectRows, ranges, row_attention, segments, select_rows
+from rl.training.rows import MASKED_TOKENS, RowGroup, SelectRows, ranges, row_attention, segments, select_rows
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def rows(count=60):
         sizes.sort(key=lambda lengths: (len(lengths) > 1, sum(lengths)))
         groups, end = [], 0
         for prompt, *answers in sizes:
-            groups.append(Group(end, prompt, tuple(sorted(answers))))
+            groups.append(RowGroup(end, prompt, tuple(sorted(answers))))
             end = groups[-1].end
         yield groups, end
 
@@ -81,7 +81,7 @@ def test_segments_aligned_at_the_bottom_right_give_the_mask():
 
 
 def test_on_cuda_no_group_is_computed_with_a_mask():
-    groups = [Group(0, 3, (2, 2)), Group(7, 4, (1, 2))]
+    groups = [RowGroup(0, 3, (2, 2)), RowGroup(7, 4, (1, 2))]
     keys = {name: torch.from_numpy(array) for name, array in segments(groups).items()}
     assert len(row_attention(groups, keys, CPU).runs) == 1
     row = row_attention(groups, keys, torch.device("cuda"))

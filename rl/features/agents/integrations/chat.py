@@ -3,7 +3,7 @@
 from typing import Any
 
 
-class Refused(RuntimeError):
+class LimitsUsedUp(RuntimeError):
     """Raised if the server refuses a request, because the limits of the trajectory are used up."""
 
 
@@ -36,6 +36,6 @@ async def complete(
         session.post(address, json=request, headers=headers) as response,
     ):
         if response.status != 200:
-            error = Refused if response.status == 400 else RuntimeError
+            error = LimitsUsedUp if response.status == 400 else RuntimeError
             raise error(f"{address}: status={response.status}: {(await response.text())[:500]}")
         return (await response.json())["choices"][0]["message"]

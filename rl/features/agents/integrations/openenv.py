@@ -29,7 +29,7 @@ class InvalidAction(ValueError):
     """Raised if the server rejects an action; the message is for the policy."""
 
 
-class _Session:
+class _OpenEnvSession:
     """A session of an OpenEnv server, which lasts as long as its connection."""
 
     def __init__(self, url: str, observation: str = "", reset: dict[str, Any] | None = None) -> None:
@@ -81,7 +81,7 @@ class _Session:
             await self._socket.wait_closed()
 
 
-class OpenEnv(_Session):
+class OpenEnv(_OpenEnvSession):
     """An environment with the policy's text as its action."""
 
     def __init__(self, url: str, action: str = "", observation: str = "", **reset: Any) -> None:
@@ -102,7 +102,7 @@ class OpenEnv(_Session):
         return self._text(observation), self._reward, self.done
 
 
-class OpenEnvTools(_Session):
+class OpenEnvTools(_OpenEnvSession):
     """An environment with calls of its MCP tools as actions. The prompt is the row's."""
 
     def __init__(self, url: str, **reset: Any) -> None:

@@ -25,7 +25,7 @@ import re
 from typing import Any
 
 from rl.config.functions import load_function
-from rl.features.agents.integrations.chat import Refused, complete, user_message
+from rl.features.agents.integrations.chat import LimitsUsedUp, complete, user_message
 from rl.features.agents.integrations.imports import require
 from rl.features.agents.integrations.randomness import PrivateRandom
 from rl.features.agents.integrations.rows import seed_of, task_of
@@ -150,7 +150,7 @@ class SelfPlay:
             conversation += user_message(text)
             try:
                 reply = await complete(base_url, api_key, conversation, store=player == seat)
-            except Refused:  # no turns or tokens are left
+            except LimitsUsedUp:  # no turns or tokens are left
                 return _result(-1.0 if player == seat else 0.0)
             conversation.append(reply)
             move = reply["content"] or ""

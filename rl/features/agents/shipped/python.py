@@ -6,7 +6,7 @@
 Each call is a new process. For example, a variable of one call is unknown in the next call.
 """
 
-from rl.sandbox.sandbox import Limits, run_program
+from rl.sandbox.sandbox import ProgramLimits, run_program
 
 
 def python(
@@ -22,7 +22,9 @@ def python(
     Args:
         code: the whole program; it must print its results
     """
-    limits = Limits(wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mib=memory_mib, output_bytes=100_000)
+    limits = ProgramLimits(
+        wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mib=memory_mib, output_bytes=100_000
+    )
     try:
         outcome = run_program(
             code, limits=limits, interpreter=interpreter, allow_unprotected=allow_unprotected

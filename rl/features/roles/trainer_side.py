@@ -14,7 +14,7 @@ from rl.checks.staleness import StaleTokens, check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
-from rl.data.held import BytesMoved
+from rl.data.held import ColumnBytes
 from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
@@ -22,7 +22,7 @@ from rl.features.roles.link import Delivery, Link
 from rl.features.roles.messages import Begin, Complete, Generate, Message, Messages, NextBatch
 from rl.features.roles.stream_schedule import Batches
 from rl.phases.dialogues import Dialogues
-from rl.phases.sampler import Call, Sampler
+from rl.phases.sampler import SampleCall, Sampler
 from rl.phases.step_record import StepRecord
 from rl.rollout import held_parts
 from rl.rollout.samples import Sample, pack, unpack
@@ -111,7 +111,7 @@ class GenerationByRoles(Sampler):
         """Log the staleness of the batch, and the bytes of its held columns, too."""
         self._step.metrics |= check_staleness(batch, self._policy.version, self._config.roles.lag)
         self._log_held(batch, self._link.held)
-        self._link.held = BytesMoved()
+        self._link.held = ColumnBytes()
 
     def learned(self) -> None:
         """Note that the algorithm has learned from the batches of this step, also in `consumed.jsonl`.
@@ -210,7 +210,7 @@ class GenerationByRoles(Sampler):
         step, number = self._step, self._next_batch
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
-        call = Call(prompts, self._sampling, self._purpose(round))
+        call = SampleCall(prompts, self._sampling, self._purpose(round))
         self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, call.purpose))
 
         def receive(bar, interrupt: Interrupt) -> list[Delivery]:
@@ -222,7 +222,7 @@ class GenerationByRoles(Sampler):
 
         return self._awaited(receive, call)
 
-    def sample(self, call: Call) -> Batch:
+    def sample(self, call: SampleCall) -> Batch:
         self.refit()  # as in `batch`
         version, prompts = self._policy.version, call.prompts
         seeds, keeps_failed = self._seeds(call), call.timing == "testing"
@@ -252,7 +252,7 @@ class GenerationByRoles(Sampler):
             self._messages.remove(name)
         return list(answers.values())
 
-    def _awaited(self, receive: Callable[[Any, Interrupt], list[Delivery]], call: Call) -> Batch:
+    def _awaited(self, receive: Callable[[Any, Interrupt], list[Delivery]], call: SampleCall) -> Batch:
         """Return the samples of `receive` as a batch, and log for how long they were awaited."""
         awaited = self._call("wait_samples", call.ids, call.num_samples, call.timing, self._stop)
         with awaited as (bar, interrupt):

@@ -1,4 +1,4 @@
-"""Layers of a model that has a form (`rl.models.form`): subclasses of Megatron's attention and MLP."""
+"""Layers of a model that has a form (`rl.models.layer_form`): subclasses of Megatron's attention and MLP."""
 
 import functools
 
@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from rl.models.form import Form
+from rl.models.layer_form import LayerForm
 from rl.training.attention import PackedRow
 from rl.training.layer_spec import Norm
 
@@ -95,7 +95,7 @@ def _formed(module, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
     return module.post_norm(out), None
 
 
-def give_form(model: nn.Module, form: Form) -> None:
+def give_form(model: nn.Module, form: LayerForm) -> None:
     """Turn the layers of a stage of Megatron's GPTModel into the layers of the form. Not collective.
 
     The class of an object is replaced, because Megatron compares classes of its specs by identity.

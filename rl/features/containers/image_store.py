@@ -34,9 +34,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.features.containers.container import Image, run_program_in
+from rl.features.containers.container import ContainerImage, run_program_in
 from rl.sandbox.private_directory import why_untrusted
-from rl.sandbox.sandbox import Outcome
+from rl.sandbox.sandbox import ProgramOutcome
 
 _ALIGNMENT, _SEARCHED = 4096, 64 << 20
 """Bytes between possible beginnings of the SquashFS in a SIF file, and maximum bytes to search."""
@@ -47,7 +47,7 @@ _MAX_READ = 64 << 20
 """Maximum bytes read into memory at once, for a description or a header of an archive."""
 
 
-def unpack(path: str) -> Image:
+def unpack(path: str) -> ContainerImage:
     """Return an image; unpack it on this node if necessary. One process unpacks, and others wait for it.
 
     Raises ValueError if the image is missing, of another kind or cannot be unpacked.
@@ -62,7 +62,7 @@ def unpack(path: str) -> Image:
     if source.is_dir() and not (source / "bin").exists():
         raise ValueError(f"container.image={path!r} is a directory without bin; name the root of an image.")
     if source.is_dir() and found.st_uid == os.geteuid():
-        return Image(str(source))
+        return ContainerImage(str(source))
     named = f"{source} {found.st_size} {found.st_mtime_ns} {found.st_ino}"
     place = _store() / hashlib.sha256(named.encode()).hexdigest()[:24]
     with open(f"{place}.lock", "w") as lock:
@@ -78,7 +78,7 @@ def unpack(path: str) -> Image:
                 shutil.rmtree(place, ignore_errors=True)
                 raise ValueError(f"container.image={path!r} cannot be unpacked: {error}") from error
             (place / _READY).write_text(json.dumps(described))
-    return Image(str(place / "root"), **json.loads((place / _READY).read_text()))
+    return ContainerImage(str(place / "root"), **json.loads((place / _READY).read_text()))
 
 
 def _store() -> Path:
@@ -96,7 +96,7 @@ def _store() -> Path:
 
 
 def _unpack_into(root: Path, source: Path) -> dict[str, Any]:
-    """Unpack an image; return the arguments of `Image` that the image states."""
+    """Unpack an image; return the arguments of `ContainerImage` that the image states."""
     room = Room(root.parent)
     if source.is_dir():
         for directory, _, files in os.walk(source):
@@ -310,6 +310,6 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def runner(settings: Mapping[str, Any]) -> Callable[..., Outcome]:
+def runner(settings: Mapping[str, Any]) -> Callable[..., ProgramOutcome]:
     """Return `run_program_in` for an image. settings: items of `rl.config.container`."""
     return functools.partial(run_program_in, unpack(settings["image"]), settings)

@@ -9,7 +9,7 @@ from rl.faults.agreement import fail_together
 from rl.features.agents.dialogue import Trajectories, trajectories
 from rl.features.agents.replica_environments import Environments, start_environments
 from rl.features.agents.stored_log import VersionRecorder
-from rl.features.agents.trajectories import TrajectoryDialogues
+from rl.features.agents.trajectory_dialogues import TrajectoryDialogues
 from rl.phases.step_record import StepRecord
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampling

@@ -14,10 +14,10 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.features.agents.dialogue import trajectories
 from rl.features.agents.replica_environments import Environments
-from rl.features.agents.stored_log import Recorder, store
+from rl.features.agents.stored_log import CompletionRecorder, store
 from rl.phases.batch_metrics import agent_metrics
 from rl.phases.dialogues import Dialogues
-from rl.phases.sampler import Call
+from rl.phases.sampler import SampleCall
 from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
@@ -51,7 +51,7 @@ class TrajectoryDialogues(Dialogues):
         self,
         engine: RolloutEngine,
         schedule: QueueSchedule,
-        call: Call,
+        call: SampleCall,
         *,
         progress: Any = None,
         interrupt: Callable[[], bool] | None = None,
@@ -70,7 +70,7 @@ class TrajectoryDialogues(Dialogues):
             keeps_failed=is_test,
         )
         source = SampleSource(schedule, dialogue, progress=progress)
-        recorder = Recorder(source)
+        recorder = CompletionRecorder(source)
         try:
             is_complete = engine.run(recorder, sampling, **engine_options)
         except BaseException:
@@ -101,7 +101,7 @@ class TrajectoryDialogues(Dialogues):
         if self._environments is not None:
             self._environments.keep_only(samples)
 
-    def batch(self, samples: list[Sample], call: Call, *, counts: Counter[str] | None = None) -> Batch:
+    def batch(self, samples: list[Sample], call: SampleCall, *, counts: Counter[str] | None = None) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.
 
         A group loses the trajectories of failed environments, and is dropped if a single one of several is

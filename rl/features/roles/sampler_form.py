@@ -8,8 +8,8 @@ from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.engines.memory import MemorySharing
 from rl.faults.watchdog import Watchdog
-from rl.features.roles.generation import GenerationByRoles
 from rl.features.roles.generators import Generators, enter_role
+from rl.features.roles.trainer_side import GenerationByRoles
 from rl.phases.step_record import StepRecord
 from rl.run.samplers import SamplerForm
 from rl.runtime.device import Device

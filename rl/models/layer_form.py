@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Form:
-    """Changes of layers, which `rl.training.form` makes; the defaults change nothing."""
+class LayerForm:
+    """Changes of layers, which `rl.training.layer_form` makes; the defaults change nothing."""
 
     embedding_scale: float = 1.0
     """Factor of the token embeddings, in the model's dtype; not of a tied head."""

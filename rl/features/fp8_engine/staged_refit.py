@@ -22,27 +22,27 @@ from rl.models import fp8_blocks
 from rl.models.boxes import index, relative, whole
 from rl.models.layout import Piece, Weight
 from rl.models.placement import TrainingPlacement
-from rl.refit.values import Group, Groups, Values
+from rl.refit.values import Groups, Values, WeightGroup
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.parts import Part
+from rl.rollout.parts import EnginePart
 
 
 class GroupedFp8Weights(Fp8Weights, Groups):
     """Weights in FP8 that refits write, in groups of whole layers."""
 
-    def groups(self, engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[Group]:
+    def groups(self, engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[WeightGroup]:
         """Yield the groups. staged: yield staging tensors; otherwise the dequantised values."""
         weight_map, names = values.weight_map, set(self.names)
         plain = [weight for weight in weight_map.weights if weight.vllm not in names]
-        yield Group(0, plain, values, engine.weights())
+        yield WeightGroup(0, plain, values, engine.weights())
         own = values if staged else replace(values, of=partial(_quantised, values))
         quantised = [weight for weight in weight_map.weights if weight.vllm in names]
         for number, weights in enumerate(_by_layers(quantised, weight_map.placement), 1):
             if staged:
                 held = self.staging(weights, weight_map.dtype)
-                yield Group(number, weights, own, held, partial(self.store, held))
+                yield WeightGroup(number, weights, own, held, partial(self.store, held))
             else:
-                yield Group(number, weights, own, self.values(weights, weight_map.dtype))
+                yield WeightGroup(number, weights, own, self.values(weights, weight_map.dtype))
 
 
 def _by_layers(weights: Sequence[Weight], training: TrainingPlacement) -> list[list[Weight]]:
@@ -89,6 +89,6 @@ def in_blocks(value: Tensor, weight: Weight, pieces: Sequence[Piece]) -> Tensor:
     return out
 
 
-def parts(config: Config, adapters: Sequence[Adapter]) -> list[Part]:
+def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
     """Return the parts of an engine."""
     return [GroupedFp8Weights()]

@@ -13,8 +13,8 @@ from rl.config.agents import Agents
 from rl.data.chat_template import TOOL
 from rl.features.agents.chat import Chat
 from rl.features.agents.dialogue import ATTEMPTS, Trajectories
-from rl.features.agents.endpoint import EndpointRequest, Refused
-from rl.features.agents.environment import Failure, Run, Score, Step, ToolCalls
+from rl.features.agents.endpoint import EndpointRequest, RefusedRequest
+from rl.features.agents.environment import AgentRun, Failure, FinalScore, GameTurn, ToolCalls
 from rl.features.agents.replica_environments import Environments
 from rl.rollout.queue import static_queue
 from rl.rollout.queue_schedule import QueueSchedule
@@ -88,9 +88,9 @@ class World:
                 for call in action.calls
             ]
             return {"messages": replies}
-        if isinstance(action, Step):
+        if isinstance(action, GameTurn):
             return {"messages": [{"role": "user", "content": "more"}], "reward": 0.5}
-        if isinstance(action, Score):
+        if isinstance(action, FinalScore):
             return {"values": {"score": float(len(action.messages))}} if self.drives == "tools" else {}
         messages = [{"role": "user", "content": "a question"}]
         tools = [TOOL] if self.drives == "tools" else []
@@ -173,7 +173,7 @@ def test_a_failed_trajectory_of_validation_is_a_sample():
     """A trajectory without a turn is a sample, too."""
     world = World(
         [CALL, "It is 42.<|im_end|>"],
-        fails=lambda session, action: action is None if session == "0.0" else isinstance(action, Score),
+        fails=lambda session, action: action is None if session == "0.0" else isinstance(action, FinalScore),
         keeps_failed=True,
     )
     assert [sample.outcome for sample in world.samples] == [{"score": 0.0, "failed": 1.0}] * 2
@@ -326,7 +326,7 @@ def world_of(agent, *, agents=THREE_TURNS, delay=lambda: 50.0, **options):
 
 def test_an_agent_that_fails_because_its_turns_are_used_up_has_score_0():
     agent = InsistentAgent()
-    world = world_of(agent, fails=lambda session, action: isinstance(action, Run))
+    world = world_of(agent, fails=lambda session, action: isinstance(action, AgentRun))
     assert agent.refusals == ["agents.max_turns=3 are used up"]
     (sample,) = world.samples
     assert sample.outcome == {"score": 0.0} and world.dialogue.counts["turns"] == 3
@@ -339,7 +339,7 @@ def test_a_conversation_longer_than_any_context_has_score_0():
         lambda session, messages: ask(session, messages if len(messages) < 3 else None),
         agent.ask,
     )
-    world = world_of(agent, fails=lambda session, action: isinstance(action, Run))
+    world = world_of(agent, fails=lambda session, action: isinstance(action, AgentRun))
     assert agent.refusals == ["the conversation is longer than any context"]
     (sample,) = world.samples
     assert sample.outcome == {"score": 0.0} and world.dialogue.counts["turns"] == 1
@@ -375,7 +375,7 @@ def test_a_rewrite_of_an_agent_that_is_refused_fails_it():
 def test_a_request_of_an_ended_trajectory_is_not_served():
     agent = InsistentAgent()
     stale = EndpointRequest("0.0", [{"role": "user", "content": "another question"}], None)
-    stale.reply.set_exception(Refused("the trajectory has ended"))
+    stale.reply.set_exception(RefusedRequest("the trajectory has ended"))
     agent.requests.put(stale)
     world = world_of(agent)
     assert len(world.engine.requests) == 3
