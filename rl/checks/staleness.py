@@ -15,8 +15,9 @@ class StaleTokens(RuntimeError):
 def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
     """Return the metrics of the tokens' staleness: `version` minus the version that sampled them.
 
-    version: of the policy that is about to learn from the batch. limit: largest staleness of a token. Raises
-    StaleTokens if a sampled token is older, or newer than the policy.
+    version: of the policy that is about to learn from the batch. limit: largest staleness of a token;
+    `rollout.max_staleness` with carry-over, `roles.lag` with roles, 0 otherwise. Raises StaleTokens if a
+    sampled token is older, or newer than the policy.
     """
     assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
     ages = version - batch.weight_versions

@@ -46,7 +46,7 @@ VISION = {
 SUPPORTED = (*(name for file in _FILES for name in file.ARCHITECTURES), *VISION)
 """Architectures by their name in config.json."""
 BITWISE = tuple(name for file in _WITH_BITWISE for name in file.ARCHITECTURES)
-"""Architectures with layers that model.numerics=bitwise computes."""
+"""Architectures that model.numerics=bitwise supports."""
 
 
 def value_model(hf: dict) -> dict:
@@ -89,7 +89,7 @@ def architecture(hf: dict) -> ModuleType:
 
 
 def form(hf: dict) -> LayerForm:
-    """Return what sets the layers of the model of this config apart from Megatron's."""
+    """Return how the layers of this model differ from Megatron's."""
     of_model = vars(architecture(hf)).get("form")
     return of_model(hf) if of_model else LayerForm()
 
@@ -97,7 +97,7 @@ def form(hf: dict) -> LayerForm:
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     """Return config.json of a Hugging Face checkpoint directory, `merged`.
 
-    key: config key that the ValueError names if there is no such file. Raises ValueError as `read_object`.
+    key: config key to name if the file is missing. Raises ValueError then, and as `read_object`.
     """
     path = Path(directory, "config.json")
     if not os.path.lexists(path):
@@ -114,9 +114,9 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
 
 
 def merged(written: dict) -> dict:
-    """Return a config.json with the keys of `text_config`, if there is one, also at its top.
+    """Return a config.json whose top has all keys of the language model; `as_written` undoes it.
 
-    `as_written` undoes it.
+    For example, a model with a vision tower has `hidden_size` in `text_config`; it is copied to the top.
     """
     if "vision_config" not in written:
         return written

@@ -34,21 +34,21 @@ class Environments:
     pool: EnvironmentPool
     chat: Chat
     make_endpoint: "Callable[[], Endpoint]"
-    """Starts the server for agents that run by themselves."""
+    """Starts the server for agents that call the engine over HTTP themselves."""
     sight_of: Callable[[Prompt], Sight] = Sight
     """Returns the images that a trajectory of a prompt sees."""
     kept: "dict[str, Session]" = field(default_factory=dict)
     """Sessions of trajectories that continue in a later call, by address."""
     endpoint: "Endpoint | None" = None
-    """The server for agents that run by themselves; None until the first one runs."""
+    """The server that `make_endpoint` started; None until the first such agent runs."""
 
     def start_endpoint(self) -> "Endpoint":
-        """Return the server for agents that run by themselves. The first call starts it."""
+        """Return the server for agents that call the engine themselves. The first call starts it."""
         self.endpoint = self.endpoint or self.make_endpoint()
         return self.endpoint
 
     def keep(self, session: "Session") -> None:
-        """Leave a session open for a later call, unless it has no process yet."""
+        """Keep a session for a later call; close it if it still waits for a process."""
         if session.address in self.pool.waiting:
             self.stop_agent(session)
             self.pool.close(session.address)
@@ -63,7 +63,10 @@ class Environments:
         return session
 
     def keep_only(self, samples: Collection[tuple[int, int]]) -> None:
-        """Close the kept sessions except the sessions of these samples, each (draw of the prompt, number)."""
+        """Close all kept sessions but the sessions of `samples`.
+
+        samples: pairs of the prompt's draw and the sample's number in its group.
+        """
         for address, session in list(self.kept.items()):
             if (session.start.prompt.draw, session.start.number) not in samples:
                 del self.kept[address]
@@ -71,7 +74,7 @@ class Environments:
                 self.pool.close(address)
 
     def stop_agent(self, session: "Session") -> None:
-        """Refuse the present and later requests of an agent that runs by itself."""
+        """Refuse the present and later requests of an agent that calls the engine itself."""
         if self.endpoint is not None and session.is_driving:
             self.endpoint.close(session.address)
         session.is_driving = False
@@ -89,8 +92,9 @@ def start_environments(config: Config, tokenizer, kept: Collection[int]) -> Envi
 
     kept: ids of special tokens that stay in the text of a turn.
 
-    Call it before the engines are built, because they pin this thread to a core. Raises ValueError if the
-    environments cannot be loaded, or if the chat template does not suit them.
+    Call it before the engines are built: they pin this thread to a core, and processes that start later
+    would inherit the pinning. Raises ValueError if the environments cannot be loaded, or if the chat template
+    does not suit them.
     """
     agents = config.agents
     if dist.get_rank() % config.rollout.tp:
