@@ -81,8 +81,8 @@ def check_digests(batch: Batch) -> None:
         if (wrong := own != noted).any():
             sample = int(wrong.nonzero()[0])
             raise CheckFailed(
-                f"sample check: {place(batch, sample)} no longer has {what}, and so have not "
-                f"{int(wrong.sum()) - 1} further samples of {len(batch)}: a filter or a reordering between "
+                f"sample check: {place(batch, sample)} no longer has {what}; "
+                f"{int(wrong.sum())} of {len(batch)} samples changed: a filter or a reordering between "
                 "generation and update moved columns apart, or changed them."
             )
 
