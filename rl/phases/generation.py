@@ -33,7 +33,7 @@ class AllReplicas:
     bar: Any
     num_replicas: int
 
-    def update(self, n: int) -> None:
+    def update(self, n: int = 1) -> None:
         self.bar.update(n * self.num_replicas)
 
 

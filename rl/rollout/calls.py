@@ -1,7 +1,7 @@
 """The requests that vLLM computes: their arguments, and the results that vLLM returns."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from rl.rollout.sampling import Sampling
 from rl.runtime import tracing
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import RequestOutput, SamplingParams
 
     from rl.rollout.engine import RolloutEngine
 
@@ -32,15 +32,16 @@ def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    # vLLM compiles the grammar within add_request if the executor is external_launcher, so that all ranks
+    # admit the request at the same step (vLLM #29996).
+    grammar = StructuredOutputsParams(structural_tag=request.grammar) if request.grammar else None
     params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         max_tokens=request.max_tokens,
-        # vLLM compiles the grammar within add_request if the executor is external_launcher, so that all ranks
-        # admit the request at the same step (vLLM #29996).
-        structured_outputs=request.grammar and StructuredOutputsParams(structural_tag=request.grammar),
+        structured_outputs=grammar,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         extra_args={"seed": request.seed},  # for HashedSampler
@@ -56,8 +57,10 @@ def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
 
 def seed_of_call(call: EngineCall) -> int:
     """Return the seed that the engine uses for a call."""
-    seed = call.params.seed
-    return call.params.extra_args["seed"] if seed is None else seed
+    if call.params.seed is not None:
+        return call.params.seed
+    assert call.params.extra_args is not None, "the request has no seed"
+    return call.params.extra_args["seed"]
 
 
 @dataclass
@@ -86,8 +89,10 @@ class Calls:
     """
 
     def __init__(self, engine: "RolloutEngine"):
-        self._engine, self._vllm = engine, engine.llm.llm_engine
-        self._core = self._vllm.engine_core.engine_core
+        self._engine = engine
+        self._vllm: Any = engine.llm.llm_engine  # its methods take and return unions of all kinds of requests
+        client: Any = engine.llm.llm_engine.engine_core
+        self._core = client.engine_core
         self._live: dict[str, Live] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -136,12 +141,14 @@ class Calls:
             del scheduler.has_requests
         return finished
 
-    def _completion(self, finished, logprobs: list[float]) -> Completion:
+    def _completion(self, finished: "RequestOutput", logprobs: list[float]) -> Completion:
         """Return the tokens of a request that has ended, with the held columns.
 
-        finished: vLLM's RequestOutput. logprobs: of its tokens.
+        logprobs: of its tokens.
         """
-        live, output, held = self._live.pop(finished.request_id), finished.outputs[0], {}
+        live, output = self._live.pop(finished.request_id), finished.outputs[0]
+        held: dict[str, np.ndarray] = {}
+        assert finished.prompt_token_ids is not None, "the engine is given tokens, not texts"
         for part in self._engine.parts if len(output.token_ids) else ():
             held |= part.completion(self._engine, live.internal_id, output)
         return Completion(

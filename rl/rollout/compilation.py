@@ -7,6 +7,8 @@ import functools
 import os
 import socket
 
+from rl.runtime.replacement import replace_attribute
+
 
 def graph_sizes(largest: int) -> list[int]:
     """Return the batch sizes of vLLM's CUDA graphs, ascending; the last is `largest`.
@@ -32,7 +34,7 @@ def replace_cache_files() -> None:
 
     save = CompilerManager.save_to_file
 
-    def save_to_file(self) -> None:
+    def save_to_file(self: CompilerManager) -> None:
         path = self.cache_file_path
         self.cache_file_path = f"{path}.{socket.gethostname()}.{os.getpid()}"
         save(self)
@@ -40,4 +42,4 @@ def replace_cache_files() -> None:
             os.replace(self.cache_file_path, path)
         self.cache_file_path = path
 
-    CompilerManager.save_to_file = save_to_file
+    replace_attribute(CompilerManager, "save_to_file", save_to_file)

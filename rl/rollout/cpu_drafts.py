@@ -9,23 +9,34 @@ both choose the same token, and always if they are equal.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from rl.rollout.cpu_sampler import HashedSampler
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-def install(runner) -> None:
+def install(runner: "GPUModelRunner") -> None:
     """Make vLLM's model runner sample and verify drafts by the classes below."""
     sampler, drafter = DraftedSampler(runner), runner.drafter
+    assert isinstance(drafter, SpecDecodeBaseProposer)
+    model: Any = drafter.model
     runner.sampler, runner.rejection_sampler = sampler, Verifier(sampler)
-    drafter._greedy_sample = lambda hidden: sampler.draft(drafter.model.compute_logits(hidden))
+    replace_attribute(drafter, "_greedy_sample", lambda hidden: sampler.draft(model.compute_logits(hidden)))
 
 
-def propose_nothing(*, next_token_ids, **_) -> torch.Tensor:
+def propose_nothing(*, next_token_ids: Tensor, **_: Any) -> Tensor:
     """Return no draft for each request, int64 [B, 0]; replaces `propose` of vLLM's drafter."""
     return next_token_ids.new_empty((len(next_token_ids), 0), dtype=torch.int64)
 
@@ -38,22 +49,25 @@ class DraftedSampler(HashedSampler):
     next_positions: np.ndarray | None = None
     """Number of tokens before the next draft of each request, int [B]; None: no draft is being sampled."""
 
-    def forward(self, logits, sampling_metadata, **options):
+    def forward(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
+    ) -> SamplerOutput:
         """Sample the tokens of a step as vLLM's Sampler does."""
         self.next_positions = None
-        sampled = super().forward(logits, sampling_metadata, **options)
+        sampled = super().forward(logits, sampling_metadata, *args, **options)
         self.next_positions = super()._rows()[1] + 1
         return sampled
 
-    def draft(self, logits):
+    def draft(self, logits: Tensor) -> Tensor:
         """Return one draft per request, int64 [B]. logits: of the draft model, [B, V]."""
+        assert self.next_positions is not None, "the first token of the step is sampled before its drafts"
         masks, self.masks = self.masks, None
         metadata = self._runner.input_batch.sampling_metadata
         tokens = super().forward(logits.float(), metadata).sampled_token_ids[:, 0]
         self.next_positions, self.masks = self.next_positions + 1, masks
         return tokens.long()
 
-    def _rows(self):
+    def _rows(self) -> tuple[list[str], np.ndarray]:
         names, positions = super()._rows()
         if self.next_positions is not None:
             return names, self.next_positions
@@ -68,17 +82,25 @@ class DraftedSampler(HashedSampler):
 class Verifier(RejectionSampler):
     """Accepts the drafts that equal the sampled tokens; replaces vLLM's rejection sampler."""
 
-    def __init__(self, sampler: DraftedSampler):
+    sampler: DraftedSampler
+
+    def __init__(self, sampler: DraftedSampler) -> None:
         torch.nn.Module.__init__(self)
         self.sampler = sampler
 
-    def forward(self, metadata, draft_probs, logits, sampling_metadata):
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: Tensor | None,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
         """Return the tokens of the step, int32 [B, K + 1] for K drafts, and their log-probs.
 
         A row ends after the first token that is no draft; the rest is PLACEHOLDER_TOKEN_ID.
 
         Args:
-            metadata: vLLM's SpecDecodeMetadata.
+            metadata: the numbers of drafts, and the drafts.
             draft_probs: None; vLLM has them only for its own sampling of drafts.
             logits: [rows, V]; for each request the logits at its drafts, and after the last draft.
         """
@@ -97,6 +119,7 @@ class Verifier(RejectionSampler):
         drafts[is_draft] = metadata.draft_token_ids.int()
         is_accepted = (tokens == drafts).int().cumprod(1)
         tokens[:, 1:][is_accepted[:, :-1] == 0] = PLACEHOLDER_TOKEN_ID
+        assert self.sampler.next_positions is not None
         self.sampler.next_positions += is_accepted.sum(1).numpy()
         logprobs = sampled.logprobs_tensors
         if logprobs is not None:

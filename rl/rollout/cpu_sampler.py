@@ -6,14 +6,20 @@ On CUDA the sampler is not replaced, because vLLM hashes seed and position in a 
 """
 
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from rl.rollout.inversion import invert, uniforms
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class HashedSampler(Sampler):
@@ -32,15 +38,17 @@ class HashedSampler(Sampler):
 
     log_softmax = staticmethod(functools.partial(torch.log_softmax, dim=-1))
 
-    def __init__(self, runner):
+    def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
-        self.topk_topp_sampler.forward = self._draw
+        replace_attribute(self.topk_topp_sampler, "forward", self._draw)
         self.masks: dict[str, dict[int, np.ndarray]] | None = None
         """Sorted ids of the tokens that each token was sampled from, by request (vLLM's internal id) and the
         token's position; None: not recorded."""
 
-    def _draw(self, logits, generators, k, p):
+    def _draw(
+        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the sampled tokens, int64 [B], and the log-probs of the sampling distribution, [B, V].
 
         logits: float32 [B, V] after temperature and min_p. The caller ignores the tokens of greedy requests.
@@ -50,11 +58,15 @@ class HashedSampler(Sampler):
         )
         logprobs = self.log_softmax(apply_top_k_top_p(logits, k, p))
         names, positions = self._rows()
-        requests = self._runner.requests
-        seeds = np.array([requests[name].sampling_params.extra_args["seed"] for name in names], np.uint64)
+        seeds = np.array([self._seed(name) for name in names], np.uint64)
         if self.masks is not None:
             self._record(self.masks, logprobs, names, positions)
         return invert(logprobs, torch.from_numpy(uniforms(seeds, positions))), logprobs
+
+    def _seed(self, name: str) -> int:
+        params = self._runner.requests[name].sampling_params
+        assert params is not None and params.extra_args is not None
+        return params.extra_args["seed"]
 
     def _rows(self) -> tuple[list[str], np.ndarray]:
         """Return the request of each row of the logits, and the number of tokens before the row's token."""
@@ -62,7 +74,9 @@ class HashedSampler(Sampler):
         return batch.req_ids, batch.num_tokens_no_spec[: len(batch.req_ids)]
 
     @staticmethod
-    def _record(masks, logprobs, names, positions):
+    def _record(
+        masks: dict[str, dict[int, np.ndarray]], logprobs: Tensor, names: list[str], positions: np.ndarray
+    ) -> None:
         """Store the sampling mask of each row. A token that is drawn again replaces its entry.
 
         vLLM also draws a token after each chunk of a prompt, and ignores it; this token has the position of
@@ -74,7 +88,7 @@ class HashedSampler(Sampler):
             masks.setdefault(name, {})[position] = ids
 
     @staticmethod
-    def gather_logprobs(logprobs, num_logprobs, token_ids):
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         """Return the log-probs of `token_ids`, int64 [B]. Their ranks are 0: nothing reads them."""
         assert num_logprobs == 0, (
             f"num_logprobs={num_logprobs} must be 0: only the sampled token's log-prob is returned"

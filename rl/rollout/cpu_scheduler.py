@@ -5,7 +5,8 @@ step. A step without prompts needs little of it: no request is admitted, and a r
 the KV cache only if its last block is full. This class is the value of vLLM's public option `scheduler_cls`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -13,23 +14,23 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import RequestStatus
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 
 class CpuScheduler(Scheduler):
     """vLLM's scheduler, with what other parts of the CPU engine read and set."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logprobs: dict[str, list[float]] = {}
         """Log-probs of the tokens of running requests, by vLLM's internal id, if they are reported only when
         a request ends."""
-        self.before_free: Callable | None = None
+        self.before_free: Callable[[Request], None] | None = None
         """Called with each request before its blocks of the KV cache are freed: when it has finished, is
         aborted or preempted."""
 
-    def _free_request_blocks(self, request):
+    def _free_request_blocks(self, request: Request) -> None:
         if self.before_free is not None:
             self.before_free(request)
         super()._free_request_blocks(request)
@@ -45,7 +46,7 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
     Scheduler.schedule, and `update_from_output` with Scheduler's and AsyncScheduler's.
     """
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         assert not (self.num_spec_tokens or self.use_pp or self.log_stats)
 
@@ -69,7 +70,11 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
             return None
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
-        blocks = {r.request_id: self.kv_cache_manager.allocate_slots(r, 1).get_block_ids() for r in full}
+        blocks: dict[str, tuple[list[int], ...]] = {}
+        for request in full:
+            allocated = self.kv_cache_manager.allocate_slots(request, 1)
+            assert allocated is not None, "there are enough free blocks"
+            blocks[request.request_id] = allocated.get_block_ids()
         names = [request.request_id for request in running]
         num_output_tokens = [r.num_output_tokens + r.num_output_placeholders for r in running]
         bound = [request for request in running if request.use_structured_output]
@@ -105,21 +110,27 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
         )
 
-    def _awaits_last(self, request) -> bool:
+    def _awaits_last(self, request: Request) -> bool:
         """Return whether the step in flight samples the request's last token at the latest."""
         last = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         return request.num_output_placeholders > 0 and request.num_computed_tokens + 1 >= last
 
-    def update_from_output(self, scheduler_output, model_runner_output) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """Append the sampled tokens to their requests; return the outputs of the finished requests."""
         plan = scheduler_output.num_scheduled_tokens
         live = [
             (self.requests[name], num_tokens) for name, num_tokens in plan.items() if name in self.requests
         ]
-        if self.connector is not None or any(request.sampling_params.detokenize for request, _ in live):
+        if self.connector is not None or any(
+            request.sampling_params is None or request.sampling_params.detokenize for request, _ in live
+        ):
             return super().update_from_output(scheduler_output, model_runner_output)
-        logprobs = model_runner_output.logprobs.logprobs[:, 0].tolist() if live else []
-        outputs, finished, preempted = [], set(), set()
+        found = model_runner_output.logprobs
+        logprobs = [] if found is None else found.logprobs[:, 0].tolist()
+        outputs: list[EngineCoreOutput] = []
+        finished, preempted = set[Request](), set[Request]()
         for request, num_tokens in live:  # without requests that ended while this step was in flight
             name = request.request_id
             row = model_runner_output.req_id_to_index[name]
@@ -150,7 +161,7 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
         self.deferred_waiting.difference_update(preempted)
         return {0: EngineCoreOutputs(outputs=outputs)}
 
-    def _finish(self, request) -> EngineCoreOutput:
+    def _finish(self, request: Request) -> EngineCoreOutput:
         """Free the request; return all of its tokens and log-probs."""
         tokens = list(request._output_token_ids)
         logprobs = np.array(self.logprobs.pop(request.request_id), np.float32)[:, None]
@@ -165,7 +176,9 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
             stop_reason=request.stop_reason,
         )
 
-    def finish_requests(self, request_ids, finished_status):
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
         """Finish the requests as Scheduler does, and discard their stored log-probs."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:

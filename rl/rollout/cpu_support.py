@@ -6,10 +6,17 @@ import glob
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from vllm._custom_ops import CPUDNNLGEMMHandler
 
 
 def once_on_cpu(patch: Callable[[], None]) -> Callable[[], None]:
@@ -47,11 +54,10 @@ def _keep_weights_alive() -> None:
     """
     import vllm.model_executor.layers.utils as layers
 
-    def pack(layer, remove_weight):
+    def pack(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = PackedLinear(layer)
 
-    assert callable(layers.dispatch_cpu_unquantized_gemm)  # with another vLLM, an error, not wrong logits
-    layers.dispatch_cpu_unquantized_gemm = pack
+    replace_attribute(layers, "dispatch_cpu_unquantized_gemm", pack)
 
 
 class PackedLinear:
@@ -61,10 +67,11 @@ class PackedLinear:
     torch's is used where oneDNN has none: for bfloat16 on processors without AVX-512.
     """
 
-    def __init__(self, layer: torch.nn.Module):
-        self._layer, self._handler = layer, None
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._handler: CPUDNNLGEMMHandler | None = None
 
-    def __call__(self, x, weight, bias):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from vllm import _custom_ops as ops
 
         if not _can_pack(weight.dtype):
@@ -106,9 +113,8 @@ def _keep_experts_alive() -> None:
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    assert {"process_weights_after_loading", "apply"} <= vars(CPUUnquantizedExperts).keys()
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = live_experts
+    replace_attribute(CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None)
+    replace_attribute(CPUUnquantizedExperts, "apply", live_experts)
 
 
 def _choose_experts_by_sigmoid() -> None:
@@ -117,20 +123,20 @@ def _choose_experts_by_sigmoid() -> None:
 
     build = CPURouter.__init__
 
-    def build_with_group(self, *args, **options):
+    def build_with_group(self: CPURouter, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
         if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
 
-    CPURouter.__init__ = build_with_group
+    replace_attribute(CPURouter, "__init__", build_with_group)
 
 
-def _silu(x: torch.Tensor) -> torch.Tensor:
+def _silu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
-def _swiglu_of_gpt_oss(x: torch.Tensor) -> torch.Tensor:
+def _swiglu_of_gpt_oss(x: Tensor) -> Tensor:
     gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
@@ -140,19 +146,19 @@ _ACTIVATIONS = {"silu": _silu, "swigluoai": _swiglu_of_gpt_oss}
 
 
 def live_experts(
-    self,
+    self: Any,
     *,
-    output,
-    hidden_states,
-    w1,
-    w2,
-    topk_weights,
-    topk_ids,
-    activation,
-    expert_map,
-    apply_router_weight_on_input,
-    **_,
-):
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Any,
+    w2: Any,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
     """Sum the outputs of each token's experts; replaces CPUUnquantizedExperts.apply.
 
     output, hidden_states: [T, H]. w1: [E, 2F/tp, H], the rows of gate, then of up. w2: [E, H, F/tp].
@@ -191,7 +197,7 @@ def add_collectives_of_experts() -> None:
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    def all_gatherv(self, input_, dim=0, sizes=None):
+    def all_gatherv(self: CpuCommunicator, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
         """Return the inputs [sizes[i], ...] of all ranks, concatenated; of a list of inputs, a list."""
         assert dim == 0
         if isinstance(input_, list):
@@ -203,7 +209,9 @@ def add_collectives_of_experts() -> None:
         torch.distributed.all_gather(gathered, padded, group=self.device_group)
         return torch.cat([part[:size] for part, size in zip(gathered, sizes)])
 
-    def reduce_scatterv(self, input_, dim=0, sizes=None):
+    def reduce_scatterv(
+        self: CpuCommunicator, input_: Tensor, dim: int = 0, sizes: list[int] | None = None
+    ) -> Tensor:
         """Return this rank's part of the sum of the inputs [sum(sizes), ...] over the ranks."""
         assert dim == 0
         total = input_.clone()
@@ -211,8 +219,8 @@ def add_collectives_of_experts() -> None:
         sizes = sizes or [len(total) // self.world_size] * self.world_size
         return total.split(sizes)[self.rank_in_group].contiguous()
 
-    CpuCommunicator.all_gatherv = all_gatherv
-    CpuCommunicator.reduce_scatterv = reduce_scatterv
+    replace_attribute(CpuCommunicator, "all_gatherv", all_gatherv)
+    replace_attribute(CpuCommunicator, "reduce_scatterv", reduce_scatterv)
 
 
 @once_on_cpu
@@ -222,16 +230,27 @@ def clear_attention_of_dummy_steps() -> None:
     The CPU build returns uninitialised memory. Replicas that share experts compute the token of such a step
     together with other replicas' tokens, and an expert's number of tokens changes the rounding of each token.
     """
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
     attend = CPUAttentionBackendImpl.forward
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **options):
+    def forward(
+        self: CPUAttentionBackendImpl,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> Tensor:
         if attn_metadata is None:
             return output.zero_()
         return attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **options)
 
-    CPUAttentionBackendImpl.forward = forward
+    replace_attribute(CPUAttentionBackendImpl, "forward", forward)
 
 
 @once_on_cpu
@@ -242,17 +261,25 @@ def multiply_adapters_by_group() -> None:
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    assert {"add_lora_linear"} <= vars(PunicaWrapperCPU).keys()
     update_metadata = PunicaWrapperCPU.update_metadata
 
-    def update_and_group(self, *args, **options):
+    def update_and_group(self: Any, *args: Any, **options: Any) -> None:
         update_metadata(self, *args, **options)
         slots = self.token_lora_indices
         self.adapter_groups = [
             (slot, (slots == slot).nonzero().squeeze(1)) for slot in slots.unique().tolist() if slot >= 0
         ]
 
-    def add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_):
+    def add_lora_linear(
+        self: Any,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Sequence[Tensor],
+        lora_b_stacked: Sequence[Tensor],
+        scale: float,
+        output_slices: Sequence[int],
+        **_: Any,
+    ) -> None:
         """Add scale * B A x to y for each part of the output. y: [T, out]. x: [T, in]. A, B: [N, 1, ...]."""
         for slot, rows in self.adapter_groups:
             is_whole = len(rows) == len(y)  # all tokens use one adapter
@@ -266,8 +293,8 @@ def multiply_adapters_by_group() -> None:
                     out.index_add_(0, rows, torch.nn.functional.linear(hidden, b[slot, 0]), alpha=scale)
                 first += width
 
-    PunicaWrapperCPU.update_metadata = update_and_group
-    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+    replace_attribute(PunicaWrapperCPU, "update_metadata", update_and_group)
+    replace_attribute(PunicaWrapperCPU, "add_lora_linear", add_lora_linear)
 
 
 def _shared_memory_names_of_this_job() -> None:
@@ -282,12 +309,12 @@ def _shared_memory_names_of_this_job() -> None:
     original = shared.make_group_name
     tag = "-".join((socket.gethostname(), *(os.environ.get(k, "") for k in ("SLURM_JOB_ID", "MASTER_PORT"))))
 
-    def make_group_name(of):
+    def make_group_name(of: communicator.CpuCommunicator) -> str:
         name = f"{tag}-{original(of)}".replace("/", "")
         _shared_memory_names.append(name)
         return name
 
-    shared.make_group_name = staticmethod(make_group_name)
+    replace_attribute(shared, "make_group_name", staticmethod(make_group_name))
 
 
 _shared_memory_names: list[str] = []
@@ -311,7 +338,7 @@ class KvCache:
     the views remain valid.
     """
 
-    def __init__(self, tensors):
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         self.storages = [(storage, storage.nbytes()) for storage in storages.values()]
 

@@ -5,6 +5,7 @@ CPU kernels accept only bfloat16; the function here computes what the trainer co
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as cpu_kernels
@@ -12,16 +13,21 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from rl.models.delta_rule import Chunks, causal_conv, gated_delta_rule, log_decay, normed
 from rl.rollout.parts import EnginePart
 from rl.rollout.vllm_model import allow_no_torchvision
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 
 class DeltaNets(EnginePart):
     """The part of an engine for a model with gated delta nets."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         allow_no_torchvision()  # the file of Qwen3.5 has its vision models too
         _hold_decays_as_the_trainer()
         # In the model's dtype, each token would round the state, which the trainer keeps in float32.
@@ -29,8 +35,7 @@ class DeltaNets(EnginePart):
         if engine.device.is_cuda:
             # The kernels of the trainer; FlashInfer's are compiled at their first use.
             options["additional_config"] = {"gdn_prefill_backend": "triton"}
-        assert callable(cpu_kernels.cpu_gdn_attention_core)
-        cpu_kernels.cpu_gdn_attention_core = compute  # no other build calls it
+        replace_attribute(cpu_kernels, "cpu_gdn_attention_core", compute)  # no other build calls it
         return options
 
 
@@ -40,11 +45,11 @@ def _hold_decays_as_the_trainer() -> None:
     if build.__module__ == __name__:
         return
 
-    def build_in_dtype(self, *args, **options):
+    def build_in_dtype(self: QwenGatedDeltaNetAttention, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
         self.A_log.data = self.A_log.data.to(self.dt_bias.dtype)
 
-    QwenGatedDeltaNetAttention.__init__ = build_in_dtype
+    replace_attribute(QwenGatedDeltaNetAttention, "__init__", build_in_dtype)
 
 
 @dataclass(frozen=True)
@@ -64,27 +69,30 @@ class EngineStep:
     """int64 [N, taps - 1]: places of the inputs that the cache keeps."""
 
     @classmethod
-    def of(cls, metadata, taps: int) -> "EngineStep":
-        """Return the step of vLLM's GDNAttentionMetadata; all layers share it."""
+    def of(cls, metadata: GDNAttentionMetadata, taps: int) -> "EngineStep":
+        """Return the step of the metadata; all layers share it."""
         if (known := vars(metadata).get("lockstep_step")) is not None:
             return known
+        bounds, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
+        assert bounds is not None and slots is not None, "a step without drafts"
         count = metadata.num_decodes + metadata.num_prefills
-        bounds = metadata.non_spec_query_start_loc[: count + 1].long()
+        bounds = bounds[: count + 1].long()
         begins = torch.zeros(count, dtype=torch.bool)
         if metadata.num_prefills:
+            assert metadata.has_initial_state is not None
             begins[metadata.num_decodes :] = ~metadata.has_initial_state[metadata.num_decodes : count]
         lengths, before, window = bounds.diff(), torch.arange(count) * (taps - 1), torch.arange(taps - 1)
         starts = bounds[:-1] + before
         sequence = torch.arange(count).repeat_interleave(lengths)
         step = cls(
             chunks=Chunks.of(lengths.tolist(), bounds.device),
-            slots=metadata.non_spec_state_indices_tensor[:count].long(),
+            slots=slots[:count].long(),
             begins=begins,
             old=starts[:, None] + window,
             new=torch.arange(int(bounds[-1])) + (sequence + 1) * (taps - 1),
             last=(starts + lengths)[:, None] + window,
         )
-        metadata.lockstep_step = step
+        vars(metadata)["lockstep_step"] = step
         return step
 
 
@@ -101,7 +109,9 @@ def compute(
     if context.attn_metadata is None:
         return  # the first run measures memory
     taps = layer.conv1d.weight.shape[-1]
-    step = EngineStep.of(context.attn_metadata[layer.prefix], taps)
+    metadata = context.attn_metadata[layer.prefix]
+    assert isinstance(metadata, GDNAttentionMetadata)
+    step = EngineStep.of(metadata, taps)
     conv_cache, states = layer.kv_cache[0], layer.kv_cache[1].transpose(-1, -2)
     tokens = len(step.new)
     inputs = mixed_qkv.new_empty(tokens + step.old.numel(), mixed_qkv.shape[1])

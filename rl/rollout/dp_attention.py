@@ -10,12 +10,17 @@ until all have finished.
 """
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rl.rollout import cpu_support
 from rl.rollout.expert_parallel import ExpertParallel
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 BATCHED_TOKENS = 16384
 """Maximum tokens of an engine step of replicas that share experts: vLLM's default for one replica."""
@@ -24,7 +29,7 @@ BATCHED_TOKENS = 16384
 class DataParallelAttention(ExpertParallel):
     """Makes vLLM gather the tokens of several replicas for the experts, and keeps the replicas in step."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         cpu_support.add_collectives_of_experts()
         cpu_support.clear_attention_of_dummy_steps()
         _keep_all_tokens_between_layers()
@@ -37,23 +42,23 @@ class DataParallelAttention(ExpertParallel):
             async_scheduling=False,  # an engine step must be one forward pass on every rank
         )
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         from vllm.distributed.parallel_state import get_dp_group
 
         super().built(engine)
         self._group = get_dp_group().cpu_group
 
-    def step_together(self, engine, steps):
+    def step_together(self, engine: "RolloutEngine", steps: bool) -> bool:
         return self._agree(engine, steps=steps, goes_on=True)
 
-    def end(self, engine):
+    def end(self, engine: "RolloutEngine") -> None:
         while not self._all_done:
             self._agree(engine, steps=False, goes_on=False)
 
-    def begin(self, engine):
+    def begin(self, engine: "RolloutEngine") -> None:
         self._all_done = False
 
-    def _agree(self, engine, *, steps: bool, goes_on: bool) -> bool:
+    def _agree(self, engine: "RolloutEngine", *, steps: bool, goes_on: bool) -> bool:
         """Return whether this replica took a dummy step. Collective over the replicas' ranks."""
         counts = torch.tensor([int(steps), int(goes_on)])
         dist.all_reduce(counts, group=self._group)
@@ -79,10 +84,10 @@ def _keep_all_tokens_between_layers() -> None:
 
     build = DeepseekV2DecoderLayer.__init__
 
-    def build_with_all_tokens(self, *args, **options):
+    def build_with_all_tokens(self: DeepseekV2DecoderLayer, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
         if self.use_sequence_parallel_moe:
             self.use_sequence_parallel_moe = False  # the mixture takes its part, and gathers its outputs
             self.self_attn.o_proj.reduce_results = True
 
-    DeepseekV2DecoderLayer.__init__ = build_with_all_tokens
+    replace_attribute(DeepseekV2DecoderLayer, "__init__", build_with_all_tokens)

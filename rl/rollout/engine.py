@@ -7,6 +7,7 @@ add and abort requests at the same engine steps, in the same order. `rl.rollout.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from rl.rollout.sampling import Sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 from rl.rollout.vllm_model import DERIVED, ServedModel, build_llm, derive_weights
+from rl.run_directory.progress import Counter
 from rl.runtime.device import Device
 
 
@@ -78,7 +80,8 @@ class RolloutEngine:
         self.llm = build_llm(model, self.hf, rollout, seed=seed, device=device, options=options)
         self.model = self.llm.apply_model(lambda model: model)[0]
         self.runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        client: Any = self.llm.llm_engine.engine_core  # the class that vLLM names declares no core
+        self.scheduler = client.engine_core.scheduler
         for part in self.parts:
             part.built(self)
         self.replica_group = _own_replica_group(world, self.tp, rank)
@@ -203,7 +206,7 @@ class RolloutEngine:
         prompts: list[np.ndarray],
         sampling: Sampling,
         seeds: list[int],
-        progress=None,
+        progress: Counter | None = None,
         interrupt: Callable[[], bool] | None = None,
         order: Sequence[int] | None = None,
         adapters: list[int] | None = None,

@@ -111,7 +111,7 @@ class EventLog:
             if not leads:
                 events = decode(payload, *EVENT_TYPES) if payload else []
             self._hash.update(payload)
-        kept = [event for event in events if not isinstance(event, Waiting)]
+        kept: list[Event] = [event for event in events if not isinstance(event, Waiting)]
         if kept and self._keep_records:
             self.records.append((step, kept))
         return events

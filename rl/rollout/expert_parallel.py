@@ -6,18 +6,23 @@ E/ep on, as in `rl.models.placement.RolloutPlacement` for the refit. For example
 rank 1 holds the experts 16 to 31.
 """
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
 from rl.rollout.parts import EnginePart
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 
 class ExpertParallel(EnginePart):
     """Makes vLLM place whole experts on ranks, and checks that it places them as the refit does."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         return {"enable_expert_parallel": True}
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         placement = engine.placement
@@ -26,6 +31,6 @@ class ExpertParallel(EnginePart):
         expected = [n - first if first <= n < first + per_rank else -1 for n in range(placement.num_experts)]
         for name, module in engine.model.named_modules():
             if isinstance(module, RoutedExperts):
-                assert module.expert_map.tolist() == expected, (
+                assert module.expert_map is not None and module.expert_map.tolist() == expected, (
                     f"{name} has other experts: {module.expert_map}"
                 )

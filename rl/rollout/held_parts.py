@@ -28,7 +28,7 @@ def content_of(segment: Segment) -> bytes:
     """Return the values of a segment that this rank holds."""
     if not segment.held:
         return b""
-    return KEY.type(segment.row_key).tobytes() + b"".join(v.tobytes() for v in segment.held.values())
+    return KEY.type(segment.row_key).tobytes() + b"".join(v.tobytes() for v in segment.values.values())
 
 
 def with_values(segment: Segment, content: bytes, holder: int) -> Segment:
@@ -44,7 +44,8 @@ def with_values(segment: Segment, content: bytes, holder: int) -> Segment:
             f"held columns: the values for {len(segment.token_ids)} tokens of turn {segment.turn} that came "
             f"from rank {segment.holder} are those of other tokens."
         )
-    held, first = {}, KEY.itemsize
+    held: dict[str, np.ndarray | Absent] = {}
+    first = KEY.itemsize
     for name, values in segment.held.items():
         flat = np.frombuffer(content, values.dtype, values.nbytes // values.dtype.itemsize, first)
         held[name] = flat.reshape(values.shape)
@@ -66,7 +67,9 @@ def unpacked(samples: Sequence[Sample], content: bytes, holder: int) -> list[Sam
 
 def without_values(segment: Segment, holder: int) -> Segment:
     """Return the segment in the form for ranks that do not hold its values."""
-    held = {name: Absent(values.dtype, values.shape) for name, values in segment.held.items()}
+    held: dict[str, np.ndarray | Absent] = {
+        name: Absent(values.dtype, values.shape) for name, values in segment.held.items()
+    }
     return replace(segment, held=held, holder=holder) if held else segment
 
 

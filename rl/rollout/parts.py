@@ -13,6 +13,8 @@ from rl.rollout.calls import EngineCall
 from rl.rollout.samples import Request
 
 if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
     from rl.rollout.engine import RolloutEngine
 
 
@@ -48,11 +50,10 @@ class EnginePart:
     def request(self, engine: "RolloutEngine", request: Request, call: EngineCall) -> None:
         """Change the arguments of a request to vLLM."""
 
-    def completion(self, engine: "RolloutEngine", internal_id: str, output) -> dict[str, np.ndarray]:
-        """Return the held columns of a request that has finished, or was aborted after some tokens.
-
-        output: vLLM's CompletionOutput.
-        """
+    def completion(
+        self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"
+    ) -> dict[str, np.ndarray]:
+        """Return the held columns of a request that has finished, or was aborted after some tokens."""
         return {}
 
     def metrics(self, engine: "RolloutEngine") -> dict[str, float]:

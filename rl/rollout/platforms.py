@@ -1,50 +1,61 @@
 """The platforms of a generation engine: vLLM's options there, and how the engine releases its memory."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch.distributed as dist
+from torch import nn
 
 from rl.rollout import cpu_support
+from rl.rollout.calls import EngineCall
 from rl.rollout.compilation import graph_sizes, replace_cache_files
 from rl.rollout.parts import EnginePart
+from rl.rollout.samples import Request
 from rl.runtime import start_up
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 
 class Platform(EnginePart):
     """The first part of every engine."""
 
-    def logprobs_so_far(self, engine, internal_id: str) -> list[float]:
+    def logprobs_so_far(self, engine: "RolloutEngine", internal_id: str) -> list[float]:
         """Return the log-probs of a running request's tokens."""
-        state = engine.llm.llm_engine.output_processor.request_states[internal_id]
-        return state.logprobs_processor.logprobs.logprobs
+        from vllm.logprobs import FlatLogprobs
 
-    def draft_options(self, engine, speculation: dict) -> dict:
+        processor = engine.llm.llm_engine.output_processor.request_states[internal_id].logprobs_processor
+        assert processor is not None and isinstance(processor.logprobs, FlatLogprobs)
+        return processor.logprobs.logprobs
+
+    def draft_options(self, engine: "RolloutEngine", speculation: dict) -> dict:
         """Return arguments of LLM for an engine with draft tokens. speculation: of its SpeculativeConfig."""
         raise NotImplementedError
 
-    def drafter(self, engine):
+    def drafter(self, engine: "RolloutEngine") -> Any:
         """Return vLLM's object that proposes draft tokens. Its `model` is the draft model."""
         raise NotImplementedError
 
-    def verify_drafts(self, engine) -> None:
+    def verify_drafts(self, engine: "RolloutEngine") -> None:
         """Replace vLLM's sampling and verification of drafts where their distribution is wrong."""
 
-    def switch_drafts(self, engine, *, on: bool) -> None:
+    def switch_drafts(self, engine: "RolloutEngine", *, on: bool) -> None:
         """Let the following engine steps propose tokens, or none.
 
         In steps without proposals the draft model does not compute, so its KV cache has gaps.
         """
         raise NotImplementedError
 
-    def weights_written(self, model) -> None:
+    def weights_written(self, model: nn.Module) -> None:
         """Discard what was computed from the weights of a model of the engine."""
 
-    def weights_changed(self, engine):
+    def weights_changed(self, engine: "RolloutEngine") -> None:
         self.weights_written(engine.model)
 
 
 class Cuda(Platform):
     """vLLM on a GPU. Its sleep mode releases the memory of engines that are refitted."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         from vllm.engine.arg_utils import EngineArgs
 
         is_frozen, is_eager = engine.frozen, engine.config.enforce_eager
@@ -63,14 +74,14 @@ class Cuda(Platform):
             gpu_memory_utilization=engine.config.gpu_memory_utilization,
         )
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         compiled = engine.llm.llm_engine.model_executor.vllm_config.compilation_config
         start_up.count("compilation", compiled.compilation_time)
 
-    def request(self, engine, request, call):
+    def request(self, engine: "RolloutEngine", request: Request, call: EngineCall) -> None:
         call.params.seed = request.seed
 
-    def draft_options(self, engine, speculation):
+    def draft_options(self, engine: "RolloutEngine", speculation: dict) -> dict:
         per_sample = 1 + speculation["num_speculative_tokens"]
         sizes = [per_sample * size for size in graph_sizes(engine.config.max_concurrent_samples)]  # in tokens
         return {
@@ -79,10 +90,10 @@ class Cuda(Platform):
             "speculative_config": speculation | {"draft_sample_method": "probabilistic"},
         }
 
-    def drafter(self, engine):
+    def drafter(self, engine: "RolloutEngine") -> Any:
         return engine.runner.speculator
 
-    def switch_drafts(self, engine, *, on):
+    def switch_drafts(self, engine: "RolloutEngine", *, on: bool) -> None:
         drafter, scheduler = engine.runner.speculator, engine.scheduler
         drafter.__dict__.pop("propose", None)
         # vLLM's table: number of requests in a step -> number of tokens to propose; None: always all.
@@ -91,11 +102,11 @@ class Cuda(Platform):
             scheduler.dynamic_sd_lookup = [0] * (scheduler.max_num_running_reqs + 1)
             drafter.propose = lambda batch, *_, **__: drafter.draft_tokens[: batch.num_reqs]
 
-    def sleep(self, engine):
+    def sleep(self, engine: "RolloutEngine") -> None:
         if not engine.frozen:
             engine.llm.sleep(level=2)  # discards the weights; level 1 copies them to the host and back
 
-    def wake(self, engine, what):
+    def wake(self, engine: "RolloutEngine", what: str) -> None:
         if not engine.frozen:
             engine.llm.wake_up(tags=[what])
 
@@ -103,7 +114,7 @@ class Cuda(Platform):
 class Cpu(Platform):
     """vLLM's CPU build, with the sampler and the scheduler of this program."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         options: dict = dict(
             enforce_eager=True,
             kv_cache_memory_bytes=engine.config.cpu_kv_cache_mib << 20,
@@ -117,7 +128,7 @@ class Cpu(Platform):
             options["attention_backend"] = "CPU_MLA"
         return options
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         from rl.rollout.cpu_sampler import HashedSampler
 
         dist.barrier()
@@ -125,19 +136,19 @@ class Cpu(Platform):
         self.cache = cpu_support.KvCache(engine.runner.kv_caches)
         engine.runner.sampler = HashedSampler(engine.runner)
 
-    def draft_options(self, engine, speculation):
+    def draft_options(self, engine: "RolloutEngine", speculation: dict) -> dict:
         scheduler = "rl.rollout.cpu_scheduler.CpuScheduler"  # DecodeScheduler schedules no drafts
         return {"scheduler_cls": scheduler, "speculative_config": speculation}
 
-    def drafter(self, engine):
+    def drafter(self, engine: "RolloutEngine") -> Any:
         return engine.runner.drafter
 
-    def verify_drafts(self, engine):
+    def verify_drafts(self, engine: "RolloutEngine") -> None:
         from rl.rollout import cpu_drafts
 
         cpu_drafts.install(engine.runner)
 
-    def switch_drafts(self, engine, *, on):
+    def switch_drafts(self, engine: "RolloutEngine", *, on: bool) -> None:
         from rl.rollout import cpu_drafts
 
         drafter = engine.runner.drafter
@@ -145,19 +156,19 @@ class Cpu(Platform):
         if not on:
             drafter.propose = cpu_drafts.propose_nothing
 
-    def weights_written(self, model):
+    def weights_written(self, model: nn.Module) -> None:
         cpu_support.release_packed_weights(model)
 
-    def sleep(self, engine):
+    def sleep(self, engine: "RolloutEngine") -> None:
         if not engine.keeps_cache:
             self.cache.release()
         cpu_support.release_packed_weights(engine.model)
 
-    def wake(self, engine, what):
+    def wake(self, engine: "RolloutEngine", what: str) -> None:
         if what == "kv_cache":
             self.cache.restore()
 
-    def logprobs_so_far(self, engine, internal_id):
+    def logprobs_so_far(self, engine: "RolloutEngine", internal_id: str) -> list[float]:
         # This scheduler reports tokens only at the end of a request, vLLM's after each step.
         logprobs = engine.scheduler.logprobs.get(internal_id)
         return super().logprobs_so_far(engine, internal_id) if logprobs is None else logprobs

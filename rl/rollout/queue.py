@@ -31,7 +31,7 @@ def assign_held(holders: Sequence[int], num_replicas: int) -> tuple[list[list[in
     -1: none.
     """
     own: list[list[int]] = [[] for _ in range(num_replicas)]
-    others = []
+    others: list[int] = []
     for item, holder in enumerate(holders):
         share = range(holder, len(holders), num_replicas) if 0 <= holder < num_replicas else range(0)
         (own[holder] if share and len(own[holder]) < len(share) else others).append(item)

@@ -1,8 +1,10 @@
 """MoE routers of the engine that compute in float32, as in the trainer (`moe_router_dtype`)."""
 
 import functools
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 
 @functools.cache
@@ -20,13 +22,15 @@ def install() -> None:
 
     @PluggableLayer.register_oot(name="GateLinear")
     class Float32GateLinear(GateLinear):
-        def __init__(self, *args, **options):
+        weight: Parameter
+
+        def __init__(self, *args: Any, **options: Any) -> None:
             # GLM and MiniMax hold the weight in float32. The trainer's dtype has the same values.
             super().__init__(*args, **options | {"params_dtype": None})
             if self.out_dtype is None:
                 self.set_out_dtype(torch.float32)
 
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Parameter | None]:
             # On CUDA, bfloat16 weights have kernels that accumulate and return float32.
             if not self.is_unquantized or self.allow_cublas_router_gemm:
                 return super().forward(x)

@@ -67,12 +67,12 @@ class Completion:
 
 def context_digest(token_ids: Sequence[int] | np.ndarray, before: int = 0) -> int:
     """Return a 32-bit hash of the tokens of a context. before: the hash of the tokens before them."""
-    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32), before)
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).data, before)
 
 
 def segment_digest(token_ids: np.ndarray, is_sampled: np.ndarray) -> int:
     """Return a 32-bit hash of tokens, int32 [S], and of whether the policy sampled each, bool [S]."""
-    return zlib.crc32(is_sampled.astype(np.uint8), context_digest(token_ids))
+    return zlib.crc32(is_sampled.astype(np.uint8).data, context_digest(token_ids))
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,20 @@ class Segment:
         before: the earlier segments of the row. Columns in OF_CONTEXT have values of these tokens again. The
         earlier segments' values count: they come from the passes that sampled the tokens.
         """
-        columns = completion.token_ids, completion.logprobs, completion.weight_versions
-        held, context = dict(completion.held), completion.context_digest
-        for name in held.keys() & OF_CONTEXT:
-            held[name] = held[name][sum(len(s.held[name]) for s in before if name in s.held) :]
-        ending = dict(end=completion.end, seed=completion.seed)
-        return cls(*columns, turn, held=held, context_digest=context, **ending)._with_digest()
+        held: dict[str, np.ndarray | Absent] = {}
+        for name, values in completion.held.items():
+            known = sum(len(s.held[name]) for s in before if name in s.held) if name in OF_CONTEXT else 0
+            held[name] = values[known:]
+        return cls(
+            completion.token_ids,
+            completion.logprobs,
+            completion.weight_versions,
+            turn,
+            held=held,
+            context_digest=completion.context_digest,
+            end=completion.end,
+            seed=completion.seed,
+        )._with_digest()
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
@@ -138,6 +146,13 @@ class Segment:
         known = self.context_digest != -1
         return context_digest(self.token_ids, self.context_digest) if known else -1
 
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """The held columns, all of whose values must be on this rank."""
+        values = {name: held for name, held in self.held.items() if not isinstance(held, Absent)}
+        assert len(values) == len(self.held), "another rank has the values of the segment's held columns"
+        return values
+
     def _with_digest(self) -> "Segment":
         flags = np.full(len(self.token_ids), self.is_sampled)
         return replace(self, digest=segment_digest(self.token_ids, flags))
@@ -145,12 +160,13 @@ class Segment:
     def first(self, num_tokens: int) -> "Segment":
         """Return the first tokens of the segment, at least one. Its held values must be on this rank."""
         columns = {name: getattr(self, name)[:num_tokens] for name in COLUMNS}
-        held = dict(self.held)
+        values = self.values
+        held: dict[str, np.ndarray | Absent] = {**values}
         for name in held.keys() & OF_SEQUENCE:  # the last token has no value
-            held[name] = held[name][: len(held[name]) - (len(self.token_ids) - num_tokens)]
+            held[name] = values[name][: len(values[name]) - (len(self.token_ids) - num_tokens)]
         if "kept_counts" in held:
-            counts = np.asarray(held["kept_counts"])[:num_tokens]
-            held |= {"kept_counts": counts, "kept_ids": held["kept_ids"][: int(counts.sum(dtype=np.int64))]}
+            counts = values["kept_counts"][:num_tokens]
+            held |= {"kept_counts": counts, "kept_ids": values["kept_ids"][: int(counts.sum(dtype=np.int64))]}
         return replace(self, **columns, held=held)._with_digest()
 
 
@@ -359,7 +375,9 @@ def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     per_segment = zip(*(packed[name].tolist() for name in names))
     segments = [
         Segment(
-            *tokens,
+            token_ids,
+            logprobs,
+            versions,
             turn,
             "policy" if of < 0 else SOURCES[of],
             reward,
@@ -369,10 +387,13 @@ def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
             end=ENDS[end],
             seed=seed,
         )
-        for tokens, (turn, of, reward, digest, context, holder, end, seed) in zip(columns, per_segment)
+        for (token_ids, logprobs, versions), (turn, of, reward, digest, context, holder, end, seed) in zip(
+            columns, per_segment
+        )
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])
+        parts: Sequence[np.ndarray | Absent]
         if "values" in column:
             parts = cut(column["values"].reshape(-1, *shape), column["lengths"].clip(min=0))
         else:

@@ -33,8 +33,17 @@ class SingleTurn(Dialogue):
             context, limit = np.concatenate([context, tokens]), limit - len(tokens)
             version = int(start.so_far[0].weight_versions[0])
         self._open[name] = start
-        options = dict(first_version=version, adapter=start.adapter, images=start.prompt.placed_pixels)
-        self._ready.append(Request(name, context, seed, limit, **options))
+        self._ready.append(
+            Request(
+                name,
+                context,
+                seed,
+                limit,
+                first_version=version,
+                adapter=start.adapter,
+                images=start.prompt.placed_pixels,
+            )
+        )
 
     def requests(self, num_live: int) -> list[Request]:
         ready, self._ready = self._ready, []

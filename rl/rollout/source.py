@@ -16,6 +16,7 @@ from typing import Protocol
 from rl.data.prompts import Prompt
 from rl.rollout.events import Add, Event, Waiting
 from rl.rollout.samples import Completion, Request, Sample
+from rl.run_directory import progress as bars
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class SampleSource:
     progress: its `update` is called with the number of samples that ended.
     """
 
-    def __init__(self, schedule: Schedule, dialogue: Dialogue, *, progress=None):
+    def __init__(self, schedule: Schedule, dialogue: Dialogue, *, progress: bars.Counter | None = None):
         self._schedule, self._dialogue, self._progress = schedule, dialogue, progress
         self._num_live = 0
         self.running: dict[str, None] = {}

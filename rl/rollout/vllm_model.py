@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ from rl.models import SUPPORTED, rope
 from rl.models.mtp import HEADS
 from rl.rollout import router
 from rl.runtime.device import Device
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.engine.core_client import EngineCoreClient
 
 DERIVED = ("W_UV", "W_UK_T")
 """Last parts of the names of weights that vLLM derives from kv_b_proj.weight of latent attention."""
@@ -29,7 +35,7 @@ class ServedModel:
 
     path: str
     """Hugging Face checkpoint directory."""
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     """dtype of the weights."""
     max_tokens: int
     """Maximum tokens of prompt and response together."""
@@ -63,7 +69,9 @@ def register(architectures: Iterable[str]) -> None:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def build_llm(model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, device: Device, options: dict):
+def build_llm(
+    model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, device: Device, options: dict
+) -> "LLM":
     """Return vLLM's LLM object of the model. Collective over the world.
 
     Random states, environment and thread count of the process are unchanged afterwards.
@@ -78,7 +86,7 @@ def build_llm(model: ServedModel, hf: dict, rollout: Rollout, *, seed: int, devi
         from vllm.model_executor.models import gpt_oss
 
         # It only divides the experts' width by the job's number of ranks; a replica may have fewer.
-        gpt_oss.dist = types.SimpleNamespace(is_initialized=lambda: False)
+        replace_attribute(gpt_oss, "dist", types.SimpleNamespace(is_initialized=lambda: False))
     if not model.frozen:
         # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
         unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}
@@ -113,10 +121,12 @@ def derive_weights(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, MLAAttention):
-            module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
+            weight = module.kv_b_proj.weight
+            assert isinstance(weight, torch.Tensor)
+            module.process_weights_after_loading(weight.dtype)
 
 
-def _abort_in_order(client) -> None:
+def _abort_in_order(client: "EngineCoreClient") -> None:
     """Make vLLM free aborted requests in the given order, identical on all ranks of a replica.
 
     Within one call vLLM frees requests in the iteration order of a set of strings, and both the ids and the
@@ -130,7 +140,7 @@ def _abort_in_order(client) -> None:
         for request_id in request_ids:
             abort([request_id])
 
-    client.abort_requests = abort_requests
+    replace_attribute(client, "abort_requests", abort_requests)
 
 
 @contextmanager
