@@ -11,6 +11,7 @@ keys and values cached at version 3 cannot serve a request that begins at versio
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,7 +21,12 @@ from rl.config.schema import Config
 from rl.models import architecture
 from rl.models.adapters import LowRank, adapters
 from rl.rollout import cpu_support
+from rl.rollout.calls import EngineCall
 from rl.rollout.parts import EnginePart, WeightSlots
+from rl.rollout.samples import Request
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as `max_lora_rank`."""
@@ -66,7 +72,7 @@ class AdapterSlots(WeightSlots):
         self._adapters = adapters
         self.versions = [-1] * len(adapters)
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         keep_experts_kernels()
         cpu_support.multiply_adapters_by_group()
         first, weights = self._adapters[0], architecture(engine.hf).weights(engine.hf)
@@ -80,7 +86,7 @@ class AdapterSlots(WeightSlots):
             lora_target_modules=sorted({_module(pair).rpartition(".")[2] for pair in self.pairs}),
         )
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         self._manager = engine.runner.lora_manager._adapter_manager
         held = {
             part: (module, number)
@@ -97,12 +103,12 @@ class AdapterSlots(WeightSlots):
         for index in range(len(self._adapters)):
             self._add(index)
 
-    def request(self, engine, request, call):
+    def request(self, engine: "RolloutEngine", request: Request, call: EngineCall) -> None:
         call.options["lora_request"] = _lora_request(request.adapter)
         call.version = self.versions[request.adapter]
         call.prompt.setdefault("cache_salt", f"v{call.version}")
 
-    def wake(self, engine, what):
+    def wake(self, engine: "RolloutEngine", what: str) -> None:
         if what != "weights" or not engine.device.is_cuda:
             return
         self.has_base, self.versions = False, [-1] * len(self.versions)  # vLLM's sleep discarded them
@@ -112,7 +118,7 @@ class AdapterSlots(WeightSlots):
         # vLLM maps tokens to adapters again only if the mapping differs from the last one.
         self._manager._last_mapping = None
 
-    def weights(self, weights):
+    def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         # vLLM's layer with an adapter contains the original one as `base_layer`.
         return {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
 

@@ -28,7 +28,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
-def scale_above(x: Tensor, dim: int, group=None) -> Tensor:
+def scale_above(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the power of two above |x| along a dimension, float64; the dimension is kept with size 1.
 
     group: ranks that hold the other elements of the dimension; collective over it (one max).
@@ -77,7 +77,7 @@ def combine(parts: list[Tensor], bits: int) -> Tensor:
     return value * 4.0**-bits
 
 
-def sum_over(parts: list[Tensor], group) -> list[Tensor]:
+def sum_over(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the parts summed over the ranks of the group. Collective over it."""
     if group is None or group.size() == 1:
         return parts
@@ -86,7 +86,7 @@ def sum_over(parts: list[Tensor], group) -> list[Tensor]:
     return list(stacked)
 
 
-def total(x: Tensor, group=None) -> Tensor:
+def total(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sum over the last dimension, kept with size 1, and over the ranks of the group.
 
     x: float64, at most 1 in absolute value, at most MAX_TERMS terms.

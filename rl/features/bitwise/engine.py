@@ -6,6 +6,7 @@ weights and the tokens before it, not on chunks of the prompt, prefix caching, p
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,28 +30,37 @@ from rl.features.bitwise import layers
 from rl.models import architecture, rope
 from rl.rollout.cpu_support import PackedLinear
 from rl.rollout.parts import EnginePart
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 
 class EngineLinear(PackedLinear):
     """Computes a linear layer from slices of its weight, which the first call after a refit makes."""
 
+    _slices: layers.SlicedWeight | None = None
+
     def sliced(self) -> layers.SlicedWeight:
         """Return the slices. For a row-parallel layer collective over the tensor parallel group."""
-        if self._handler is None:
+        if self._slices is None:
             is_row = isinstance(self._layer, RowParallelLinear)
-            self._handler = layers.SlicedWeight.of(
+            self._slices = layers.SlicedWeight.of(
                 self._layer.weight, get_tp_group().device_group if is_row else None
             )
-        return self._handler
+        return self._slices
 
-    def __call__(self, x, weight, bias):
+    def release(self) -> None:
+        self._slices = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return layers.linear(x, self.sliced(), bias)
 
 
 class BitwiseLinearMethod(UnquantizedLinearMethod):
     """Computes a linear layer on CUDA."""
 
-    def apply(self, layer, x, bias=None):
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return layers.linear(x, layer.weight, bias)
 
 
@@ -60,21 +70,21 @@ class BitwiseEmbeddingMethod(UnquantizedEmbeddingMethod):
     apply = BitwiseLinearMethod.apply
 
 
-def _weight_of(layer) -> Tensor | layers.SlicedWeight:
+def _weight_of(layer: Any) -> Tensor | layers.SlicedWeight:
     """Return the layer's weight, on CPU in slices that are kept until the next refit."""
     packed = layer.__dict__.get("cpu_linear")
     return layer.weight if packed is None else packed.sliced()
 
 
 class EngineRow(RowParallelLinear):
-    def forward(self, input_):
+    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, nn.Parameter | None]:
         assert self.input_is_parallel and self.bias is None
         out = layers.linear(input_, _weight_of(self), group=get_tp_group().device_group)
         return (out, None) if self.return_bias else out
 
 
 class EngineNorm(RMSNorm):
-    def forward(self, x, residual=None):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is not None:
             x = residual = x + residual
         out = layers.rms_norm(x, self.weight.data, self.variance_epsilon)
@@ -82,7 +92,7 @@ class EngineNorm(RMSNorm):
 
 
 class BitwiseSiluAndMul(SiluAndMul):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return layers.gated(x)
 
 
@@ -95,31 +105,43 @@ class EngineRotary(nn.Module):
         self.table = layers.rotary_table(rope.frequencies(hf), positions, rope.magnitude(hf))
         self.width, self.adjacent = original.head_size, not original.is_neox_style
 
-    def forward(self, positions, query, key):
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         self.table = self.table.to(positions.device)
         rotation = self.table[positions.flatten()][:, None]
 
-        def rotate(x):
+        def rotate(x: Tensor) -> Tensor:
             return layers.rotate(x.view(len(rotation), -1, self.width), rotation, self.adjacent).view_as(x)
 
         return rotate(query), rotate(key)
 
 
-def store(layer, key, value, kv_cache, slot_mapping) -> None:
+def store(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write keys and values into the cache [blocks, kv_heads, block, 2 * d]; replaces do_kv_cache_update."""
     at = slot_mapping.long()
     block, within = at // kv_cache.shape[2], at % kv_cache.shape[2]
     kv_cache[block, :, within] = torch.cat([key, value], -1)[: len(at)]
 
 
-def attend(scale: float, layer, query, key, value, kv_cache, attn_metadata, output, *_, **__) -> Tensor:
+def attend(
+    scale: float,
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    attn_metadata: Any,
+    output: Tensor,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     """Compute attention over the cache; replaces an attention backend's forward."""
     if attn_metadata is None:  # vLLM measures its memory
         return output
     size = kv_cache.shape[2]
 
-    def gather(slots):
-        return kv_cache[slots // size, :, slots % size].chunk(2, -1)
+    def gather(slots: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = kv_cache[slots // size, :, slots % size].chunk(2, -1)
+        return keys, values
 
     lengths = attn_metadata.query_start_loc.long().diff()
     count = int(lengths.sum())
@@ -138,14 +160,21 @@ def _slots(block_table: Tensor, size: int) -> Tensor:
 class BitwiseMLA(MLAAttention):
     """Latent attention over keys and values that are projected up from the latents in every step."""
 
-    def forward(self, q, kv_c_normed, k_pe, output_shape=None, q_dcp_replicated=None):
+    def forward(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        output_shape: torch.Size | None = None,
+        q_dcp_replicated: Tensor | None = None,
+    ) -> Tensor:
         metadata, _, cache, slot_mapping = get_attention_context(self.layer_name)
+        assert output_shape is not None
         output = q.new_zeros(output_shape)
         if metadata is None:
             return output
-        self.impl.do_kv_cache_update(
-            kv_c_normed, k_pe, cache, slot_mapping, self.kv_cache_dtype, self._k_scale
-        )
+        impl: Any = self.impl
+        impl.do_kv_cache_update(kv_c_normed, k_pe, cache, slot_mapping, self.kv_cache_dtype, self._k_scale)
         tables, key_lengths = [], []
         if metadata.decode is not None:
             tables += list(metadata.decode.block_table)
@@ -159,7 +188,7 @@ class BitwiseMLA(MLAAttention):
         weight = _weight_of(self.kv_b_proj)
         size = cache.shape[1]
 
-        def gather(slots):
+        def gather(slots: Tensor) -> tuple[Tensor, Tensor]:
             latent, rotary = cache[slots // size, slots % size].split(
                 [self.kv_lora_rank, self.qk_rope_head_dim], -1
             )
@@ -180,7 +209,7 @@ class _BitwiseMoE:
 
     routing: layers.RouterOptions
 
-    def forward(self, hidden_states, already_sequence_parallel=False):
+    def forward(self: Any, hidden_states: Tensor, already_sequence_parallel: bool = False) -> Tensor:
         bias = getattr(self.gate, "e_score_correction_bias", None)
         logits = layers.linear(hidden_states, self.gate.weight, dtype=torch.float32)
         weights, ids = layers.route(logits, self.routing, bias)
@@ -192,7 +221,7 @@ class _BitwiseMoE:
 
 
 MIXTURES = DeepseekV2MoE, Glm4MoE, Glm4MoeLite, MixtralMoE, Qwen3MoeSparseMoeBlock
-CLASSES = {
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     RowParallelLinear: EngineRow,
     RMSNorm: EngineNorm,
     SiluAndMul: BitwiseSiluAndMul,
@@ -202,13 +231,16 @@ CLASSES = {
 """vLLM's class -> its replacement."""
 
 
-METHODS = {UnquantizedLinearMethod: BitwiseLinearMethod, UnquantizedEmbeddingMethod: BitwiseEmbeddingMethod}
+METHODS: dict[type, type] = {
+    UnquantizedLinearMethod: BitwiseLinearMethod,
+    UnquantizedEmbeddingMethod: BitwiseEmbeddingMethod,
+}
 
 
 class BitwiseEngine(EnginePart):
     """Makes an engine compute the log-probs of a trainer with model.numerics=bitwise."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         if not engine.device.is_cuda:
             return {}
         options: dict = {"enforce_eager": True}  # `layers.packed_attention` reads lengths on the host
@@ -216,19 +248,19 @@ class BitwiseEngine(EnginePart):
             options["attention_backend"] = "TRITON_ATTN"  # `store` and `attend` know its cache
         return options
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         """Give the modules of the model the classes above, and the sampler the same softmax."""
         for module in list(engine.model.modules()):
             _convert(module, engine.hf)
         if not engine.device.is_cuda:
-            engine.runner.sampler.log_softmax = layers.log_softmax
+            replace_attribute(engine.runner.sampler, "log_softmax", layers.log_softmax)
             return
         from vllm.v1.worker.gpu.sample import logprob
 
-        logprob.compute_token_logprobs = token_logprobs
+        replace_attribute(logprob, "compute_token_logprobs", token_logprobs)
 
 
-def _convert(module: nn.Module, hf: dict) -> None:
+def _convert(module: Any, hf: dict) -> None:
     if "cpu_linear" in module.__dict__:
         module.cpu_linear = EngineLinear(module)
     elif type(method := getattr(module, "quant_method", None)) in METHODS:
@@ -238,7 +270,8 @@ def _convert(module: nn.Module, hf: dict) -> None:
         module.routing = layers.RouterOptions.of(architecture(hf).megatron_config(hf))
     impl = getattr(module, "impl", None)
     if impl is not None and not isinstance(module, MLAAttention):
-        impl.forward, impl.do_kv_cache_update = partial(attend, impl.scale), store
+        replace_attribute(impl, "forward", partial(attend, impl.scale))
+        replace_attribute(impl, "do_kv_cache_update", store)
     for name, child in list(module.named_children()):
         if isinstance(child, RotaryEmbeddingBase):
             setattr(module, name, EngineRotary(child, hf))

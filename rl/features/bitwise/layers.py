@@ -51,7 +51,7 @@ class SlicedWeight:
     bits: int
 
     @classmethod
-    def of(cls, weight: Tensor, group=None) -> "SlicedWeight":
+    def of(cls, weight: Tensor, group: dist.ProcessGroup | None = None) -> "SlicedWeight":
         """Slice a weight. group: ranks that hold the other input channels; collective over it."""
         terms = weight.shape[1] * (1 if group is None else group.size())
         return cls.scaled(weight, scale_above(weight, 1, group), terms)
@@ -65,7 +65,11 @@ class SlicedWeight:
 
 
 def linear(
-    x: Tensor, weight: Tensor | SlicedWeight, bias: Tensor | None = None, group=None, dtype=None
+    x: Tensor,
+    weight: Tensor | SlicedWeight,
+    bias: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias [..., N] in x's dtype, or in `dtype`.
 
@@ -251,7 +255,12 @@ def choose(scores: Tensor, routing: RouterOptions) -> Tensor:
 
 
 def experts(
-    x: Tensor, weights: Tensor, ids: Tensor, ups: Sequence[Tensor], downs: Sequence[Tensor], group=None
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    ups: Sequence[Tensor],
+    downs: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [T, H].
 
@@ -284,7 +293,7 @@ def log_softmax(logits: Tensor) -> Tensor:
     return (below - log(total(exp(below)))).float()
 
 
-def target_logprobs(logits: Tensor, targets: Tensor, group) -> tuple[Tensor, Tensor]:
+def target_logprobs(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return the targets' log-probs, float32 [T], and all log-probs of the rank's logits, float64 [T, V/tp].
 
     logits: float32 [T, V/tp], V/tp may be 0. targets: int64 [T], index among the rank's logits, or -1.

@@ -7,7 +7,7 @@ backward pass computes the ordinary layer again at the same inputs, and takes it
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from rl.features.bitwise import layers
 from rl.models import architecture, rope
 from rl.training.adapted_weight import AdaptedWeight
 from rl.training.attention import CoreAttention, PackedRow
+from rl.training.extras import LogitsFilter
 from rl.training.layer_spec import DuplicatedLinear
 from rl.training.logprobs import OUTPUTS, linear_logprobs, own_rows
 from rl.training.model import Policy
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
 
 class _Bitwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function, ordinary, *inputs):
+    def forward(ctx: Any, function: Callable, ordinary: Callable, *inputs: Tensor) -> Any:
         ctx.ordinary = ordinary
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return function(*inputs)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             out = ctx.ordinary(*inputs)
@@ -65,7 +66,7 @@ class _Bitwise(torch.autograd.Function):
         return None, None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[2:])
 
 
-def bitwise(function: Callable, ordinary: Callable, *inputs: Tensor):
+def bitwise(function: Callable, ordinary: Callable, *inputs: Tensor) -> Any:
     """Return function(*inputs), with the gradient of ordinary(*inputs)."""
     return _Bitwise.apply(function, ordinary, *inputs)
 
@@ -88,20 +89,23 @@ class BitwiseLinear(AdaptedWeight):
 class BitwiseColumn(BitwiseLinear, ColumnParallelLinear):
     """The rank's output channels; the input is whole."""
 
-    def forward(self, input_, weight=None, runtime_gather_output=None):
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         assert not self.gather_output and self.weight is not None
         if self.sequence_parallel:
             x = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             x = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         assert self.bias is None or not self.skip_bias_add
-        return self.product(x, self.bias), None
+        bias: Any = self.bias
+        return self.product(x, bias), None
 
 
 class BitwiseRow(BitwiseLinear, RowParallelLinear):
     """The rank's input channels; the output is the sum over all ranks."""
 
-    def forward(self, input_):
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.bias is None
         out = self.product(input_, group=self.tp_group)
         if self.sequence_parallel:
@@ -110,12 +114,14 @@ class BitwiseRow(BitwiseLinear, RowParallelLinear):
 
 
 class BitwiseDuplicated(BitwiseLinear, DuplicatedLinear):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return self.product(x), None
 
 
 class BitwiseNorm(torch.nn.RMSNorm):
-    def forward(self, x):
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
         return bitwise(
             partial(layers.rms_norm, eps=self.eps),
             lambda x, weight: F.rms_norm(x, self.normalized_shape, weight, self.eps),
@@ -130,7 +136,16 @@ def silu(x: Tensor) -> Tensor:
 
 
 class BitwiseAttention(CoreAttention):
-    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedRow, **_):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedRow,
+        **_: Any,
+    ) -> Tensor:
         """Compute the attention that the row's `attention` describes, as `CoreAttention`."""
         row = packed_seq_params.attention
         assert row is not None
@@ -140,7 +155,7 @@ class BitwiseAttention(CoreAttention):
             slots = row.kv_index[slots.clamp(max=len(row.kv_index) - 1)]
         slots = slots.clamp(max=len(key) - 1)
 
-        def reproducible(query, key, value):
+        def reproducible(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return layers.packed_attention(
                 query,
                 bounds.diff(),
@@ -159,7 +174,9 @@ class BitwiseMoE(MoELayer):
 
     routing: layers.RouterOptions
 
-    def forward(self, hidden_states, intermediate_tensors=None, padding_mask=None):
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """Return (output, None) for hidden_states [T/tp, 1, H]."""
         shared = self.shared_experts_compute(hidden_states)
         x, router, group, routing = hidden_states[:, 0], self.router, self.tp_group, self.routing
@@ -183,8 +200,8 @@ class BitwiseMoE(MoELayer):
         own = [expert.linear_fc1 for expert in local] + [expert.linear_fc2 for expert in local]
         parts = [layer.weight_parts() for layer in own]
 
-        def of(experts: Callable, *more) -> Callable:
-            def compute(x, weights, *flat):
+        def of(experts: Callable, *more: Any) -> Callable:
+            def compute(x: Tensor, weights: Tensor, *flat: Tensor) -> Tensor:
                 rest = iter(flat)
                 merged = [layer.merged(*islice(rest, len(part))) for layer, part in zip(own, parts)]
                 return experts(x, weights, of_all, merged[: len(local)], merged[len(local) :], *more)
@@ -211,7 +228,7 @@ def _weights(logits: Tensor, ids: Tensor, routing: layers.RouterOptions) -> Tens
     return weights * (routing.topk_scaling_factor or 1.0)
 
 
-def _experts(x: Tensor, weights: Tensor, ids: Tensor, ups, downs) -> Tensor:
+def _experts(x: Tensor, weights: Tensor, ids: Tensor, ups: list[Tensor], downs: list[Tensor]) -> Tensor:
     """Compute `layers.experts` of this rank's channels, with gradients."""
     total = torch.zeros_like(x)
     for expert in ids.unique().tolist():
@@ -225,29 +242,57 @@ def _experts(x: Tensor, weights: Tensor, ids: Tensor, ups, downs) -> Tensor:
 class BitwiseRotary(RowRotary):
     table: Tensor
 
-    def of(self, position_ids):
+    def of(self, position_ids: Tensor) -> Tensor:
         self.table = self.table.to(position_ids.device)
         return self.table[position_ids.flatten()][:, None]
 
 
 class BitwisePolicy(Policy):
     @staticmethod
-    def head(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs, logits_filter=None):
+    def head(
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        chunk: int,
+        outputs: tuple[str, ...] = ("logprobs",),
+        logits_filter: LogitsFilter | None = None,
+    ) -> tuple[Tensor, ...]:
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise equal to the engine's."""
         assert logits_filter is None, "the bitwise log-softmax is over the whole vocabulary"
-        options = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk)
-        return bitwise(
-            lambda hidden, weight: _logprobs(hidden, weight, targets, **options, outputs=outputs),
-            lambda hidden, weight: linear_logprobs(hidden, weight, targets, **options, outputs=outputs),
-            *(hidden, weight),
-        )
+
+        def of(compute: Callable) -> Callable:
+            return partial(
+                compute,
+                targets=targets,
+                temperature=temperature,
+                vocab_size=vocab_size,
+                group=group,
+                chunk=chunk,
+                outputs=outputs,
+            )
+
+        return bitwise(of(_logprobs), of(linear_logprobs), hidden, weight)
 
 
-def _logprobs(hidden, weight, targets, *, temperature, vocab_size, group, chunk, outputs):
+def _logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    chunk: int,
+    outputs: tuple[str, ...],
+) -> tuple[Tensor, ...]:
     first, rows = own_rows(weight, vocab_size, group)
     local = torch.where((targets >= first) & (targets < first + rows), targets - first, -1)
     sliced = layers.SlicedWeight.of(weight[:rows]) if rows else None
-    found = []
+    found: list[Tensor] = []
     for part, at in zip(hidden.split(chunk), local.split(chunk)):
         logits = part.new_empty(len(part), 0) if sliced is None else layers.linear(part, sliced)
         logits = logits.float() / torch.tensor(temperature, dtype=torch.float32, device=hidden.device)

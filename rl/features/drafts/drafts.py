@@ -8,9 +8,11 @@ their checksums before every generation. The weights of the policy's own head ar
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rl.config.adapter import Adapter
 from rl.config.draft import Draft
@@ -23,6 +25,10 @@ from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.vllm_model import DERIVED, derive_weights, register
 from rl.runtime.checksum import bit_sum
 from rl.runtime.collectives import sum_over_world
+from rl.runtime.replacement import replace_attribute
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 TRIAL = 512
 """Number of verifications of a generation after which drafts may end."""
@@ -46,18 +52,18 @@ class Drafts(EnginePart):
         self._counts = np.zeros((2, draft.tokens), np.int64)
         """Drafts verified, and drafts accepted, by position, in the last call of `RolloutEngine.run`."""
 
-    def speculation(self, engine) -> dict:
+    def speculation(self, engine: "RolloutEngine") -> dict:
         """Return the options of vLLM's SpeculativeConfig that select the proposer."""
         raise NotImplementedError
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         speculation = self.speculation(engine) | {
             "num_speculative_tokens": self.draft.tokens,
             "draft_tensor_parallel_size": engine.tp,
         }
         return engine.platform.draft_options(engine, speculation) | {"async_scheduling": False}
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         drafter = engine.platform.drafter(engine)
         of_policy = {id(parameter) for parameter in engine.model.parameters()}
         self._own = {n: p for n, p in drafter.model.named_parameters() if id(p) not in of_policy}
@@ -65,9 +71,9 @@ class Drafts(EnginePart):
         sizes = [sum(p.numel() for p in each) for each in (self._own.values(), engine.model.parameters())]
         self._required = self.draft.min_tokens_per_step or 1 + self.draft.tokens * sizes[0] / sizes[1]
         engine.platform.verify_drafts(engine)
-        engine.scheduler.make_spec_decoding_stats = self._count
+        replace_attribute(engine.scheduler, "make_spec_decoding_stats", self._count)
 
-    def check(self, engine, prompt):
+    def check(self, engine: "RolloutEngine", prompt: np.ndarray) -> None:
         """Test once per process, with the first weights, that drafts do not change the distribution.
 
         Raises WrongDistribution on every rank.
@@ -82,6 +88,7 @@ class Drafts(EnginePart):
         required, self._required = self._required, 0.0  # drafts go on in the whole test
         samples = engine.generate([prompt] * engine.num_replicas, sampling, seeds)
         self._required = required
+        assert samples is not None, "nothing interrupts the test"
         found = ((sample.token_ids, sample.segments[0].logprobs) for sample in samples)
         values = chi_square(found, top_k=TOP_K)
         statistic, freedom = sum_over_world(torch.tensor(values).double(), engine.device.torch).tolist()
@@ -92,12 +99,19 @@ class Drafts(EnginePart):
                 f"{value:.1f} standard deviations); leave out {self.draft.setting}."
             )
 
-    def begin(self, engine):
+    def begin(self, engine: "RolloutEngine") -> None:
         self._engine, self._is_on = engine, True
         self._counts = np.zeros_like(self._counts)
         engine.platform.switch_drafts(engine, on=True)
 
-    def _count(self, stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id):
+    def _count(
+        self,
+        stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> None:
         """Count the drafts of one verification; replaces `make_spec_decoding_stats` of vLLM's scheduler."""
         self._counts[0, :num_draft_tokens] += 1
         self._counts[1, :num_accepted_tokens] += 1
@@ -106,7 +120,7 @@ class Drafts(EnginePart):
             self._is_on = False
             self._engine.platform.switch_drafts(self._engine, on=False)
 
-    def metrics(self, engine):
+    def metrics(self, engine: "RolloutEngine") -> dict[str, float]:
         mine = torch.from_numpy(self._counts * engine.leads).double()
         verified, accepted = sum_over_world(mine, engine.device.torch).tolist()
         if not verified[0]:
@@ -126,11 +140,11 @@ class DraftModel(Drafts):
     _kept: dict[str, torch.Tensor] = {}
     """Weights and buffers of the draft model in host memory; on a CPU the model's own."""
 
-    def speculation(self, engine):
+    def speculation(self, engine: "RolloutEngine") -> dict:
         register(read_hf_config(self.draft.path)["architectures"])
         return {"method": "draft_model", "model": self.draft.path}
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         from vllm.config import set_current_vllm_config
         from vllm.config.load import LoadConfig
         from vllm.model_executor.model_loader import get_model_loader
@@ -146,7 +160,7 @@ class DraftModel(Drafts):
         self._kept = {name: tensor.detach().cpu() for name, tensor in self._tensors.items()}
         self._checksums = self._sums()
 
-    def begin(self, engine):
+    def begin(self, engine: "RolloutEngine") -> None:
         assert self._sums() == self._checksums, f"rollout.draft.path={self.draft.path}: its weights changed"
         super().begin(engine)
 
@@ -154,7 +168,7 @@ class DraftModel(Drafts):
         """Return the checksums of the draft model's weights and buffers."""
         return torch.stack([bit_sum(tensor) for tensor in self._tensors.values()]).tolist()
 
-    def wake(self, engine, what):
+    def wake(self, engine: "RolloutEngine", what: str) -> None:
         if what == "weights":  # vLLM's sleep mode has discarded them
             for name, tensor in self._tensors.items():
                 tensor.detach().copy_(self._kept[name])
@@ -166,14 +180,14 @@ class HeadDrafts(Drafts):
     It shares embedding and output head with the policy. The refit writes its other weights and compares them.
     """
 
-    def speculation(self, engine):
+    def speculation(self, engine: "RolloutEngine") -> dict:
         register([HEADS[engine.hf["architectures"][0]]])
         return {"method": "mtp"}
 
-    def weights(self, weights):
+    def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return weights | {n: p for n, p in self._own.items() if n.rpartition(".")[2] not in DERIVED}
 
-    def weights_changed(self, engine):
+    def weights_changed(self, engine: "RolloutEngine") -> None:
         model = engine.platform.drafter(engine).model
         derive_weights(model)
         engine.platform.weights_written(model)

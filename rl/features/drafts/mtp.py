@@ -15,12 +15,14 @@ before any draft. For example, a response of 5 tokens gives 4 terms of the loss.
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rl.config.run_models import RunModel
@@ -30,6 +32,7 @@ from rl.models import mtp
 from rl.models.layout import Weight
 from rl.training.attention import PackedRow
 from rl.training.engine import TrainingEngine
+from rl.training.grid import Grid
 from rl.training.layer_form import norm
 from rl.training.layer_spec import DuplicatedLinear, block_spec, megatrons_names, use_te
 from rl.training.logprobs import gathered, own_rows, scaled_logits
@@ -43,7 +46,7 @@ from rl.training.weights import WeightMap
 class HeadChunk(MegatronModule):
     """The head on a rank of the last pipeline stage; on other stages it has no parameters."""
 
-    def __init__(self, config, hf: dict, grid):
+    def __init__(self, config: TransformerConfig, hf: dict, grid: Grid) -> None:
         super().__init__(config)
         self.pre_process = self.share_embeddings_and_output_weights = False  # Megatron reads both
         self.mtp = nn.Module()
@@ -64,13 +67,13 @@ class HeadChunk(MegatronModule):
         """The layers."""
         return self.mtp
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, row: PackedRow, rotary) -> Tensor:
+    def forward(self, hidden: Tensor, embeddings: Tensor, row: PackedRow, rotary: Tensor) -> Tensor:
         """Return the last hidden states for the output head, in the shape of the arguments.
 
         hidden: states of the policy, [T, 1, H] or [T/tp, 1, H] under sequence parallelism. embeddings: of the
         token after each token of `hidden`. row, rotary: arguments of the policy's layers.
         """
-        own = self.mtp
+        own: Any = self.mtp
         x, _ = own.eh_proj(torch.cat([own.enorm(embeddings), own.hnorm(hidden)], -1))
         x, _ = own.layer(x, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=row)
         return own.norm(x)
@@ -90,7 +93,7 @@ class PredictionHead(TrainingEngine):
         self._policy, self._last = policy, policy.chunks[-1]
         self._embedding: Tensor | None = None
 
-    def _build(self, hf, training, dtype):
+    def _build(self, hf: dict, training: Training, dtype: torch.dtype) -> list[HeadChunk]:
         config = transformer_config(hf, training, dtype, te=use_te(dtype))
         return [HeadChunk(config, hf, self.grid)]
 
@@ -113,7 +116,7 @@ class PredictionHead(TrainingEngine):
             self._embedding = torch.empty_like(self._last.head_weight)
             dist.recv(self._embedding, group=grid.groups.pp, group_src=0)
 
-    def learn(self, batch: Batch, micro: MicroBatch, hidden: Tensor, row: PackedRow, rotary) -> None:
+    def learn(self, batch: Batch, micro: MicroBatch, hidden: Tensor, row: PackedRow, rotary: Tensor) -> None:
         """Add the gradient of a micro-batch, summed over its tokens.
 
         hidden: output of the policy's layers, [T, 1, H] or [T/tp, 1, H] under sequence parallelism.
@@ -152,6 +155,7 @@ class PredictionHead(TrainingEngine):
         divided: this rank's [T/tp, 1, H]. As in vLLM, 0 at the first position of a sequence.
         """
         table, group = self._embedding, self.grid.groups.tp
+        assert table is not None, "between begin and finish"
         tokens = micro.tokens[0].roll(-1) - group.rank() * len(table)
         here = (tokens >= 0) & (tokens < len(table)) & (micro.position_ids[0] > 0)
         found = table[tokens.clamp(0, len(table) - 1)] * here[:, None].to(table.dtype)
@@ -174,6 +178,7 @@ class PredictionHead(TrainingEngine):
             chunk.scale_gradients(scale)
         self.chunks[0].config.finalize_model_grads_func(self.wrapped)
         sums = dict(zip(("loss", "acceptance"), self._sums * scale)) if self.grid.is_last_stage else {}
+        assert self.spec.optimizer is not None
         result = self._step(sums, self._sums[:0], lr=self.spec.optimizer.lr)
         return result.metrics | {"grad_norm": result.grad_norm} if total else {}
 
@@ -187,12 +192,19 @@ def _learned_from(batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     is_last[lengths.cumsum(0)[lengths > 0] - 1] = True
     index = (~is_last).nonzero()[:, 0]
-    return index, batch.mask[micro.column_index[index + 1]].float()
+    return index, batch.column("mask")[micro.column_index[index + 1]].float()
 
 
 @torch.no_grad()
 def prediction_loss(
-    hidden: Tensor, target: Tensor, weight: Tensor, *, temperature: float, vocab_size: int, group, chunk: int
+    hidden: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return KL(p || q) and sum min(p, q) at each token, float32 [T], and d KL / d hidden [T, H].
 
@@ -240,7 +252,7 @@ class MtpPart(TrainerPart):
         if self._lr and last.post_process:
             last.decoder.register_forward_hook(self._after_layers, with_kwargs=True)
 
-    def models(self):
+    def models(self) -> dict[str, TrainingEngine]:
         return {"mtp": self.head}
 
     def served_map(self, weight_map: WeightMap) -> WeightMap:
@@ -261,7 +273,7 @@ class MtpPart(TrainerPart):
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         self._micro = batch, micro
 
-    def _after_layers(self, module, args, kwargs, hidden: Tensor) -> None:
+    def _after_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], hidden: Tensor) -> None:
         if torch.is_grad_enabled() and self._micro is not None:  # else not in an update
             row, rotary = kwargs["packed_seq_params"], kwargs["rotary_pos_emb"]
             self.head.learn(*self._micro, hidden, row, rotary)

@@ -49,7 +49,7 @@ def report(facts: Facts, found: list[Verdict]) -> Iterator[Text | Table]:
 def sample_text(batch: Batch, sample: int, tokenizer: PreTrainedTokenizerBase) -> Text:
     """Return a sample's tokens as text with special tokens visible; the parts are named and coloured."""
     start, end = int(batch.offsets[sample]), int(batch.offsets[sample + 1])
-    learned = (batch.mask[start:end] > 0).tolist()
+    learned = (batch.column("mask")[start:end] > 0).tolist()
     turns = [1] * (end - start) if batch.turns is None else batch.turns[start:end].tolist()
     kinds = ["prompt"] * len(batch.prompt_ids[sample])
     for is_learned, turn in zip(learned, turns, strict=True):

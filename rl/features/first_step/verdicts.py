@@ -81,7 +81,8 @@ class Facts:
     @property
     def sampled(self) -> Batch | None:
         """`samples`, if the policy generated them."""
-        return self.samples if self.samples is not None and self.batch.rollout_logprobs is not None else None
+        is_sampled = self.batch is not None and self.batch.rollout_logprobs is not None
+        return self.samples if is_sampled else None
 
 
 def verdicts(facts: Facts) -> list[Verdict]:
@@ -111,6 +112,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template may raise anything, and may need other messages
         return None
+    assert isinstance(text, str)
     ids = tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
     special = special_ids(tokenizer)
     return next((id for id in ids if id in special), None)
@@ -198,8 +200,9 @@ def masks(facts: Facts) -> Verdict | None:
     samples = facts.samples
     if samples is None:
         return None
-    share = float((samples.mask > 0).float().mean()) if len(samples.mask) else 0.0
-    empty = float((segment_counts(samples.mask > 0, samples.lengths) == 0).float().mean())
+    learned = samples.column("mask") > 0
+    share = float(learned.float().mean()) if len(learned) else 0.0
+    empty = float((segment_counts(learned, samples.lengths) == 0).float().mean())
     text = f"{share:.1%} of the response tokens are learned from; {empty:.1%} of the samples have none"
     remedy = (
         "see the samples above: the mask is 0 on tokens that the policy did not sample or that were rejected"
@@ -272,16 +275,16 @@ def engine_gap(facts: Facts) -> Verdict | None:
     batch, metrics = facts.batch, facts.metrics
     if facts.sampled is None or batch is None or batch.old_logprobs is None:
         return None
-    gaps = (batch.old_logprobs - batch.rollout_logprobs).abs()
-    gaps = torch.where(batch.mask > 0, gaps, 0.0)
-    counted = gaps[batch.mask > 0]
+    generated, learned = batch.column("rollout_logprobs"), batch.column("mask") > 0
+    gaps = torch.where(learned, (batch.old_logprobs - generated).abs(), 0.0)
+    counted = gaps[learned]
     if not len(counted):
         return None
     worst = int(gaps.argmax())
     sample = int((batch.offsets[1:] <= worst).sum())
     place = worst - int(batch.offsets[sample])
     token = facts.tokenizer.decode([int(batch.response_ids[sample][place])])
-    p, q = (float(column[worst].exp()) for column in (batch.old_logprobs, batch.rollout_logprobs))
+    p, q = (float(column[worst].exp()) for column in (batch.old_logprobs, generated))
     quantiles = counted.double().sort().values
     middle, high = (float(quantiles[int(share * (len(counted) - 1))]) for share in (0.5, 0.99))
     text = (
@@ -305,7 +308,7 @@ def reference(facts: Facts) -> Verdict | None:
     batch = facts.batch
     if batch is None or batch.ref_logprobs is None or batch.old_logprobs is None:
         return None
-    gap = torch.where(batch.mask > 0, (batch.old_logprobs - batch.ref_logprobs).abs(), 0.0)
+    gap = torch.where(batch.column("mask") > 0, (batch.old_logprobs - batch.ref_logprobs).abs(), 0.0)
     text = (
         f"largest |difference| of log-probs from the reference {float(gap.max()):.2g}: KL is 0 at the start"
     )
@@ -350,7 +353,7 @@ def movement(facts: Facts) -> Verdict | None:
         return None
     adam, warmup = config.training.optimizer, config.critic.warmup_steps
     lr = learning_rate(adam, facts.step - warmup, config.run.max_steps - warmup)
-    change = (facts.after - batch.old_logprobs).abs()[batch.mask > 0].double()
+    change = (facts.after - batch.column("old_logprobs")).abs()[batch.column("mask") > 0].double()
     moved = float(change.mean()) if len(change) else 0.0
     text = f"log-probs of the samples changed by {moved:.2g} nats on average, at lr {lr:.2g}"
     levels = MOVED

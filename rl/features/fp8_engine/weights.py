@@ -12,6 +12,7 @@ arrive is found before the engine computes with it.
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from rl.models.layout import FP8_BLOCK, Weight
 from rl.rollout import cpu_support
 from rl.rollout.parts import EnginePart
 
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
+
 UNWRITTEN = -1
 """Bits of an element of a staging tensor that has not arrived, as int16."""
 FACTOR = "_scale_inv"
@@ -32,7 +36,7 @@ FACTOR = "_scale_inv"
 class Fp8Weights(EnginePart):
     """The quantised weights of an engine."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         weights = architecture(engine.hf).weights(engine.hf)
         self.names = list(dict.fromkeys(weight.vllm for weight in quantised_weights(weights)))
         """vLLM's names of the quantised parameters."""
@@ -48,7 +52,7 @@ class Fp8Weights(EnginePart):
         }
         return {"hf_overrides": {"quantization_config": quantization}}
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         self._model = engine.model
         parameters = dict(engine.model.named_parameters())
         for name in self.names:
@@ -57,7 +61,7 @@ class Fp8Weights(EnginePart):
             assert values.dtype is torch.float8_e4m3fn and factors.dtype is torch.float32, name
             assert list(factors.shape[-2:]) == blocks, f"{name} has factors {tuple(factors.shape)}"
 
-    def weights(self, weights):
+    def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         held = {name + end for name in self.names for end in ("", FACTOR)}
         return {name: weight for name, weight in weights.items() if name not in held}
 

@@ -16,18 +16,32 @@ import ctypes
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
-from vllm.v1.kv_cache_interface import group_kernel_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.forward_context import ForwardContext
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, group_kernel_blocks
+from vllm.v1.request import Request
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Config
 from rl.rollout.parts import EnginePart
 from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import host_memory
+
+if TYPE_CHECKING:
+    from rl.rollout.engine import RolloutEngine
 
 
 class KvOffload(EnginePart):
@@ -39,7 +53,7 @@ class KvOffload(EnginePart):
     def __init__(self, gib: float):
         self._gib = gib
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         from vllm.config import KVTransferConfig
 
         return {
@@ -48,9 +62,10 @@ class KvOffload(EnginePart):
             )
         }
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         self._cache = engine.scheduler.connector
         worker, setting = get_kv_transfer_group(), f"rollout.kv_offload_gib={self._gib:g}"
+        assert isinstance(worker, HostCache)
         try:
             self._cache.num_slots = worker.allocate(int(self._gib * 2**30), pinned=engine.device.is_cuda)
         except RuntimeError as error:
@@ -62,16 +77,16 @@ class KvOffload(EnginePart):
             )
         self._cache.reset_cache()
 
-    def begin(self, engine):
+    def begin(self, engine: "RolloutEngine") -> None:
         self._cache.num_loaded = 0
 
-    def weights_changed(self, engine):
+    def weights_changed(self, engine: "RolloutEngine") -> None:
         self._cache.reset_cache()
 
-    def sleep(self, engine):
+    def sleep(self, engine: "RolloutEngine") -> None:
         self._cache.reset_cache()  # blocks that are not copied yet are gone
 
-    def metrics(self, engine):
+    def metrics(self, engine: "RolloutEngine") -> dict[str, float]:
         loaded = torch.tensor(float(self._cache.num_loaded * engine.leads), dtype=torch.float64)
         return {"perf/kv_loaded_tokens": float(sum_over_world(loaded, engine.device.torch))}
 
@@ -89,7 +104,9 @@ class Copies(KVConnectorMetadata):
 class HostCache(KVConnectorBase_V1):
     """Both ends of vLLM's interface: its scheduler has one object, and its worker another one."""
 
-    def __init__(self, vllm_config, role, kv_cache_config):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.num_slots = 0
         """Number of blocks that fit into the host memory."""
@@ -108,7 +125,7 @@ class HostCache(KVConnectorBase_V1):
     def _block_size(self) -> int:
         return self._vllm_config.cache_config.block_size
 
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Return the number of tokens to copy back, and False: the step waits for the copies."""
         first = num_computed_tokens // self._block_size
         stop = (request.num_tokens - 1) // self._block_size  # the last token is computed in any case
@@ -116,7 +133,9 @@ class HostCache(KVConnectorBase_V1):
         self._first[request.request_id] = first
         return (held + [False]).index(False) * self._block_size, False
 
-    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         first = self._first.pop(request.request_id, 0)
         own = blocks.get_block_ids()[0]
         for place in range(first, first + num_external_tokens // self._block_size):
@@ -125,7 +144,7 @@ class HostCache(KVConnectorBase_V1):
             self._copies.loads.append((own[place], self._slots[block_hash]))
         self.num_loaded += num_external_tokens
 
-    def request_finished(self, request, block_ids):
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Decide which blocks of an ended request are kept; vLLM frees them before they are copied.
 
         The copy precedes the next write to the blocks. Of these blocks the last one will be given up first.
@@ -141,11 +160,11 @@ class HostCache(KVConnectorBase_V1):
             self._slots.move_to_end(block_hash)
         return False, None
 
-    def build_connector_meta(self, scheduler_output):
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Copies:
         copies, self._copies = self._copies, Copies()
         return copies
 
-    def reset_cache(self):
+    def reset_cache(self) -> bool:
         """Forget everything, because the weights have changed."""
         self._slots.clear()
         self._first.clear()
@@ -154,7 +173,7 @@ class HostCache(KVConnectorBase_V1):
 
     # The worker's object ----------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches):
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         num_blocks = self._kv_cache_config.num_blocks
         self._layers = [group_kernel_blocks(cache, num_blocks) for cache in kv_caches.values()]
         for cache in self._layers:
@@ -169,14 +188,17 @@ class HostCache(KVConnectorBase_V1):
         self._host = memory(num_slots * self.block_bytes)
         return num_slots
 
-    def handle_preemptions(self, kv_connector_metadata):
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy to the host; vLLM calls it before each forward pass, also without preemptions."""
+        assert isinstance(kv_connector_metadata, Copies)
         self._copy([(block, slot) for slot, block in kv_connector_metadata.stores.items()], to_host=True)
 
-    def start_load_kv(self, forward_context, **options):
-        self._copy(self._get_connector_metadata().loads, to_host=False)
+    def start_load_kv(self, forward_context: ForwardContext, **options: Any) -> None:
+        copies = self._get_connector_metadata()
+        assert isinstance(copies, Copies)
+        self._copy(copies.loads, to_host=False)
 
-    def _copy(self, pairs, *, to_host: bool) -> None:
+    def _copy(self, pairs: list[tuple[int, int]], *, to_host: bool) -> None:
         """Copy all layers of some blocks. On CUDA the copies are queued on the current stream."""
         if not pairs:
             return
@@ -191,18 +213,22 @@ class HostCache(KVConnectorBase_V1):
         if self._layers[0].is_cuda:
             from vllm import _custom_ops
 
-            _custom_ops.swap_blocks_batch(*map(torch.from_numpy, (sources, targets, sizes)))
+            _custom_ops.swap_blocks_batch(
+                torch.from_numpy(sources), torch.from_numpy(targets), torch.from_numpy(sizes)
+            )
         else:
             for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist()):
                 ctypes.memmove(target, source, size)
 
-    def wait_for_layer_load(self, layer_name):
+    def wait_for_layer_load(self, layer_name: str) -> None:
         """The copies precede the forward pass on its stream."""
 
-    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **options):
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **options: Any
+    ) -> None:
         """Blocks are copied when their request has ended."""
 
-    def wait_for_save(self):
+    def wait_for_save(self) -> None:
         """The copies precede the next writes to their blocks on the stream."""
 
 

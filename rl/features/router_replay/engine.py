@@ -6,6 +6,7 @@ same callbacks of vLLM's routers.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,11 @@ from rl.config.schema import Config
 from rl.models import architecture
 from rl.rollout.parts import EnginePart
 
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+    from rl.rollout.engine import RolloutEngine
+
 
 class RouteCollector(EnginePart):
     """Adds the routes to the completions of a replica's leader, [C + R - 1, L, k] for C and R tokens.
@@ -21,12 +27,12 @@ class RouteCollector(EnginePart):
     L: layers that are mixtures of experts.
     """
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         from vllm.platforms import current_platform
 
         return {"enable_return_routed_experts": not current_platform.is_cpu()}
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         frequencies = architecture(engine.hf).megatron_config(engine.hf).get("moe_layer_freq", [])
         self._layers = [layer for layer, is_moe in enumerate(frequencies) if is_moe]
         self._on_cpu: CpuRoutes | None = None
@@ -35,11 +41,13 @@ class RouteCollector(EnginePart):
         elif not engine.llm.llm_engine.vllm_config.aux_output_config.enabled:
             self._on_cpu = CpuRoutes(self._layers, engine)
 
-    def begin(self, engine):
+    def begin(self, engine: "RolloutEngine") -> None:
         if self._on_cpu is not None:
             self._on_cpu.clear()
 
-    def completion(self, engine, internal_id, output):
+    def completion(
+        self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"
+    ) -> dict[str, np.ndarray]:
         if not engine.leads:
             return {}
         if self._on_cpu is not None:

@@ -7,19 +7,27 @@ mask had more than 1/32 of a large vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl.config.adapter import Adapter
 from rl.config.options import ConfigError
 from rl.config.schema import Config
+from rl.rollout.calls import EngineCall
 from rl.rollout.parts import EnginePart
+from rl.rollout.samples import Request
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+    from rl.rollout.engine import RolloutEngine
 
 
 class Masks(EnginePart):
     """Adds the sampling masks to the completions of an engine."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         if not engine.device.is_cuda:
             return {}
         from vllm.engine.arg_utils import EngineArgs
@@ -32,14 +40,14 @@ class Masks(EnginePart):
         # vLLM raises an error if it would use its first model runner, which does not return the masks.
         return {"return_sampling_mask": True}
 
-    def built(self, engine):
+    def built(self, engine: "RolloutEngine") -> None:
         self._vocab_size = engine.llm.llm_engine.model_config.get_vocab_size()
 
-    def begin(self, engine):
+    def begin(self, engine: "RolloutEngine") -> None:
         if not engine.device.is_cuda:
             engine.runner.sampler.masks = {}
 
-    def request(self, engine, request, call):
+    def request(self, engine: "RolloutEngine", request: Request, call: EngineCall) -> None:
         if engine.device.is_cuda:
             # vLLM refuses to return the masks of requests without top_k, and of greedy ones.
             params = call.params
@@ -48,7 +56,9 @@ class Masks(EnginePart):
             else:
                 params.temperature, params.top_k = 1.0, 1
 
-    def completion(self, engine, internal_id, output):
+    def completion(
+        self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"
+    ) -> dict[str, np.ndarray]:
         if engine.device.is_cuda:
             masks = output.sampling_mask.token_ids
         else:  # none if the request was greedy; one too many if tokens were sampled after a stop string

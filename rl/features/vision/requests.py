@@ -7,6 +7,7 @@ whole tower.
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,11 @@ from rl.rollout.calls import EngineCall
 from rl.rollout.parts import EnginePart
 from rl.rollout.samples import Request
 from rl.rollout.vllm_model import allow_no_torchvision
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+    from rl.rollout.engine import RolloutEngine
 
 MAX_IMAGES = 1024
 """Maximum number of images of a prompt; data.max_prompt_tokens limits their tokens, too."""
@@ -36,7 +42,7 @@ class ImageRequests(EnginePart):
         self._held: dict[str, dict[str, np.ndarray]] = {}
         """Values of running requests, by name."""
 
-    def options(self, engine):
+    def options(self, engine: "RolloutEngine") -> dict:
         _replace_processor(engine.hf["architectures"][0], self.format)
         return dict(
             limit_mm_per_prompt={"image": MAX_IMAGES},
@@ -46,21 +52,23 @@ class ImageRequests(EnginePart):
             skip_mm_profiling=True,
         )
 
-    def begin(self, engine):
+    def begin(self, engine: "RolloutEngine") -> None:
         self._held.clear()
 
-    def request(self, engine, request: Request, call: EngineCall):
+    def request(self, engine: "RolloutEngine", request: Request, call: EngineCall) -> None:
         places, pixels = request.images or (np.zeros((0, 4), np.int64), np.zeros(0, np.uint8))
         values = {PIXELS: pixels, PLACES: places}
         self._held[request.name] = {name: values[name] for name in self._columns}
         if len(places):
             call.prompt |= image_input(self.format, call.prompt["prompt_token_ids"], places, pixels)
 
-    def completion(self, engine, internal_id, output):
+    def completion(
+        self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"
+    ) -> dict[str, np.ndarray]:
         held = self._held.pop(internal_id.rpartition("-")[0])
         return held if engine.leads else {}
 
-    def weights_changed(self, engine):
+    def weights_changed(self, engine: "RolloutEngine") -> None:
         engine.llm.llm_engine.reset_mm_cache()
         engine.llm.llm_engine.reset_encoder_cache()
 
