@@ -188,6 +188,13 @@ def _special(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
 # ---- responses ----
 
 
+def decode(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of tokens, with special tokens."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert isinstance(text, str), "a list of texts belongs to a list of lists"
+    return text
+
+
 def decode_responses(
     responses: Sequence[np.ndarray], tokenizer: PreTrainedTokenizerBase, kept: Collection[int]
 ) -> list[str]:

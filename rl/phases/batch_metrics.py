@@ -148,7 +148,7 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
         if name in ("turns", "tool_calls", "rows"):
             metrics[f"agents/{name}"] = value / max(counts["trajectories"], 1)
         elif name in ("environments", "environments_waited"):
-            metrics[f"timing_s/{name}"] = value
+            metrics[f"timing_s/{name}"] = value / 1e6  # counted in microseconds
         elif name == "executed_again":
             metrics[f"perf/{name}"] = value
         elif name not in ("live_steps", "steps", "trajectories", "succeeded"):

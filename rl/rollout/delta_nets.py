@@ -13,7 +13,6 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from rl.models.delta_rule import Chunks, causal_conv, gated_delta_rule, log_decay, normed
 from rl.rollout.parts import EnginePart
@@ -21,6 +20,8 @@ from rl.rollout.vllm_model import allow_no_torchvision
 from rl.runtime.replacement import replace_attribute
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
     from rl.rollout.engine import RolloutEngine
 
 
@@ -69,7 +70,7 @@ class EngineStep:
     """int64 [N, taps - 1]: places of the inputs that the cache keeps."""
 
     @classmethod
-    def of(cls, metadata: GDNAttentionMetadata, taps: int) -> "EngineStep":
+    def of(cls, metadata: "GDNAttentionMetadata", taps: int) -> "EngineStep":
         """Return the step of the metadata; all layers share it."""
         if (known := vars(metadata).get("lockstep_step")) is not None:
             return known
@@ -109,8 +110,7 @@ def compute(
     if context.attn_metadata is None:
         return  # the first run measures memory
     taps = layer.conv1d.weight.shape[-1]
-    metadata = context.attn_metadata[layer.prefix]
-    assert isinstance(metadata, GDNAttentionMetadata)
+    metadata: Any = context.attn_metadata[layer.prefix]
     step = EngineStep.of(metadata, taps)
     conv_cache, states = layer.kv_cache[0], layer.kv_cache[1].transpose(-1, -2)
     tokens = len(step.new)

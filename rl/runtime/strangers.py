@@ -38,7 +38,7 @@ class Strangers(Generic[Connection]):
         seconds: time until a connection must show the key.
     """
 
-    def __init__(self, end: Callable[[Connection], None], seconds: float):
+    def __init__(self, end: Callable[[Connection], object], seconds: float):
         self._end, self._seconds = end, seconds
         self._most = most_strangers()
         self._timers: dict[Connection, asyncio.TimerHandle] = {}

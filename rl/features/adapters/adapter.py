@@ -318,7 +318,7 @@ class _Sum:
         in_weight: bool,
     ):
         keys = {pair.part: f"{pair.module.rpartition('.')[2]}{number}" for pair in pairs}
-        self._a = [module.lora_A[key] for key in keys.values()]
+        self._a: list[Tensor] = [getattr(module, KINDS[0])[key] for key in keys.values()]
         self._b, self._magnitudes = (
             [getattr(module, kind)[keys[part]] if part in keys else None for part in range(len(weight.hf))]
             if hasattr(module, kind)
@@ -389,14 +389,18 @@ class _Sum:
         copies = self._copies(*self.product())
         return copies if factors is None else (*copies, factors)
 
-    def merge(self, base: Tensor, a: Tensor, b: Tensor, factors: Tensor | None = None) -> Tensor:
-        """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once."""
+    def merge(self, base: Tensor, *parts: Tensor) -> Tensor:
+        """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once.
+
+        parts: A, B and, with DoRA, the factors.
+        """
+        a, b, *factors = parts
         total = torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
-        return (total if factors is None else total * factors[:, None]).to(base.dtype)
+        return (total * factors[0][:, None] if factors else total).to(base.dtype)
 
     def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
         """Return `merge` of the present A and B."""
-        return self.merge(base, *self.product(), factors)
+        return self.merge(base, *self.product(), *([] if factors is None else [factors]))
 
     @torch.no_grad()
     def take_out(self, base: Tensor) -> None:
@@ -436,6 +440,7 @@ class _Sum:
         if self._rows is not None:
             own = zip(self._magnitudes, self._in_parts(lengths))
             magnitudes = torch.cat([length if part is None else part for part, length in own])[self._rows]
+        assert magnitudes is not None, "a weight of one part has a magnitude"
         if self._sums_gradients and self._splits_columns:
             magnitudes = self._copied(magnitudes)
         return magnitudes / lengths
@@ -472,10 +477,8 @@ def _add_parameters(
             parameter = Parameter(weight.new_empty(part.megatron_shape(size), dtype=dtype))
             # Megatron reads both attributes: `allreduce` selects the data parallel group for the gradient;
             # with `sequence_parallel` each rank's gradient covers only its part of the tokens.
-            parameter.allreduce = getattr(weight, "allreduce", True)
-            parameter.sequence_parallel = (
-                sequence_parallel and pair.base.expert is None and not part.cut.split
-            )
+            in_parts = sequence_parallel and pair.base.expert is None and not part.cut.split
+            vars(parameter).update(allreduce=getattr(weight, "allreduce", True), sequence_parallel=in_parts)
             key = f"{pair.module.rpartition('.')[2]}{number}"
             getattr(module, kind)[key] = parameter
             added[f"{kind}.{key}"] = parameter
@@ -513,10 +516,10 @@ def _exchange(by_columns: bool, *, sequence_parallel: bool) -> Callable[..., Ten
     return tensor_parallel.copy_to_tensor_model_parallel_region
 
 
-def _single(added: _Sum):
+def _single(added: _Sum) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return a hook for a module with one weight."""
 
-    def hook(module, args, output):
+    def hook(module: Any, args: tuple, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         out, bias = output
         own = module.bias if bias is None and getattr(module, "bias", None) is not None else None
         return added.add(args[0], out, own if own is not None and own.numel() else None), bias
@@ -524,14 +527,14 @@ def _single(added: _Sum):
     return hook
 
 
-def _grouped(added: Sequence[_Sum]):
+def _grouped(added: Sequence[_Sum]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return a hook for Transformer Engine's layer of several experts, which gets their numbers of tokens.
 
     One grouped product serves all experts, because about ten kernels for each would take longer to launch
     than to run.
     """
 
-    def hook(module, args, output):
+    def hook(module: Any, args: tuple, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         x, splits = args
         out, bias = output
         experts = Experts.of(splits, x.device)
@@ -574,7 +577,7 @@ class Experts(NamedTuple):
         return product[:, : product.shape[1] - rows]
 
 
-def _require_gradient(module, args, output: Tensor) -> Tensor:
+def _require_gradient(module: torch.nn.Module, args: tuple, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from rl.models.adapters import adapters
 from rl.models.boxes import whole
@@ -35,7 +34,7 @@ class Fp8Base(TrainerPart):
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
         """Address of the parameter's storage object -> (values, factors)."""
         layers = {pair.base.hf for pair in adapters(base.weights, rank=1)}
-        of_module: dict[str, list[Parameter]] = defaultdict(list)
+        of_module: dict[str, list[Tensor]] = defaultdict(list)
         for weight, parameter in base.local():
             if weight.hf in layers:
                 self._stored[_key(parameter)] = quantised(parameter.detach())
@@ -69,12 +68,12 @@ class Fp8Base(TrainerPart):
         values, factors = stored
         return dequantised(values, factors, whole(values.shape)).to(parameter.dtype)
 
-    def _fill(self, parameters: list[Parameter]) -> None:
+    def _fill(self, parameters: list[Tensor]) -> None:
         for parameter in parameters:
             parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
             parameter.data.copy_(self._value(parameter))
 
-    def _free(self, parameters: list[Parameter]) -> None:
+    def _free(self, parameters: list[Tensor]) -> None:
         for parameter in parameters:
             parameter.untyped_storage().resize_(0)
 

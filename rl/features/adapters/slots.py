@@ -24,8 +24,11 @@ from rl.rollout import cpu_support
 from rl.rollout.calls import EngineCall
 from rl.rollout.parts import EnginePart, WeightSlots
 from rl.rollout.samples import Request
+from rl.runtime.replacement import replace_attribute
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
     from rl.rollout.engine import RolloutEngine
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -42,7 +45,7 @@ def keep_experts_kernels() -> None:
     from vllm.model_executor.layers.fused_moe import layer
 
     build = layer.FusedMoEConfig
-    layer.FusedMoEConfig = lambda **fields: build(**fields | {"is_lora_enabled": False})
+    replace_attribute(layer, "FusedMoEConfig", lambda **fields: build(**fields | {"is_lora_enabled": False}))
 
 
 def _module(pair: LowRank) -> str:
@@ -55,7 +58,7 @@ def _layer(pair: LowRank) -> str:
     return f"{_module(pair).rpartition('.')[0]}.{pair.module.rpartition('.')[2]}"
 
 
-def _lora_request(index: int):
+def _lora_request(index: int) -> "LoRARequest":
     """Return the part of a request that names an adapter."""
     from vllm.lora.request import LoRARequest
 

@@ -19,6 +19,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.chat_template import CALL, NAMED_CALL, QUESTION, REPLY, TOOL, ChatTemplate, kept_ids
 from rl.data.completeness import texts_of
 from rl.data.messages import MessageReader
-from rl.data.special_tokens import decode_responses, encode, hide
+from rl.data.special_tokens import decode, decode_responses, encode, hide
 from rl.features.agents.environment import Messages, ToolCall
 from rl.features.agents.renderer import Renderer, find_renderer
 from rl.features.agents.tool_calls import FAMILIES, HERMES, as_message, find_family, is_call, parse_calls
@@ -83,7 +84,7 @@ class Chat:
         self.tokenizer, self.on_rewrite = tokenizer, on_rewrite
         self._template = ChatTemplate(tokenizer, template_kwargs)
         ends = {*end_token_ids, tokenizer.eos_token_id} - {None}
-        self._ends = {int(id): tokenizer.convert_ids_to_tokens(int(id)) for id in ends}
+        self._ends = _tokens_of([int(id) for id in ends], tokenizer)
         self._kept = kept_ids(tokenizer, ["auto"], ends) if kept is None else kept
         self._family, self._reads_calls = HERMES, True
         self._takes_reasoning = self._template.reasoning_key is not None
@@ -109,7 +110,7 @@ class Chat:
                     parallel=self._family.parallel,
                 )
         if self._renderer is not None:
-            self._ends |= {id: tokenizer.convert_ids_to_tokens(id) for id in self._renderer.end_token_ids}
+            self._ends |= _tokens_of(list(self._renderer.end_token_ids), tokenizer)
 
     @property
     def description(self) -> str:
@@ -294,7 +295,7 @@ class Chat:
         """Return what `grammar` does. Raises RuntimeError or ValueError, like xgrammar, for a bad schema."""
         from xgrammar import Grammar, get_model_structural_tag
 
-        thinking = "enabled" if self._opens_thinking else "auto"
+        thinking: Literal["enabled", "auto"] = "enabled" if self._opens_thinking else "auto"
         found = get_model_structural_tag(self._family.grammar, tools=list(tools), reasoning=thinking)
         tag = found.model_dump_json(exclude_none=True)
         Grammar.from_structural_tag(tag)  # vLLM compiles it in add_request, where an error ends the run
@@ -324,8 +325,8 @@ class Chat:
         if tools and self.call_problem:
             raise ValueError(self.call_problem)
         if tools and self._template.text:
-            turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-            self.refuse_lost([{**QUESTION, "content": str(tools)}, turn, REPLY], tools)
+            call: dict = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+            self.refuse_lost([{**QUESTION, "content": str(tools)}, call, REPLY], tools)
             if not self._template.shows_tools:
                 log.warning(
                     "the chat template of %s leaves tools out; the policy knows them only from the "
@@ -343,7 +344,7 @@ class Chat:
             content = "" if number in (2, 3) and calls else "answer"
             turn = self._encode(self._thinking_tags(thinking) + content + self.tokenizer.eos_token)
             messages.append(self._message(thinking, content, calls))
-            reply = [{**REPLY, "tool_call_id": call["id"]} for call in calls] or [QUESTION]
+            reply: Messages = [{**REPLY, "tool_call_id": call["id"]} for call in calls] or [QUESTION]
             try:
                 added = self._between(context, turn, messages, reply, tools)
             except CannotExtend as error:
@@ -380,7 +381,7 @@ class Chat:
 
     def _written(self, call: dict) -> str:
         """Return a turn of one call as the template writes it, without its end token."""
-        messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages: Messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             whole = self._template.render(messages, [TOOL], generation_prompt=False)
         except ValueError:  # some templates accept only ids of their own form
@@ -424,7 +425,7 @@ class Chat:
         return encode([text], self.tokenizer, add_special_tokens=add_special_tokens)[0][0]
 
     def _decode(self, ids: np.ndarray) -> str:
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return decode(ids.tolist(), self.tokenizer)
 
     def _without_end(self, turn: np.ndarray) -> np.ndarray:
         return turn[:-1] if len(turn) and int(turn[-1]) in self._ends else turn
@@ -500,6 +501,10 @@ class Chat:
 def _squeezed(text: str) -> str:
     """Return a text without blanks except newlines, which separate turns."""
     return "".join(character for character in text if character == "\n" or not character.isspace())
+
+
+def _tokens_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids)))
 
 
 def _stand_in(message: dict) -> dict:

@@ -31,6 +31,7 @@ from rl.config.schema import Config
 from rl.features.agents.chat import TooLong
 from rl.features.agents.environment import (
     OF_LIMITS,
+    Action,
     AgentRun,
     Failure,
     FinalScore,
@@ -48,7 +49,7 @@ from rl.rollout.sampling import Sampling, seed_of
 from rl.rollout.source import Dialogue, StartedSample
 
 if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
-    from rl.features.agents.endpoint import EndpointRequest
+    from rl.features.agents.endpoint import EndpointReply, EndpointRequest
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class Trajectories(Dialogue):
             return False
         started = time.monotonic()
         self._replies += self._pool.poll(WAIT_S)
-        self.counts["environments_waited"] += time.monotonic() - started
+        self.counts["environments_waited"] += round(1e6 * (time.monotonic() - started))
         return True
 
     def requests(self, num_live: int) -> list[Request]:
@@ -260,9 +261,9 @@ class Trajectories(Dialogue):
         if session.inbox and not (session.is_asked and session.inbox[0].is_learned):
             self._serve(session)
         elif session.is_asked:
-            self._request(
-                session, trajectory.request(session.inbox[0].max_tokens or 0 if session.inbox else 0)
-            )
+            request = trajectory.request(session.inbox[0].max_tokens or 0 if session.inbox else 0)
+            assert request is not None, "an unfinished turn has room"
+            self._request(session, request)
         else:
             self._unanswered.add(session.address)
             if not trajectory.rows and not session.is_driving:
@@ -288,7 +289,7 @@ class Trajectories(Dialogue):
         self._next_number[start.group] += 1
         return replace(start, number=number, so_far=())
 
-    def _call(self, session: Session, action) -> None:
+    def _call(self, session: Session, action: Action) -> None:
         self._unanswered.add(session.address)
         session.asked = time.monotonic()
         session.num_requests += 1
@@ -327,7 +328,7 @@ class Trajectories(Dialogue):
     def _take_reply(self, session: Session, reply: Reply) -> None:
         self._unanswered.discard(session.address)
         self._resetting.discard(session.address)
-        self.counts["environments"] += time.monotonic() - session.asked
+        self.counts["environments"] += round(1e6 * (time.monotonic() - session.asked))
         session.check_answer(reply)
         if reply.kind == "run" and session.is_spent:  # its exception follows from the refused turn
             self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
@@ -606,12 +607,17 @@ class Trajectories(Dialogue):
         turn = completion.token_ids, completion.logprobs, completion.end
         self._reply(session, EndpointReply(context, *turn, message))
 
-    def _reply(self, session: Session, reply=None, error: Exception | None = None) -> None:
+    def _reply(
+        self, session: Session, reply: "EndpointReply | None" = None, error: Exception | None = None
+    ) -> None:
         """Answer the request that is being served, and serve the next one."""
         self._unanswered.add(session.address)
         future, session.asked = session.inbox.popleft().reply, time.monotonic()
         with suppress(InvalidStateError):  # the agent has closed the connection
-            future.set_result(reply) if error is None else future.set_exception(error)
+            if error is not None:
+                future.set_exception(error)
+            elif reply is not None:
+                future.set_result(reply)
         if session.inbox:
             self._serve(session)
 

@@ -29,7 +29,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,7 @@ from aiohttp.web_protocol import RequestHandler
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.messages import ALIASES
+from rl.data.special_tokens import decode
 from rl.features.agents.environment import Messages
 from rl.features.agents.tool_calls import read_arguments
 from rl.runtime.strangers import Strangers
@@ -161,12 +162,14 @@ class Endpoint:
             app = web.Application(client_max_size=self._max_body)
             app.router.add_post("/v1/chat/completions", self._answer(_read_chat, self._write_chat))
             app.router.add_post("/inference/v1/generate", self._answer(self._read_tokens, self._write_tokens))
-            limits = {
-                "lingering_time": 0,
-                "auto_decompress": False,
-            }  # the body of a refused request is not read
             runner = web.AppRunner(
-                app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=_http_log, **limits
+                app,
+                access_log=None,
+                handle_signals=False,
+                shutdown_timeout=1.0,
+                logger=_http_log,
+                lingering_time=0,  # the body of a refused request is not read
+                auto_decompress=False,
             )
             await runner.setup()
             server = runner.server
@@ -192,7 +195,9 @@ class Endpoint:
         self._strangers.admit(connection, beside=len(self._sessions))
         return connection
 
-    def _answer(self, read: Callable[[dict], dict], write: Callable[[dict, EndpointReply], dict]):
+    def _answer(
+        self, read: Callable[[dict], dict], write: Callable[[dict, EndpointReply], dict]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Return a handler that reads a request, waits for its reply and writes it."""
 
         async def handle(http: web.Request) -> web.Response:
@@ -273,7 +278,7 @@ class Endpoint:
             "logprobs": None,
         }
         if body.get("logprobs"):
-            texts = [self._tokenizer.decode([id]) for id in reply.token_ids.tolist()]
+            texts = [decode([id], self._tokenizer) for id in reply.token_ids.tolist()]
             choice["logprobs"] = {
                 "content": [
                     {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

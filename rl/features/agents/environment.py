@@ -219,7 +219,7 @@ def make_tool(function: Callable[..., Any], *, key: str, is_method: bool = False
         if text := described.get(parameter.name):
             hint = Annotated[hint, Field(description=text)]
         fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
-    typed = TypedDict(name, fields)  # type: ignore[operator]
+    typed = TypedDict(name, fields)  # type: ignore[misc]  # made at run time
     typed.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
     try:
         arguments = TypeAdapter(typed)
@@ -282,14 +282,16 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
 
     Raises ValueError, with the config's key, for what is missing or cannot be used.
     """
-    cls, methods, kwargs = None, {}, dict(spec.kwargs)
+    cls: type | None = None
+    methods, kwargs = {}, dict(spec.kwargs)
     if spec.environment:
         key = f"{spec.key}.environment={spec.environment!r}"
-        cls = load_function(spec.environment, key=f"{spec.key}.environment")
-        if not isinstance(cls, type):
+        found = load_function(spec.environment, key=f"{spec.key}.environment")
+        if not isinstance(found, type):
             raise ValueError(
-                f"{key} must name a class, not a {type(cls).__name__}; name tools in agents.tools."
+                f"{key} must name a class, not a {type(found).__name__}; name tools in agents.tools."
             )
+        cls = found
         try:
             if "container" in inspect.signature(cls).parameters:
                 kwargs = {"container": spec.container, **kwargs}

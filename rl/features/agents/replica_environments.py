@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from rl.config import wing
 from rl.config.agents import Agents
@@ -87,7 +88,9 @@ class Environments:
         self.pool.shutdown()
 
 
-def start_environments(config: Config, tokenizer, kept: Collection[int]) -> Environments | None:
+def start_environments(
+    config: Config, tokenizer: PreTrainedTokenizerBase, kept: Collection[int]
+) -> Environments | None:
     """Start the environments; return None on ranks that do not lead a replica of the engine.
 
     kept: ids of special tokens that stay in the text of a turn.

@@ -71,6 +71,7 @@ class Session:
         if self.trajectory.turn is not None:
             context, turn = self.trajectory.turn
             if asked.messages is None:
+                assert asked.token_ids is not None, "a request has messages or tokens"
                 known = self.trajectory.token_ids
                 if np.array_equal(asked.token_ids[: len(known)], known):
                     given = asked.token_ids[len(known) :]

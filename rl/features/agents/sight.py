@@ -12,13 +12,16 @@ from rl.rollout.samples import Segment
 class Sight:
     """No images. A ValueError of a method fails the trajectory."""
 
-    placed: tuple[np.ndarray, np.ndarray] | None = None
-    """`Request.images` of the next turn."""
     suits_agents = True
     """Whether agents that call the engine themselves may be trained."""
 
     def __init__(self, prompt: Prompt):
         self.prompt = prompt
+
+    @property
+    def placed(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """`Request.images` of the next turn."""
+        return None
 
     def take(self, messages: Messages) -> Messages:
         """Return an environment's messages without the content of images."""

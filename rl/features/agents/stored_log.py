@@ -53,7 +53,7 @@ class _VersionPart:
     records: list[tuple[int, list[Event]]] = field(default_factory=list)
     completions: dict[str, Completion] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.open = set(self.begun)
         """Names of its requests that have not ended."""
 
@@ -79,7 +79,7 @@ class _VersionPart:
 
     def store(self, sampling: Sampling, is_async: bool) -> None:
         if self.completions:
-            events = list(map(Add, self.begun.values()))
+            events: list[Event] = [Add(request) for request in self.begun.values()]
             if self.records and self.records[0][0] == 0:
                 events += self.records.pop(0)[1]
             store(self.path, sampling, [(0, events), *self.records], self.completions, is_async)

@@ -85,7 +85,8 @@ def _from_value(value: Any, text: str) -> ToolCall:
         arguments = read_arguments(arguments)
     elif not isinstance(arguments, dict):
         arguments = {} if arguments is None else json.dumps(arguments)
-    return ToolCall(id if isinstance(id := value.get("id"), str) else "", value["name"], arguments)
+    given = value.get("id")
+    return ToolCall(given if isinstance(given, str) else "", value["name"], arguments)
 
 
 def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
@@ -135,7 +136,7 @@ def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
 
 def _typed(pairs: Sequence[tuple[str, str]], name: str, tools: Sequence[dict]) -> dict[str, Any]:
     """Return arguments that were written as text. The tool's schema tells which arguments are strings."""
-    whole = next(
+    whole: dict[str, Any] = next(
         (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name), {}
     )
     properties = [schema.get("properties") for schema in _combined([whole], whole)]

@@ -233,8 +233,8 @@ class TrajectoryEnvironment:
         if not hasattr(self._instance, "score"):
             return {"values": {}, "done": True}
         score = self._instance.score
-        arguments = (action.messages,) if inspect.signature(score).parameters else ()
-        return {"values": to_score(await self._call(score, *arguments)).values, "done": True}
+        given = [action.messages] if inspect.signature(score).parameters else []
+        return {"values": to_score(await self._call(score, *given)).values, "done": True}
 
     async def close(self) -> None:
         """End a call in progress, and close the environment."""
@@ -316,14 +316,14 @@ class TrajectoryEnvironment:
             raise MemoryError(str(error)) from error
         self._in_thread = True
         try:
-            result, error = await outcome
+            result, failure = await outcome
         except asyncio.CancelledError:
             self._is_stuck = self._host.must_retire = True
             raise
         finally:
             self._in_thread = False
-        if error is not None:
-            raise error
+        if failure is not None:
+            raise failure
         return result
 
 

@@ -165,8 +165,8 @@ class ProcessOne:
         (lines, out), (given, held) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
-            for target, fd in enumerate((given, out, out)):
-                os.dup2(fd, target)
+            for number, fd in enumerate((given, out, out)):
+                os.dup2(fd, number)
             os.closerange(3, 256)
             try:
                 os.execve(arguments[0], arguments, self._job["runtime_environment"])

@@ -58,8 +58,10 @@ log = logging.getLogger(__name__)
 HOME = "/tests-home"
 """Home directory of tests, empty when a test starts."""
 _SYSTEM = re.compile(r"/(usr|s?bin|lib(32|64|x32)?|etc)(/|$)")
-_LOADED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV")
-_LOADED += ("PERL5LIB", "RUBYLIB", "NODE_PATH")
+_LOADED = (
+    *("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV"),
+    *("PERL5LIB", "RUBYLIB", "NODE_PATH"),
+)
 """Variables with paths of code to load. In tests they keep only entries in directories of the system."""
 _told: set[str] = set()
 """Logged paths, at most 100: the policy changed them, but tests did not see the changes."""
@@ -117,6 +119,7 @@ class ContainerEnvironment:
             self._check(self._command(f"mkdir -p -- {shlex.quote(directory)}"), "directory")
             self.directory = directory
         if self._task["setup"]:
+            assert self._container is not None
             self._container.seal()
         self._find_places()
         return row.get("messages") or row["prompt"]

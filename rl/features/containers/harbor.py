@@ -212,6 +212,7 @@ class Task(ContainerEnvironment):
         is_built = name in task.built
         for kind, arguments in task.steps:
             self._carry_out(kind, arguments, is_built)
+        assert self._container is not None
         self._container.seal()
         self._find_places()
         return [{"role": "user", "content": task.instruction}]

@@ -180,7 +180,13 @@ class _Bounded(io.BufferedIOBase):
     """A file that refuses large reads, so that no header fills the memory."""
 
     def __init__(self, file: Any):
-        self._file, self.seek, self.tell = file, file.seek, file.tell
+        self._file = file
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
     def seekable(self) -> bool:
         return True
@@ -269,7 +275,9 @@ def _apply_layer(layer: tarfile.TarFile, root: Path, room: Room) -> None:
                 linked, name = os.path.split(os.path.normpath(f"/{member.linkname}"))
                 os.link(_inside(root, linked) / name, existing, follow_symlinks=False)
                 continue
-            trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+            trusted: dict[str, Any] = (
+                {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+            )
             layer.extract(own, root, numeric_owner=True, **trusted)
 
 

@@ -1,7 +1,7 @@
 """Early end of the points of a sweep, by the median rule or by successive halving."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
 from rl.config.options import ConfigError
@@ -32,7 +32,7 @@ class EarlyStop(Survivors):
         self._judged = 0
         self.reads = frozenset({config.metric})
 
-    def remember(self, point: int, records: list[Mapping[str, float]], *, is_over: bool) -> None:
+    def remember(self, point: int, records: Sequence[Mapping[str, float]], *, is_over: bool) -> None:
         for record in records:
             self._note(point, int(record["training/global_step"]), record)
         if is_over:

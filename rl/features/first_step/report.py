@@ -7,7 +7,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.batch import Batch
-from rl.data.special_tokens import special_ids
+from rl.data.special_tokens import decode, special_ids
 from rl.features.first_step.verdicts import Facts, Verdict
 
 NUM_SAMPLES = 2
@@ -73,11 +73,13 @@ def sample_text(batch: Batch, sample: int, tokenizer: PreTrainedTokenizerBase) -
     return text
 
 
-def _append(text: Text, ids: list[int], tokenizer, special: set[int], style: str) -> None:
+def _append(
+    text: Text, ids: list[int], tokenizer: PreTrainedTokenizerBase, special: set[int], style: str
+) -> None:
     """Append tokens to the text, special tokens in reverse colours."""
     first = 0
     for at in range(1, len(ids) + 1):
         if at == len(ids) or (ids[at] in special) != (ids[first] in special):
             shown = style + " reverse" if ids[first] in special else style
-            text.append(tokenizer.decode(ids[first:at], skip_special_tokens=False), style=shown)
+            text.append(decode(ids[first:at], tokenizer), style=shown)
             first = at

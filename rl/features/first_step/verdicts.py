@@ -19,7 +19,7 @@ from rl.checks.rounding import WARNED, RoundingNoise
 from rl.config.durations import seconds_of
 from rl.config.schema import Config, algorithm_of, learns_from_samples, uses_teacher
 from rl.data.batch import Batch, segment_counts
-from rl.data.special_tokens import special_ids
+from rl.data.special_tokens import decode, special_ids
 from rl.run_directory.view import duration
 from rl.training.learning_rate import learning_rate
 
@@ -283,7 +283,7 @@ def engine_gap(facts: Facts) -> Verdict | None:
     worst = int(gaps.argmax())
     sample = int((batch.offsets[1:] <= worst).sum())
     place = worst - int(batch.offsets[sample])
-    token = facts.tokenizer.decode([int(batch.response_ids[sample][place])])
+    token = decode([int(batch.response_ids[sample][place])], facts.tokenizer)
     p, q = (float(column[worst].exp()) for column in (batch.old_logprobs, generated))
     quantiles = counted.double().sort().values
     middle, high = (float(quantiles[int(share * (len(counted) - 1))]) for share in (0.5, 0.99))

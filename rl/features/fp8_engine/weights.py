@@ -105,6 +105,7 @@ class Fp8Weights(EnginePart):
 
 def _reload(layer: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load this rank's part of a layer in the format of a checkpoint, by the steps of vLLM's own reload."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise, meta
 
     info = layerwise.get_layerwise_info(layer)
@@ -114,6 +115,7 @@ def _reload(layer: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
     meta.materialize_layer(layer, info)
     for name, tensor in tensors.items():
         layer.get_parameter(name).copy_(tensor)
+    assert isinstance(layer.quant_method, QuantizeMethodBase)
     layer.quant_method.process_weights_after_loading(layer)
     layerwise._copy_and_restore_kernel_tensors(layer, info)
     info.reset()

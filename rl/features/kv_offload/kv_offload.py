@@ -20,19 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
-from vllm.forward_context import ForwardContext
-from vllm.v1.attention.backend import AttentionMetadata
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, group_kernel_blocks
-from vllm.v1.request import Request
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Config
@@ -41,6 +31,15 @@ from rl.runtime.collectives import sum_over_world
 from rl.runtime.device import host_memory
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
     from rl.rollout.engine import RolloutEngine
 
 
@@ -105,7 +104,7 @@ class HostCache(KVConnectorBase_V1):
     """Both ends of vLLM's interface: its scheduler has one object, and its worker another one."""
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: "VllmConfig", role: "KVConnectorRole", kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.num_slots = 0
@@ -125,7 +124,7 @@ class HostCache(KVConnectorBase_V1):
     def _block_size(self) -> int:
         return self._vllm_config.cache_config.block_size
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         """Return the number of tokens to copy back, and False: the step waits for the copies."""
         first = num_computed_tokens // self._block_size
         stop = (request.num_tokens - 1) // self._block_size  # the last token is computed in any case
@@ -134,7 +133,7 @@ class HostCache(KVConnectorBase_V1):
         return (held + [False]).index(False) * self._block_size, False
 
     def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         first = self._first.pop(request.request_id, 0)
         own = blocks.get_block_ids()[0]
@@ -144,7 +143,9 @@ class HostCache(KVConnectorBase_V1):
             self._copies.loads.append((own[place], self._slots[block_hash]))
         self.num_loaded += num_external_tokens
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Decide which blocks of an ended request are kept; vLLM frees them before they are copied.
 
         The copy precedes the next write to the blocks. Of these blocks the last one will be given up first.
@@ -160,7 +161,7 @@ class HostCache(KVConnectorBase_V1):
             self._slots.move_to_end(block_hash)
         return False, None
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Copies:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Copies:
         copies, self._copies = self._copies, Copies()
         return copies
 
@@ -193,7 +194,7 @@ class HostCache(KVConnectorBase_V1):
         assert isinstance(kv_connector_metadata, Copies)
         self._copy([(block, slot) for slot, block in kv_connector_metadata.stores.items()], to_host=True)
 
-    def start_load_kv(self, forward_context: ForwardContext, **options: Any) -> None:
+    def start_load_kv(self, forward_context: "ForwardContext", **options: Any) -> None:
         copies = self._get_connector_metadata()
         assert isinstance(copies, Copies)
         self._copy(copies.loads, to_host=False)
@@ -224,7 +225,7 @@ class HostCache(KVConnectorBase_V1):
         """The copies precede the forward pass on its stream."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **options: Any
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **options: Any
     ) -> None:
         """Blocks are copied when their request has ended."""
 

@@ -139,8 +139,9 @@ class Generators:
             taken = broadcast_object(barrier, group=engine.replica_group, types=MESSAGE_TYPES)
             assert taken is not None
             engine.llm.reset_prefix_cache()  # as in a run that resumes here
-            if isinstance(taken[1], Generate):
-                self._answer(*taken)
+            name, message = taken
+            if isinstance(message, Generate):
+                self._answer(name, message)
             if stream is not None:
                 stream.barrier = None
 

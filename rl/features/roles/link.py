@@ -21,7 +21,7 @@ import functools
 import json
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -405,7 +405,7 @@ class Link:
         return done, wrong, sums
 
     @contextlib.contextmanager
-    def _own_stream(self):
+    def _own_stream(self) -> Iterator[None]:
         """Use a stream of this thread on CUDA, and wait for it at the end."""
         if not self.device.is_cuda:
             yield

@@ -27,6 +27,7 @@ from rl.phases.step_record import StepRecord
 from rl.rollout import held_parts
 from rl.rollout.samples import Sample, pack, unpack
 from rl.rollout.sampling import train_sampling
+from rl.run_directory import progress as bars
 from rl.run_directory.consumed import ConsumedLog
 from rl.runtime.collectives import any_rank
 from rl.runtime.session import job
@@ -213,7 +214,7 @@ class GenerationByRoles(Sampler):
         call = SampleCall(prompts, self._sampling, self._purpose(round))
         self._send(NextBatch(step.number, self._policy.version, number, self._num_asked, call.purpose))
 
-        def receive(bar, interrupt: Interrupt) -> list[Delivery]:
+        def receive(bar: bars.Counter, interrupt: Interrupt) -> list[Delivery]:
             self._receive(lambda: all(group in self._groups for group in groups), bar, interrupt)
             self._check_groups(groups, call.ids)
             self._next_batch += 1
@@ -227,7 +228,7 @@ class GenerationByRoles(Sampler):
         version, prompts = self._policy.version, call.prompts
         seeds, keeps_failed = self._seeds(call), call.timing == "testing"
 
-        def receive(bar, interrupt: Interrupt) -> list[Delivery]:
+        def receive(bar: bars.Counter, interrupt: Interrupt) -> list[Delivery]:
             found: list[Delivery] = []
             places = list(range(len(prompts)))
             while places:  # again only if a replica has died
@@ -242,7 +243,7 @@ class GenerationByRoles(Sampler):
 
         return self._awaited(receive, call)
 
-    def _generate(self, message: Generate, bar, interrupt: Interrupt) -> list[Delivery]:
+    def _generate(self, message: Generate, bar: bars.Counter, interrupt: Interrupt) -> list[Delivery]:
         """Ask for samples; return the answers of the replicas that live."""
         name = self._send(message)
         answers = self._answers[name] = {}
@@ -252,7 +253,9 @@ class GenerationByRoles(Sampler):
             self._messages.remove(name)
         return list(answers.values())
 
-    def _awaited(self, receive: Callable[[Any, Interrupt], list[Delivery]], call: SampleCall) -> Batch:
+    def _awaited(
+        self, receive: Callable[[bars.Counter, Interrupt], list[Delivery]], call: SampleCall
+    ) -> Batch:
         """Return the samples of `receive` as a batch, and log for how long they were awaited."""
         awaited = self._call("wait_samples", call.ids, call.num_samples, call.timing, self._stop)
         with awaited as (bar, interrupt):
@@ -261,7 +264,9 @@ class GenerationByRoles(Sampler):
         samples = [sample for delivery in found for sample in delivery.samples]
         return self._dialogues.batch(samples, call, counts=counts)
 
-    def _receive(self, done: Callable[[], bool], bar=None, interrupt: Interrupt = None) -> None:
+    def _receive(
+        self, done: Callable[[], bool], bar: bars.Counter | None = None, interrupt: Interrupt = None
+    ) -> None:
         """Take what the generators send until `done`. Raises StepAborted after a stop request."""
         while not done():
             for delivery in self._link.receive_samples(WAIT_S):

@@ -6,17 +6,21 @@ same callbacks of vLLM's routers.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Config
 from rl.models import architecture
 from rl.rollout.parts import EnginePart
+from rl.runtime.replacement import replace_attribute
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.request import Request
 
     from rl.rollout.engine import RolloutEngine
 
@@ -52,17 +56,18 @@ class RouteCollector(EnginePart):
             return {}
         if self._on_cpu is not None:
             return {"routes": self._on_cpu.take(internal_id)}
+        assert output.routed_experts is not None
         return {"routes": output.routed_experts[:, self._layers]}
 
 
-def read_no_routes(scheduler) -> None:
+def read_no_routes(scheduler: Any) -> None:
     """Let a rank that does not lead its replica schedule without the routes of its requests.
 
     vLLM's first rank alone collects them, but with external_launcher every rank has a scheduler, which would
     require them of its own worker.
     """
     if getattr(scheduler, "aux_output_connector", None) is not None:  # vLLM 0.25 has none
-        scheduler.aux_output_connector.take_output = lambda request, output: None
+        replace_attribute(scheduler.aux_output_connector, "take_output", lambda request, output: None)
 
 
 class CpuRoutes:
@@ -75,7 +80,7 @@ class CpuRoutes:
     layers: the model's layers that are mixtures of experts.
     """
 
-    def __init__(self, layers: list[int], engine):
+    def __init__(self, layers: list[int], engine: "RolloutEngine") -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
         config, scheduler = engine.llm.llm_engine.model_config, engine.scheduler
@@ -88,19 +93,22 @@ class CpuRoutes:
         self._slots = np.zeros((slots, len(layers), config.get_num_experts_per_tok()), dtype)
         self._freed: dict[str, np.ndarray] = {}
         """Routes of requests after their blocks were freed, by vLLM's internal id."""
-        bind_routed_experts_capturer(engine.model, self)
+        capturer: Any = self  # has the one method that the routers call
+        bind_routed_experts_capturer(engine.model, capturer)
         scheduler.before_free = self._keep
 
-    def capture(self, layer_id: int, topk_ids) -> None:
+    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
         """Store the choices of one layer for the tokens of an engine step; called by vLLM's routers."""
         from vllm.forward_context import get_forward_context
 
-        slots = get_forward_context().slot_mapping[self._layer]
+        of_layers = get_forward_context().slot_mapping
+        assert isinstance(of_layers, dict), "the step is not cut in two"
+        slots = of_layers[self._layer]
         assert len(slots) == len(topk_ids), "the engine pads its steps"
         real = slots >= 0  # a dummy step has no slots
         self._slots[slots[real].numpy(), self._place[layer_id]] = topk_ids[real].numpy()
 
-    def _keep(self, request) -> None:
+    def _keep(self, request: "Request") -> None:
         """Copy the routes of a request before its blocks of the cache are freed."""
         known = self._freed.get(request.request_id, self._slots[:0])
         # A request that is preempted also keeps the token that the step in flight has sampled.
@@ -122,7 +130,7 @@ class CpuRoutes:
         self._freed.clear()
 
 
-def _group_of_all_tokens(groups) -> tuple[int, str]:
+def _group_of_all_tokens(groups: "Sequence[KVCacheGroupSpec]") -> tuple[int, str]:
     """Return the index and a layer of the first group of vLLM's caches that keeps the whole context.
 
     Layers with a window free the blocks of tokens outside of it. Layers with a recurrent state have no blocks

@@ -9,10 +9,10 @@ and recomputation calls the router again in the backward pass (verl #7805). Here
 micro-batch. A layer gives its router the routes of its packed row before every call, also in a recomputation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -88,7 +88,14 @@ class LayerReplay:
         self.routes: Routes | None = None
         """Routes of the micro-batch that the layer computes; None: the router chooses."""
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
         """Return scores and indices of the experts to use, [T, k] each. scores: [T, E]."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.routes is None:
@@ -175,6 +182,7 @@ class RouterReplay(TrainerPart):
         given = np.zeros((width, 1), np.bool_)
         versions = batch.weight_versions
         begun = torch.zeros(len(batch)) if versions is None else versions[batch.offsets[:-1]]
+        assert row.starts is not None
         places = reversed(list(zip(row.samples, *row.starts)))
         for sample, start, first in sorted(places, key=lambda place: int(begun[place[0]])):
             prompt, response = len(batch.prompt_ids[sample]), len(batch.response_ids[sample])
@@ -224,7 +232,7 @@ class RouterReplay(TrainerPart):
         return {"training/router_mismatch": mismatch}
 
 
-def _give_routes(layer, arguments, options):
+def _give_routes(layer: Any, arguments: tuple, options: dict[str, Any]) -> None:
     layer.mlp.router.router_replay.routes = options["packed_seq_params"].extras.get(Routes)
 
 

@@ -60,7 +60,8 @@ class Masks(EnginePart):
         self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"
     ) -> dict[str, np.ndarray]:
         if engine.device.is_cuda:
-            masks = output.sampling_mask.token_ids
+            assert output.sampling_mask is not None
+            masks: Sequence[Sequence[int] | np.ndarray] = output.sampling_mask.token_ids
         else:  # none if the request was greedy; one too many if tokens were sampled after a stop string
             masks = list(engine.runner.sampler.masks.pop(internal_id, {}).values())[: len(output.token_ids)]
             masks = masks or [()] * len(output.token_ids)

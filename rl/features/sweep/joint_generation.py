@@ -49,8 +49,18 @@ class PointGeneration(Sampler):
 
     def sample(self, call: SampleCall) -> Batch:
         abortable = call.timing != "testing" and not self._step.is_committed
-        own = dict(step=self._step, seeds=self._seeds(call), abortable=abortable)
-        batch = self._wait(PointCall(**vars(call), **own))
+        batch = self._wait(
+            PointCall(
+                prompts=call.prompts,
+                sampling=call.sampling,
+                purpose=call.purpose,
+                timing=call.timing,
+                order=call.order,
+                step=self._step,
+                seeds=self._seeds(call),
+                abortable=abortable,
+            )
+        )
         if batch is None:
             raise StepAborted
         return batch

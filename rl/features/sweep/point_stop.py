@@ -1,6 +1,6 @@
 """How the points of a sweep end: with the job, by hand, or by a rule."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rl.config.sweep import Sweep
 from rl.phases.step_record import StepRecord
@@ -35,7 +35,7 @@ class Survivors:
         """Go on without a point that somebody has stopped."""
         self._live.discard(point)
 
-    def remember(self, point: int, records: list[Mapping[str, float]], *, is_over: bool) -> None:
+    def remember(self, point: int, records: Sequence[Mapping[str, float]], *, is_over: bool) -> None:
         """Take the steps of an earlier start. is_over: whether the point has ended."""
 
     def record(self, point: int, step: int, metrics: Mapping[str, float], *, is_last: bool = False) -> None:

@@ -9,7 +9,8 @@ yields. Once all points wait, the engine generates for all points in one call. F
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from rl.run.checkpoints import find_checkpoint
 from rl.run.loop import is_complete, note_end, take_steps
 from rl.run.set_up import make_grid, make_phases, make_step
 from rl.run_directory.metric_log import read_records
-from rl.run_directory.progress import Progress
+from rl.run_directory.progress import Counter, Progress
 from rl.run_directory.status import FILE_NAME as STATUS
 from rl.run_directory.status import Status, read_object
 from rl.runtime import start_up
@@ -105,7 +106,9 @@ def run_points(
 def _record_points(config: Config, points: Sequence[Config]) -> None:
     """Add the points to launch/sweep.json, for `python -m launch status` and `report`."""
     path = Path(config.run.dir, "launch", "sweep.json")
-    facts = json.loads(path.read_text()) if path.is_file() else {"name": config.run.name, "points": []}
+    facts: dict[str, Any] = {"name": config.run.name, "points": []}
+    if path.is_file():
+        facts = json.loads(path.read_text())
     known = {point["name"] for point in facts["points"]}
     new = [
         {"name": point.run.name, "values": values}
@@ -129,7 +132,8 @@ def _open(
 
     watchdog: gets the lock of the directory, on rank 0.
     """
-    leads, lock, earlier = dist.get_rank() == 0, None, ({}, [])
+    leads, lock = dist.get_rank() == 0, None
+    earlier: tuple[dict, list[dict]] = {}, []
     with fail_together():
         algorithm = algorithms.load(config.algorithm)
         if leads:
@@ -321,8 +325,10 @@ class PointProgress(Progress):
     def __init__(self, progress: Progress, name: str):
         self._progress, self._name = progress, name
 
-    def phase(self, description: str, total: int | None, unit: str):
-        return self._progress.phase(f"{self._name}: {description}", total, unit)
+    @contextmanager
+    def phase(self, description: str, total: int | None, unit: str) -> Iterator[Counter]:
+        with self._progress.phase(f"{self._name}: {description}", total, unit) as counter:
+            yield counter
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Do nothing, because the live view shows the sweep."""

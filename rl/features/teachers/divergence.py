@@ -15,7 +15,7 @@ update reads them. Nothing travels between ranks. The results are:
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def linear_divergence(
     divergence: Divergence,
     temperature: float,
     vocab_size: int,
-    group,
+    group: dist.ProcessGroup,
     chunk: int,
 ) -> Tensor:
     """Return the divergence of p and q at each token over the whole vocabulary, float32 [T].
@@ -64,8 +64,18 @@ def linear_divergence(
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, divergence, *options):
-        temperature, vocab_size, group, chunk = options
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        divergence: Divergence,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        chunk: int,
+    ) -> Tensor:
         real_rows = own_rows(weight, vocab_size, group)[1]
         found = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         totals = torch.zeros_like(found)
@@ -85,7 +95,7 @@ class _Whole(torch.autograd.Function):
         return found[0].clone()
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, totals, slope_sums = ctx.saved_tensors
         divergence, temperature, real_rows, chunk = ctx.options
 
@@ -107,7 +117,7 @@ def top_k_divergence(
     divergence: Divergence,
     temperature: float,
     vocab_size: int,
-    group,
+    group: dist.ProcessGroup,
     chunk: int,
 ) -> Tensor:
     """Return the divergence of p and q at each token over k tokens and all other tokens together, float32
@@ -127,7 +137,18 @@ def top_k_divergence(
 
 class _TopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, ids, log_q, divergence, temperature, vocab_size, group, chunk):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        log_q: Tensor,
+        divergence: Divergence,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        chunk: int,
+    ) -> Tensor:
         first, real_rows = own_rows(weight, vocab_size, group)
         rows = ids - first
         # A token of another rank gets the place after the last row.
@@ -147,7 +168,7 @@ class _TopK(torch.autograd.Function):
         return terms.sum(-1)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, places, slopes, log_p, total = ctx.saved_tensors
         temperature, real_rows, chunk = ctx.options
         slope_sums = slopes.sum(-1, keepdim=True)
@@ -164,7 +185,14 @@ class _TopK(torch.autograd.Function):
 
 
 def top_k(
-    hidden: Tensor, weight: Tensor, k: int, *, temperature: float, vocab_size: int, group, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Return ids int64 [T, k] of the k most probable tokens, and log-probs float32 [T, k + 1].
 
@@ -189,7 +217,7 @@ def top_k(
     return ids, torch.cat([scores, others], dim=1).log_softmax(-1)
 
 
-def head_rows(weight: Tensor, wanted: int, group) -> Tensor:
+def head_rows(weight: Tensor, wanted: int, group: dist.ProcessGroup) -> Tensor:
     """Return the rank's rows of a teacher's head, for a policy with `wanted` rows on each rank.
 
     A teacher of another size may have more rows for the same tokens. For example, Qwen2.5-7B has 152,064 rows
@@ -266,7 +294,7 @@ class MicroTargets(HeadOutput):
             parts.append((torch.searchsorted(index, places[mine]), tuple(x[mine] for x in rows), head))
         return MicroTargets(self.divergence, self.function, parts)
 
-    def __call__(self, hidden: Tensor, weight: Tensor, **options) -> Tensor:
+    def __call__(self, hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
         """Return the divergence at each token, float32 [R]. Arguments as for `linear_divergence`."""
         if not self.parts:  # no samples: the gradients are 0, but pipeline and reductions need them
             return hidden.float().sum(-1) + weight[:0].float().sum()
@@ -279,7 +307,7 @@ class MicroTargets(HeadOutput):
 
 
 def _through_head(
-    ctx, gradient: Callable[[slice], Tensor], upstream: Tensor, chunk: int
+    ctx: Any, gradient: Callable[[slice], Tensor], upstream: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of hidden [T, H] and weight, from the gradients of each chunk's scaled logits.
 

@@ -57,7 +57,7 @@ class Teaching:
                     (found,) = model.forward(read, [plan], ("logprobs",))
                 total += found
         batch.extra["teacher_logprobs"] = total
-        self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.mask)
+        self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.column("mask"))
 
     def distributions(self, batch: Batch) -> None:
         """Give the policy the distribution of each response token by the teacher of the sample's source."""

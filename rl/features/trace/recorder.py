@@ -108,6 +108,7 @@ class Tracing:
         """End the recording and write it in a thread."""
         recorder, tracing.active, self._step = tracing.active, None, None
         if recorder is not None:
+            assert isinstance(recorder, SpanRecorder)
             self.close()
             events = recorder.stop()
             self._writer = threading.Thread(target=recorder.write, args=(events,), name="trace")

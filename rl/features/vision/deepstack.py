@@ -9,6 +9,7 @@ therefore runs once, even if layers are recomputed.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,13 @@ def extend(hf: dict, chunk: nn.Module) -> None:
 
     The chunk has at least one layer per inner output (`rl.config.layout_checks`).
     """
-    for number, layer in enumerate(chunk.decoder.layers[: num_deep_layers(hf)]):
+    layers = chunk.get_submodule("decoder.layers")
+    assert isinstance(layers, nn.ModuleList)
+    for number, layer in enumerate(layers[: num_deep_layers(hf)]):
         layer.register_forward_hook(lambda *call, n=number: _add(n, *call), with_kwargs=True)
 
 
-def _add(number: int, layer, args, options, out):
+def _add(number: int, layer: nn.Module, args: tuple, options: dict[str, Any], out: tuple) -> tuple:
     row = options["packed_seq_params"].extras.get(RowImages)
     if row is None:
         return out
@@ -34,7 +37,7 @@ def _add(number: int, layer, args, options, out):
     return (hidden + row.inner[number], *rest)
 
 
-def take(row: RowImages, outputs, length: int, divided: Callable[[Tensor], Tensor]) -> Tensor:
+def take(row: RowImages, outputs: Any, length: int, divided: Callable[[Tensor], Tensor]) -> Tensor:
     """Store the inner outputs of a row of `length` tokens; return the tower's last outputs [n, H].
 
     outputs: result of transformers' tower. divided: returns a rank's part of [T, 1, H].
@@ -54,10 +57,10 @@ class _Return(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, last, row, *inner):
+    def forward(ctx: Any, last: Tensor, row: RowImages, *inner: Tensor) -> Tensor:
         ctx.row = row
         return last.view_as(last)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, *(x.grad for x in ctx.row.inner)

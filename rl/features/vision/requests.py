@@ -6,8 +6,8 @@ whole tower.
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from rl.rollout.samples import Request
 from rl.rollout.vllm_model import allow_no_torchvision
 
 if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput
     from vllm.outputs import CompletionOutput
 
     from rl.rollout.engine import RolloutEngine
@@ -73,11 +74,14 @@ class ImageRequests(EnginePart):
         engine.llm.llm_engine.reset_encoder_cache()
 
 
-def image_input(format: ImageFormat, token_ids: list[int], places: np.ndarray, pixels: np.ndarray) -> dict:
+def image_input(
+    format: ImageFormat, token_ids: list[int], places: np.ndarray, pixels: np.ndarray
+) -> "MultiModalInput":
     """Return vLLM's input of a prompt with images.
 
     places, pixels: results of `rl.data.images.placed_pixels`.
     """
+    from transformers import BatchFeature
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
@@ -97,12 +101,11 @@ def image_input(format: ImageFormat, token_ids: list[int], places: np.ndarray, p
         ),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
-    values = {
-        "pixel_values": torch.from_numpy(np.concatenate(patches)),
-        "image_grid_thw": torch.tensor(grids),
-    }
+    values = BatchFeature(
+        {"pixel_values": torch.from_numpy(np.concatenate(patches)), "image_grid_thw": torch.tensor(grids)}
+    )
     items = MultiModalKwargsItems.from_hf_inputs(values, fields)
-    return dict(mm_input(token_ids, items, {"image": hashes}, {"image": ranges}))
+    return mm_input(token_ids, items, {"image": hashes}, {"image": ranges})
 
 
 def _replace_processor(architecture: str, format: ImageFormat) -> None:
@@ -115,17 +118,19 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
     side = max(1, int((format.max_pixels**0.5) // format.unit))  # side of the largest square image, in tokens
 
     class Info(BaseProcessingInfo):
-        def get_supported_mm_limits(self):
+        def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {"image": None}
 
-        def get_mm_max_tokens_per_item(self, seq_len, mm_counts):
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> dict[str, int]:
             return {"image": min(format.max_pixels // format.unit**2, seq_len)}
 
     class Dummy(BaseDummyInputsBuilder):
         get_dummy_text = get_dummy_mm_data = _not_called
 
     class Processor(BaseMultiModalProcessor):
-        def get_dummy_mm_inputs(self, mm_counts, *, cache=None, scheduler_config=None):
+        def get_dummy_mm_inputs(
+            self, mm_counts: Mapping[str, int], *, cache: Any = None, scheduler_config: Any = None
+        ) -> "MultiModalInput":
             """Return a prompt of one image of the largest size, for vLLM's estimate of the memory of
             images."""
             height = width = side * format.unit
@@ -137,11 +142,11 @@ def _replace_processor(architecture: str, format: ImageFormat) -> None:
 
     model = ModelRegistry.models[architecture].load_model_cls()
     if "_processor_factory" in vars(model):
-        del model._processor_factory
+        delattr(model, "_processor_factory")
     MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=Dummy)(model)
 
 
-def _not_called(self, *args, **options):
+def _not_called(self: Any, *args: Any, **options: Any) -> Any:
     """Replace a method that vLLM calls only for other prompts than an `image_input`."""
     raise AssertionError("vLLM tried to process a prompt's images, which `image_input` has done")
 

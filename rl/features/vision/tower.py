@@ -14,7 +14,7 @@ import functools
 import importlib
 import zlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from rl.training.parts import TrainerPart
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
+    from rl.training.model import Packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +73,17 @@ class VisionTower(TrainerPart):
         self._row: RowImages | None = None
         """Images of the present micro-batch."""
 
-    def extend(self, hf, chunks):
+    def extend(self, hf: dict, chunks: list["Packed"]) -> None:
         """Build the tower on the first stage, and merge its outputs after the embedding."""
         [first, *_] = chunks
         if not first.pre_process:
             return
         with torch.random.fork_rng(devices=[]):
-            first.visual = self._tower = _build(hf, first.config.params_dtype)
-        self._tower.requires_grad_(self.learns)
+            tower: Any = _build(hf, first.config.params_dtype)
+        first.visual = self._tower = tower
+        tower.requires_grad_(self.learns)
         if self._recomputes:
-            for block in self._tower.blocks:
+            for block in tower.blocks:
                 block.gradient_checkpointing = True
                 block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
         # The row is divided after the images are in it.
@@ -138,10 +140,10 @@ class VisionTower(TrainerPart):
         ]
         return *prompt.images[: len(own)], *given
 
-    def _take_row(self, module, args, options) -> None:
+    def _take_row(self, module: torch.nn.Module, args: tuple, options: dict[str, Any]) -> None:
         self._row = options["packed_seq_params"].extras.get(RowImages)
 
-    def _merge(self, module, args, out: Tensor) -> Tensor:
+    def _merge(self, module: torch.nn.Module, args: tuple, out: Tensor) -> Tensor:
         """Return the embeddings [T, 1, H] with the tower's outputs, or this rank's part of them."""
         assert self._tower is not None
         row, self._row = self._row, None
@@ -207,7 +209,7 @@ def _pixels_of(batch: Batch, sample: int, images: tuple[PromptImage, ...]) -> li
         )
     parts = np.split(values, np.cumsum(sizes)[:-1]) if images else []
     for number, (part, image) in enumerate(zip(parts, images), start=1):
-        if zlib.crc32(part) != image.digest:
+        if zlib.crc32(part.data) != image.digest:
             raise WrongImages(
                 f"image check: image {number} of sample {sample} has other pixels than that of its prompt: "
                 "images were exchanged on the way, or ranks decode the file differently."

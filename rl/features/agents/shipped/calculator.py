@@ -5,13 +5,15 @@ agents: {tools: [rl.features.agents.shipped.calculator:calculate]}
 
 import ast
 import operator
+from collections.abc import Callable
+from typing import Any
 
 MAX_CHARS = 1000
 """Maximum length of an expression in characters; it bounds the depth of the expression's tree."""
 MAX_BITS = 10_000
 """Maximum power or product, in bits of an integer. For example, 10,000 bits are about 3,000 digits."""
 
-_BINARY = {
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -20,7 +22,7 @@ _BINARY = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def calculate(expression: str) -> str:
@@ -41,7 +43,11 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+    ):
         return node.value
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand))

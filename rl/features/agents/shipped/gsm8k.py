@@ -39,8 +39,10 @@ class Gsm8k:
 
     def score(self, messages: list[dict[str, Any]]) -> dict[str, float]:
         last = messages[-1].get("content") if messages[-1]["role"] == "assistant" else None
-        has_number = isinstance(last, str) and last_number(last, strict=False) is not None
-        acc = float(self._judge(last) if has_number else self.is_right)
+        is_right = self.is_right
+        if isinstance(last, str) and last_number(last, strict=False) is not None:
+            is_right = self._judge(last)
+        acc = float(is_right)
         return {"score": acc - self.penalty * self.wrong, "acc": acc, "checks": self.checks}
 
     def _judge(self, answer: str) -> bool:
