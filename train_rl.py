@@ -23,6 +23,12 @@ import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from rl.config.schema import Config
+    from rl.runtime.device import Device
+    from rl.runtime.ranks import Ranks
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 """Options that make the program print and exit."""
@@ -119,7 +125,7 @@ def main() -> int:
     return 0
 
 
-def score_stored(config, ranks) -> int:
+def score_stored(config: "Config", ranks: "Ranks") -> int:
     """Apply the reward function to stored rollouts in this process; return the exit code."""
     if ranks.world_size > 1:
         return refuse(ValueError("run.mode=score_only uses one process; start it without a launcher."), None)
@@ -131,7 +137,7 @@ def score_stored(config, ranks) -> int:
         return refuse(error, ranks)
 
 
-def watched_run(config, points, ranks, device) -> int:
+def watched_run(config: "Config", points: "list[Config]", ranks: "Ranks", device: "Device") -> int:
     """Lock the run directory, start the watchdog, run, and return the exit code. Collective over the world.
 
     points: configs of the points of a sweep in one job; empty for a single run.
@@ -176,8 +182,15 @@ def watched_run(config, points, ranks, device) -> int:
     watchdog = None
     try:
         with fail_together(), writing(config.run.dir):  # raises if a rank cannot see the directory
-            own = dict(run_dir=config.run.dir, device=device, store=job().store, lock=lock, status=status)
-            watchdog = Watchdog(config.watchdog, config.memory, **own)
+            watchdog = Watchdog(
+                config.watchdog,
+                config.memory,
+                run_dir=config.run.dir,
+                device=device,
+                store=job().store,
+                lock=lock,
+                status=status,
+            )
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
         start_up.mark("inputs")
@@ -217,7 +230,7 @@ def watched_run(config, points, ranks, device) -> int:
             watchdog.close()
 
 
-def prepare_environment(ranks, *, in_order: bool = True) -> None:
+def prepare_environment(ranks: "Ranks", *, in_order: bool = True) -> None:
     """Set the variables that libraries read when they are first imported, and the limit of open files.
 
     in_order: whether a GPU runs all work in the order of its launches.
@@ -265,7 +278,7 @@ def prepare_environment(ranks, *, in_order: bool = True) -> None:
         os.environ.setdefault(name, value)
 
 
-def refuse(error: Exception, ranks) -> int:
+def refuse(error: Exception, ranks: "Ranks | None") -> int:
     """Report invalid input and exit with code 2: rank 0 if all ranks fail, else each rank that fails."""
     if ranks is None or ranks.rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -279,7 +292,7 @@ def refuse(error: Exception, ranks) -> int:
     return 2
 
 
-def leave(code: int, *, together: bool = True) -> None:
+def leave(code: int, *, together: bool = True) -> NoReturn:
     """Run the exit handlers and end the process without the interpreter's teardown.
 
     Megatron and vLLM still hold gloo groups. During the teardown, threads of these groups sometimes end a

@@ -32,9 +32,11 @@ def add_resources(parser: argparse.ArgumentParser) -> None:
     for name in OPTIONS:
         default = getattr(Resources(), name)
         text = docs[name] + (f" ({default})" if default else "")
-        options = dict(dest=name, metavar="N" if type(default) is int else "TEXT", type=type(default))
-        flag = "--" + name.removesuffix("_s").replace("_", "-")
-        group.add_argument(flag, default=default, required=name == "nodes", help=text, **options)
+        flag, kind = "--" + name.removesuffix("_s").replace("_", "-"), type(default)
+        metavar, required = "N" if kind is int else "TEXT", name == "nodes"
+        group.add_argument(
+            flag, dest=name, metavar=metavar, type=kind, default=default, required=required, help=text
+        )
     group.add_argument("--no-requeue", dest="requeue", action="store_false", help="never requeue the job")
     sbatch_help = "any other option of sbatch (qsub, bsub, flux batch), e.g. --sbatch=--constraint=h100"
     group.add_argument("--sbatch", metavar="OPTION", action="append", default=[], help=sbatch_help)

@@ -19,7 +19,10 @@ import threading
 import traceback
 import types
 import warnings
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 TRAIN = Path(__file__).resolve().parents[1] / "train_rl.py"
 
@@ -73,7 +76,7 @@ class NodeRanks:
             if code is None:
                 _signal(os.kill, pid, signal.SIGUSR2)
 
-    def _read(self):
+    def _read(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()  # whole lines are written at once
         if not line:
@@ -84,7 +87,7 @@ class NodeRanks:
         return json.loads(line)
 
 
-def _signal(send, pid: int, number: int) -> None:
+def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         send(pid, number)
 
@@ -188,7 +191,7 @@ def fork(environ: dict[str, str], arguments: list[str], log: str, answers: int) 
     except BaseException:
         traceback.print_exc()
     finally:  # a rank must not return into the loop of this process
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]  # typeshed has no private names
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -199,8 +202,10 @@ def execute(environ: dict[str, str], arguments: list[str], log: str, answers: in
     """Start a rank as a new interpreter; return its pid."""
     with open(log, "a") as file:
         command = [sys.executable, str(TRAIN), *arguments]
-        streams = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        return subprocess.Popen(command, env=environ, preexec_fn=_begin_rank, **streams).pid
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(
+            command, env=environ, preexec_fn=_begin_rank, stdin=nothing, stdout=file, stderr=file
+        ).pid
 
 
 def _begin_rank() -> None:
@@ -209,7 +214,7 @@ def _begin_rank() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # SIGUSR2 stays blocked
 
 
-def _tell(answers, answer: object) -> None:
+def _tell(answers: FileIO, answer: object) -> None:
     answers.write(json.dumps(answer).encode() + b"\n")
 
 

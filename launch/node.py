@@ -38,9 +38,11 @@ def main(argv: Sequence[str]) -> int:
         place = dict(RANK=rank, WORLD_SIZE=nodes * ranks, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=ranks)
         env = os.environ | {f"LOCKSTEP_{name}": str(value) for name, value in place.items()}
         log = None if rank == 0 else (logs / f"rank-{rank}.log").open("a")
-        streams = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        command, nothing = [sys.executable, *argv[3:]], subprocess.DEVNULL
         processes.append(
-            subprocess.Popen([sys.executable, *argv[3:]], env=env, preexec_fn=end_with_parent, **streams)
+            subprocess.Popen(
+                command, env=env, preexec_fn=end_with_parent, stdin=nothing, stdout=log, stderr=log
+            )
         )
     failed_at = None
     while None in (codes := [process.poll() for process in processes]):

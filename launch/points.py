@@ -70,7 +70,7 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Swee
         dict(itertools.chain.from_iterable(part.items() for part in parts))
         for parts in itertools.product(*parts)
     ]
-    kept = [values for values in combined if _is_selected(sweep, known | values)]
+    kept = [values for values in combined if _is_selected(sweep, {**known, **values})]
     if not kept:
         raise ConfigError("the conditions of the sweep (skip, only) leave no point.")
     short = short_names(keys)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launch import slurm
 from launch.arguments import warn
@@ -85,7 +86,7 @@ def read_sweep(directory: Path) -> dict:
         raise ConfigError(f"{path} is not the record of a sweep: {in_words(error)}.") from error
 
 
-def note_job(directory: Path, job: str, **facts) -> None:
+def note_job(directory: Path, job: str, **facts: Any) -> None:
     """Append a submission to the list in a `launch` directory."""
     with (directory / JOBS).open("a") as file:
         file.write(json.dumps({"job": job, "time": round(time.time(), 3), **facts}) + "\n")
@@ -142,14 +143,19 @@ def _reported(directory: Path) -> RunState:
     return RunState(
         directory,
         str(status["state"]),
-        step=number_of(status["step"]),
-        max_steps=number_of(status["max_steps"]),
+        step=_count(status["step"]),
+        max_steps=_count(status["max_steps"]),
         reward=last.get("critic/score/mean"),
         silent_s=_silence(directory, number_of(status["time"])) if status["state"] == "running" else None,
         attempts=None if status["restarts"] is None else status["restarts"] + 1,
         job=str(status["job"]),
         reason=str(status["reason"]),
     )
+
+
+def _count(value: object) -> int | None:
+    number = number_of(value)
+    return None if number is None else int(number)
 
 
 def _silence(directory: Path, otherwise: float | None) -> float | None:
@@ -182,11 +188,11 @@ def _jobs_of(run: RunState) -> list[str]:
 
 def _settled(run: RunState, jobs: list[str], queue: dict[str, str] | None) -> RunState:
     """Return the state that follows from the run's files and Slurm's queue (None: unavailable)."""
-    known = [job for job in jobs if queue and job in queue]
-    if run.state == "finished" or (known and queue[known[-1]] == "COMPLETING"):
+    known = [(job, queue[job]) for job in jobs if queue and job in queue]
+    if run.state == "finished" or (known and known[-1][1] == "COMPLETING"):
         return run
     if known:
-        return replace(run, job=known[-1], state="running" if queue[known[-1]] == "RUNNING" else "queued")
+        return replace(run, job=known[-1][0], state="running" if known[-1][1] == "RUNNING" else "queued")
     job = run.job or (jobs[-1] if jobs else "")
     if run.state == "running":
         in_slurm = bool(job) and queue is not None and slurm.available()

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launch import batch_file, slurm
 from launch.batch_file import ROOT, Resources
@@ -28,16 +29,16 @@ class Slurm:
     render = staticmethod(batch_file.render)
 
     @staticmethod
-    def render_sweep(resources, *, tasks, at_a_time, **facts) -> str:
+    def render_sweep(resources: Resources, *, tasks: Sequence[int], at_a_time: int, **facts: Any) -> str:
         limit = f"%{at_a_time}" if at_a_time else ""
         return batch_file.render_sweep(resources, array=tasks_text(tasks) + limit, **facts)
 
     @staticmethod
-    def submit(file, **_) -> str:
+    def submit(file: Path, **_: object) -> str:
         return slurm.submit(str(file))
 
     @staticmethod
-    def command(file, **_) -> str:
+    def command(file: Path, **_: object) -> str:
         return f"sbatch {shlex.quote(str(file))}"
 
 
@@ -58,13 +59,31 @@ class Other:
     """Commands that submit a file, or these of its tasks, at most that many at a time. A last '<' stands for
     the file as standard input."""
 
-    def render(self, resources: Resources, *, name, logs, config, overrides, command) -> str:
+    def render(
+        self,
+        resources: Resources,
+        *,
+        name: str,
+        logs: Path,
+        config: str,
+        overrides: Sequence[str],
+        command: str,
+    ) -> str:
         """Return the batch file of one run (`launch.batch_file.render`)."""
         run = batch_file.one_per_line("set --", [config, *overrides])
         return self._file(resources, name, logs, command, run)
 
     def render_sweep(
-        self, resources: Resources, *, name, logs, config, points, command, tasks, at_a_time
+        self,
+        resources: Resources,
+        *,
+        name: str,
+        logs: Path,
+        config: str,
+        points: Path,
+        command: str,
+        tasks: Sequence[int],
+        at_a_time: int,
     ) -> str:
         """Return the batch file of a sweep's tasks. points: directory with a file of overrides per task."""
         if at_a_time and not self.index:

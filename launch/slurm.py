@@ -30,8 +30,9 @@ def run(*command: str, given: str | None = None) -> str:
         if not name.startswith("SLURM_") or name == "SLURM_CONF"
     }
     try:
-        options = dict(env=environment, input=given, capture_output=True, text=True, timeout=TIMEOUT_S)
-        done = subprocess.run(command, **options)
+        done = subprocess.run(
+            command, env=environment, input=given, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
     except FileNotFoundError:
         raise SlurmError(
             f"{command[0]} is not on this machine; submit from a login node of the cluster, or use --dry-run."

@@ -22,13 +22,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch import slurm
 from launch.batch_file import ROOT
 from rl.config.options import ConfigError
 from rl.config.schema import load_config
 from rl.sandbox.private_directory import make_private
+
+if TYPE_CHECKING:
+    import submitit
+    from submitit.helpers import DelayedSubmission
 
 STOPPED_EXIT = 75
 """Exit code of train_rl.py for a run that stopped and can continue."""
@@ -38,7 +42,7 @@ class RunFailed(RuntimeError):
     """Raised when train_rl.py ended with an error, which is in the task's log."""
 
 
-def executor(folder: str, *, max_restarts: int = 100, **parameters: Any):
+def executor(folder: str, *, max_restarts: int = 100, **parameters: Any) -> "submitit.SlurmExecutor":
     """Return a submitit executor for Slurm. Raises ConfigError if submitit or Slurm is missing.
 
     folder: for submitit's pickles and logs, on a disk that all nodes share.
@@ -95,7 +99,7 @@ class Train:
         status = Path(load_config(config, overrides).run.dir, "status.json")
         return json.loads(status.read_text())
 
-    def checkpoint(self, config: str, overrides: Sequence[str] = ()):
+    def checkpoint(self, config: str, overrides: Sequence[str] = ()) -> "DelayedSubmission":
         """Stop the run and return the same call. Called by submitit's SIGUSR2 handler on the first rank."""
         from submitit.helpers import DelayedSubmission
 
@@ -114,6 +118,7 @@ class Train:
         # Not Popen.wait: the interrupted call of the same thread may hold its lock.
         while self._code is None:
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            assert status is not None  # without WNOHANG the call waits
             self._code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         return self._code
 

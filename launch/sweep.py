@@ -91,13 +91,13 @@ def main(argv: list[str]) -> int:
     jobs = 1 if in_one_job else len(tasks)
     print(f"GPU-hours of {len(tasks)} points, at most: {jobs * sweep.job.gpu_hours:,.1f}")
     scheduler = SCHEDULERS[sweep.job.scheduler]
-    array = {"name": sweep.name}
-    if not in_one_job:
-        array |= {"tasks": tasks, "at_a_time": sweep.at_a_time}
+    array = () if in_one_job else tuple(tasks)
+    at_a_time = 0 if in_one_job else sweep.at_a_time
     if arguments.dry_run:
-        print(f"\nnot submitted (--dry-run); {scheduler.command(file, **array)}")
+        command = scheduler.command(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
+        print(f"\nnot submitted (--dry-run); {command}")
         return 0
-    job = scheduler.submit(file, **array)
+    job = scheduler.submit(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
     note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
     what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
     print(f"\nsubmitted {what}; python -m launch status {shlex.quote(str(directory))}")
@@ -141,7 +141,8 @@ def check_points(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> C
 
     Raises ConfigError, which names the point.
     """
-    configs, warnings = [], {}
+    configs: list[Config] = []
+    warnings: dict[str, None] = {}
     for point in points:
         try:
             configs.append(load_config(sweep.config, overrides_of(sweep, directory, point)))

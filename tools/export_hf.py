@@ -19,7 +19,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.runtime.ranks import discover  # noqa: E402
+from rl.runtime.ranks import Ranks, discover  # noqa: E402
 from train_rl import leave, prepare_environment  # noqa: E402
 
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def export(ranks, args: argparse.Namespace) -> None:
+def export(ranks: Ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
     from rl.checkpoint.directory import CONFIG, complete
     from rl.config import wing

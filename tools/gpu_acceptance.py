@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Python searches only tools/ for modules when it runs this file as a script.
@@ -92,7 +93,7 @@ def accept(stage: Stage, out: Path, mode: str, ranks: int) -> str:
     if ranks < stage.ranks or stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
         text = f"this machine has {ranks}, and the stage runs {max(2, stage.ranks, engine_ranks)} ranks, "
         text += "of which NCCL refuses two on one GPU"
-        result = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
+        result: dict[str, Any] = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
     else:
         result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
     result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))

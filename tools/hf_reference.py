@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from rl.checks.transformers_pass import LENGTHS, hf_logprobs, random_batch
 __all__ = ["LENGTHS", "hf_gradient", "hf_logprobs", "random_batch"]
 
 
-def hf_gradient(model, logprobs: Tensor, directory: Path) -> dict[str, Tensor]:
+def hf_gradient(model: Any, logprobs: Tensor, directory: Path) -> dict[str, Tensor]:
     """Return the gradient of the sum of the log-probs by name in the checkpoint.
 
     transformers holds all experts in one tensor and splits it in `save_pretrained`, which writes to

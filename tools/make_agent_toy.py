@@ -138,15 +138,22 @@ def make_agent_toy(task: str, out: str | Path, *, seed: int = 0, experts: int = 
     out = Path(out)
     tokenizer = build_tokenizer(WORDS[task], special=["<tools>", "<tool>"], chat_template=CHAT_TEMPLATE)
     hidden = HIDDEN[task]
-    sizes = {"hidden": hidden, "heads": hidden // 32, "kv_heads": 2, "intermediate": 2 * hidden}
-    model = build_model(tokenizer, seed=seed, experts=experts, **sizes)
+    model = build_model(
+        tokenizer,
+        seed=seed,
+        experts=experts,
+        hidden=hidden,
+        heads=hidden // 32,
+        kv_heads=2,
+        intermediate=2 * hidden,
+    )
     splits, turns = TASKS[task](np.random.default_rng(seed))
     out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         write_rows(out / f"{split}.parquet", task, rows)
-    rendering = {"tokenize": False, "add_generation_prompt": True}
+    rendering: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
     warm_up = [
-        (tokenizer.apply_chat_template(messages, tools=tools or None, **rendering), text)
+        (tokenizer.apply_chat_template(messages, **rendering | {"tools": tools or None}), text)
         for messages, tools, text in turns
     ]
     write_rows(out / "warm_up.parquet", task, warm_up)

@@ -17,6 +17,7 @@ import argparse
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -49,21 +50,29 @@ PREPROCESSOR = dict(
 """The file preprocessor_config.json: the published normalisation, with smaller limits."""
 
 
-def build_image_tokenizer():
+def build_image_tokenizer() -> transformers.Qwen2Tokenizer:
     """Return the toy's tokenizer with the special tokens around images."""
     return build_tokenizer(special=SPECIAL, chat_template=CHAT_TEMPLATE)
 
 
-def image_tokens(tokenizer) -> dict[str, int]:
+def image_tokens(tokenizer: transformers.Qwen2Tokenizer) -> dict[str, Any]:
     """Return the keys of config.json that name the special tokens around images."""
-    ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(list(SPECIAL))))
+    ids = dict(zip(SPECIAL, map(tokenizer.convert_tokens_to_ids, SPECIAL)))
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     return dict(zip(names, ids.values()))
 
 
-def build_model(tokenizer, *, seed: int = 0, hidden: int = 128, layers: int = 2, heads: int = 4):
+def build_model(
+    tokenizer: transformers.Qwen2Tokenizer,
+    *,
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+) -> transformers.PreTrainedModel:
     """Return a Qwen2.5-VL in float32 with weights drawn from `seed`."""
     special, pairs = special_keys(tokenizer), hidden // heads // 2
+    named: dict[str, Any] = {**image_tokens(tokenizer), **special}
     config = transformers.Qwen2_5_VLConfig(
         text_config=dict(
             vocab_size=len(tokenizer),
@@ -93,8 +102,7 @@ def build_model(tokenizer, *, seed: int = 0, hidden: int = 128, layers: int = 2,
         ),
         tie_word_embeddings=False,
         dtype="float32",
-        **image_tokens(tokenizer),
-        **special,
+        **named,
     )
     return draw(transformers.Qwen2_5_VLForConditionalGeneration, config, special, seed)
 

@@ -98,8 +98,8 @@ def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:
             f"--name is missing, but {kind} needs names of generators or environments; pass --name A,B."
         )
     if kind == "seeds":
-        rows = iter(seed_rows(names, arguments.seed, sum(sizes.values())))
-        return {split: list(islice(rows, size)) for split, size in sizes.items()}
+        seeds = iter(seed_rows(names, arguments.seed, sum(sizes.values())))
+        return {split: list(islice(seeds, size)) for split, size in sizes.items()}
     # Puzzle i of a generator is made from the seed + i; the splits are far apart.
     first = {"train": arguments.seed, "test": arguments.seed + 10**9}
     return {s: list(reasoning_gym_rows(names, options, first[s], size)) for s, size in sizes.items()}

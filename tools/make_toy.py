@@ -107,7 +107,7 @@ def build_model(
         )
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}.")
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -121,8 +121,9 @@ def build_model(
     )
     if not experts:
         return draw(Qwen2ForCausalLM, Qwen2Config(intermediate_size=intermediate, **sizes), special, seed)
-    mixture = dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=intermediate // 4)
-    config = Qwen3MoeConfig(head_dim=hidden // heads, norm_topk_prob=True, **mixture, **sizes)
+    sizes |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=intermediate // 4)
+    head: dict[str, Any] = dict(head_dim=hidden // heads)  # a key that the class takes and does not declare
+    config = Qwen3MoeConfig(norm_topk_prob=True, **sizes, **head)
     return draw(Qwen3MoeForCausalLM, config, special, seed)
 
 
@@ -187,7 +188,8 @@ def write_rows(path: Path, data_source: str, rows: Sequence[tuple[Any, str]], **
 def write_answers(out: Path, problems: list[tuple[int, int]], seed: int) -> None:
     """Write the parquet files of correct and wrong answers; a wrong one differs by 1 to 20."""
     generator = np.random.default_rng([seed, 1])
-    rows, labelled = [], []
+    rows: list[dict[str, Any]] = []
+    labelled: list[dict[str, Any]] = []
     for a, b in problems:
         error = int(generator.integers(1, 21)) * int(generator.choice([-1, 1]))
         prompt = [{"role": "user", "content": f"{a}+{b}="}]
@@ -200,7 +202,7 @@ def write_answers(out: Path, problems: list[tuple[int, int]], seed: int) -> None
     pq.write_table(pa.Table.from_pylist(labelled), out / "labels.parquet")
 
 
-def make_toy(out: str | Path, *, seed: int = 0, **sizes: int) -> Path:
+def make_toy(out: str | Path, *, seed: int = 0, **sizes: Any) -> Path:
     """Write the data and the model to `out` (created if needed) and return `out`.
 
     `seed` determines the held-out problems and the weights, `sizes` go to `build_model`, for example

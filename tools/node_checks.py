@@ -230,13 +230,13 @@ def _setup_pins() -> dict[str, str]:
 
 def _cuda_lists() -> ast.Module:
     tree = ast.parse((ROOT / "setup.py").read_text())
-    kept = []
+    kept: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if node.targets[0].id == "program":
                 kept.append(node)
-            if node.targets[0].id == "extras":
-                values = {key.value: value for key, value in zip(node.value.keys, node.value.values)}
+            if node.targets[0].id == "extras" and isinstance(node.value, ast.Dict):
+                values = dict(zip(map(ast.literal_eval, filter(None, node.value.keys)), node.value.values))
                 kept.append(ast.Expr(values["cuda"]))
     return ast.Module(body=kept, type_ignores=[])
 

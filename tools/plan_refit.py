@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.layout_checks import check_has_experts, check_rollout_grid, check_training_grid  # noqa: E402
-from rl.config.schema import Config, Rollout, Training  # noqa: E402
+from rl.config.schema import Config  # noqa: E402
 from rl.models import architecture  # noqa: E402
 from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
 from rl.refit.connections import connection_bytes  # noqa: E402
@@ -50,9 +50,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--ranks-per-node", metavar="RANKS", type=_positive, default=8)
     add("--dtype", choices=ITEMSIZES, default="bfloat16", help="dtype of the weights (bfloat16)")
     add("--buffer-mib", metavar="MIB", type=_positive, default=512, help="refit.buffer_mib of the run (512)")
-    speed = dict(metavar="GBIT", type=float)
-    add("--nvlink-gbps", default=3600.0, help="Gbit/s of a rank, each way, within a node (3600)", **speed)
-    add("--nic-gbps", default=400.0, help="Gbit/s of a rank, each way, between nodes (400)", **speed)
+    for where, default, place in (("nvlink", 3600.0, "within a node"), ("nic", 400.0, "between nodes")):
+        text = f"Gbit/s of a rank, each way, {place} ({default:.0f})"
+        add(f"--{where}-gbps", metavar="GBIT", type=float, default=default, help=text)
     args = parser.parse_args(argv)
     try:
         traffic = traffic_of(args)
@@ -77,7 +77,10 @@ def traffic_of(args: argparse.Namespace) -> RefitTraffic:
     train = _layout("--train", args.train, {"tp", "pp", "vpp", "ep", "etp"})
     rollout = _layout("--rollout", args.rollout, {"tp", "pp", "ep"})
     sizes = {name: size for name, size in rollout.items() if name != "pp"}
-    config = Config(training=Training(**train), rollout=Rollout(**sizes))
+    config = Config()
+    for section, given in ((config.training, train), (config.rollout, sizes)):
+        for name, size in given.items():
+            setattr(section, name, size)
     check_training_grid(config, world, hf)
     check_has_experts(config, [hf])
     check_rollout_grid(config, world, hf)
@@ -109,7 +112,7 @@ def traffic_of(args: argparse.Namespace) -> RefitTraffic:
 
 
 def _layout(option: str, text: str, known: set[str]) -> dict[str, int]:
-    given = dict(part.split("=", 1) if "=" in part else (part, "") for part in text.split(","))
+    given = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
     for name, value in given.items():
         if name not in known or not (value.isdigit() and int(value) > 0):
             raise ValueError(

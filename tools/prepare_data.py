@@ -178,7 +178,7 @@ def distinct_problems(
             answers.setdefault(problem, set()).add(to_answer(answer))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{place} is not {what}: {error}") from error
-    kept = [(problem, *given) for problem, given in answers.items() if len(given) == 1]
+    kept = [(problem, min(given)) for problem, given in answers.items() if len(given) == 1]
     if num_records != len(answers):
         log.info("%d rows are %d distinct problems", num_records, len(answers))
     log_dropped(Counter({"its copies have different answers": len(answers) - len(kept)}), "problems")
@@ -342,8 +342,8 @@ def _rows(to_row: Callable[..., Row], what: str) -> Callable[..., dict[str, int]
     return partial(write_rows, to_row=to_row, what=what)
 
 
-def _problems(to_answer: Callable[[str], str], what: str, **options: str) -> Callable[..., dict[str, int]]:
-    return partial(write_problems, to_answer=to_answer, what=what, **options)
+def _problems(to_answer: Callable[[str], str], what: str, split: str) -> Callable[..., dict[str, int]]:
+    return partial(write_problems, to_answer=to_answer, what=what, split=split)
 
 
 DATASETS = {
@@ -356,7 +356,7 @@ DATASETS = {
     "dapo-math": Dataset(
         "the training set of DAPO",
         "BytedTsinghua-SIA/DAPO-Math-17k",
-        _problems(str, "a DAPO-Math problem", split="train", data_source="math_dapo"),
+        partial(_problems(str, "a DAPO-Math problem", split="train"), data_source="math_dapo"),
         only_split="train",
     ),
     "aime": Dataset(

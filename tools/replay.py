@@ -20,7 +20,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.runtime.ranks import discover  # noqa: E402
+from rl.runtime.ranks import Ranks, discover  # noqa: E402
 from train_rl import leave, prepare_environment  # noqa: E402
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def replay(ranks, args: argparse.Namespace) -> int:
+def replay(ranks: Ranks, args: argparse.Namespace) -> int:
     """Repeat a step; return the exit code. Collective over the world.
 
     Raises ValueError for wrong arguments.
@@ -103,6 +103,7 @@ def replay(ranks, args: argparse.Namespace) -> int:
             store.load_weights(saved, {"policy": engines.policy})
         MemorySharing(config, device, engines).to_generation(args.step, contextlib.nullcontext)
         engine, found = engines.rollout, []
+        assert engine is not None  # generate=True builds it
         for file in files[engine.replica :: engine.num_replicas]:
             log = load(file)
             source = Replay(log)

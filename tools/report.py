@@ -15,6 +15,7 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
+from types import ModuleType
 
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -169,7 +170,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
 
 
-def pyplot():
+def pyplot() -> ModuleType:
     """Return Matplotlib's pyplot for drawing into files. Raises ValueError if it is not installed."""
     try:
         import matplotlib

@@ -118,7 +118,9 @@ def _strings(texts: list[str]) -> "pa.Array":
 def print_statistics(tables: Iterator["pa.Table"]) -> None:
     import pyarrow.compute as pc
 
-    rows = [("step", "samples", "groups", "score", "min", "max", "length", "max", "truncated")]
+    rows: list[tuple[str, ...]] = [
+        ("step", "samples", "groups", "score", "min", "max", "length", "max", "truncated")
+    ]
     for table in tables:
         if not table.num_rows:
             continue
@@ -132,7 +134,7 @@ def print_statistics(tables: Iterator["pa.Table"]) -> None:
 
 
 def print_table(tables: Iterator["pa.Table"]) -> None:
-    rows = [(*PLACE, "ground_truth", "response")]
+    rows: list[tuple[str, ...]] = [(*PLACE, "ground_truth", "response")]
     rows += [tuple(_cell(row[name]) for name in rows[0]) for table in tables for row in table.to_pylist()]
     print(aligned(rows))
 

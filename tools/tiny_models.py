@@ -5,6 +5,7 @@ Biases, norms and routers' biases are random too, so that a wrong layout changes
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tools.make_image_toy import PREPROCESSOR, build_image_tokenizer, image_tokens
 from tools.make_toy import build_tokenizer
 
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     hidden_size=128,
     intermediate_size=96,
     num_hidden_layers=2,
@@ -223,7 +224,7 @@ VISION: dict[str, tuple[dict, dict]] = {
 """Architecture with a vision tower -> keys of its tiny text and vision configs in addition to SIZES."""
 
 
-def tiny_config(architecture: str, *, tie: bool = False, **options) -> transformers.PreTrainedConfig:
+def tiny_config(architecture: str, *, tie: bool = False, **options: Any) -> transformers.PreTrainedConfig:
     """Return the config of a random model of 2 or 3 layers, 4 heads, 2 KV heads and the toy's vocabulary."""
     if architecture in VISION:
         return _tiny_vision_config(architecture, tie=tie, **options)
@@ -237,7 +238,7 @@ def tiny_config(architecture: str, *, tie: bool = False, **options) -> transform
     )
 
 
-def _tiny_vision_config(architecture: str, *, tie: bool, **options) -> transformers.PreTrainedConfig:
+def _tiny_vision_config(architecture: str, *, tie: bool, **options: Any) -> transformers.PreTrainedConfig:
     """Return the config of a model with a vision tower. options: of its text model."""
     text, vision = VISION[architecture]
     tokenizer = build_image_tokenizer()
@@ -251,7 +252,7 @@ def _tiny_vision_config(architecture: str, *, tie: bool, **options) -> transform
     )
 
 
-def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options) -> str:
+def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = False, **options: Any) -> str:
     """Save a random model of `tiny_config` with the toy's tokenizer; return the directory.
 
     With num_nextn_predict_layers=1 it has a head for multi-token prediction, as DeepSeek-V3's files hold it.

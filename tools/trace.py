@@ -119,7 +119,7 @@ def chrome_events(record: dict) -> Iterator[dict]:
         yield {"ph": "X", "name": name, "cat": track, **place, **({"args": args} if args else {})}
 
 
-def meta(kind: str, rank: int, track: int = 0, **args) -> dict:
+def meta(kind: str, rank: int, track: int = 0, **args: object) -> dict:
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": args}
 
 
@@ -156,7 +156,7 @@ def table(records: list[dict]) -> list[tuple[str, ...]]:
                 name = name if track == "main" else f"GPU: {name}"
                 seconds[name][record["rank"]] += (end - begin) / 1e9
                 counts[name] += 1
-    rows = [("span", "count", "min s", "median s", "max s", "longest on rank")]
+    rows: list[tuple[str, ...]] = [("span", "count", "min s", "median s", "max s", "longest on rank")]
     for name, by_rank in sorted(seconds.items(), key=lambda item: -max(item[1].values())):
         longest = max(by_rank, key=lambda rank: by_rank[rank])
         values = by_rank.values()  # with roles, not every rank has every span

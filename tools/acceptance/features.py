@@ -7,6 +7,7 @@ every element of the weights after every refit.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 CORRECTED = "rollout_correction.truncate_tokens=2"
 ROLES = ("roles.train=0-0", "roles.rollout=1-1", "roles.granularity=group", CORRECTED)
@@ -26,7 +27,7 @@ class FeatureRun:
     """Metric -> its limit in every step, for example 0.1 for training/router_mismatch."""
     above: Mapping[str, float] = field(default_factory=dict)
     """Metric -> a value that the maximum over all steps must exceed, as a proof that the feature was on."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the tiny model's config, for example hidden_size=256."""
     differs: bool = False
     """Whether older or rounded weights sample tokens; the probabilities then differ from the trainer's."""

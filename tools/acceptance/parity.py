@@ -8,13 +8,22 @@ a mixture of experts. There the median is bounded, and the share of tokens beyon
 import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tools.acceptance.stages import ARCHITECTURES, FEW
 from tools.acceptance.worker import StageTask, world
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rl.config.schema import Config
+    from rl.data.batch import Batch
+    from rl.runtime.device import Device
+    from rl.training.engine import TrainingEngine
+    from rl.training.packing import MicroBatch
 
 CHANGED_SHARE = 0.1
 """Maximum share of tokens that rounding sends to other experts (3 of 8 experts, random routers, 2 layers)."""
@@ -30,7 +39,7 @@ def run(
     task: StageTask,
     *,
     architectures: Sequence[str],
-    dtypes: Sequence[str],
+    dtypes: Sequence[Literal["float32", "bfloat16"]],
     rollout_tp: int = 0,
     layouts: bool = False,
     use_te: bool = True,
@@ -70,7 +79,7 @@ def _layouts(case: "_Case") -> list[tuple[int, int, int]]:
 class _Case:
     """Parity of one architecture in one dtype, on this rank."""
 
-    def __init__(self, task: StageTask, device, name: str, dtype: str):
+    def __init__(self, task: StageTask, device: "Device", name: str, dtype: Literal["float32", "bfloat16"]):
         import torch
         import torch.distributed as dist
         from transformers import AutoModelForCausalLM
@@ -81,7 +90,8 @@ class _Case:
         from tools.hf_reference import hf_gradient, random_batch
         from tools.tiny_models import SIZES, save_tiny
 
-        self.task, self.device, self.name, self.dtype = task, device, name, getattr(torch, dtype)
+        self.task, self.device, self.name = task, device, name
+        self.dtype_name, self.dtype = dtype, getattr(torch, dtype)
         self.path = str(task.out / "models" / name)
         if dist.get_rank() == 0:
             with without_kernels():  # of a reference on the CPU
@@ -97,10 +107,12 @@ class _Case:
         if dist.get_rank() == 0:
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
             self.reference = model.to(self.dtype).float().eval()
-            self.expected = _hf_logprobs(self.reference, self.batch)
-            self.gradient = hf_gradient(self.reference, self.expected, Path(self.path, "gradient"))
-            self.expected = self.expected.detach()
-            same = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype).to(device.torch).eval()
+            expected = _hf_logprobs(self.reference, self.batch)
+            self.gradient = hf_gradient(self.reference, expected, Path(self.path, "gradient"))
+            self.expected = expected.detach()
+            same: Any = (
+                AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype).to(device.torch).eval()
+            )
             with torch.no_grad():
                 self._bounded("transformers log-probs", _hf_logprobs(same, self.batch), self.expected)
 
@@ -139,7 +151,7 @@ class _Case:
         before = {name: tensor.cpu().float() for name, tensor in in_files(trainer.full_weights())}
         gaps: list[float] = []
 
-        def loss(micro):
+        def loss(micro: "MicroBatch") -> "tuple[Tensor, dict[str, Tensor]]":
             old = found[micro.column_index.cpu()].to(micro.logprobs.device)
             gaps.append(float((micro.logprobs.detach() - old).abs().max()) if len(old) else 0.0)
             value = -micro.logprobs.sum()
@@ -153,7 +165,7 @@ class _Case:
                 self._at_most("first update: |log ratio|", max(gaps), 0.0)
             self._gradients({name: (after[name] - before[name]) / SCALE for name in after}, norm)
 
-    def _engine(self, config, trainer, rollout_tp: int) -> None:
+    def _engine(self, config: "Config", trainer: "TrainingEngine", rollout_tp: int) -> None:
         """Refit, check the weights and generate, before and after a sleep; compare with the reference."""
         import torch
         import torch.distributed as dist
@@ -180,7 +192,7 @@ class _Case:
             engine.wake_cache()
         sampling = train_sampling(config)
 
-        def generate():
+        def generate() -> "Batch":
             drawn = engine.generate(self.batch.prompt_ids, sampling, list(range(len(self.batch))))
             mine = drawn if engine.rank_in_replica == 0 else []
             samples = exchange(mine, self.device)
@@ -208,13 +220,13 @@ class _Case:
         equal = sum(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
         self._check("same samples after sleep and refit", equal == len(pairs), f"{equal} of {len(pairs)}")
 
-    def _config(self, layout: tuple[int, int, int], rollout_tp: int):
+    def _config(self, layout: tuple[int, int, int], rollout_tp: int) -> "Config":
         from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
 
         tp, pp, ep = layout
         return resolve(
             Config(
-                model=Model(path=self.path, dtype=str(self.dtype).removeprefix("torch.")),
+                model=Model(path=self.path, dtype=self.dtype_name),
                 data=Data(max_prompt_tokens=64),
                 training=Training(
                     tp=tp, pp=pp, ep=ep, micro_batch_tokens=96, optimizer=Optimizer(eps=EPS, clip_grad=0.0)
@@ -242,7 +254,7 @@ class _Case:
     def _check(self, what: str, passed: bool, text: str) -> None:
         self.task.findings.check(self._name(what), passed, text)
 
-    def _bounded(self, what: str, found, expected) -> None:
+    def _bounded(self, what: str, found: "Tensor", expected: "Tensor") -> None:
         """Check the differences of log-probs against the bound, relative to the largest log-prob."""
         import torch
 
@@ -259,7 +271,7 @@ class _Case:
         """Check the differences of the gradient and of its norm against the bound, relative to the norm."""
         import torch
 
-        def size(tensors) -> float:
+        def size(tensors: "Iterable[Tensor]") -> float:
             return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
 
         whole = size(self.gradient.values())
@@ -273,7 +285,7 @@ class _Case:
             self._at_most("gradient's norm", abs(norm / whole - 1), self.gradient_bound)
 
 
-def _hf_logprobs(model, batch):
+def _hf_logprobs(model: Any, batch: "Batch") -> "Tensor":
     """Return transformers' log-probs of the response tokens, float32 [T]."""
     from tools.hf_reference import hf_logprobs
 

@@ -20,7 +20,12 @@ MEAN_DIFFERENCE = "training/rollout_probs_diff_mean"
 
 
 def train(
-    task: StageTask, name: str, config: str | dict, *overrides: str, ranks: int = 1, **environment: str
+    task: StageTask,
+    name: str,
+    config: str | dict,
+    *overrides: str,
+    ranks: int = 1,
+    deterministic: bool = False,
 ) -> list[dict]:
     """Run train_rl.py in OUT/name; return its records. config: a file in configs/, or the config itself."""
     directory = task.out / name
@@ -32,7 +37,9 @@ def train(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program = ["train_rl.py", "--config", str(file), f"run.dir={directory}", *overrides]
     command = [sys.executable, *(launcher if ranks > 1 else ()), *program]
-    code = subprocess.run(command, cwd=ROOT, env=os.environ | environment).returncode
+    code = subprocess.run(
+        command, cwd=ROOT, env=os.environ | (DETERMINISTIC if deterministic else {})
+    ).returncode
     if code:
         status = directory / "status.json"
         found = json.loads(status.read_text()) if status.exists() else {}
@@ -105,7 +112,7 @@ def feature(task: StageTask, *, name: str) -> None:
     for key, limit in limits.items():
         values = [record[key] for record in records if key in record]
         task.findings.at_most(f"largest {key}", max(values, default=float("nan")), limit)
-    for key, limit in ({"actor/grad_norm": 0.0} | wanted.above).items():
+    for key, limit in {"actor/grad_norm": 0.0, **wanted.above}.items():
         value = max((record.get(key, 0.0) for record in records), default=0.0)
         task.findings.check(f"{key} above {limit:g}", value > limit, value=f"{value:.4g}")
 
@@ -155,12 +162,12 @@ def resume(task: StageTask) -> None:
     straight, stopped = task.out / "straight", task.out / "stopped"
     for directory in (straight, stopped):
         shutil.rmtree(directory, ignore_errors=True)
-    train(task, "straight", "quickstart.yaml", *overrides, **DETERMINISTIC)
+    train(task, "straight", "quickstart.yaml", *overrides, deterministic=True)
     shutil.copytree(straight, stopped)
     shutil.rmtree(stopped / "checkpoints" / "step_000004")
     lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stopped / "metrics.jsonl").write_text("".join(lines[:-2]))
-    train(task, "stopped", "quickstart.yaml", *overrides, **DETERMINISTIC)
+    train(task, "stopped", "quickstart.yaml", *overrides, deterministic=True)
     records = list(map(comparable, (straight, stopped)))
     differing = sorted(
         {key for a, b in zip(*records) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}

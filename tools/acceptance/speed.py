@@ -8,12 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tools.acceptance.worker import StageTask, world
 
 PROMPT, RESPONSE, SAMPLES = 512, 1024, 8
 """Number of tokens of a prompt, tokens of an answer, and answers of a prompt."""
-SHAPE = dict(
+if TYPE_CHECKING:
+    import torch
+
+    from rl.runtime.device import Device
+    from rl.training.packing import MicroBatch
+
+SHAPE: dict[str, Any] = dict(
     vocab_size=151936,
     hidden_size=1536,
     intermediate_size=8960,
@@ -22,7 +29,7 @@ SHAPE = dict(
     num_key_value_heads=2,
     max_position_embeddings=32768,
 )
-TINY = dict(
+TINY: dict[str, Any] = dict(
     vocab_size=512,
     hidden_size=128,
     intermediate_size=256,
@@ -112,16 +119,18 @@ def bare_vllm(task: StageTask, *, in_process: bool = False) -> None:
     if not torch.cuda.is_available():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         options |= dict(enforce_eager=True)
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     from rl.rollout.sampling import seed_of
 
     llm = LLM(
         str(checkpoint(task)), max_model_len=len(prompts[0]) + response, dtype="bfloat16", seed=1, **options
     )
-    common = dict(temperature=1.0, max_tokens=response, logprobs=0, detokenize=False)
+    common: dict[str, Any] = dict(temperature=1.0, max_tokens=response, logprobs=0, detokenize=False)
     for call in (1, 2):  # the first one compiles and allocates
-        requests = [{"prompt_token_ids": ids} for ids in prompts for _ in range(SAMPLES if in_process else 1)]
+        requests = [
+            TokensPrompt(prompt_token_ids=ids) for ids in prompts for _ in range(SAMPLES if in_process else 1)
+        ]
         params = [
             SamplingParams(seed=seed_of(call, place, place % SAMPLES), **common)
             if in_process
@@ -145,7 +154,7 @@ def run(task: StageTask) -> None:
 class _Speed:
     """The engines of a run, with measurements of time and memory."""
 
-    def __init__(self, task: StageTask, device):
+    def __init__(self, task: StageTask, device: "Device"):
         import torch
 
         from rl.config.schema import Config, Data, Model, Rollout, Training, resolve
@@ -193,6 +202,7 @@ class _Speed:
     def measure(self) -> None:
         """Measure sleep, training, refit and generation, in this order."""
         engine = self.predicted.engine
+        assert engine is not None  # the config has no roles
         with self._freed("sleep gives back weights and cache", engine.weights + engine.cache):
             self._timed("sleep", self.engine.sleep)
         self._timed("reload the training state", self.memory.to_training)
@@ -219,6 +229,7 @@ class _Speed:
 
     def _training(self) -> None:
         """Measure the log-prob pass and the update on samples that share no prompt."""
+        import numpy as np
         import torch
 
         from rl.data.batch import Batch
@@ -228,7 +239,7 @@ class _Speed:
         count = self.task.size(64, 8)
         generator = torch.Generator().manual_seed(1)
 
-        def tokens(number):
+        def tokens(number: int) -> np.ndarray:
             return torch.randint(3, self.hf["vocab_size"], (number,), generator=generator).int().numpy()
 
         batch = Batch(
@@ -240,13 +251,13 @@ class _Speed:
         limit = self.config.training.micro_batch_tokens
         plan = plan_minibatch(batch, list(range(count)), dp=1, max_tokens=limit)
 
-        def loss(micro):
+        def loss(micro: "MicroBatch") -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
             value = -micro.logprobs.sum() / (count * response)
             return value, {"loss": value}
 
         cost, length = Cost.of_model(self.hf, self.policy.weight_map.weights), prompt + response
-        tokens, pairs = cost.per_token * length, cost.per_pair * length * (length + 1) // 2
-        work = count * (tokens + cost.per_answer_token * response + pairs)
+        linear, pairs = cost.per_token * length, cost.per_pair * length * (length + 1) // 2
+        work = count * (linear + cost.per_answer_token * response + pairs)
         ways: dict[str, tuple[Callable, int, float]] = {
             "log-prob pass": (lambda: self.policy.forward(batch, [plan], ("logprobs",)), 1, FORWARD_MFU),
             "update": (lambda: self.policy.update(batch, plan, loss, lr=1e-6), 3, TRAIN_MFU),
@@ -280,6 +291,7 @@ class _Speed:
         self.engine.llm.reset_prefix_cache()
         start = time.perf_counter()
         samples = self.engine.generate(prompts, sampling, seeds)
+        assert samples is not None  # this rank leads
         rate = sum(len(sample.token_ids) for sample in samples) / (time.perf_counter() - start)
         self.findings.note("generation, tokens per second", rate)
         for stage, least in (("bare-vllm-in-process", OF_VLLM_IN_PROCESS), ("bare-vllm", None)):
@@ -347,7 +359,7 @@ class _Speed:
             self.findings.skip(f"memory in {phase}", f"needs a GPU; {text}")
 
 
-def _matrix_rate(task: StageTask, device) -> float:
+def _matrix_rate(task: StageTask, device: "Device") -> float:
     """Return the best of five rates of a product of square bfloat16 matrices, in operations per second."""
     import torch
 

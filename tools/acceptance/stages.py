@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tools.acceptance.features import FEATURES, FeatureRun
 
@@ -60,7 +61,7 @@ class Stage:
 
 def all_stages() -> list[Stage]:
     """Return every stage, in order."""
-    trainer = dict(architectures=tuple(ARCHITECTURES), dtypes=("bfloat16", "float32"))
+    trainer: dict[str, Any] = dict(architectures=tuple(ARCHITECTURES), dtypes=("bfloat16", "float32"))
     return [
         Stage("versions", "Versions and devices", "versions:run", 180, quick=True),
         _parity(
@@ -94,7 +95,14 @@ def _feature(name: str, feature: FeatureRun) -> Stage:
 
 
 def _parity(
-    name: str, text: str, seconds: int, *, quick=False, rehearsed=True, every_gpu=False, **arguments
+    name: str,
+    text: str,
+    seconds: int,
+    *,
+    quick: bool = False,
+    rehearsed: bool = True,
+    every_gpu: bool = False,
+    **arguments: Any,
 ) -> Stage:
     return Stage(name, text, "parity:run", seconds, arguments, quick, rehearsed, every_gpu)
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tools.acceptance.findings import Findings, read_results
 from tools.acceptance.stages import all_stages
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,7 +34,7 @@ class StageTask:
     def is_rehearsal(self) -> bool:
         return self.mode == "rehearse"
 
-    def size(self, full, rehearsal):
+    def size(self, full: T, rehearsal: T) -> T:
         """Return `rehearsal` in a rehearsal on the CPU, else `full`."""
         return rehearsal if self.is_rehearsal else full
 

@@ -13,10 +13,11 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -46,7 +47,7 @@ CHECKS = {
 """Kind of check -> its functions, as `rl`'s own modules call them."""
 
 
-def add_arguments(add) -> None:
+def add_arguments(add: Callable[..., Any]) -> None:
     add("--size", default="0.7M", help="model of tools/bench_tables/tasks.py (0.7M)")
     add("--prompts", type=int, default=128, help="prompts of a step (128)")
     add("--samples", type=int, default=8, help="samples per prompt (8)")
@@ -73,8 +74,8 @@ def measure(args: Namespace, runs: Path) -> list:
         *args.set,
     ]
     command = [sys.executable, __file__, "--config", str(CONFIG), *overrides]
-    (steps,) = output_of([command], os.environ | {"OMP_NUM_THREADS": "1"})
-    steps = steps[2:]  # the first ones compile and allocate
+    (found,) = output_of([command], os.environ | {"OMP_NUM_THREADS": "1"})
+    steps: list[dict[str, float]] = found[2:]  # the first ones compile and allocate
     seconds = middle([step["step"] for step in steps])
 
     def row(name: str, values: list[float]) -> TableLine:
@@ -92,12 +93,12 @@ class Timers:
     """Seconds of every check in each step; a check within another one counts for the outer one alone."""
 
     def __init__(self) -> None:
-        self.steps: list[Counter[str]] = []
+        self.steps: list[defaultdict[str, float]] = []
         self._began, self._is_inside = 0.0, False
 
     def timed(self, kind: str, function: Callable) -> Callable:
         @wraps(function)
-        def wrapper(*args, **kwargs):
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside or not self.steps:
                 return function(*args, **kwargs)
             self._is_inside, before = True, time.perf_counter()
@@ -111,11 +112,11 @@ class Timers:
 
     def begin(self, function: Callable) -> Callable:
         @wraps(function)
-        def wrapper(*args, **kwargs):
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             now = time.perf_counter()
             if self.steps:
                 self.steps[-1]["step"] = now - self._began
-            self.steps.append(Counter())
+            self.steps.append(defaultdict(float))
             self._began = now
             return function(*args, **kwargs)
 
@@ -137,7 +138,7 @@ def main(*arguments: str) -> int:
 
     timers, prepare = Timers(), train_rl.prepare_environment
 
-    def prepare_and_wrap(*args, **kwargs) -> None:
+    def prepare_and_wrap(*args: Any, **kwargs: Any) -> None:
         prepare(*args, **kwargs)  # before Megatron is imported
         replace_function("rl.phases.step_record:StepRecord.begin", timers.begin)
         for kind, places in CHECKS.items():

@@ -1,8 +1,9 @@
 """Configurations of one program against each other: carry-over, and exact numerics."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tools.bench_tables.program import add_step_arguments, compare_configs, turn_seconds
 from tools.bench_tables.report import TableLine, middle
@@ -20,19 +21,19 @@ def metric(turns: list[Turn], name: str) -> float:
 SYNCHRONOUS, CARRIED = "synchronous", "carry-over"
 
 
-def add_carry_over_arguments(add) -> None:
+def add_carry_over_arguments(add: Callable[..., Any]) -> None:
     add_step_arguments(add, max_tokens=600, steps=5)
     add("--median", type=int, default=40, help="median answer in tokens (40)")
     add_carried_sides(add)
 
 
-def add_carried_agents_arguments(add) -> None:
+def add_carried_agents_arguments(add: Callable[..., Any]) -> None:
     add_step_arguments(add, max_tokens=128, steps=8)
     add("--median", type=float, default=0.1, help="median answer of an environment in seconds (0.1)")
     add_carried_sides(add)
 
 
-def add_carried_sides(add) -> None:
+def add_carried_sides(add: Callable[..., Any]) -> None:
     add("--ranks", type=int, default=2, help="ranks of each side (2)")
     add("--staleness", type=int, nargs="+", default=[1, 2], help="values of rollout.max_staleness (1 2)")
 
@@ -126,7 +127,7 @@ def generation_rates(turns: list[Turn]) -> list[float]:
 FAST, BITWISE = "fast", "bitwise"
 
 
-def add_numerics_arguments(add) -> None:
+def add_numerics_arguments(add: Callable[..., Any]) -> None:
     add_step_arguments(add, max_tokens=32, steps=1)
     add("--ranks", type=int, nargs="+", default=[1, 2], help="tensor parallel sizes of both sides (1 2)")
 

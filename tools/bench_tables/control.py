@@ -4,9 +4,10 @@ import json
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,12 +15,18 @@ from tools.bench_tables.program import of_task, run_alone, turn_seconds
 from tools.bench_tables.report import ROOT, TableLine, middle
 from tools.bench_tables.tasks import SIZES, save_task
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rl.data.batch import Batch
+
+T = TypeVar("T")
 WORK = ("gen", "old_log_prob", "update_actor", "update_weights")
 """Metrics of generation, passes, optimizer and refit, without timing_s/; "gen" is for example
 timing_s/gen."""
 
 
-def add_arguments(add) -> None:
+def add_arguments(add: Callable[..., Any]) -> None:
     add("--size", choices=SIZES, default="0.7M", help="model of the measured steps (0.7M)")
     add(
         "--ranks", type=int, nargs="*", default=[2, 4], help="numbers of ranks whose steps are measured (2 4)"
@@ -67,7 +74,7 @@ def share_of_control(ranks: int, args: Namespace, runs: Path) -> TableLine:
 
 
 @contextmanager
-def simulated_world(world: int):
+def simulated_world(world: int) -> "Iterator[dist.ProcessGroup]":
     """Initialise torch.distributed as rank 0 of a world without the other ranks.
 
     Collectives of torch's backend `fake` return at once, as if all ranks had sent the same data. Only this
@@ -79,6 +86,7 @@ def simulated_world(world: int):
     warnings.filterwarnings("ignore", module=r"torch\.distributed\..*")  # as in a run
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
+        assert dist.group.WORLD is not None
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
@@ -108,7 +116,7 @@ def simulated_step(world: int, args: Namespace) -> TableLine:
     share = args.samples_per_rank
     messages = [encode(pack(samples[at : at + share])) for at in range(0, num_samples, share)]
 
-    def exchanged():
+    def exchanged() -> "Batch":
         found = [unpack(decode(message), rank=rank) for rank, message in enumerate(messages)]
         return batch_of([sample for own in found for sample in own], prompts, samples_per_prompt=group_size)
 
@@ -117,14 +125,14 @@ def simulated_step(world: int, args: Namespace) -> TableLine:
         num_tokens = batch.prompt_lengths + batch.lengths
         hashes = timed(columns, "hashes, s", batch.hashes)
         agreement = PhaseAgreement(config, "", group)
-        entry = PhaseEntry("update", 1, 1, 0.0, 0.0, 1.0)
+        entry = PhaseEntry("update", 1, 1, entered=0.0, limit_s=0.0)
         timed(columns, "agreement, s", lambda: agreement.check(entry, hashes, 0, (0, 0, 0)))
     hf, weights = read_model(args.model)
     planner = MinibatchPlanner(config, world, Cost.of_model(hf, weights), shares_prompts=True)
     plans = timed(columns, "micro-batch plan, s", lambda: planner.plans(batch))
     ranks = [[i for micro in rank for i in micro] for rank in plans[0].micro_batches]
 
-    def metrics():
+    def metrics() -> dict[str, float]:
         return length_metrics(batch, max_prompt_tokens=16) | balance_metrics(num_tokens.tolist(), ranks)
 
     timed(columns, "metrics, s", metrics)
@@ -134,7 +142,7 @@ def simulated_step(world: int, args: Namespace) -> TableLine:
     return TableLine(f"{world} simulated ranks, seconds of the longest plan", columns, most)
 
 
-def timed(columns: dict, name: str, function: Callable):
+def timed(columns: dict, name: str, function: Callable[[], T]) -> T:
     """Call the function, store its seconds as columns[name], and return its result."""
     start = time.perf_counter()
     out = function()

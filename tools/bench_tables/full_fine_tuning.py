@@ -7,9 +7,10 @@ For each number of GPUs, layouts are tried with tensor, pipeline and expert para
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training
@@ -30,7 +31,7 @@ OPTIMIZERS = {
 GPUS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
-def add_arguments(add) -> None:
+def add_arguments(add: Callable[..., Any]) -> None:
     add("--models", nargs="+", default=list(MODELS), metavar="NAME", help="directories of configs/models")
     add("--tokens", type=int, default=8192, help="longest sequence, of which 1024 are the prompt (8192)")
 

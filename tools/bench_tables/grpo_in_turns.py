@@ -8,7 +8,9 @@ import os
 from types import SimpleNamespace
 
 from rl.algorithms import grpo
+from rl.data.batch import Batch
 from rl.phases import step_record
+from rl.phases.phases import Phases
 from tools.bench_tables.sides import STEPS_PER_TURN, clock, wait_for_turn
 
 step_record.time = SimpleNamespace(perf_counter=clock())  # type: ignore[assignment]
@@ -17,7 +19,7 @@ NEEDS = ("samples", "reward", "groups")
 DEFAULTS = {"objective.advantage": "grpo", "objective.loss": "ppo"}
 
 
-def collect(phases):
+def collect(phases: Phases) -> Batch:
     number, steps = phases.step.number - 1, int(os.environ.get(STEPS_PER_TURN, 1))
     with phases.timed("turn"):
         if number % steps == 0:
@@ -25,5 +27,5 @@ def collect(phases):
     return grpo.collect(phases)
 
 
-def learn(phases, batch):
+def learn(phases: Phases, batch: Batch) -> None:
     grpo.learn(phases, batch)

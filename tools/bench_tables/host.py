@@ -4,18 +4,25 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tools.bench_tables.machine import output_of
 from tools.bench_tables.report import ROOT, TableLine, middle
 from tools.bench_tables.tasks import save_task
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from rl.rollout.cpu_scheduler import DecodeScheduler
 
 SHORT, LONG = 64, 320
 """Response lengths of two generations; the difference of their times is the time of decoding steps."""
 OURS, THEIRS = "Lockstep", "vLLM's scheduler"
 
 
-def add_arguments(add) -> None:
+def add_arguments(add: Callable[..., Any]) -> None:
     add("--requests", nargs="+", type=int, default=[256, 512], help="requests that run (256 512)")
     add("--rounds", type=int, default=5, help="counted generations of each length (5)")
 
@@ -86,7 +93,7 @@ def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is
             use_scheduler_of_vllm(core.scheduler)
         step_of_vllm = engine.llm.llm_engine.step
 
-        def timed_step():
+        def timed_step() -> list:
             nonlocal in_vllm
             start = time.perf_counter()
             outputs = step_of_vllm()
@@ -110,7 +117,7 @@ def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is
     return np.stack(pairs, axis=1).tolist()
 
 
-def compute_nothing(executor) -> None:
+def compute_nothing(executor: Any) -> None:
     """Replace the model by one that returns the same token for each request, with log-prob -1."""
     from concurrent.futures import Future
 
@@ -119,18 +126,18 @@ def compute_nothing(executor) -> None:
 
     plans: list = []
 
-    def ready(value) -> Future:
+    def ready(value: object) -> Future:
         future: Future = Future()
         future.set_result(value)
         return future
 
-    def execute_model(plan, non_block=False):
+    def execute_model(plan: "SchedulerOutput", non_block: bool = False) -> Future:
         if not plan.total_num_scheduled_tokens:  # nothing is sampled
             return ready(EMPTY_MODEL_RUNNER_OUTPUT)
         plans.append(plan)
         return ready(None)
 
-    def sample_tokens(grammar_output, non_block=False):
+    def sample_tokens(grammar_output: object, non_block: bool = False) -> Any:
         names = list(plans.pop().num_scheduled_tokens)
         column = np.full((len(names), 1), 7)
         logprobs = LogprobsLists(column, -np.ones((len(names), 1), np.float32), column[:, 0])
@@ -141,7 +148,7 @@ def compute_nothing(executor) -> None:
     executor.execute_model, executor.sample_tokens = execute_model, sample_tokens
 
 
-def use_scheduler_of_vllm(scheduler) -> None:
+def use_scheduler_of_vllm(scheduler: "DecodeScheduler") -> None:
     """Replace the methods of a `DecodeScheduler` by the methods of vLLM's class."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl.dry_run.hardware import Hardware
 from tools.bench_tables.report import ROOT
@@ -106,14 +107,14 @@ def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
     )
 
 
-def output_of(commands: Sequence[list[str]], environment: dict[str, str]) -> list[dict[str, float]]:
+def output_of(commands: Sequence[list[str]], environment: dict[str, str]) -> list[Any]:
     """Run the commands at once; return the JSON objects in the last lines of their outputs."""
     options: dict = dict(cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started = [subprocess.Popen(command, **options) for command in commands]
     ended = [process.communicate() for process in started]
-    for process, (_, log) in zip(started, ended):
+    for command, process, (_, log) in zip(commands, started, ended):
         if process.returncode:
-            raise BenchFailed(f"{' '.join(process.args)}\n{log[-4000:]}")
+            raise BenchFailed(f"{' '.join(command)}\n{log[-4000:]}")
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
@@ -134,7 +135,7 @@ def barrier() -> Callable[[], None]:
         nonlocal calls
         calls += 1
         if store.add(f"arrived-{calls}", 1) == processes:
-            store.set(f"all-{calls}", b"")
+            store.set(f"all-{calls}", "")
         store.wait([f"all-{calls}"])
 
     return wait
@@ -190,7 +191,7 @@ def measure_rank(model: str) -> dict[str, float]:
     width, inner = hf["hidden_size"], hf["intermediate_size"]
     together = barrier()
 
-    def token_ids(length: int, number: int = 0):
+    def token_ids(length: int, number: int = 0) -> np.ndarray:
         return (np.arange(length, dtype=np.int32) + number) % 90 + 6
 
     with session(ranks) as device:
@@ -216,7 +217,7 @@ def measure_rank(model: str) -> dict[str, float]:
             totals = Totals(float(total), float(number), float(number))
             plan = [micro_batches]
 
-            def update():
+            def update() -> None:
                 trainer.update(batch, plan, lambda micro: loss(micro, totals), lr=1e-9, outputs=loss.reads)
 
             forward = seconds(lambda: trainer.forward(batch, [plan], ("logprobs",)), together)

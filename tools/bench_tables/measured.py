@@ -8,9 +8,11 @@ are medians of the steps, as the constants are medians of passes.
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rl.config.schema import load_config
 from rl.dry_run.estimate import estimate
@@ -66,7 +68,7 @@ LAYOUTS = [
 ]
 
 
-def add_arguments(add) -> None:
+def add_arguments(add: Callable[..., Any]) -> None:
     add("--rounds", type=int, default=5, help="counted steps of each layout (5)")
     add("--layouts", nargs="*", default=[], metavar="NAME", help="layouts (all)")
     add(

@@ -2,9 +2,10 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.bench_tables.report import ROOT
 from tools.bench_tables.sides import STEPS_PER_TURN, Side, Turn, alternate, torchrun
@@ -70,7 +71,7 @@ def turn_seconds(turn: Turn) -> float:
 # Configurations of one program ----------------------------------------------------------------------------
 
 
-def add_step_arguments(add, *, max_tokens: int, steps: int) -> None:
+def add_step_arguments(add: Callable[..., Any], *, max_tokens: int, steps: int) -> None:
     """Add the arguments of a table that compares configurations."""
     add("--size", choices=SIZES, default="0.7M", help="model (0.7M)")
     add("--prompts", type=int, default=16, help="prompts of a step (16)")
@@ -93,7 +94,7 @@ def compare_configs(
         f"rollout.max_response_tokens={args.max_tokens}",
         *args.set,
     ]
-    start = {
+    start: dict[str, Callable[[], Side]] = {
         name: partial(
             start_lockstep, name, runs / f"side-{place}", ranks, [*common, *own], steps_per_turn=args.steps
         )

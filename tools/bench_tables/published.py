@@ -12,8 +12,11 @@ HELD_OUT, of an older version and of GB200, was compared once, after that.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rl.config.roles import Roles
 from rl.config.schema import Config, Data, Model, Objective, Optimizer, Rollout, Training
@@ -24,8 +27,9 @@ from rl.dry_run.timing import training_pass
 from tools.bench_tables.report import TableLine
 
 H20 = dict(gpu_memory_gib=96.0, tflops=148.0, hbm_gb_s=4000.0)
-GB200 = dict(gpu_memory_gib=186.0, tflops=2500.0, hbm_gb_s=8000.0, nvlink_gb_s=900.0, pcie_gb_s=200.0)
-GB200 |= dict(ranks_per_node=4)
+GB200 = dict(
+    gpu_memory_gib=186.0, tflops=2500.0, hbm_gb_s=8000.0, nvlink_gb_s=900.0, pcie_gb_s=200.0, ranks_per_node=4
+)
 IN_HOST = Optimizer(moments="bfloat16", host_share=1.0)
 PROMPT = 150
 """Assumed mean tokens of a prompt of OpenMathInstruct-2 with NeMo-RL's template."""
@@ -64,8 +68,12 @@ class Published:
     """Published seconds of generation."""
 
     def config(self) -> Config:
-        split = dict(train=f"0-{self.train - 1}", rollout=f"{self.train}-{self.gpus - 1}", lag=self.lag)
-        split |= dict(granularity="group" if self.lag > 1 else "batch")
+        roles = Roles(
+            train=f"0-{self.train - 1}",
+            rollout=f"{self.train}-{self.gpus - 1}",
+            lag=self.lag,
+            granularity="group" if self.lag > 1 else "batch",
+        )
         return Config(
             model=Model(path=self.model, dtype="bfloat16"),
             data=Data(prompts_per_step=self.prompts, max_prompt_tokens=self.longest_prompt),
@@ -83,11 +91,12 @@ class Published:
                 offload="all",
             ),
             objective=Objective(kl_coef=0.01),
-            roles=Roles(**split) if self.train else Roles(),
+            roles=roles if self.train else Roles(),
         )
 
 
-V3 = dict(
+V3 = partial(
+    Published,
     model="deepseek-v3",
     longest=1536,
     prompts=32,
@@ -95,13 +104,20 @@ V3 = dict(
     rollout_tp=32,
     layout=dict(pp=16, ep=16, recompute="full"),
 )
-Q235 = dict(model="qwen3-235b-a22b", longest=8192, prompts=16, samples=32)
-Q235 |= dict(rollout_tp=16, layout=dict(tp=2, cp=2, pp=8, ep=16, recompute="full"))
-Q30 = dict(model="qwen3-30b-a3b", longest=4096, prompts=64, samples=32, updates=4, rollout_tp=2)
+Q235 = partial(
+    Published,
+    model="qwen3-235b-a22b",
+    longest=8192,
+    prompts=16,
+    samples=32,
+    rollout_tp=16,
+    layout=dict(tp=2, cp=2, pp=8, ep=16, recompute="full"),
+)
+Q30 = partial(Published, model="qwen3-30b-a3b", longest=4096, prompts=64, samples=32, updates=4, rollout_tp=2)
 RUNS = [
-    Published("NeMo-RL, DeepSeek-V3, 256", gpus=256, step_s=134, mean=701, **V3),
-    Published("NeMo-RL, DeepSeek-V3, 512", gpus=512, step_s=111, mean=697, **V3),
-    Published(
+    V3("NeMo-RL, DeepSeek-V3, 256", gpus=256, step_s=134, mean=701),
+    V3("NeMo-RL, DeepSeek-V3, 512", gpus=512, step_s=111, mean=697),
+    V3(
         "NeMo-RL, DeepSeek-V3, 512, 1 off",
         gpus=512,
         step_s=64.1,
@@ -109,11 +125,10 @@ RUNS = [
         train=256,
         lag=1,
         memory_share=0.8,
-        **V3,
     ),
-    Published("NeMo-RL, Qwen3-235B, 128", gpus=128, step_s=395, mean=5698, **Q235),
-    Published("NeMo-RL, Qwen3-235B, 256", gpus=256, step_s=312, mean=5713, **Q235),
-    Published(
+    Q235("NeMo-RL, Qwen3-235B, 128", gpus=128, step_s=395, mean=5698),
+    Q235("NeMo-RL, Qwen3-235B, 256", gpus=256, step_s=312, mean=5713),
+    Q235(
         "NeMo-RL, Qwen3-235B, 256, 1 off",
         gpus=256,
         step_s=231,
@@ -121,10 +136,11 @@ RUNS = [
         train=128,
         lag=1,
         memory_share=0.8,
-        **Q235 | dict(rollout_tp=8, layout=dict(tp=4, pp=8, ep=16, recompute="full")),
+        rollout_tp=8,
+        layout=dict(tp=4, pp=8, ep=16, recompute="full"),
     ),
-    Published("NeMo-RL, Qwen3-30B-A3B, 32", gpus=32, step_s=192, mean=3203, layout=dict(ep=8), **Q30),
-    Published(
+    Q30("NeMo-RL, Qwen3-30B-A3B, 32", gpus=32, step_s=192, mean=3203, layout=dict(ep=8)),
+    Q30(
         "NeMo-RL, Qwen3-30B-A3B, 32, 1 off",
         gpus=32,
         step_s=152,
@@ -133,9 +149,8 @@ RUNS = [
         lag=1,
         memory_share=0.8,
         layout=dict(ep=8, pp=2),
-        **Q30,
     ),
-    Published(
+    Q30(
         "NeMo-RL, Qwen3-30B-A3B, 192, 8 off",
         gpus=192,
         step_s=34.5,
@@ -144,7 +159,6 @@ RUNS = [
         lag=8,
         memory_share=0.8,
         layout=dict(ep=8),
-        **Q30,
     ),
     Published(
         "verl, DeepSeek-V3, 96 H20",
@@ -169,52 +183,70 @@ RUNS = [
 ]
 
 
-V3_GB200 = V3 | dict(layout=dict(pp=8, ep=16, recompute="full"), machine=GB200)
-Q235_GB200 = Q235 | dict(rollout_tp=8, layout=dict(tp=2, cp=2, pp=4, ep=16, recompute="full"), machine=GB200)
-Q30_GB200 = Q30 | dict(rollout_tp=1, machine=GB200)
-L8 = dict(model="llama-3.1-8b", longest=4096, prompts=64, samples=32, updates=4, rollout_tp=1)
-L8 |= dict(layout=dict(pp=2, recompute="full"))
-Q32 = dict(model="qwen3-32b", longest=4096, prompts=64, samples=32, updates=4, rollout_tp=4)
-Q32 |= dict(layout=dict(tp=4, pp=4))
+V3_GB200 = partial(V3, layout=dict(pp=8, ep=16, recompute="full"), machine=GB200)
+Q235_GB200 = partial(
+    Q235, rollout_tp=8, layout=dict(tp=2, cp=2, pp=4, ep=16, recompute="full"), machine=GB200
+)
+Q30_GB200 = partial(Q30, rollout_tp=1, machine=GB200)
+L8 = partial(
+    Published,
+    model="llama-3.1-8b",
+    longest=4096,
+    prompts=64,
+    samples=32,
+    updates=4,
+    rollout_tp=1,
+    layout=dict(pp=2, recompute="full"),
+)
+Q32 = partial(
+    Published,
+    model="qwen3-32b",
+    longest=4096,
+    prompts=64,
+    samples=32,
+    updates=4,
+    rollout_tp=4,
+    layout=dict(tp=4, pp=4),
+)
 
-
-def one_off(train: int) -> dict:
-    """Return the fields of a run with other ranks that generate the next batch."""
-    return dict(train=train, lag=1, memory_share=0.8)
-
-
-Q235_OFF = Q235_GB200 | dict(layout=dict(tp=4, pp=4, ep=16, recompute="full")) | one_off(64)
+Q235_OFF = partial(
+    Q235_GB200, layout=dict(tp=4, pp=4, ep=16, recompute="full"), train=64, lag=1, memory_share=0.8
+)
 HELD_OUT = [
-    Published("0.4, Llama-3.1-8B, 16 H100", gpus=16, step_s=97.7, mean=1060, **L8),
-    Published("0.4, Llama-3.1-8B, 16, 1 off", gpus=16, step_s=74.6, mean=1129, **L8, **one_off(8)),
-    Published("0.4, Qwen3-32B, 32 H100", gpus=32, step_s=393, mean=3206, **Q32),
-    Published("0.4, Qwen3-32B, 64, 1 off", gpus=64, step_s=215, mean=3207, **Q32, **one_off(32)),
-    Published("DeepSeek-V3, 128 GB200", gpus=128, step_s=108, mean=711, **V3_GB200),
-    Published("DeepSeek-V3, 256 GB200", gpus=256, step_s=98.7, mean=700, **V3_GB200),
-    Published(
+    L8("0.4, Llama-3.1-8B, 16 H100", gpus=16, step_s=97.7, mean=1060),
+    L8("0.4, Llama-3.1-8B, 16, 1 off", gpus=16, step_s=74.6, mean=1129, train=8, lag=1, memory_share=0.8),
+    Q32("0.4, Qwen3-32B, 32 H100", gpus=32, step_s=393, mean=3206),
+    Q32("0.4, Qwen3-32B, 64, 1 off", gpus=64, step_s=215, mean=3207, train=32, lag=1, memory_share=0.8),
+    V3_GB200("DeepSeek-V3, 128 GB200", gpus=128, step_s=108, mean=711),
+    V3_GB200("DeepSeek-V3, 256 GB200", gpus=256, step_s=98.7, mean=700),
+    V3_GB200(
         "DeepSeek-V3, 256 GB200, 1 off",
         gpus=256,
         step_s=61.7,
         mean=708,
-        **V3_GB200 | dict(rollout_tp=16) | one_off(128),
+        rollout_tp=16,
+        train=128,
+        lag=1,
+        memory_share=0.8,
     ),
-    Published("Qwen3-235B, 64 GB200", gpus=64, step_s=286, mean=5709, **Q235_GB200),
-    Published("Qwen3-235B, 128 GB200", gpus=128, step_s=345, mean=5693, **Q235_GB200),
-    Published("Qwen3-235B, 128 GB200, 1 off", gpus=128, step_s=278, mean=5705, **Q235_OFF),
-    Published("Qwen3-30B-A3B, 16 GB200", gpus=16, step_s=221, mean=3199, layout=dict(ep=16), **Q30_GB200),
-    Published(
+    Q235_GB200("Qwen3-235B, 64 GB200", gpus=64, step_s=286, mean=5709),
+    Q235_GB200("Qwen3-235B, 128 GB200", gpus=128, step_s=345, mean=5693),
+    Q235_OFF("Qwen3-235B, 128 GB200, 1 off", gpus=128, step_s=278, mean=5705),
+    Q30_GB200("Qwen3-30B-A3B, 16 GB200", gpus=16, step_s=221, mean=3199, layout=dict(ep=16)),
+    Q30_GB200(
         "Qwen3-30B-A3B, 16 GB200, 1 off",
         gpus=16,
         step_s=301,
         mean=3197,
         layout=dict(ep=8),
-        **Q30_GB200,
-        **one_off(8),
+        train=8,
+        lag=1,
+        memory_share=0.8,
     ),
 ]
 
 
-def add_arguments(add) -> None:
+def add_arguments(add: Callable[..., Any]) -> None:
     add("--sigma", type=float, default=0.7, help="standard deviation of the logarithm of lengths (0.7)")
 
 
@@ -249,6 +281,7 @@ def seconds_of(run: Published, sigma: float) -> dict[str, float]:
         "idle": sum(found.idle.values()),
     }
     if run.lag > 1:  # a further group begins when one ends
+        assert found.memory.engine is not None
         engines = engines_of(config, layout, found.models, found.memory.engine, lengths, hardware)
         phases["generation"] = generation_seconds(
             work_of(config, lengths), engines, started=1.0 + run.lag, staleness=run.lag

@@ -10,8 +10,12 @@ state per character.
 import math
 from pathlib import Path
 from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
 
-SIZES = {
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Qwen2Tokenizer
+
+SIZES: dict[str, dict[str, Any]] = {
     "0.7M": {},
     "2.6M": {"layers": 8},
     "21M": {"hidden": 512, "layers": 9, "heads": 8, "kv_heads": 4, "intermediate": 1024},
@@ -62,7 +66,7 @@ def end_probability(mean_length: float, max_length: int) -> float:
     return low
 
 
-def make_chain(model, tokenizer, end: float) -> None:
+def make_chain(model: "PreTrainedModel", tokenizer: "Qwen2Tokenizer", end: float) -> None:
     """Overwrite two channels of the model such that answers end with this probability after each token."""
     import torch
 
@@ -90,7 +94,7 @@ def make_chain(model, tokenizer, end: float) -> None:
     head[:, channels] = logits / scale
 
 
-def make_log_normal(model, tokenizer, median: float) -> None:
+def make_log_normal(model: "PreTrainedModel", tokenizer: "Qwen2Tokenizer", median: float) -> None:
     """Overwrite channels of the model such that the lengths of answers are about log-normal, with sigma 1.
 
     The first token of an answer draws one of CLASSES classes, each with the same probability. An answer

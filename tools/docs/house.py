@@ -3,7 +3,7 @@
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def house() -> str:
 
 
 def spread(
-    order: list[list[Node]], near: dict[Node, list[Node]], size: dict[Node, float]
+    order: list[list[Node]], near: dict[Node, list[Node]], size: Mapping[Node, float]
 ) -> dict[Node, float]:
     """Return x of each node: near the mean of its neighbours, without overlaps. Sorts the rows of `order`."""
     at = {node: 90.0 * i for row in order for i, node in enumerate(row)}

@@ -29,7 +29,9 @@ def covered() -> dict[frozenset[str], str]:
     found: dict[frozenset[str], str] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for mark in getattr(node, "decorator_list", ()):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            for mark in node.decorator_list:
                 if not isinstance(mark, ast.Call) or ast.unparse(mark.func) != "pytest.mark.covers":
                     continue
                 names = [ast.literal_eval(argument) for argument in mark.args]

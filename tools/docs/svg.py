@@ -1,5 +1,6 @@
 """A drawing as the text of an SVG file, without fonts, scripts or other files, for light and dark screens."""
 
+from collections.abc import Sequence
 from html import escape
 
 STYLE = """
@@ -21,7 +22,8 @@ class Drawing:
     """Collects shapes; coordinates are pixels from the upper left corner."""
 
     def __init__(self, width: float, height: float, title: str):
-        self.width, self.height, self.title, self.parts = width, height, title, []
+        self.width, self.height, self.title = width, height, title
+        self.parts: list[str] = []
 
     def add(self, shape: str) -> None:
         self.parts.append(shape)
@@ -36,11 +38,11 @@ class Drawing:
         self.add(f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="4" {edge}/>')
         self.text(x + w / 2, y + h / 2 + 4.5, line)
 
-    def path(self, points: list[tuple[float, float]], classes: str) -> None:
+    def path(self, points: Sequence[tuple[float, float]], classes: str) -> None:
         d = "M" + " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.add(f'<path d="{d}" class="{classes}"/>')
 
-    def curve(self, points: list[tuple[float, float]]) -> None:
+    def curve(self, points: Sequence[tuple[float, float]]) -> None:
         """Draw an arrow through the points that leaves and enters each of them vertically."""
         d = f"M{points[0][0]:.1f},{points[0][1]:.1f}"
         for (x0, y0), (x1, y1) in zip(points, points[1:]):

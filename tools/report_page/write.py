@@ -11,6 +11,7 @@ import html
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def write_page(
     shown = []
     for number, (run_dir, records) in enumerate(runs.items()):
         configs = _configs(run_dir)
-        run = {
+        run: dict[str, Any] = {
             "name": names[run_dir],
             "summary": summaries[run_dir],
             "metrics": _metrics(records),
@@ -150,7 +151,7 @@ def _token_texts(path: Path) -> list[str]:
     return texts
 
 
-def _flat(values: dict, prefix: str = ""):
+def _flat(values: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
@@ -163,7 +164,7 @@ def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str,
 
     Dates of files are not read, because copying a run changes them.
     """
-    found: list[tuple[float | None, int | None, str, str]] = []
+    found: list[tuple[float | None, float | None, str, str]] = []
     before: dict[str, str] = {}
     for step in sorted(configs):
         path = run_dir / (f"environment-after-step-{step}.json" if step else "environment.json")

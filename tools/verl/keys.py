@@ -175,7 +175,7 @@ LEGACY_TUNING = {
 }
 """Defaults of fsdp_sft_trainer, verl's older fine-tuning, that differ from sft_trainer's."""
 
-OFF = (None, False, "", [], {}, "none", "None", "null")
+OFF: tuple[Any, ...] = (None, False, "", [], {}, "none", "None", "null")
 """Values of settings that are switched off."""
 
 NOT_NEEDED = {

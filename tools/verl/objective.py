@@ -153,8 +153,8 @@ def correction(settings: VerlSettings) -> dict[str, Any]:
         low, _, high = str(get(f"{part}.rollout_is_threshold", "2.0")).partition("_")
         if high:
             level = {"truncate_tokens": "token", "truncate_samples": "sample"}[key]
-            bounds = {"icepop_low": float(low), "icepop_high": float(high), "icepop_level": level}
-            ours |= {f"rollout_correction.{name}": value for name, value in bounds.items()}
+            band = {"icepop_low": float(low), "icepop_high": float(high), "icepop_level": level}
+            ours |= {f"rollout_correction.{name}": value for name, value in band.items()}
         else:
             ours[f"rollout_correction.{key}"] = float(low)
     if get(f"{part}.bypass_mode", False):
