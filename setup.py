@@ -90,7 +90,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["rl", "rl.*", "launch", "launch.*"]),
     py_modules=["train_rl"],
-    package_data={"rl.run_directory": ["metrics.yaml"]},
+    package_data={"rl": ["py.typed"], "launch": ["py.typed"], "rl.run_directory": ["metrics.yaml"]},
     # With an explicit root `pip install -e` writes one path line, not an import hook that lists the present
     # packages, so that a new package is found without a new installation.
     package_dir={"": "."},

@@ -138,7 +138,7 @@ def import_all(number: int, arguments: list[str]) -> dict[str, str]:
     """Import what a rank of this config imports; return the variables that this set."""
     from rl.config.command_line import parse_command_line
     from rl.config.schema import Config, load_config, needs_engine
-    from rl.runtime.ranks import NodeRanks as World
+    from rl.runtime.ranks import Ranks as World
     from rl.runtime.transformers_import import keep_scan
     from train_rl import prepare_environment
 

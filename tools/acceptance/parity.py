@@ -106,13 +106,12 @@ class _Case:
         self.gradient_bound = bounds.of_gradient(self.hf["num_hidden_layers"], width, self.dtype)
         if dist.get_rank() == 0:
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
-            self.reference = model.to(self.dtype).float().eval()
+            self.reference: Any = model.to(self.dtype).float().eval()
             expected = _hf_logprobs(self.reference, self.batch)
             self.gradient = hf_gradient(self.reference, expected, Path(self.path, "gradient"))
             self.expected = expected.detach()
-            same: Any = (
-                AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype).to(device.torch).eval()
-            )
+            same: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype)
+            same = same.to(device.torch).eval()
             with torch.no_grad():
                 self._bounded("transformers log-probs", _hf_logprobs(same, self.batch), self.expected)
 
@@ -215,6 +214,7 @@ class _Case:
         self.task.findings.note(self._name("second refit"), seconds * 1e3, unit="ms")
         with torch.no_grad():
             expected = _hf_logprobs(self.reference, first)
+        assert first.rollout_logprobs is not None  # an engine drew the samples
         self._bounded("vLLM log-probs", first.rollout_logprobs, expected)
         pairs = list(zip(first.response_ids, second.response_ids))
         equal = sum(a.shape == b.shape and bool((a == b).all()) for a, b in pairs)
