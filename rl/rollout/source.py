@@ -61,7 +61,7 @@ class Dialogue:
         self.ended: list[tuple[StartedSample, list[Sample]]] = []
         """Samples that have ended, with their rows. The source empties the list."""
         self.counts: Counter[str] = Counter()
-        """Sums over the samples, by the name of a metric."""
+        """Sums over the samples, by the name of a metric; times in whole microseconds."""
 
     @property
     def num_open(self) -> int:
