@@ -258,7 +258,7 @@ class BitwisePolicy(Policy):
         vocab_size: int,
         group: dist.ProcessGroup,
         chunk: int,
-        outputs: tuple[str, ...] = ("logprobs",),
+        outputs: tuple[str, ...] = OUTPUTS,
         logits_filter: LogitsFilter | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise equal to the engine's."""
