@@ -44,6 +44,22 @@ MODELS = (
     "phi3",
 )
 """Architectures of tests/checkpoints.py, in transformers and, but for the last, in vLLM."""
+IMPORTED_LATE = (
+    "pyarrow.pandas_compat",  # with the first table
+    "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.async_scheduler",
+    "rl.config.checks",
+    "rl.config.command_line",
+    "rl.rollout.cpu_async",
+    "rl.run.rollout_writer",
+    "rl.run_directory.named_metrics",
+)
+"""Modules that a run imports in a function."""
 
 
 def import_all() -> dict[str, str]:
@@ -71,7 +87,24 @@ def import_all() -> dict[str, str]:
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         if name != "deepseek_v3":
             importlib.import_module(f"vllm.model_executor.models.{name}")
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+    prepare_engine()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def prepare_engine() -> None:
+    """Replace vLLM's Triton kernels in all modules and configure its loggers, once for all ranks.
+
+    vLLM does both in each process with an engine, which takes half a second.
+    """
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+
+    configure_logging_if_needed(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = lambda: None
 
 
 def fork_rank(
