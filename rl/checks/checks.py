@@ -31,9 +31,9 @@ from rl.checks.logprobs import (
 )
 from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
 from rl.checks.rounding import RoundingNoise
-from rl.checks.slope import check_slope
+from rl.checks.slope import SlopeCheck
 from rl.checks.staleness import check_present
-from rl.checks.updates import LearningRates, Observed, check_coverage
+from rl.checks.updates import LearningRates, UpdateWatch, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -82,6 +82,7 @@ class Checks:
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
         # Whether the batch is a subset selected by results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        self._slope = SlopeCheck(policy)
         self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
@@ -171,9 +172,8 @@ class Checks:
         check_digests(batch)
         if name == "policy":
             self._objective(batch, loss)
-            if not self._policy.num_updates:
-                noise = None if self.noise is None else self.noise.noise
-                check_slope(self._policy, batch, plans[0], noise=noise)
+            noise = None if self.noise is None else self.noise.noise
+            self._slope.check(batch, plans[0], noise=noise)
         check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
         self.rates.check(name, schedule, step)
 
@@ -194,14 +194,14 @@ class Checks:
                 self.weights(other, belonging)
 
     def after_update(
-        self, update: Observed, result: UpdateResult, *, lr: float, schedule: RateSchedule, step: int
+        self, watch: UpdateWatch, result: UpdateResult, *, lr: float, schedule: RateSchedule, step: int
     ) -> None:
         """Check an optimizer step: learning rate, tokens, outputs, loss, gradient, and that weights moved.
 
         Collective over the world.
         """
         self.rates.check_used(lr, step)
-        update.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
+        watch.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
         """Return warnings about the difference between engine and trainer in a step's metrics."""

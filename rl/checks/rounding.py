@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from rl.checks.few_samples import first_samples, only, tokens_of
 from rl.data.batch import Batch
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
@@ -66,7 +67,7 @@ class RoundingNoise:
         self._few = 1.0
 
     def plan(self, first: MicroBatchPlan, batch: Batch, counted: Tensor) -> MicroBatchPlan | None:
-        """Return the micro-batches to measure with; None if no measurement is due, or tokens are too few.
+        """Return the samples to measure with, in micro-batches; None if none is due, or tokens are too few.
 
         Call it for each batch. first: of the first mini-batch. counted: bool [T], the tokens that the present
         weights sampled.
@@ -75,14 +76,16 @@ class RoundingNoise:
         self._few = math.sqrt(max(1.0, MIN_TOKENS / max(1, int(counted.sum()))))
         if self._noise is not None and self._age % EVERY:
             return None
-        plan = few_tokens(first, batch, counted, multiple=self._multiple, enough=MIN_TOKENS)
-        return plan if int(counted[_tokens(plan, batch)].sum()) >= MIN_TOKENS else None
+        bounds = batch.offsets.tolist()
+        few = first_samples(first, lambda i: int(counted[bounds[i] : bounds[i + 1]].sum()), enough=MIN_TOKENS)
+        plan = only(first, few, multiple=self._multiple)
+        return plan if int(counted[tokens_of(plan, batch)].sum()) >= MIN_TOKENS else None
 
     def measure(self, plan: MicroBatchPlan, batch: Batch, counted: Tensor, passes: list[Tensor]) -> None:
         """Keep the mean difference of two passes, float32 [T] each, over the counted tokens of the plan."""
         first, second = passes
         tokens = torch.zeros_like(counted)
-        tokens[_tokens(plan, batch)] = True
+        tokens[tokens_of(plan, batch)] = True
         tokens &= counted
         self._noise, self._age = float((first - second)[tokens].abs().double().mean()), 0
         self._measured = _mean_doubt(batch, tokens)
@@ -112,24 +115,6 @@ class RoundingNoise:
             f"{gap / self.noise:.1f} times the noise that one more rounding per layer causes in this model; "
             "1 to 2.6 is usual."
         )
-
-
-def few_tokens(
-    plan: MicroBatchPlan, batch: Batch, counted: Tensor, *, multiple: int, enough: int
-) -> MicroBatchPlan:
-    """Return the first micro-batches of a plan with `enough` counted tokens over all ranks; all if too few.
-
-    counted: bool [T]. multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`).
-    """
-    for number in range(multiple, len(plan[0]), multiple):
-        few = [micros[:number] for micros in plan]
-        if int(counted[_tokens(few, batch)].sum()) >= enough:
-            return few
-    return plan
-
-
-def _tokens(plan: MicroBatchPlan, batch: Batch) -> Tensor:
-    return batch.tokens_of(sorted(i for micros in plan for micro in micros for i in micro))
 
 
 def _mean_doubt(batch: Batch, tokens: Tensor) -> float:

@@ -8,25 +8,28 @@ the mean log-prob is its slope along r s |w|. The gradient of w must give the sa
 later layers reach this gradient. A second difference, with r / 2, has a quarter of the error; the distance
 between the two differences is therefore tolerated.
 
-The 17 passes read about 256 tokens, cut from the first samples, and cost little beside a step of any model.
-The model is compared with itself, so any tokens will do.
+The four directions are compared in the first step if the passes cost less than COST of it, otherwise over
+the first steps. For example, a step of 400,000 tokens has four directions with 512 tokens, a step of 4,000
+tokens one direction with 22. The model is compared with itself, so any tokens will do.
 
 Models with routed experts are not compared, because another w sends some tokens to other experts. Models with
 adapters are not compared, because their norms do not learn.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import zip_longest
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from rl.checks.few_samples import first_samples, tokens_of
 from rl.checks.logprobs import rounding_limit
 from rl.data.batch import Batch
+from rl.models.layout import Weight
 from rl.models.placement import count_experts
 from rl.runtime.collectives import sum_over_world
 from rl.training.engine import TrainingEngine
@@ -47,95 +50,146 @@ GAP = 0.1
 INDEPENDENT = 256
 """Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
 CUT = 64
-"""Number of tokens kept: the last tokens of a prompt, and the first tokens of a response."""
+"""Maximum number of tokens kept: the last tokens of a prompt, and the first tokens of a response."""
+TOKENS = range(8, 512)
+"""Numbers of tokens of a pass, with their prompts."""
+COST = 0.01
+"""Largest cost of the comparison, relative to a step's. A backward pass counts as two forward passes, so that
+an update of T response tokens, with their generation, counts at least as 4 T tokens."""
 
 
 class WrongBackward(RuntimeError):
     """Raised on every rank if the gradient of the model is not the slope of its log-probs."""
 
 
-def check_slope(
-    model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, *, noise: float | None = None
-) -> None:
-    """Compare on the first samples of a plan. Raises WrongBackward. Collective over the world.
+@dataclass(frozen=True)
+class Slope:
+    """The slope along one direction, and its errors."""
 
-    The weights are bitwise the same afterwards. noise: measured noise of log-probs (`RoundingNoise`), in
-    nats; None: the bound of rounding is used.
-    """
-    vectors = [w for w in model.learned_map.weights if w.layer == 0 and len(w.shapes[0]) == 1]
-    norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
-    if not norms or count_experts(model.weight_map.weights):
-        return
-    batch, few = _first_tokens(batch, plan, multiple=model.grid.micro_batch_multiple)
-    tokens = batch.tokens_of([i for micros in few for micro in micros for i in micro])
-    count = float((batch.mask[tokens] > 0).sum())
-    if not count:
-        return
-    hf, dtype, device = model.weight_map.hf, model.weight_map.dtype, model.device.torch
-    centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
-    parameter, gradient = model.gradient(batch, few, partial(_mean, count=count), norms[0])
-    found, along = (
-        torch.zeros(2, DIRECTIONS, dtype=torch.float64),
-        torch.zeros(DIRECTIONS, dtype=torch.float64),
-    )
-    for number in range(DIRECTIONS):
-        for half in range(2):
-            step, means, ends = STEP[dtype] / (1 + half), [], []
-            for factor in (step, -step):
-                with _moved(parameter, number, factor, centre) as value:
-                    means.append(_mean_logprob(model, batch, few, count))
-                    ends.append(value)
-            found[half, number] = (means[0] - means[1]) / 2 * (1 + half)
-            size = max(1.0, *map(abs, means))  # log-probs are rounded in proportion to their size
-        if gradient is not None:
-            along[number] = float((ends[0] - ends[1]).mul(gradient).sum())
-    along = sum_over_world(along, device)
-    curvature, found = float((found[0] - found[1]).norm()), found[1]
-    if curvature > NONLINEAR * float(found.norm()):
-        return
-    error = 2 * noise if noise else GAP * size * rounding_limit(hf, dtype)
-    error *= math.sqrt(2 * DIRECTIONS / min(count, INDEPENDENT))  # error of the norm of the slopes
-    gap, slope = float((found - along).norm()), max(float(found.norm()), float(along.norm()))
-    if gap > TOLERANCE[dtype] * slope + curvature + 3 * error:
-        raise WrongBackward(
-            f"the gradient of the model is not the slope of its log-probs: along {DIRECTIONS} changes of "
-            f"{norms[0].hf[0]} the mean log-prob of {count:.0f} tokens changes by {_listed(found)}, but by "
-            f"{_listed(along)} according to the gradient. The backward pass of a layer, of the head, or of "
-            "the communication between the ranks that share a sample (tp, cp, pp) is wrong."
-        )
+    coarse: float
+    """Change of the mean log-prob for the factor r."""
+    fine: float
+    """The same for r / 2, doubled."""
+    gradient: float
+    """The change according to the gradient."""
+    error: float
+    """Standard error of `fine` by rounding."""
 
 
-def _first_tokens(batch: Batch, plan: MicroBatchPlan, *, multiple: int) -> tuple[Batch, MicroBatchPlan]:
-    """Return the first samples of a plan, cut, with about INDEPENDENT counted tokens, and their own plan.
+class SlopeCheck:
+    """Compares a model's gradient with slopes of its log-probs in the first steps after a start."""
+
+    def __init__(self, model: TrainingEngine):
+        self._model, self._slopes = model, list[Slope]()
+
+    @cached_property
+    def _norm(self) -> Weight | None:
+        """The norm that is changed; None for a model that is not compared."""
+        model = self._model
+        vectors = [w for w in model.learned_map.weights if w.layer == 0 and len(w.shapes[0]) == 1]
+        norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
+        return norms[0] if norms and not count_experts(model.weight_map.weights) else None
+
+    def check(self, batch: Batch, plan: MicroBatchPlan, *, noise: float | None = None) -> None:
+        """Compare on the first samples of a plan. Raises WrongBackward. Collective over the world.
+
+        The weights are bitwise the same afterwards. noise: measured noise of log-probs (`RoundingNoise`), in
+        nats; None: the bound of rounding is used.
+        """
+        missing = DIRECTIONS - len(self._slopes)
+        if self._norm is None or not missing:
+            return
+        budget = int(COST * 4 * int(batch.lengths.sum()))
+        tokens = min(max(budget // 7, TOKENS.start), TOKENS.stop)  # a gradient and four forward passes
+        numbers = max(1, min(missing, (budget - 3 * tokens) // (4 * tokens)))
+        batch, few = _first_tokens(batch, plan, tokens=tokens, multiple=self._model.grid.micro_batch_multiple)
+        count = float((batch.mask[tokens_of(few, batch)] > 0).sum())
+        if count:
+            self._measure(batch, few, range(len(self._slopes), len(self._slopes) + numbers), count, noise)
+            self._compare(count)
+
+    def _measure(
+        self, batch: Batch, few: MicroBatchPlan, directions: Sequence[int], count: float, noise: float | None
+    ) -> None:
+        """Add the slopes of these directions. count: number of counted tokens of the plan."""
+        model, norm = self._model, self._norm
+        assert norm is not None
+        hf, dtype = model.weight_map.hf, model.weight_map.dtype
+        centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
+        parameter, gradient = model.gradient(batch, few, partial(_mean, count=count), norm)
+        along = torch.zeros(len(directions), dtype=torch.float64)
+        found: list[list[float]] = []
+        size = 1.0  # log-probs are rounded in proportion to their size
+        for place, number in enumerate(directions):
+            slopes = []
+            for half in range(2):
+                step, means, ends = STEP[dtype] / (1 + half), [], []
+                for factor in (step, -step):
+                    with _moved(parameter, number, factor, centre) as value:
+                        means.append(_mean_logprob(model, batch, few, count))
+                        ends.append(value)
+                slopes.append((means[0] - means[1]) / 2 * (1 + half))
+                size = max(size, *map(abs, means))
+            found.append(slopes)
+            if gradient is not None:
+                along[place] = float((ends[0] - ends[1]).mul(gradient).sum())
+        error = 2 * noise if noise else GAP * size * rounding_limit(hf, dtype)
+        error *= math.sqrt(2 / min(count, INDEPENDENT))
+        along = sum_over_world(along, model.device.torch)
+        self._slopes += [
+            Slope(*pair, value, error) for pair, value in zip(found, along.tolist(), strict=True)
+        ]
+
+    def _compare(self, count: float) -> None:
+        """Compare all slopes so far. count: see `_measure`."""
+        model, norm = self._model, self._norm
+        assert norm is not None
+        coarse, fine, along, errors = torch.tensor(
+            [(s.coarse, s.fine, s.gradient, s.error) for s in self._slopes], dtype=torch.float64
+        ).T
+        curvature = float((coarse - fine).norm())
+        if curvature > NONLINEAR * float(fine.norm()):
+            return
+        gap, slope = float((fine - along).norm()), max(float(fine.norm()), float(along.norm()))
+        if gap > TOLERANCE[model.weight_map.dtype] * slope + curvature + 3 * float(errors.norm()):
+            raise WrongBackward(
+                f"the gradient of the model is not the slope of its log-probs: along {len(fine)} changes of "
+                f"{norm.hf[0]} the mean log-prob of {count:.0f} tokens changes by {_listed(fine)}, but by "
+                f"{_listed(along)} according to the gradient. The backward pass of a layer, of the head, or "
+                "of the communication between the ranks that share a sample (tp, cp, pp) is wrong."
+            )
+
+
+def _first_tokens(
+    batch: Batch, plan: MicroBatchPlan, *, tokens: int, multiple: int
+) -> tuple[Batch, MicroBatchPlan]:
+    """Return the first samples of a plan, cut, with about this number of tokens, and their own plan.
 
     Each sample stays on its data parallel rank. Samples with images stay whole, because the model must find
     every token of an image. multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`).
     """
     is_cut = not any(prompt.images for prompt in batch.prompts)
-    ranks: dict[int, int] = {}
-    count = 0
-    for samples in zip_longest(*([i for micro in micros for i in micro] for micros in plan)):
-        for rank, sample in enumerate(samples):
-            if sample is None or count >= INDEPENDENT:
-                continue
-            mask = batch.mask[batch.offsets[sample] : batch.offsets[sample + 1]]
-            if own := int((mask[: CUT if is_cut else None] > 0).sum()):
-                ranks[sample] = rank
-                count += own
-    chosen = sorted(ranks)
+    limit = min(CUT, tokens // 2) if is_cut else int(batch.lengths.max())
+
+    def size(sample: int) -> int:
+        is_counted = batch.mask[batch.offsets[sample] : batch.offsets[sample + 1]][:limit] > 0
+        whole = len(batch.prompt_ids[sample][-limit:]) + len(batch.response_ids[sample][:limit])
+        return whole if is_counted.any() else 0
+
+    few = first_samples(plan, size, enough=tokens)
+    chosen = sorted(i for samples in few for i in samples)
     places = {sample: place for place, sample in enumerate(chosen)} if is_cut else {i: i for i in chosen}
-    few = [[[places[i] for i in chosen if ranks[i] == rank]] for rank in range(len(plan))]
-    few = [micros + [[]] * (multiple - 1) for micros in few]
+    micros = [[[places[i] for i in samples]] + [[]] * (multiple - 1) for samples in few]
     if not is_cut:
-        return batch, few
-    masks = [batch.mask[batch.offsets[i] : batch.offsets[i + 1]][:CUT] for i in chosen]
+        return batch, micros
+    masks = [batch.mask[batch.offsets[i] : batch.offsets[i + 1]][:limit] for i in chosen]
     return Batch(
-        prompt_ids=[batch.prompt_ids[i][-CUT:] for i in chosen],
-        response_ids=[batch.response_ids[i][:CUT] for i in chosen],
+        prompt_ids=[batch.prompt_ids[i][-limit:] for i in chosen],
+        response_ids=[batch.response_ids[i][:limit] for i in chosen],
         groups=batch.groups[chosen].unique(return_inverse=True)[1],
         truncated=batch.truncated[chosen],
         mask=torch.cat(masks) if masks else batch.mask[:0],
-    ), few
+    ), micros
 
 
 def _mean(micro: MicroBatch, *, count: float) -> tuple[Tensor, dict[str, Tensor]]:

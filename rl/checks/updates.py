@@ -1,7 +1,7 @@
 """Checks of an update: its learning rate, its tokens, its gradient, and its effect."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
 from rl.training.grid import Grid
 from rl.training.learning_rate import RateSchedule
-from rl.training.loss import Totals
+from rl.training.loss import Loss, Totals
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES
 from rl.training.packing import MicroBatch
@@ -141,15 +141,20 @@ class LossGradient:
     def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics."""
         value, metrics = self._loss(micro)
-        outputs = [x for x in micro.outputs.values() if x.requires_grad]
-        if not self._is_watching and outputs and len(outputs[0]) and value.requires_grad:
-            self._is_watching = True
-            slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
-            for output, slope in zip(outputs, slopes):
-                if slope is not None:
-                    output.register_hook(partial(self._arrive, slope))
-            self._split(micro, value, [slope for slope in slopes if slope is not None])
+        if not self._is_watching and value.requires_grad:
+            self._watch(micro, value)
         return value, metrics
+
+    def _watch(self, micro: MicroBatch, value: Tensor) -> None:
+        outputs = [x for x in micro.outputs.values() if x.requires_grad]
+        if not outputs or not len(outputs[0]):
+            return
+        self._is_watching = True
+        slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
+        for output, slope in zip(outputs, slopes):
+            if slope is not None:
+                output.register_hook(partial(self._arrive, slope))
+        self._split(micro, value, [slope for slope in slopes if slope is not None])
 
     @torch.no_grad()
     def _split(self, micro: MicroBatch, value: Tensor, slopes: list[Tensor]) -> None:
@@ -338,20 +343,25 @@ def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
     return code % NUM_CONTENTS
 
 
-@dataclass(frozen=True)
-class Observed:
-    """An update of a model, with its observers."""
+class UpdateWatch:
+    """Watches the updates of a model in one step: tokens, outputs, loss, gradient, and whether weights move.
 
-    model: TrainingEngine
-    batch: Batch
-    plan: MicroBatchPlan
-    counts: Counts
-    outputs: Outputs
-    gradient: LossGradient
+    For each update call `begin`, give `loss` and `observe` to `TrainingEngine.update`, then call `check`.
+    is_first, size: see `Outputs`.
+    """
+
+    def __init__(self, model: TrainingEngine, batch: Batch, *, is_first: bool, size: float):
+        self._model, self._batch = model, batch
+        self._outputs = Outputs(is_first=is_first, size=size)
+
+    def begin(self, plan: MicroBatchPlan, loss: Loss, totals: Totals) -> None:
+        """Begin to watch the update on a mini-batch with these totals."""
+        self._plan, self.observe = plan, Counts(totals)
+        self.loss = LossGradient(partial(loss, totals=totals), self._batch)
 
     def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
-        """Check tokens, outputs, loss and gradient, and that weights moved. Collective over the world."""
-        grid = self.model.grid
-        self.gradient.check(grid, self.model.device.torch)
-        self.counts.check(result, self.batch, self.plan, grid)
-        self.outputs.check(result, lr=lr, peak_lr=peak_lr, dtype=dtype)
+        """Check the update. Raises as its parts. Collective over the world."""
+        grid = self._model.grid
+        self.loss.check(grid, self._model.device.torch)
+        self.observe.check(result, self._batch, self._plan, grid)
+        self._outputs.check(result, lr=lr, peak_lr=peak_lr, dtype=dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl.checks.checks import Checks
-from rl.checks.updates import Counts, LossGradient, Observed, Outputs
+from rl.checks.updates import UpdateWatch
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -210,28 +210,26 @@ class Updates:
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # only now, because earlier passes may overlap the reading
         size = token_mean(batch.column("old_values").abs(), batch.mask) if name == "critic" else 1.0
-        outputs = Outputs(is_first=self._inference.has_old_outputs(name), size=size)
+        watch = UpdateWatch(model, batch, is_first=self._inference.has_old_outputs(name), size=size)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
             micro_batches = [plan.micro_batches for plan in plans]
             self._checks.before_update(name, batch, loss, schedule, step=step.number, plans=micro_batches)
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
-                    totals = plan.totals(batch)
-                    counts, gradient = Counts(totals), LossGradient(partial(loss, totals=totals), batch)
+                    watch.begin(plan.micro_batches, loss, plan.totals(batch))
                     result = model.update(
                         batch,
                         plan.micro_batches,
-                        gradient,
+                        watch.loss,
                         lr=lr,
                         outputs=loss.reads,
-                        observe=counts,
+                        observe=watch.observe,
                         progress=bar,
                     )
-                    update = Observed(model, batch, plan.micro_batches, counts, outputs, gradient)
-                    self._checks.after_update(update, result, lr=lr, schedule=schedule, step=step.number)
-                for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
-                    sums[name] = sums.get(name, 0.0) + value
+                    self._checks.after_update(watch, result, lr=lr, schedule=schedule, step=step.number)
+                for metric, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
+                    sums[metric] = sums.get(metric, 0.0) + value
         if step.peak_tflops:
             step.operations[timing] += epochs * self._planner.update_operations(batch, plans, model)
         num_updates = len(plans) * epochs

@@ -26,7 +26,7 @@ from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.training.attention import can_share
 from rl.training.audit import StepAudit
-from rl.training.gradients import gradient_buffers, part_of, with_gradients
+from rl.training.gradients import gradient_buffers, part_of, with_gradients, without_reduction
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, Packed, build_model
@@ -294,7 +294,8 @@ class TrainingEngine:
         hook = (
             None if parameter is None else parameter.register_hook(lambda part: parts.append(part.double()))
         )
-        self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
+        with without_reduction(self.wrapped):
+            self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
         if hook is not None:
             hook.remove()
         return parameter, share * sum(parts) if parts else None

@@ -1,6 +1,7 @@
 """Accumulation of gradients over micro-batches, and their reduction over data parallel ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from math import sqrt
 
@@ -50,6 +51,19 @@ def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[Dis
             if any(parameter.requires_grad for parameter in islice(chunk.decoder.parameters(), 1)):
                 _accumulate_in_products(chunk)
     return wrapped
+
+
+@contextmanager
+def without_reduction(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Leave the gradients of passes in this block on their ranks, unless they are reduced during the pass."""
+    config = wrapped[0].config
+    reduce = config.finalize_model_grads_func
+    if not wrapped[0].ddp_config.overlap_grad_reduce:
+        config.finalize_model_grads_func = None
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = reduce
 
 
 def gradient_buffers(wrapped: Sequence[DistributedDataParallel]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ CHECKS = {
     ],
     "log-probs": ["rl.checks.checks:Checks.log_probs"],
     "advantages and rewards": ["rl.checks.checks:Checks.before_update"],
-    "loss": ["rl.checks.updates:Counts.__call__", "rl.checks.updates:LossGradient.check"],
+    "loss": ["rl.checks.updates:Counts.__call__", "rl.checks.updates:LossGradient._watch"],
     "update": [
         "rl.checks.checks:Checks.after_update",
         "rl.training.gradients:ReductionProbe.begin",
@@ -39,16 +39,20 @@ CHECKS = {
         "rl.training.gradients:ReductionProbe.check",
         "rl.training.optimizer:StateSample.num_changed",
         "rl.training.optimizer:StateSample.changes",
-        "rl.training.engine:clipped_norms",
-        "rl.training.engine:check_clipped",
+        "rl.training.audit:clipped_norms",
+        "rl.training.audit:check_clipped",
     ],
-    "weights": ["rl.checks.checks:Checks.weights", "rl.engines.memory:check_weights"],
+    "noise of rounding": ["rl.phases.inference:Inference._measure_noise"],
+    "backward pass": ["rl.checks.slope:SlopeCheck.check"],
+    "weights of ranks": ["rl.checks.checks:Checks.weights"],
+    "weights of engines": ["rl.engines.memory:check_weights", "rl.engines.memory:check_refit"],
 }
 """Kind of check -> its functions, as `rl`'s own modules call them."""
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
     add("--size", default="0.7M", help="model of tools/bench_tables/tasks.py (0.7M)")
+    add("--model", default="", help="directory of a checkpoint, in place of --size")
     add("--prompts", type=int, default=128, help="prompts of a step (128)")
     add("--samples", type=int, default=8, help="samples per prompt (8)")
     add("--max-tokens", type=int, default=64, help="longest answer (64)")
@@ -57,7 +61,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 
 def measure(args: Namespace, runs: Path) -> list:
-    """Return a row per kind of check, and one for all: the median of its share of a step, in percent."""
+    """Return a row per kind of check, and one for all: its share of the first step, and the median later."""
     from tools.bench_tables.machine import output_of
     from tools.bench_tables.program import CONFIG, of_task
     from tools.bench_tables.report import TableLine, middle
@@ -71,44 +75,60 @@ def measure(args: Namespace, runs: Path) -> list:
         f"data.prompts_per_step={args.prompts}",
         f"rollout.samples_per_prompt={args.samples}",
         f"rollout.max_response_tokens={args.max_tokens}",
+        *([f"model.path={args.model}", "data.max_prompt_tokens=96"] if args.model else []),
         *args.set,
     ]
     command = [sys.executable, __file__, "--config", str(CONFIG), *overrides]
-    (found,) = output_of([command], os.environ | {"OMP_NUM_THREADS": "1"})
-    steps: list[dict[str, float]] = found[2:]  # the first ones compile and allocate
-    seconds = middle([step["step"] for step in steps])
+    (steps,) = output_of([command], os.environ | {"OMP_NUM_THREADS": "1"})
+    first, later = steps[0], steps[2:]  # the second one still allocates
+    seconds = middle([step["step"] for step in later])
 
-    def row(name: str, values: list[float]) -> TableLine:
-        shares = [100 * value / step["step"] for value, step in zip(values, steps)]
-        return TableLine(name, {"ms": 1000 * middle(values), "step, s": seconds}, middle(shares))
+    def row(name: str, kinds: Sequence[str]) -> TableLine:
+        def share(step: dict[str, float]) -> float:
+            return 100 * sum(step[kind] for kind in kinds) / step["step"]
 
-    rows = [row(name, [step[name] for step in steps]) for name in CHECKS]
-    return [*rows, row("all", [sum(step[name] for name in CHECKS) for step in steps])]
+        columns = {
+            "step, s": seconds,
+            "first, s": first["step"],
+            "ms": 1000 * middle([sum(step[kind] for kind in kinds) for step in later]),
+            "first, %": share(first),
+        }
+        return TableLine(name, columns, middle([share(step) for step in later]))
+
+    return [*(row(name, [name]) for name in CHECKS), row("all", list(CHECKS))]
 
 
 # The timed program ----------------------------------------------------------------------------------------
 
 
 class Timers:
-    """Seconds of every check in each step; a check within another one counts for the outer one alone."""
+    """Seconds of every kind of check in each step, without the seconds of checks of another kind inside."""
 
     def __init__(self) -> None:
         self.steps: list[defaultdict[str, float]] = []
-        self._began, self._is_inside = 0.0, False
+        self._began = self._since = 0.0
+        self._kind = ""
 
     def timed(self, kind: str, function: Callable) -> Callable:
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or not self.steps:
+            if not self.steps:
                 return function(*args, **kwargs)
-            self._is_inside, before = True, time.perf_counter()
+            outer = self._switch(kind)
             try:
                 return function(*args, **kwargs)
             finally:
-                self._is_inside = False
-                self.steps[-1][kind] += time.perf_counter() - before
+                self._switch(outer)
 
         return wrapper
+
+    def _switch(self, kind: str) -> str:
+        """Begin to count for this kind, "" for none; return the kind before."""
+        now, before = time.perf_counter(), self._kind
+        if before:
+            self.steps[-1][before] += now - self._since
+        self._kind, self._since = kind, now
+        return before
 
     def begin(self, function: Callable) -> Callable:
         @wraps(function)

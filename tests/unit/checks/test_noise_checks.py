@@ -157,8 +157,9 @@ def test_few_tokens_measure_no_noise_and_have_more_of_it():
     noise, counted = RoundingNoise(1, 1.0), batch.mask > 0
     few = counted & (counted.cumsum(0) <= 4)
     assert noise.plan(plan, batch, few) is None and noise.noise is None
-    assert noise.plan(plan, batch, counted) == plan
-    noise.measure(plan, batch, counted, [batch.old_logprobs, batch.old_logprobs + 1e-3])
+    enough = [[[0, 1, 2, 3]]]  # 80 tokens
+    assert noise.plan(plan, batch, counted) == enough
+    noise.measure(enough, batch, counted, [batch.old_logprobs, batch.old_logprobs + 1e-3])
     assert noise.noise == pytest.approx(1e-3, rel=0.01)
     noise.plan(plan, batch, few)
     assert noise.noise == pytest.approx(4e-3, rel=0.01)
