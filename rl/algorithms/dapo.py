@@ -42,7 +42,7 @@ def collect(phases: Phases) -> Batch:
         batch = phases.generate(prompts, round=len(drawn))
         phases.score_samples(batch)
         drawn.append(batch)
-        differs = grpo(batch.scores, batch.groups, normalize_by_std=False) != 0
+        differs = grpo(batch.column("scores"), batch.groups, normalize_by_std=False) != 0
         # For example, eight correct answers to a prompt have equal scores and teach nothing.
         informative = batch.groups[differs].unique().tolist()[: wanted - num_kept]
         num_kept += len(informative)

@@ -28,6 +28,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch, concatenate
@@ -112,17 +113,16 @@ def mixed(parts: list[Batch], *, version: int) -> Batch:
     return concatenate(bare).keep_groups(sorted(range(len(places)), key=places.__getitem__))
 
 
-def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+def loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the mean divergence, and its metrics."""
-    options = dict(num_tokens=totals.num_tokens, num_samples=totals.num_samples)
-    value = aggregate(
+    mean_of = partial(aggregate, num_tokens=totals.num_tokens, num_samples=totals.num_samples)
+    value = mean_of(
         micro.output("divergence"),
         micro.mask,
         micro.lengths,
         config.objective.aggregation,
-        **options,
         norm=config.rollout.max_response_tokens,
         counts=micro.columns.get("trajectory_tokens"),
     )
-    mean = aggregate(micro.output("divergence").detach(), micro.mask, micro.lengths, "token-mean", **options)
+    mean = mean_of(micro.output("divergence").detach(), micro.mask, micro.lengths, "token-mean")
     return value, {"distill/divergence": mean}

@@ -15,6 +15,7 @@ Left out: fine-tuning the reference on the chosen responses first; `sft` does it
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -24,7 +25,7 @@ from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
 
 NEEDS = ("pairs", "reference", "preference")
-DEFAULTS = {}
+DEFAULTS: dict[str, object] = {}
 
 
 def collect(phases: Phases) -> Batch:
@@ -36,7 +37,9 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.update(batch, partial(loss, config=phases.config))
 
 
-def loss(micro: MicroBatch, totals: Totals, *, config: Config, reference: str = "ref_logprobs"):
+def loss(
+    micro: MicroBatch, totals: Totals, *, config: Config, reference: str = "ref_logprobs"
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the mean loss over the mini-batch's pairs, and its metrics.
 
     reference: name of the column that holds the reference policy's log-probs.

@@ -18,6 +18,7 @@ data.prompts_per_step counts responses.
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -41,7 +42,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.update(batch, partial(loss, config=phases.config), mismatched=others)
 
 
-def loss(micro: MicroBatch, totals: Totals, *, config: Config, kl: float):
+def loss(micro: MicroBatch, totals: Totals, *, config: Config, kl: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the mean loss over the mini-batch's samples, and its metrics.
 
     Samples without a token with mask 1 are excluded. kl: z of the mini-batch.
@@ -53,7 +54,7 @@ def loss(micro: MicroBatch, totals: Totals, *, config: Config, kl: float):
     weights = dict(desirable_weight=goal.desirable_weight, undesirable_weight=goal.undesirable_weight)
     value, margin = kto_loss(ratios, micro.column("labels"), beta=goal.beta, kl=kl, **weights)
 
-    def mean(x):
+    def mean(x: Tensor) -> Tensor:
         return torch.where(enters, x, 0.0).sum() / totals.num_samples
 
     total = mean(value)

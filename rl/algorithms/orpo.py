@@ -12,6 +12,7 @@ data.prompts_per_step counts pairs.
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -21,7 +22,7 @@ from rl.training.loss import Totals
 from rl.training.packing import MicroBatch
 
 NEEDS = ("pairs", "preference")
-DEFAULTS = {}
+DEFAULTS: dict[str, object] = {}
 
 
 def collect(phases: Phases) -> Batch:
@@ -32,7 +33,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.update(batch, partial(loss, config=phases.config))
 
 
-def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+def loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the mean loss over the mini-batch's pairs, and its metrics.
 
     A pair is excluded if one of its responses has no token with mask 1.

@@ -49,7 +49,7 @@ def learn(phases: Phases, batch: Batch) -> None:
         lengths = batch.trajectory_lengths
         # For example, with gamma = lam = 1 an advantage is the reward to go minus the value.
         advantages, batch.extra["returns"] = gae(
-            batch.token_rewards,
+            batch.column("token_rewards"),
             batch.column("old_values"),
             lengths,
             batch.mask,

@@ -20,6 +20,7 @@ model's rewards.
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -71,7 +72,7 @@ def of_medium_difficulty(phases: Phases, batch: Batch) -> Batch:
     return batch.keep_groups(kept)
 
 
-def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config):
+def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the mean cross-entropy of the reward model, and its metrics.
 
     The mean is over the mini-batch's samples that have a token with mask 1.

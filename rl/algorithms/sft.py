@@ -8,6 +8,8 @@ measures the loss of held-out responses. A step is one batch of data.prompts_per
 data and validation.
 """
 
+from torch import Tensor
+
 from rl.data.batch import Batch
 from rl.objectives.aggregate import aggregate
 from rl.phases.phases import Phases
@@ -29,7 +31,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.update(batch, loss)
 
 
-def loss(micro: MicroBatch, totals: Totals):
+def loss(micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the negative log-likelihood of a micro-batch, divided by the mini-batch's token count."""
     nll = aggregate(
         -micro.logprobs,

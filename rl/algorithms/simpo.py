@@ -14,6 +14,7 @@ Left out: the likelihood term of TRL's CPO trainer (`cpo_alpha`), because the pa
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -34,7 +35,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     phases.update(batch, partial(loss, config=phases.config))
 
 
-def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+def loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the mean loss over the mini-batch's pairs, and its metrics.
 
     A pair is excluded if one of its responses has no token with mask 1.

@@ -15,6 +15,7 @@ reward wins; a tie counts one half.
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -37,11 +38,11 @@ def collect(phases: Phases) -> Batch:
 def learn(phases: Phases, batch: Batch) -> None:
     phases.log_probs(batch)
     # For example, the rewards 3, 2, 1, 0 of a group have the win rates 1, 2/3, 1/3, 0.
-    batch.extra["labels"] = win_rates(batch.rewards, batch.groups)
+    batch.extra["labels"] = win_rates(batch.column("rewards"), batch.groups)
     phases.update(batch, partial(loss, config=phases.config))
 
 
-def loss(micro: MicroBatch, totals: Totals, *, config: Config):
+def loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this micro-batch's part of the mean loss over the mini-batch's samples, and its metrics.
 
     Samples without a token with mask 1 are excluded.

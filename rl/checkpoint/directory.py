@@ -177,10 +177,9 @@ def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: b
     """
     if last == 0:
         return {saved.step for saved in found}
-    ranked = sorted(
-        (s for s in found if s.metric is not None), key=lambda s: (s.metric if highest else -s.metric, s.step)
-    )
-    steps = {saved.step for saved in (*found[-last:], *(ranked[-best:] if best else ()))}
+    sign = 1 if highest else -1
+    ranked = sorted((sign * saved.metric, saved.step) for saved in found if saved.metric is not None)
+    steps = {saved.step for saved in found[-last:]} | {step for _, step in (ranked[-best:] if best else ())}
     return steps | {saved.step for saved in found if every and saved.step % every == 0}
 
 

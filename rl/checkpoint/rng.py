@@ -1,6 +1,7 @@
 """The states of a rank's random number generators: Python, numpy, torch (CPU, CUDA), Megatron's tracker."""
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,8 @@ def reseed_rng(seed: int) -> None:
 
 def _states() -> dict[str, Tensor]:
     version, words, python_gauss = random.getstate()
-    _, keys, position, has_gauss, gauss = np.random.get_state()
+    numpy_state: Any = np.random.get_state()  # annotated as a dict too, its form on request
+    _, keys, position, has_gauss, gauss = numpy_state
     states = {
         "python": torch.tensor([version, *words]),
         "python_gauss": torch.tensor(

@@ -168,7 +168,8 @@ def read_index(directory: Path, files: Iterable[str]) -> Index:
 def _parse(key: str) -> tuple[str, Box]:
     match = re.fullmatch(r"(.+)\[([\d:,]*)\]", key)
     assert match, key
-    return match[1], tuple(tuple(map(int, part.split(":"))) for part in match[2].split(","))
+    bounds = (part.split(":") for part in match[2].split(","))
+    return match[1], tuple((int(start), int(stop)) for start, stop in bounds)
 
 
 class ShardReader:
@@ -201,7 +202,7 @@ class ShardReader:
         [stored] = self.index_of[name]
         return self._slice(stored)[:]
 
-    def _slice(self, stored: StoredBox):
+    def _slice(self, stored: StoredBox) -> Any:
         if stored.file not in self._open:
             self._open[stored.file] = safe_open(self.directory / stored.file, framework="pt")
         return self._open[stored.file].get_slice(stored.key)

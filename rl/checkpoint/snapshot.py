@@ -15,7 +15,7 @@ class Snapshot:
     filling it.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shards: Sequence[Shard]) -> list[Shard]:

@@ -210,7 +210,10 @@ class CheckpointStore:
         with fail_together():
             if dist.get_rank() == 0:
                 self._fence()
-                files = {on_disk.rank_file(rank): written for rank, (written, _) in enumerate(everyone)}
+                files: dict[str, Written] = {}
+                for rank, (written, _) in enumerate(everyone):
+                    assert written is not None  # without a problem a rank has written its file
+                    files[on_disk.rank_file(rank)] = written
                 try:
                     self._commit(save, files)
                 except OSError as error:

@@ -1,7 +1,7 @@
 """The models of a run: one table for reading their files, building them and the dry run."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rl.config.schema import (
     Config,
@@ -57,7 +57,7 @@ def run_models(config: Config) -> dict[str, RunModel]:
     needs, reward, critic = algorithm_of(config).needs, config.reward, config.critic
     models: dict[str, RunModel] = {}
 
-    def add(name: str, key: str, own_path: str, **properties) -> None:
+    def add(name: str, key: str, own_path: str, **properties: Any) -> None:
         models[name] = RunModel(name, key, own_path, own_path or config.model.path, **properties)
 
     add(

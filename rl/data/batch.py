@@ -40,7 +40,7 @@ class Batch:
     """Number of the turn, from 1, for a token that the policy sampled. For a given token, minus the index of
     its source in `rl.rollout.samples.SOURCES`. For example, 2 in the second turn, and 0 for a tool's output.
     None: responses of one turn."""
-    mask: Tensor | None = per_token(in_loss=True, stored="int8")
+    mask: Tensor = per_token(in_loss=True, stored="int8")
     """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
     rollout_logprobs: Tensor | None = per_token(in_loss=True, stored="float32")
     """Log-prob of each token by the engine, in the sampling distribution."""
@@ -81,8 +81,8 @@ class Batch:
     feedback: list[str | None] | None = None
     """Text of the reward function about each sample, if a teacher's prompt has it."""
 
-    def __post_init__(self):
-        if self.mask is None:
+    def __post_init__(self) -> None:
+        if self.mask is None:  # left out by the caller
             self.mask = torch.ones(int(self.lengths.sum()))
         self.extra = dict(self.extra)  # a copy by `replace` has its own
 
@@ -297,18 +297,21 @@ def given_responses(
 
     masks: 1 for the tokens of each response that have a loss; none: all have.
     """
-    return Batch(
+    batch = Batch(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         groups=torch.arange(len(prompt_ids)),
         truncated=torch.zeros(len(prompt_ids), dtype=torch.bool),
-        mask=torch.from_numpy(np.concatenate(masks)) if masks else None,
-    ).delivered()
+    )
+    if masks:
+        batch.mask = torch.from_numpy(np.concatenate(masks))
+    return batch.delivered()
 
 
 def data_responses(prompts: Sequence[Prompt]) -> Batch:
     """Return the data's own responses to prompts that have one."""
-    ids, responses = [p.token_ids for p in prompts], [p.response_ids for p in prompts]
+    ids = [prompt.token_ids for prompt in prompts]
+    responses = [prompt.response_ids for prompt in prompts if prompt.response_ids is not None]
     masks = [prompt.response_mask for prompt in prompts if prompt.response_mask is not None]
     batch = given_responses(ids, responses, masks)
     if any(prompt.images for prompt in prompts):

@@ -14,14 +14,18 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rl.data.reading import is_within
 from rl.data.special_tokens import hide, show, special_ids
 
-QUESTION = {"role": "user", "content": "question"}
+QUESTION: dict[str, Any] = {"role": "user", "content": "question"}
 ARGUMENTS = {"key": 'a "word" <b>', "number": 3, "flag": True, "several": [1, "a"]}
 TYPES = {"key": "string", "number": "integer", "flag": "boolean", "several": "array"}
-CALL = {"id": "call00000", "type": "function", "function": {"name": "lookup", "arguments": ARGUMENTS}}
+CALL: dict[str, Any] = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "lookup", "arguments": ARGUMENTS},
+}
 NAMED_CALL = {**CALL, "id": "functions.lookup:0"}
 """A call with an id that names the function, as Kimi's template requires."""
-REPLY = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "b"}
-TOOL = {
+REPLY: dict[str, Any] = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "b"}
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "lookup",
@@ -120,9 +124,9 @@ class ChatTemplate:
         tokenizer = self.tokenizer
         try:
             # apply_chat_template calls this function, but returns the parts in tokens instead of characters.
-            texts, spans = render_jinja_template(
+            found: Any = render_jinja_template(  # annotated as one text
                 [messages],
-                tools=tools or None,
+                tools=list[Any](tools) or None,
                 chat_template=tokenizer.get_chat_template(tools=tools or None),
                 **{**tokenizer.special_tokens_map, **options},
             )
@@ -130,6 +134,7 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path} rejects the messages: {error}"
             ) from error
+        texts, spans = found
         return texts[0], spans[0] if spans else []
 
     def show(self, text: str) -> str:
@@ -173,7 +178,7 @@ class ChatTemplate:
         """Key that makes the template render reasoning, in a turn without or with calls; None: no key."""
         mark, calls = "~reasoning~", {"tool_calls": [CALL]}
         for key in REASONING_KEYS if self.text else ():
-            turn = {"role": "assistant", "content": "answer", key: mark}
+            turn: dict[str, Any] = {"role": "assistant", "content": "answer", key: mark}
             turns = [turn, {**turn, **calls}, {**turn, **calls, "content": ""}]
             if any(mark in self._try([QUESTION, turn]) for turn in turns):
                 return key
@@ -206,16 +211,16 @@ class ChatTemplate:
     def clock(self) -> str:
         """The kind of time in each prompt: "the time of day", "today's date", or "" for neither."""
 
-        def rendered(*time: int) -> list[str]:
-            options = {"strftime_now": datetime(*time).strftime}
+        def rendered(time: datetime) -> list[str]:
+            options = {"strftime_now": time.strftime}
             return [self._try([QUESTION], tools, **options) for tools in ((), [TOOL])]
 
         if "strftime_now" not in self.text:
             return ""
-        morning = rendered(2001, 1, 1)
-        if rendered(2001, 1, 1, 13, 59, 59) != morning:
+        morning = rendered(datetime(2001, 1, 1))
+        if rendered(datetime(2001, 1, 1, 13, 59, 59)) != morning:
             return "the time of day"
-        return "today's date" if rendered(2012, 12, 30) != morning else ""
+        return "today's date" if rendered(datetime(2012, 12, 30)) != morning else ""
 
     @functools.cached_property
     def turn_marks(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -236,7 +241,7 @@ class ChatTemplate:
         opening = prompt.removeprefix(user) if prompt.startswith(user) else ""
         roles = tokens(self._try([QUESTION])) | {token for token in special if opening.startswith(token)}
         found = tokens(opening) - roles
-        answer = {"role": "assistant", "content": "answer"}
+        answer: dict[str, Any] = {"role": "assistant", "content": "answer"}
         thought = answer | {self.reasoning_key or REASONING_KEYS[0]: "reason"}
         calls = [{**thought, "content": "", "tool_calls": [call]} for call in (CALL, NAMED_CALL)]
         for turn in (answer, thought, *calls):
@@ -322,7 +327,8 @@ def kept_ids(
     Raises ValueError that begins with the config's `key` for a name that is not a special token.
     """
     auto = template_of(tokenizer).turn_marks[0]
-    known = {tokenizer.convert_ids_to_tokens(id): id for id in special_ids(tokenizer)}
+    special = list(special_ids(tokenizer))
+    known = dict(zip(tokenizer.convert_ids_to_tokens(special), special))
     chosen: set[str] = set()
     for name in names:
         if name not in ("auto", "all") and name not in known:

@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -82,8 +82,14 @@ def load_chats(
     reader.finish(", ".join(map(str, files)))
     tokenized = tokenize_chats(chats, tokenizer, rows)
     lengths = np.array([len(ids) for ids, _ in tokenized])
-    limits = dict(limit=max_tokens, noun="chats", kept_part="first", truncation="truncate_right")
-    kept = within_limit(lengths, overlong=overlong, **limits)
+    kept = within_limit(
+        lengths,
+        limit=max_tokens,
+        overlong=overlong,
+        noun="chats",
+        kept_part="first",
+        truncation="truncate_right",
+    )
     counts = np.array([mask[:max_tokens].sum() for _, mask in tokenized])
     if lost := int((kept & (counts == 0)).sum()):
         log.info("%d chats have no token to train in their first %d tokens and are dropped", lost, max_tokens)
@@ -258,7 +264,7 @@ class AssistantTurns:
 
     def _reply(self, turn: dict) -> str:
         """Return the special token that begins a reply to a last turn; "" if there is none."""
-        answer = {"role": "assistant", "content": "answer"}
+        answer: dict[str, Any] = {"role": "assistant", "content": "answer"}
         chat, reply = [QUESTION, answer], QUESTION
         if turn.get("tool_calls"):
             chat, reply = [QUESTION, {**answer, "content": "", "tool_calls": [CALL]}], REPLY

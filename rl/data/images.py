@@ -76,7 +76,7 @@ class ImageFormat:
         """
         height, width, channels = pixels.shape
         # As in transformers: scaled by 1 / 255, rounded to float32, and normalised.
-        scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+        scaled: np.ndarray = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
         scaled = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         merge, patch = self.merge, self.patch
         parts = scaled.reshape(height // self.unit, merge, patch, width // self.unit, merge, patch, channels)
@@ -148,7 +148,7 @@ class PromptImage:
     @functools.cached_property
     def digest(self) -> int:
         """32-bit hash of `pixels`."""
-        return zlib.crc32(self.pixels)
+        return zlib.crc32(self.pixels.data)
 
 
 @functools.lru_cache(maxsize=128)

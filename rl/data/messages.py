@@ -118,16 +118,16 @@ class MessageReader:
                     f"the row has the column {name!r}, which the run does not read; {remedy}, or remove the "
                     "column"
                 )
-        name = next((name for name in SYSTEM_COLUMNS if row.values.get(name)), None)
-        if name is None or messages is not None and messages[0]["role"] == "assistant":  # a response
+        column = next((name for name in SYSTEM_COLUMNS if row.values.get(name)), None)
+        if column is None or messages is not None and messages[0]["role"] == "assistant":  # a response
             return messages
-        text = row.values[name]
+        text = row.values[column]
         if messages is None or not isinstance(text, str) or messages[0]["role"] == "system":
             raise ValueError(
-                f"the column {name!r}, {describe(text)}, cannot be the first message of this chat; write the "
-                "system's message into the messages, and remove the column"
+                f"the column {column!r}, {describe(text)}, cannot be the first message of this chat; write "
+                "the system's message into the messages, and remove the column"
             )
-        self._changed[f"column {name} -> message of role system"] += 1
+        self._changed[f"column {column} -> message of role system"] += 1
         return [{"role": "system", "content": text}, *messages]
 
     def normal(self, messages: Messages, clean: Callable[[Any], Any] = lambda value: value) -> Messages:

@@ -213,7 +213,7 @@ def _load(
             "data.overlong_prompts=drop would drop all. Raise data.max_prompt_tokens or "
             "rollout.max_response_tokens, or choose truncate_left."
         )
-    loaded = []
+    loaded: list[tuple[FileRow, dict[str, Any], list[_Response]]] = []
     for index in np.flatnonzero(kept).tolist():
         asked = dict(
             index=index,
@@ -222,8 +222,8 @@ def _load(
             data_source=data_source(rows[index]),
             source=rows[index].source,
         )
-        answers = [found[index].cut(0, max_response_tokens) for found in responses]
-        loaded.append((rows[index], asked, answers))
+        cut = [found[index].cut(0, max_response_tokens) for found in responses]
+        loaded.append((rows[index], asked, cut))
     return loaded
 
 
@@ -257,7 +257,7 @@ def _conversations(
 
 # ---- prompts and responses of a row ----
 
-Split = tuple[Messages | str, list[Messages] | list[str]]
+Split = tuple[Messages | str, list[Messages | str]]
 """The prompt and the responses of a row. Responses are texts, or messages after a prompt of messages."""
 
 
@@ -268,7 +268,7 @@ def _split(row: FileRow, columns: tuple[str, ...], prompt_column: str, reader: M
             raise _not_a_text(row, column, value[-1])
     prompt = read_prompt(row, prompt_column, reader) if prompt_column else None
     sizes = [_num_repeated(value, values, prompt) for value in values]
-    befores = [value[:size] if size else [] for value, size in zip(values, sizes, strict=True)]
+    befores = [value[:size] if not isinstance(value, str) else [] for value, size in zip(values, sizes)]
     if befores[0] != befores[-1]:
         raise ValueError(
             f"{row.place}: the messages before the last one differ between column {columns[0]!r} and column "
@@ -285,10 +285,11 @@ def _num_repeated(value: Messages | str, values: list[Messages | str], prompt: M
     """Return the number of messages before the response in `value`, one of the row's `values`."""
     if isinstance(value, str):
         return 0
-    if prompt is None and len(values) > 1 and not any(isinstance(other, str) for other in values):
-        lengths = range(min(map(len, values)))
-        same = next((n for n in lengths if any(other[n] != value[n] for other in values)), len(lengths) - 1)
-        answers = (n for n in range(same, 0, -1) if all(other[n]["role"] == "assistant" for other in values))
+    chats = [other for other in values if not isinstance(other, str)]
+    if prompt is None and len(chats) == len(values) > 1:
+        lengths = range(min(map(len, chats)))
+        same = next((n for n in lengths if any(other[n] != value[n] for other in chats)), len(lengths) - 1)
+        answers = (n for n in range(same, 0, -1) if all(other[n]["role"] == "assistant" for other in chats))
         return next(answers, len(value) - 1)
     if isinstance(prompt, list) and value[: len(prompt)] == prompt:
         return len(prompt)

@@ -197,9 +197,8 @@ def load_prompts(
     if images:
         expanded = [images.expanded(*each) for each in zip(token_ids, pictures, rows)]
         token_ids, pictures = [ids for ids, _ in expanded], [placed for _, placed in expanded]
-    if target_path is None:
-        response_ids = [None] * len(rows)
-    else:
+    response_ids: Sequence[np.ndarray | None] = [None] * len(rows)
+    if target_path is not None:
         response_ids = tokenize_targets([_target(row, target_path) for row in rows], tokenizer)
     lengths = np.array([len(ids) for ids in token_ids])
     kept = within_limit(lengths, limit=max_prompt_tokens, overlong=overlong)
@@ -293,8 +292,10 @@ def render(
                 f"{row.place}: column 'tools' needs messages in column {column!r}, because the chat template "
                 "renders tools; write the prompt as messages, or rename the column tools."
             )
-        is_text = isinstance(prompt, str)
-        texts.append(prompt if is_text else reader.render(prompt, schemas, row, column=column))
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        else:
+            texts.append(reader.render(prompt, schemas, row, column=column))
     reader.finish(", ".join(sorted({str(row.path) for row in rows})))
     bos = reader.tokenizer.bos_token
     bare = [isinstance(prompt, str) and not (bos and prompt.startswith(bos)) for prompt in prompts]

@@ -266,10 +266,10 @@ def _read_arrow(path: Path, names: set[str], required: Columns) -> Rows:
 
 def _values(batches: Iterator[Any], path: Path, form: str) -> Rows:
     """Yield (row number from 1, values) of Arrow's batches or tables. Columns of type JSON are decoded."""
-    number, end = 0, object()
+    number = 0
     while True:
         with _reading(path, form):
-            if (batch := next(batches, end)) is end:
+            if (batch := next(batches, None)) is None:
                 return
             has_maps = any(map(_has_maps, batch.schema.types))
             rows = batch.to_pylist(**({"maps_as_pydicts": "strict"} if has_maps else {}))

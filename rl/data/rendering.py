@@ -98,8 +98,8 @@ def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the tokens by transformers alone, int32 [P], before truncation."""
     if prompt.messages is not None:
         adapted = [template_of(tokenizer).adapt(message) for message in prompt.messages]
-        options = dict(tools=list(prompt.tools) or None, add_generation_prompt=True)
-        found = tokenizer.apply_chat_template(adapted, tokenize=True, return_dict=True, **options)
+        options: dict[str, Any] = dict(tools=list(prompt.tools) or None, add_generation_prompt=True)
+        found: Any = tokenizer.apply_chat_template(adapted, tokenize=True, return_dict=True, **options)
     else:
         has_bos = bool(tokenizer.bos_token) and prompt.text.startswith(str(tokenizer.bos_token))
         found = tokenizer(prompt.text, add_special_tokens=not has_bos, verbose=False)

@@ -87,14 +87,21 @@ def encode(
 
 def decode_hidden(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a context, int32 [n]; plain tokens that spell a special token are marked as text."""
-    text, special = tokenizer.decode(ids, clean_up_tokenization_spaces=False), special_ids(tokenizer)
+    special = special_ids(tokenizer)
+    text = _text(ids, tokenizer)
     is_special = np.isin(ids, list(special))
     known = _special(tokenizer, len(tokenizer))
     if tokenizer in _allowed or len(known.pattern.findall(text)) <= is_special.sum():
         return text
     parts = np.split(ids, np.flatnonzero(np.diff(is_special.astype(int))) + 1)
-    texts = [tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in parts]
+    texts = [_text(part, tokenizer) for part in parts]
     return "".join(t if p[0] in special else hide(t, tokenizer) for p, t in zip(parts, texts))
+
+
+def _text(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str), "a list of texts belongs to a list of lists"
+    return text
 
 
 class _Special:
@@ -201,7 +208,8 @@ def decode_responses(
     """Return the texts of responses, int32 [n] each, without special tokens except the ids in `kept`."""
     if not kept or not any(np.isin(ids, list(kept)).any() for ids in responses):
         # Some tokenizers return one text for an empty list.
-        return tokenizer.batch_decode(list(responses), skip_special_tokens=True) if responses else []
+        found: list[Any] = list(responses)  # arrays, which the library takes and does not declare
+        return tokenizer.batch_decode(found, skip_special_tokens=True) if responses else []
     dropped = list(special_ids(tokenizer) - set(kept))
-    shown = [ids[~np.isin(ids, dropped)] for ids in map(np.asarray, responses)]
+    shown: list[Any] = [ids[~np.isin(ids, dropped)] for ids in map(np.asarray, responses)]
     return tokenizer.batch_decode(shown, skip_special_tokens=False)

@@ -132,7 +132,15 @@ def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
 
 
 def _estimate(
-    config, world_size, hardware, models, notes, lengths, plan, points, has_seconds=True
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    models: Mapping[str, ModelShape],
+    notes: list[str],
+    lengths: Lengths,
+    plan: bool,
+    points: int,
+    has_seconds: bool = True,
 ) -> Estimate:
     check_layouts(config, world_size, models)
     layout = layout_of(config, world_size)

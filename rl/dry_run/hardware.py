@@ -1,5 +1,6 @@
 """The machine of a dry run, and the fractions of its peak speeds that a run reaches."""
 
+import argparse
 from dataclasses import dataclass, fields
 
 from rl.config.command_line import field_docs
@@ -121,7 +122,7 @@ class Hardware:
         return count * latency / 1e6 + self.link_seconds(message * (1 - far), message * far)
 
 
-def add_options(parser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each figure, e.g. --gpu-memory-gib."""
     group = parser.add_argument_group("the machine")
     for figure in fields(Hardware):
@@ -130,7 +131,7 @@ def add_options(parser) -> None:
         group.add_argument(option, metavar="X", type=kind, default=figure.default, help=help_text)
 
 
-def from_options(arguments) -> Hardware:
+def from_options(arguments: argparse.Namespace) -> Hardware:
     """Return the machine from the parsed options. Raises ValueError if a figure is not positive."""
     values = {figure.name: getattr(arguments, figure.name) for figure in fields(Hardware)}
     for name, value in values.items():

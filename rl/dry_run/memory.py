@@ -83,14 +83,28 @@ class Layout:
 
     def placement(self, model: ModelShape) -> TrainingPlacement:
         """Return the placement of the model's weights in training."""
-        experts = dict(ep=self.ep, etp=self.etp if model.num_experts else None, num_experts=model.num_experts)
-        return TrainingPlacement(self.world_size, self.tp, self.pp, model.num_layers, vpp=self.vpp, **experts)
+        return TrainingPlacement(
+            self.world_size,
+            self.tp,
+            self.pp,
+            model.num_layers,
+            ep=self.ep,
+            etp=self.etp if model.num_experts else None,
+            num_experts=model.num_experts,
+            vpp=self.vpp,
+        )
 
     def rollout_placement(self, model: ModelShape) -> RolloutPlacement:
         """Return the placement of the model's weights in generation."""
         ranks = tuple(range(self.world_size, self.num_ranks)) if self.is_split else None
-        experts = dict(ep=self.rollout_ep if model.num_experts else 1, num_experts=model.num_experts)
-        return RolloutPlacement(self.rollout_size, self.rollout_tp, model.num_layers, ranks=ranks, **experts)
+        return RolloutPlacement(
+            self.rollout_size,
+            self.rollout_tp,
+            model.num_layers,
+            ep=self.rollout_ep if model.num_experts else 1,
+            num_experts=model.num_experts,
+            ranks=ranks,
+        )
 
 
 @dataclass(frozen=True)
@@ -496,7 +510,7 @@ def layer_elements(
             shared += columns / cut_in + rows / tp
     query, value = model.heads_width
     rotated = (query + num_kv_heads(model.hf) * query // model.hf["num_attention_heads"]) / tp
-    if model.num_recurrent and layer_kinds(model.hf)[layer] == "linear_attention":
+    if model.num_recurrent and layer is not None and layer_kinds(model.hf)[layer] == "linear_attention":
         # Of the whole row: normed queries and keys per value head, values, a chunk's scores, outputs.
         heads, keys, values = model.recurrence
         rotated = heads * (2 * keys + 2 * values + 64) / tp * layout.cp

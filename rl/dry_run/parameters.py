@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.models.boxes import volume
-from rl.models.layout import VOCAB, Weight, padded_vocab, vocab_multiple
+from rl.models.layout import VOCAB, Cut, Weight, padded_vocab, vocab_multiple
 from rl.models.placement import RolloutPlacement, TrainingPlacement
 
 
@@ -93,7 +93,7 @@ def count_stages(parts: Sequence[CountedWeight], placement: TrainingPlacement) -
 
 
 @functools.cache
-def _local_elements(cut, names, shapes, tp: int) -> int:
+def _local_elements(cut: Cut, names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], tp: int) -> int:
     """Return the number of elements of a weight's parameter on a training rank."""
     return math.prod(Weight(names, shapes, "", "", cut).megatron_shape(tp))
 

@@ -1,5 +1,6 @@
 """The text that a dry run prints."""
 
+import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -38,7 +39,7 @@ def verdict(estimate: Estimate, change: Change | None) -> str:
     return "\n".join(["DOES NOT FIT", *(f"  {line}" for line in (*estimate.problems, advice))])
 
 
-def report_forms(estimate: Estimate, arguments) -> str:
+def report_forms(estimate: Estimate, arguments: argparse.Namespace) -> str:
     """Return the seconds of a step in each form of asynchrony, and which one to use.
 
     arguments: the options of `rl.dry_run.command`.

@@ -89,7 +89,14 @@ def build_policy(
     return _build(config, run_models(config)["policy"], hf, grid, device, base_of)
 
 
-def _build(config: Config, model: RunModel, hf: dict, grid: Grid, device: Device, base_of=None):
+def _build(
+    config: Config,
+    model: RunModel,
+    hf: dict,
+    grid: Grid,
+    device: Device,
+    base_of: TrainingEngine | None = None,
+) -> TrainingEngine:
     """Return a model of the training grid."""
     spec = ModelSpec(
         model.path,

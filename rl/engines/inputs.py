@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers.models.auto import modeling_auto
@@ -37,6 +38,9 @@ from rl.models.files import check_quantisation, refuse_extra, tensor_files
 from rl.models.json_files import check_files
 from rl.models.peft import check_peft
 from rl.rewards.mixture import Mixture
+
+if TYPE_CHECKING:
+    from rl.data.images import ImageReader
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,7 @@ class Inputs:
             images=self._image_reader(),
         )
 
-    def _image_reader(self):
+    def _image_reader(self) -> "ImageReader | None":
         """Return the reader of the rows' images; None if the run has no images."""
         data, model = self.config.data, self.models["policy"]
         if not data.image_key:
@@ -242,7 +246,7 @@ class Inputs:
     def _pairs(self, needs: Collection[str]) -> list[PreferencePair] | list[Labelled]:
         """Return pairs of responses, or responses with labels."""
         data = self.config.data
-        limits = dict(
+        limits: dict[str, Any] = dict(
             prompt_key=data.prompt_key,
             max_prompt_tokens=data.max_prompt_tokens,
             max_response_tokens=self.config.rollout.max_response_tokens,
@@ -250,10 +254,12 @@ class Inputs:
             end_token_ids=end_token_ids(self.config.model.path),
         )
         if "labels" in needs:
-            keys = dict(response_key=data.response_key, label_key=data.label_key)
-            return load_labelled(data.train, self.tokenizer, **keys, **limits)
-        keys = dict(chosen_key=data.chosen_key, rejected_key=data.rejected_key)
-        return load_preferences(data.train, self.tokenizer, **keys, **limits)
+            return load_labelled(
+                data.train, self.tokenizer, response_key=data.response_key, label_key=data.label_key, **limits
+            )
+        return load_preferences(
+            data.train, self.tokenizer, chosen_key=data.chosen_key, rejected_key=data.rejected_key, **limits
+        )
 
 
 def check_class(path: str, hf: dict) -> None:
@@ -261,7 +267,7 @@ def check_class(path: str, hf: dict) -> None:
 
     vLLM reads the first name. transformers reads the second, and derives defaults of missing keys from it.
     """
-    name, kind = hf["architectures"][0], hf.get("model_type")
+    name, kind = hf["architectures"][0], str(hf.get("model_type"))
     tables = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.config.options import ConfigError, flatten
+from rl.config.schema import Config
 from rl.faults.fault_board import Disagreement, FailedElsewhere
 from rl.faults.phase_tracker import PHASES, PhaseEntry
 from rl.runtime.checksum import bit_sum
@@ -56,7 +57,7 @@ def fail_together() -> Iterator[None]:
         raise ConfigError(failed[min(failed)][1] + where)
 
 
-def agree_on_config(config) -> None:
+def agree_on_config(config: Config) -> None:
     """Raise ConfigError on every rank if the ranks' configurations differ. Collective over the world."""
     mine = {key: hashlib.sha256(repr(value).encode()).hexdigest() for key, value in flatten(config).items()}
     agree_on_table(mine, "were started differently")

@@ -157,9 +157,10 @@ class PhaseTracker:
 
     def main_frame(self) -> tuple[str, bool]:
         """Return the main thread's innermost frame outside of libraries, and whether it waits for ranks."""
-        frame = innermost = sys._current_frames().get(self._main_thread)
+        innermost = sys._current_frames().get(self._main_thread or 0)
         if innermost is None:
             return "", False
+        frame = innermost
         while frame.f_back is not None and _is_library(frame.f_code.co_filename):
             frame = frame.f_back
         waits = any(part in innermost.f_code.co_filename for part in WAITING)

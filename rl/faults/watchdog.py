@@ -293,7 +293,8 @@ class Watchdog:
             file.write(f"rank {self.rank}: {entry.label} for {entry.seconds:.0f} s{_at()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        record = c10d._dump_nccl_trace_json() if self.device.is_cuda else c10d._dump_fr_trace_json()
+        dump = "_dump_nccl_trace_json" if self.device.is_cuda else "_dump_fr_trace_json"
+        record = getattr(c10d, dump)()  # by name, because torch's stubs lack both
         Path(self._run_dir, STACKS, f"{name}_collectives.json").write_bytes(record)
 
     # Errors of the main thread --------------------------------------------------------------------------

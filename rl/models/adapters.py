@@ -10,11 +10,11 @@ Names in checkpoints are peft's.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rl.models.boxes import whole
-from rl.models.layout import REPLICATED, ROW, Cut, Piece, Weight
+from rl.models.layout import REPLICATED, ROW, Cut, Piece, PieceFunction, Weight
 from rl.models.placement import count_experts, training_ranges
 
 PREFIX = "base_model.model."
@@ -104,7 +104,7 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
     (rows, columns), name = base.shapes[part], base.module(part)
     last, by_columns = name.rpartition(".")[2], splits_columns(base)
 
-    def weight(kind: str, cut, *shape: int, suffix: str = ".weight", float32: bool = False) -> Weight:
+    def weight(kind: str, cut: Cut, *shape: int, suffix: str = ".weight", float32: bool = False) -> Weight:
         return Weight(
             hf=(f"{PREFIX}{name}.{kind}{suffix}",),
             shapes=(shape,),
@@ -133,8 +133,10 @@ def _same_rows(base: Weight, part: int) -> Cut:
     In vLLM several ranks hold the rows of a key or value head, if there are more ranks than heads.
     """
 
-    def of(pieces):
-        def of_rows(names, shapes, tp, rank):
+    def of(pieces: Callable[[int, int], list[Piece]]) -> PieceFunction:
+        def of_rows(
+            names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int
+        ) -> list[Piece]:
             out, at, columns = [], 0, whole(shapes[0][1:])
             for start, stop in sorted(p.hf_box[0] for p in pieces(tp, rank) if p.hf == base.hf[part]):
                 out.append(Piece(names[0], ((start, stop), *columns), ((at, at + stop - start), *columns)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -41,15 +41,16 @@ class Piece:
         return (*self.local_box[:extra], *moved(box, self.hf_box, self.local_box[extra:]))
 
 
+PieceFunction = Callable[[Sequence[str], Sequence[tuple[int, ...]], int, int], list[Piece]]
+"""A function from Hugging Face names and shapes, tp and a tensor parallel rank to the rank's pieces."""
+
+
 @dataclass(frozen=True)
 class Cut:
-    """The functions that split a weight in Megatron and in vLLM.
+    """The functions that split a weight in Megatron and in vLLM."""
 
-    Each maps (hf names, hf shapes, tp, tp_rank) to pieces.
-    """
-
-    megatron: Callable[..., list[Piece]]
-    vllm: Callable[..., list[Piece]]
+    megatron: PieceFunction
+    vllm: PieceFunction
     split: bool = True
     """Whether tensor parallel ranks hold different elements; if False, each holds all."""
 
@@ -147,11 +148,11 @@ def _rows(name: str, shape: tuple[int, ...], start: int, stop: int, at: int) -> 
     return Piece(name, ((start, stop), *rest), ((at, at + stop - start), *rest))
 
 
-def _whole(names, shapes, tp, rank):
+def _whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
     return [Piece(names[0], whole(shapes[0]), whole(shapes[0]))]
 
 
-def _column(names, shapes, tp, rank):
+def _column(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
     """Split the rows (output features) of each tensor over the ranks.
 
     The parts of a rank, such as gate and up, are concatenated.
@@ -164,7 +165,7 @@ def _column(names, shapes, tp, rank):
     return pieces
 
 
-def _row(names, shapes, tp, rank):
+def _row(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
     """Split the columns (input features) over the ranks."""
     rows, columns = shapes[0]
     size = columns // tp
@@ -204,7 +205,7 @@ def vocab_multiple(tp: int) -> int:
     return math.lcm(64, tp)
 
 
-def _vocab(names, shapes, tp, rank):
+def _vocab(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
     """Split the padded rows over the ranks; padding belongs to no piece."""
     size = padded_vocab(shapes[0][0], vocab_multiple(tp)) // tp
     start, stop = rank * size, min((rank + 1) * size, shapes[0][0])
@@ -223,7 +224,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
     """
     per_group = num_heads // num_kv_heads * head_dim
 
-    def megatron(names, shapes, tp, rank):
+    def megatron(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         groups = num_kv_heads // tp
         pieces, at = [], 0
         for group in range(rank * groups, (rank + 1) * groups):
@@ -232,7 +233,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
                 at += size
         return pieces
 
-    def vllm(names, shapes, tp, rank):
+    def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
         first_kv = rank * num_kv_heads // tp
         pieces, at = [], 0
@@ -250,7 +251,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
 def kv_heads(num_kv_heads: int, head_dim: int) -> Cut:
     """Return the cut of a weight [kv heads x channels]; vLLM's ranks repeat it as they repeat key heads."""
 
-    def vllm(names, shapes, tp, rank):
+    def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         count = max(1, num_kv_heads // tp) * head_dim
         first = rank * num_kv_heads // tp * head_dim
         return [_rows(names[0], shapes[0], first, first + count, 0)]
@@ -263,7 +264,9 @@ def joined(cut: Cut, rows: tuple[int, ...]) -> Cut:
     """Return the cut of one Hugging Face tensor that joins the tensors of `cut` as blocks of `rows` rows."""
 
     def of(pieces: Callable[..., list[Piece]]) -> Callable[..., list[Piece]]:
-        def of_whole(names, shapes, tp, rank):
+        def of_whole(
+            names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int
+        ) -> list[Piece]:
             starts = {str(part): start for part, start in enumerate(itertools.accumulate(rows, initial=0))}
             parts = [(size, *shapes[0][1:]) for size in rows]
             found = pieces(tuple(starts)[: len(rows)], parts, tp, rank)
@@ -283,17 +286,18 @@ def _lower(box: Box, rows: int) -> Box:
 def rows_from(offset: int) -> Cut:
     """Return the cut of a weight that every rank holds whole, in vLLM as rows from `offset` on."""
 
-    def vllm(names, shapes, tp, rank):
+    def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         return [_rows(names[0], shapes[0], 0, shapes[0][0], offset)]
 
     return Cut(_whole, vllm, split=False)
 
 
-def _stacked(pieces: Callable[..., list[Piece]], expert: int) -> Callable[..., list[Piece]]:
+def _stacked(pieces: PieceFunction, expert: int) -> PieceFunction:
     """Return the same pieces within a parameter [E, ...] of all experts."""
 
-    def of_expert(*args):
-        return [replace(piece, local_box=((expert, expert + 1), *piece.local_box)) for piece in pieces(*args)]
+    def of_expert(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
+        found = pieces(names, shapes, tp, rank)
+        return [replace(piece, local_box=((expert, expert + 1), *piece.local_box)) for piece in found]
 
     return of_expert
 
@@ -310,7 +314,7 @@ def expert_down(expert: int) -> Cut:
     return Cut(_row, _stacked(_row, expert))
 
 
-def _on_first(names, shapes, tp, rank):
+def _on_first(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
     return _whole(names, shapes, tp, rank) if rank == 0 else []
 
 

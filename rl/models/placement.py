@@ -79,7 +79,7 @@ class TrainingPlacement:
     For example, with pp=2 and vpp=2 stage 0 has parts 0 and 2.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_sizes("training", self.world_size, self.tp, self.pp, self.num_layers)
         if self.pp * self.vpp > self.num_layers:
             raise ValueError(
@@ -154,7 +154,7 @@ class RolloutPlacement:
     num_experts: int = 0
     """Number of routed experts of a layer; needed if ep is above 1."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_sizes("rollout", self.world_size, self.tp, self.pp, self.num_layers)
         if self.ep > 1 and (self.pp > 1 or self.ep % self.tp or self.world_size % self.ep):
             raise ValueError(

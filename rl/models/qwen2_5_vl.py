@@ -6,7 +6,7 @@ Every rank of the first pipeline stage holds the whole tower, and so does every 
 from dataclasses import replace
 
 from rl.models import dense, qwen2
-from rl.models.layout import REPLICATED, TOWER, Weight, rows_from
+from rl.models.layout import REPLICATED, TOWER, Cut, Weight, rows_from
 from rl.models.rope import rope_parameters
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
@@ -89,6 +89,6 @@ def linear(name: str, rows: int, columns: int, *, vllm: str = "", first_row: int
     ]
 
 
-def in_tower(name: str, shape: tuple[int, ...], *, vllm: str = "", cut=REPLICATED) -> Weight:
+def in_tower(name: str, shape: tuple[int, ...], *, vllm: str = "", cut: Cut = REPLICATED) -> Weight:
     """Return a weight of the tower, given its name within it."""
     return Weight((TOWER + name,), (shape,), TOWER + name, TOWER + (vllm or name), cut, first_stage=True)

@@ -5,6 +5,7 @@ another class; tools/text_model.py writes their text model, which has these clas
 """
 
 import functools
+from collections.abc import Sequence
 
 from rl.models import dense, experts, qwen3_next
 from rl.models.dense import in_layer
@@ -81,7 +82,7 @@ def by_key_head(groups: int, parts: tuple[tuple[int, int, int], ...]) -> Cut:
     parts: for each block the index of its tensor, its first row, and its rows of one key head.
     """
 
-    def pieces(names, shapes, heads, at):
+    def pieces(names: Sequence[str], shapes: Sequence[tuple[int, ...]], heads: range, at: int) -> list[Piece]:
         """Return the rows of some adjacent key heads, which begin at local row `at`."""
         out = []
         for tensor, first, size in parts:
@@ -91,12 +92,12 @@ def by_key_head(groups: int, parts: tuple[tuple[int, int, int], ...]) -> Cut:
             at += rows[1] - rows[0]
         return out
 
-    def megatron(names, shapes, tp, rank):
+    def megatron(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         own, size = range(rank * groups // tp, (rank + 1) * groups // tp), sum(size for *_, size in parts)
         heads = [pieces(names, shapes, range(head, head + 1), at * size) for at, head in enumerate(own)]
         return [piece for of_head in heads for piece in of_head]
 
-    def vllm(names, shapes, tp, rank):
+    def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         return pieces(names, shapes, range(rank * groups // tp, (rank + 1) * groups // tp), 0)
 
     return Cut(megatron, vllm)

@@ -153,7 +153,7 @@ def gated_qkv(num_heads: int, num_kv_heads: int, dim: int) -> Cut:
         columns = (0, shape[1])
         return Piece(name, ((start, start + size), columns), ((at, at + size), columns))
 
-    def megatron(names, shapes, tp, rank):
+    def megatron(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         groups = num_kv_heads // tp
         pieces, places = [], itertools.count(0, dim)
         for group in range(rank * groups, (rank + 1) * groups):
@@ -164,7 +164,7 @@ def gated_qkv(num_heads: int, num_kv_heads: int, dim: int) -> Cut:
                 pieces.append(rows(name, shape, group * dim, next(places)))
         return pieces
 
-    def vllm(names, shapes, tp, rank):
+    def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         at = size = 2 * num_heads // tp * dim
         pieces = [rows(names[0], shapes[0], rank * size, 0, size)]
         for name, shape in zip(names[1:], shapes[1:]):

@@ -12,31 +12,33 @@ any number of times. For example, with lengths [2, 1] the sum of [1, 2, 3] is [3
 7] into [5, 5, 7].
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 class _SegmentSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lengths: Tensor) -> Tensor:
         ctx.save_for_backward(lengths)
         ctx.total = len(x)
         return _reduce(x, lengths)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (lengths,) = ctx.saved_tensors
         return _Expand.apply(grad, lengths, ctx.total), None
 
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, per_sample: Tensor, lengths: Tensor, total: int | None) -> Tensor:
+    def forward(ctx: Any, per_sample: Tensor, lengths: Tensor, total: int | None) -> Tensor:
         ctx.save_for_backward(lengths)
         return torch.repeat_interleave(per_sample, lengths, output_size=total)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (lengths,) = ctx.saved_tensors
         return _SegmentSum.apply(grad, lengths), None, None
 

@@ -1,5 +1,7 @@
 """Rollout correction: importance weights and rejections for the mismatch between engine and trainer."""
 
+from typing import Any, Literal
+
 from torch import Tensor
 
 from rl.checks.batches import check_loss_weights
@@ -17,9 +19,9 @@ def weigh(batch: Batch, correction: RolloutCorrection, weights: Tensor | None) -
     """
     if batch.rollout_logprobs is None:
         return {}
-    assert batch.old_logprobs is not None and batch.mask is not None
+    assert batch.old_logprobs is not None
     pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
-    level = "sequence" if correction.weighs_samples else "token"
+    level: rollout_correction.Level = "sequence" if correction.weighs_samples else "token"
     bound = correction.truncate_tokens or correction.truncate_samples or correction.icepop_high
     upper = bound or rollout_correction.USUAL_UPPER
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
@@ -41,12 +43,12 @@ def reject(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
     """Reduce `mask` as `rollout_correction.reject` configures; return the metrics. Reads as `weigh`."""
     if batch.rollout_logprobs is None or not correction.rejections:
         return {}
-    assert batch.old_logprobs is not None and batch.mask is not None
+    assert batch.old_logprobs is not None
     pair, mask, lengths = (batch.old_logprobs, batch.rollout_logprobs), batch.mask, batch.lengths
     metrics: dict[str, float] = {}
     kept = mask
     for criterion in correction.rejections:  # each reads the mask as it was before any rejection
-        options = dict(level=criterion.level, statistic=criterion.statistic)
+        options: dict[str, Any] = dict(level=criterion.level, statistic=criterion.statistic)
         options |= dict(low=criterion.low, high=criterion.high)
         passed = rollout_correction.reject(*pair, lengths, mask, **options)
         metrics |= rollout_correction.criterion_metrics(*pair, lengths, mask, passed, **options)
@@ -74,7 +76,8 @@ def loss_weights(
     if upper := correction.truncate_samples:
         return rollout_correction.sequence_weights(*pair, lengths, mask, upper=upper)
     if high := correction.icepop_high:
-        level = "sequence" if correction.weighs_samples else correction.icepop_level
+        level: Literal["token", "prefix", "sequence"]
+        level = "sequence" if correction.icepop_level == "sample" else correction.icepop_level
         return rollout_correction.icepop(
             *pair, lengths, mask, low=correction.icepop_low, high=high, level=level
         )

@@ -98,8 +98,9 @@ class Generation(Sampler):
             began = time.perf_counter()  # all ranks have arrived
             with tracing.span("engine", replica=engine.replica):
                 schedule, all_replicas = schedule_of(), AllReplicas(bar, engine.num_replicas)
-                options = dict(progress=all_replicas, interrupt=interrupt)
-                is_whole = self._dialogues.run(engine, schedule, call, **options)
+                is_whole = self._dialogues.run(
+                    engine, schedule, call, progress=all_replicas, interrupt=interrupt
+                )
             busy = time.perf_counter() - began
             with tracing.span("exchange samples"):  # waits for the slowest replica
                 if interrupt is not None and any_rank(not is_whole):

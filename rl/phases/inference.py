@@ -49,7 +49,7 @@ class Inference:
         estimator, _ = config.objective.chosen
         needs_squares = estimator is not None and "sum_p_squared" in estimator.columns
         if correction.bypass:
-            batch.old_logprobs = batch.rollout_logprobs.clone()
+            batch.old_logprobs = batch.column("rollout_logprobs").clone()
         elif self._old.may_defer(batch):
             batch.deferred_at = policy.num_updates
         else:
@@ -57,7 +57,8 @@ class Inference:
             outputs = self._pass(policy, batch, names, "old_log_prob", "logp")
             if needs_squares:
                 batch.extra["sum_p_squared"] = outputs[2]
-            self._old.fill(batch, *outputs[:2], weights_of(batch, outputs[0], correction))
+            logprobs, entropy = outputs[:2]
+            self._old.fill(batch, logprobs, entropy, weights_of(batch, logprobs, correction))
             self._step.metrics |= reject(batch, correction)
         if needs_reference(config):
             self.reference(batch)
@@ -69,7 +70,7 @@ class Inference:
             return
         plan = noise.plan(self._planner.plans(batch)[0].micro_batches, batch, counted)
         if plan is not None:
-            passes = []
+            passes: list[Tensor] = []
             for context in (nullcontext(), rounded_again(policy)):
                 with context:
                     few = [MinibatchPlan(plan)]

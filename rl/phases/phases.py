@@ -5,7 +5,7 @@ layouts, packing, memory sharing, timing and the metrics of each phase are below
 are verl's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -102,9 +102,8 @@ class Phases:
         """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
         pairs: list[PreferencePair] = self.draw_prompts()
         ids = [pair.prompt_ids for pair in pairs]
-        chosen, rejected = [p.chosen_ids for p in pairs], [p.rejected_ids for p in pairs]
-        chosen = given_responses(ids, chosen, [pair.chosen_mask for pair in pairs])
-        rejected = given_responses(ids, rejected, [pair.rejected_mask for pair in pairs])
+        chosen = given_responses(ids, [p.chosen_ids for p in pairs], [p.chosen_mask for p in pairs])
+        rejected = given_responses(ids, [p.rejected_ids for p in pairs], [p.rejected_mask for p in pairs])
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
 
     def draw_labelled(self) -> Batch:
@@ -215,7 +214,7 @@ class Phases:
         return self.draw.state_dict() | self.sampler.cursor()
 
     @contextmanager
-    def saving(self):
+    def saving(self) -> Iterator[None]:
         """Run the body as the phase `save`, with the training models' weights on the device."""
         self.memory.to_training()
         with self.step.phase("save", timing="save_checkpoint"):

@@ -87,6 +87,7 @@ def token_selection(config: Config) -> TokenSelection | None:
     equally."""
     _, loss = config.objective.chosen
     assert loss is not None, "the algorithm has no policy gradient"
+    select: Callable[..., Tensor] | None
     if config.objective.top_entropy < 1:
         select, output = top_entropy.select_tokens, "entropy"
     else:
@@ -147,8 +148,8 @@ def _policy_loss(
     }
     if goal.kl_coef:
         both = micro.logprobs, micro.column("ref_logprobs")
-        options = dict(estimator=goal.kl_estimator, old_logprobs=micro.column("old_logprobs"))
-        kl_loss = reduce(kl(*both, micro.mask, **options))
+        old = micro.column("old_logprobs")
+        kl_loss = reduce(kl(*both, micro.mask, estimator=goal.kl_estimator, old_logprobs=old))
         total = total + goal.kl_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss
     if goal.entropy_coef and not goal.adaptive_entropy.target:

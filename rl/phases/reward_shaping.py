@@ -56,20 +56,21 @@ class KlPenalty:
         if batch.trajectories is not None:
             merged = batch.merge_rows()
             metrics = self.apply(merged, step)
-            batch.token_rewards, batch.rewards = merged.token_rewards, batch.of_trajectories(merged.rewards)
+            batch.token_rewards = merged.token_rewards
+            batch.rewards = batch.of_trajectories(merged.column("rewards"))
             return metrics
-        batch.token_rewards = place_at_end(batch.rewards, batch.lengths, batch.mask)
-        metrics: dict[str, float] = {}
+        rewards = batch.column("rewards")
+        batch.token_rewards = place_at_end(rewards, batch.lengths, batch.mask)
+        metrics = {}
         if self._penalty.coef:
             coef = self.controller.coef
-            divergence = kl(
-                batch.old_logprobs, batch.ref_logprobs, batch.mask, estimator=self._penalty.estimator
-            )
+            pair = batch.column("old_logprobs"), batch.column("ref_logprobs")
+            divergence = kl(*pair, batch.mask, estimator=self._penalty.estimator)
             per_token = sample_means(divergence, batch.mask, batch.lengths)
             mean_kl = float(per_token.mean()) if len(per_token) else 0.0
             metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
             batch.token_rewards = batch.token_rewards - coef * divergence
-            batch.rewards = batch.rewards - coef * segment_sum(divergence, batch.lengths)
+            batch.rewards = rewards = rewards - coef * segment_sum(divergence, batch.lengths)
             if step > self._critic_warmup:  # during the warm-up the policy does not change
                 self.controller.update(mean_kl, len(per_token))
-        return metrics | spread("critic/rewards", batch.rewards)
+        return metrics | spread("critic/rewards", rewards)

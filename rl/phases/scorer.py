@@ -242,7 +242,7 @@ def check_places(batch: Batch, digests: Tensor) -> None:
 def _digest(batch: Batch, sample: int) -> int:
     """Return a hash of a response and its prompt, 1 to 2**32."""
     prompt = batch.prompts[int(batch.groups[sample])].index if batch.prompts else -1
-    return zlib.crc32(batch.response_ids[sample], prompt & 0xFFFFFFFF) + 1
+    return zlib.crc32(batch.response_ids[sample].data, prompt & 0xFFFFFFFF) + 1
 
 
 def start_pool(config: Config, inputs: Inputs) -> ScoringPool:

@@ -56,7 +56,7 @@ class Scoring:
         self.fill_scores(batch, timing="reward")
         if self._config.reward.overlong_buffer_tokens:
             penalties = overlong_penalty(batch, self._config)
-            batch.rewards = batch.rewards + penalties
+            batch.rewards = batch.column("rewards") + penalties
             self._step.metrics["reward/overlong_penalty/mean"] = float(penalties.mean())
         self._step.metrics |= score_metrics(batch.merge_rows())
         if warning := warn_of_constant_scores(batch, self._groups):
@@ -65,7 +65,8 @@ class Scoring:
     def greedy_rewards(self, batch: Batch) -> Tensor:
         """Return and log the rewards of a batch with one response per prompt, float32 [prompts]."""
         self.fill_scores(batch, timing="reward")
+        rewards = batch.column("rewards")
         if self._config.reward.overlong_buffer_tokens:
-            batch.rewards = batch.rewards + overlong_penalty(batch, self._config)
-        self._step.metrics["critic/baseline/mean"] = float(batch.rewards.mean())
-        return batch.rewards
+            batch.rewards = rewards = rewards + overlong_penalty(batch, self._config)
+        self._step.metrics["critic/baseline/mean"] = float(rewards.mean())
+        return rewards

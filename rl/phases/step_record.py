@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from rl.faults.agreement import PhaseAgreement
 from rl.faults.process import GIB, host_bytes_used, resident_bytes, return_free_memory
 from rl.faults.watchdog import Watchdog
 from rl.phases.performance import slowest_rank, time_per_token, utilisation
+from rl.run_directory.progress import Counter as UnitCounter
 from rl.run_directory.progress import Progress
 from rl.runtime import tracing
 from rl.runtime.device import Device
@@ -127,6 +128,6 @@ class StepRecord:
             metrics |= utilisation(metrics, self.operations, peak)
         metrics |= slowest_rank(self.agreement.late_s.tolist())
 
-    def bar(self, name: str, total: int):
+    def bar(self, name: str, total: int) -> AbstractContextManager[UnitCounter]:
         """Return a progress bar over `total` samples, as a context manager."""
         return self.progress.phase(f"step {self.number} {name}", total, "samples")

@@ -471,7 +471,9 @@ def _role(stream: Stream, rank: int) -> Role:
     return Role(int(stream.givers[gets[0]]), int(stream.needer_tp_ranks[gets[0]]), by_tp_rank)
 
 
-def _regions(routing: Routing, roles: dict[Stream, Role], boxes: dict, number: int, rank: int):
+def _regions(
+    routing: Routing, roles: dict[Stream, Role], boxes: dict, number: int, rank: int
+) -> tuple[list[Copy], list[tuple[Key, Region]], list[tuple[Key, Region]]]:
     """Return (copies, sends, receives) of one weight on this rank; sends and receives are (key, region).
 
     Both ranks of a pair list their regions in the same order.

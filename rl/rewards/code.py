@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -247,21 +247,16 @@ def run_case(program: str, case: Case, settings: CodeOptions, left_s: float) -> 
     limits = ProgramLimits(
         wall_s=min(settings.wall_s, left_s), cpu_s=math.ceil(settings.cpu_s), memory_mib=settings.memory_mib
     )
-    how: dict[str, Any] = {"limits": limits, "interpreter": settings.interpreter}
-    run = functools.partial(run_program, **how, allow_unprotected=settings.allow_unprotected)
-    if settings.container is not None:
-        from rl.config import wing
-
-        container = read_container(settings.container, key="reward.kwargs.container")
-        run = functools.partial(wing.door_of("containers", "programs")(container), **how)
+    run = _runner(settings, limits)
     if case.stdin is not None:
         outcome = run(program, stdin=case.stdin)
         return outcome, outcome.ok and same_output(outcome.stdout, case.expected)
-    job = {"prelude": PRELUDE, "solution": program}
+    job: dict[str, Any] = {"prelude": PRELUDE, "solution": program}
     if case.test is not None:
         token = secrets.token_hex(16)
-        apart = {"token": token, "prelude": PRELUDE, "is_container": settings.container is not None}
-        outcome = run_apart(run, program, case.test, **apart)
+        outcome = run_apart(
+            run, program, case.test, token=token, prelude=PRELUDE, is_container=settings.container is not None
+        )
         if not (outcome.ok and outcome.stdout == TOGETHER):
             return outcome, outcome.ok and outcome.stdout == token
         outcome = run(_HARNESS, stdin=json.dumps({**job, "test": case.test, "token": token}))
@@ -269,6 +264,17 @@ def run_case(program: str, case: Case, settings: CodeOptions, left_s: float) -> 
     job |= {"fn_name": case.fn_name, "arguments": case.arguments}
     outcome = run(_HARNESS, stdin=json.dumps(job))
     return outcome, outcome.ok and _returned(outcome.stdout, case.expected)
+
+
+def _runner(settings: CodeOptions, limits: ProgramLimits) -> Callable[..., ProgramOutcome]:
+    """Return `run_program`, or its counterpart of a container, with its settings."""
+    how: dict[str, Any] = {"limits": limits, "interpreter": settings.interpreter}
+    if settings.container is None:
+        return functools.partial(run_program, **how, allow_unprotected=settings.allow_unprotected)
+    from rl.config import wing
+
+    container = read_container(settings.container, key="reward.kwargs.container")
+    return functools.partial(wing.door_of("containers", "programs")(container), **how)
 
 
 def _returned(stdout: str, expected: Any) -> bool:

@@ -104,7 +104,7 @@ def _mapping(case: Any) -> Mapping[str, Any]:
 
 def _listed_case(case: Mapping[str, Any]) -> Case:
     """Return a test of LiveCodeBench or PrimeIntellect."""
-    about = case.get("metadata") or {}
+    about: Any = case.get("metadata") or {}
     about = container(about) or {} if isinstance(about, str) else about
     fn_name = case.get("fn_name") or about.get("func_name")
     kind = case.get("type") or case.get("testtype") or ""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rl.config.schema import Config
 from rl.data.batch import COLUMNS, Batch
@@ -62,7 +63,7 @@ class RolloutWriter:
     def __init__(
         self,
         config: Config,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         kept: Collection[int] = (),
         *,
         fence: Callable[[], None] = lambda: None,
@@ -81,7 +82,9 @@ class RolloutWriter:
         arrays = stored_arrays(collected, learned)
         self._log.write(step, partial(self._columns, step, collected, samples, arrays))
 
-    def _columns(self, step: int, batch: Batch, samples: list[int], arrays) -> dict[str, list[Any]]:
+    def _columns(
+        self, step: int, batch: Batch, samples: list[int], arrays: dict[str, Any]
+    ) -> dict[str, list[Any]]:
         found = columns_of(step, batch, samples, arrays, self._decode)
         return found | ({"images": images_of(batch, samples)} if self._more else {})
 
@@ -104,7 +107,8 @@ class RolloutWriter:
         if not special:
             return decode_responses(ids, self._tokenizer, self._kept)
         # Some tokenizers return one text for an empty list.
-        return self._tokenizer.batch_decode(list(ids), skip_special_tokens=False) if ids else []
+        arrays: list[Any] = list(ids)  # which the library takes and does not declare
+        return self._tokenizer.batch_decode(arrays, skip_special_tokens=False) if ids else []
 
 
 def stored_arrays(collected: Batch, learned: Batch) -> dict[str, np.ndarray]:

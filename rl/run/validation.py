@@ -54,12 +54,12 @@ def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -
         columns = [segment_sum(column.double(), batch.lengths).numpy() for column in (losses, batch.mask)]
         for prompt, own in zip(part, np.stack(columns, axis=1), strict=True):
             sums[prompt.data_source] += own
-    losses = {f"val-core/{source}": total / count for source, (total, count) in sums.items()}
-    total, count = sum(sums.values())
-    losses["val"] = total / count
+    means = {f"val-core/{source}": total / count for source, (total, count) in sums.items()}
+    total, count = sum(sums.values(), np.zeros(2))
+    means["val"] = total / count
     return {
         f"{name}/{key}": float(value)
-        for name, loss in losses.items()
+        for name, loss in means.items()
         for key, value in (("loss", loss), ("perplexity", np.exp(loss)))
     }
 
@@ -85,7 +85,7 @@ def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpo
     several = sampling.samples_per_prompt > 1
     predictions = phases.scoring.fill_scores(batch, timing="testing", predictions=several)
     phases.checks.validated(batch, prompts, samples_per_prompt=sampling.samples_per_prompt)
-    variables = {"acc": batch.outcomes, "score": batch.scores}
+    variables = {"acc": batch.outcomes, "score": batch.column("scores")}
     variables |= {
         name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")
     }

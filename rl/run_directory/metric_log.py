@@ -95,13 +95,12 @@ class MetricLog:
                 "one: steps are repeated, or the records after the resumed step were not dropped."
             )
         self.last_step = step
-        record = {STEP: step, "time": round(time.time(), 3)}
+        record: dict[str, float | None] = {STEP: step, "time": round(time.time(), 3)}
         for name in sorted(metrics.keys() - record.keys()):
             value = metrics[name] if type(metrics[name]) is int else float(metrics[name])
             if not math.isfinite(value):
                 self._warn_not_finite(name, value, step)
-                value = None
-            record[name] = value
+            record[name] = value if math.isfinite(value) else None
         line = json.dumps(record, allow_nan=False)
         self._writes.add(f"step {step}", partial(append_line, self._path, line), len(line) + 1)
         for follower in self._followers:
@@ -164,8 +163,9 @@ def parse_record(line: str | bytes) -> dict[str, Any] | None:
 
 def number_of(value: object) -> int | float | None:
     """Return a value of a JSON file if it is a finite number, else None."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and abs(value) < 1e300 else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) < 1e300 else None
 
 
 def keep_lines_up_to(path: Path, step: int | None) -> None:

@@ -145,11 +145,11 @@ class _Page(asyncio.Protocol):
             body = "the token is in prometheus_token of the run's directory\n"
         elif not request.startswith((b"GET /metrics ", b"GET /metrics?")):
             status, body = "404 Not Found", "the metrics are at /metrics\n"
-        head = (
+        answer = (
             f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
             f"Content-Length: {len(body.encode())}\r\nConnection: close\r\n\r\n"
         )
-        self._transport.write((head + body).encode())
+        self._transport.write((answer + body).encode())
         self._transport.close()
 
 

@@ -36,7 +36,7 @@ def schema(columns: Mapping[str, str], kind: str) -> "pa.Schema":
     """
     import pyarrow as pa
 
-    def type_of(name: str):
+    def type_of(name: str) -> "pa.DataType":
         if name == "messages":
             return pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
         element = getattr(pa, {"bool": "bool_"}.get(name, name.removesuffix("s")))()

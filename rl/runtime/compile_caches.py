@@ -41,7 +41,8 @@ def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
         )
     root = environ.get(ROOT) or os.path.join(temporary, f"lockstep-cache-{os.geteuid()}")
     environ.setdefault(INDUCTOR, f"{root}/inductor")
-    fresh, known = "", {}
+    fresh = ""
+    known: dict[str, str] = {}
     for name, default in CACHES.items():
         place = known[name] = environ.get(name) or os.path.expanduser(default.format_map(known))
         is_below = place.startswith(f"{root}/")

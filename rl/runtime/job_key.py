@@ -110,7 +110,7 @@ def nonce() -> bytes:
     return secrets.token_bytes(NUM_BYTES)
 
 
-def proof(secret: bytes, label: str, *parts: bytes) -> bytes:
+def proof(secret: bytes, label: str, *parts: bytes | bytearray) -> bytes:
     """Return the proof that its maker knows the key. All parts but the last have a fixed length."""
     return hmac.digest(secret, b"".join((label.encode(), b"\0", *parts)), "sha256")
 

@@ -4,7 +4,7 @@ import datetime
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
 
 from rl.runtime.device import Device
 
@@ -21,11 +21,13 @@ def own_group(
         name: not used before in this store and process.
         device: NCCL on this device if it is CUDA; None means gloo.
     """
-    cuda = device is not None and device.is_cuda
-    own = store.clone()  # another thread may be waiting on the given connection
-    backend = "nccl" if cuda else "gloo"
-    group, _ = _new_process_group_helper(size, rank, [], backend, own, group_name=name, timeout=timeout)
+    cuda = device.torch if device is not None and device.is_cuda else None
+    # Another thread may be waiting on the given connection.
+    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack the method
+    group, _ = _new_process_group_helper(
+        size, rank, [], "nccl" if cuda else "gloo", own, group_name=GroupName(name), timeout=timeout
+    )
     _world.pg_group_ranks[group] = {number: number for number in range(size)}
     # NCCL connects in the first collective, which needs all ranks.
-    dist.all_reduce(torch.zeros(1, device=device.torch if cuda else "cpu"), group=group)
+    dist.all_reduce(torch.zeros(1, device=cuda or "cpu"), group=group)
     return group

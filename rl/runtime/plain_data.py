@@ -52,7 +52,7 @@ def encode(value: Any, *types: type) -> bytes:
         return [item if type(item) in _PLAIN else plain(item) for item in values]
 
     def plain(item: Any) -> Any:
-        kind = type(item)
+        kind: Any = type(item)
         if kind in _PLAIN:
             return item
         if kind is list:
@@ -92,7 +92,7 @@ def decode(content: bytes, *types: type) -> Any:
         found = np.frombuffer(content, kind, size, start + offset).copy() if size else np.empty(0, kind)
         return found if len(shape) == 1 else found.reshape(shape)
 
-    make: dict[str, Callable[[list], Any]] = {
+    make: dict[str, Callable[[Any], Any]] = {
         "t": tuple,
         "s": set,
         "f": frozenset,
@@ -127,7 +127,7 @@ _AS_TEXT: dict[type, tuple[str, Callable[[Any], str]]] = {
 
 
 @functools.cache
-def _fields_of(kind: type) -> Callable[[Any], Sequence]:
+def _fields_of(kind: Any) -> Callable[[Any], Sequence]:
     """Return a function that gives the fields of an instance in the order of the constructor's arguments."""
     if issubclass(kind, tuple):
         return tuple

@@ -11,7 +11,7 @@ program.
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from rl.runtime.job_key import KEY_VARIABLE, JobKey, key_from
@@ -48,7 +48,7 @@ class Ranks:
     def on_one_host(self) -> bool:
         return self.local_world_size == self.world_size
 
-    def export(self, environ: dict | None = None) -> None:
+    def export(self, environ: MutableMapping[str, str] | None = None) -> None:
         """Set the environment variables that torch.distributed and vLLM read."""
         environ = os.environ if environ is None else environ
         environ.update(

@@ -22,7 +22,7 @@ import random
 import select
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -297,7 +297,7 @@ class _Client:
 
 def _arrivals(
     listener: socket.socket, secret: bytes, attempt: str, deadline: float
-) -> Iterator[tuple[_Client, int, str]]:
+) -> Generator[tuple[_Client, int, str]]:
     """Yield (client, rank, node) of each rank of this attempt that connects, until the deadline.
 
     Other clients are refused. A client that sends nothing delays no other.

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -188,9 +189,11 @@ def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None
     ranks (`_new_process_group_helper` of torch 2.13). For example, DeepSeek-V3 on 512 ranks has 4,166 groups
     on NCCL, and a rank uses about 15 of them.
     """
-    options = dict(rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    start = partial(
+        dist.init_process_group, backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+    )
     if ranks.launcher == "torchrun":
-        dist.init_process_group(backend, init_method="env://", **options)
+        start(init_method="env://")
     else:
         store = dist.TCPStore(
             ranks.master_addr if ranks.listener is None else _own_address(ranks.listener),
@@ -201,7 +204,7 @@ def _initialise(ranks: Ranks, backend: str, timeout: datetime.timedelta) -> None
             wait_for_workers=False,
             master_listen_fd=None if ranks.listener is None else ranks.listener.detach(),
         )
-        dist.init_process_group(backend, store=store, **options)
+        start(store=store)
     if ranks.rank == 0 and ranks.key is not None:
         ranks.key.forget()
 

@@ -16,6 +16,7 @@ import asyncio
 import ctypes
 import hmac
 import json
+import os
 import resource
 import signal
 import socket
@@ -219,5 +220,5 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    secret = sys.stdin.buffer.raw.read(NUM_BYTES)
+    secret = os.read(sys.stdin.fileno(), NUM_BYTES)
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[-1])), secret))

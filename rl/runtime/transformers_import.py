@@ -10,10 +10,11 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from rl.runtime.plain_data import decode, encode
 from rl.sandbox.private_directory import why_untrusted
@@ -54,7 +55,9 @@ def cached_scan(scan: Callable[[str], dict], path: str | os.PathLike) -> dict:
 
 
 class _TransformersFinder(MetaPathFinder):
-    def find_spec(self, fullname, path, target=None):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
@@ -62,7 +65,7 @@ class _TransformersFinder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def exec_module(module):
+            def exec_module(module: ModuleType) -> None:
                 execute(module)
                 scan = getattr(module, _FUNCTION, None)  # other versions of transformers may not have it
                 if scan is not None:

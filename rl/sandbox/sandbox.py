@@ -238,7 +238,7 @@ def run_program(
         # After an interruption the watcher ends the program and itself when it sees one of these closed. They
         # are closed before the wait, because it may be reading its job or writing its answer.
         os.close(held_end)
-        for pipe in (watcher.stdin, watcher.stdout, watcher.stderr):
+        for pipe in filter(None, (watcher.stdin, watcher.stdout, watcher.stderr)):
             pipe.close()
         watcher.wait()
         _remove_what_is_left(directory)

@@ -24,7 +24,7 @@ def expect_signals() -> None:
         signal.signal(signal.SIGTERM, _record_sigterm)
 
 
-def _record_sigterm(number, frame) -> None:
+def _record_sigterm(number: int, frame: object) -> None:
     global _terminate
     _terminate = True
 

@@ -141,10 +141,10 @@ class Pool(ABC, Generic[W]):
         deadline = min((worker.deadline for worker in self.all), default=math.inf)
         wait_s = min(limit_s, max(deadline - time.monotonic(), 0.0))
         for fd, event in self.poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)):
-            if (worker := self._by_fd.get(fd)) is not None:  # else it was just dismissed
+            if (ready := self._by_fd.get(fd)) is not None:  # else it was just dismissed
                 if event & select.POLLOUT:
-                    worker.flush()
-                self.read(worker)
+                    ready.flush()
+                self.read(ready)
         now = time.monotonic()
         for worker in [worker for worker in self.all if worker.deadline <= now]:
             if worker in self.all:  # a failed start may dismiss all workers that are starting

@@ -87,11 +87,12 @@ def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is
         )
         served = ServedModel(model, "float32", max_tokens=LONG + 8, frozen=True)
         engine = RolloutEngine(served, rollout, seed=1, device=device)
-        core = engine.llm.llm_engine.engine_core.engine_core
+        program: Any = engine.llm.llm_engine  # its core is in this process
+        core = program.engine_core.engine_core
         compute_nothing(core.model_executor)
         if not is_ours:
             use_scheduler_of_vllm(core.scheduler)
-        step_of_vllm = engine.llm.llm_engine.step
+        step_of_vllm = program.step
 
         def timed_step() -> list:
             nonlocal in_vllm
@@ -100,7 +101,7 @@ def measure_engine(*, model: str, requests: int, rounds: int, is_async: bool, is
             in_vllm += time.perf_counter() - start
             return outputs
 
-        engine.llm.llm_engine.step = timed_step
+        program.step = timed_step
 
         def seconds(max_tokens: int) -> np.ndarray:
             """Return the seconds of one generation, in all and outside vLLM's step, [2]."""

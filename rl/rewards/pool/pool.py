@@ -122,9 +122,11 @@ class ScoringPool(Pool[ScoringWorker]):
                 self.on_answer(self.all.index(worker), worker.since)
             worker.since = time.monotonic()
             error = message.get("error")
-            failed = isinstance(error, str)
             texts = message.get("prediction"), message.get("feedback")
-            jobs.finish(index, error if failed else Score(message["values"], *texts, message["of"]))
+            if isinstance(error, str):
+                jobs.finish(index, error)
+            else:
+                jobs.finish(index, Score(message["values"], *texts, message["of"]))
         worker.set_deadline(self._timeout_s)
         if message.get("last"):
             jobs.give_back(list(worker.chunk))
@@ -179,10 +181,11 @@ class ScoringPool(Pool[ScoringWorker]):
                 " was logged before" if first in _logged else ":\n" + first,
             )
             _logged.add(first)
+        failure = Score({"score": self._failure_score, "failed": 1.0})
         return [
-            Score({"score": self._failure_score, "failed": 1.0})
-            if isinstance(outcome, str)
-            else replace(outcome, values={**outcome.values, "failed": 0.0})
+            replace(outcome, values={**outcome.values, "failed": 0.0})
+            if isinstance(outcome, Score)
+            else replace(failure, values=dict(failure.values))
             for outcome in jobs.outcomes
         ]
 

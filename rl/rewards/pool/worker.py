@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl.config.reward_sources import RewardPlan
 from rl.rewards.mixture import Mixture
@@ -21,6 +21,9 @@ from rl.rewards.score import RejectedResult, Score
 from rl.workers.host import Host
 from rl.workers.messages import explain, too_slow
 from rl.workers.supervisor import run_worker
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -31,7 +34,7 @@ class RewardHost(Host):
     def __init__(self, work: socket.socket, *, timeout_s: float):
         super().__init__(work)
         self._timeout_s, self._cwd = timeout_s, os.getcwd()
-        self._runner = None
+        self._runner: asyncio.Runner | None = None
 
     def load(self, plan: RewardPlan) -> bool:
         self._mixture = Mixture(plan)
