@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
@@ -75,7 +76,14 @@ class CoreAttention(MegatronModule):
     torch's flash attention a few times on parts of the row, without copies of the inputs.
     """
 
-    def __init__(self, config, layer_number, attention_dropout=None, softmax_scale=None, **_):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         assert config.softmax_type in ("vanilla", "learnable")
         heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -88,7 +96,16 @@ class CoreAttention(MegatronModule):
         assert (config.attention_dropout if attention_dropout is None else attention_dropout) == 0.0
         self.scale = softmax_scale
 
-    def forward(self, query, key, value, attention_mask=None, *, packed_seq_params: PackedRow, **_):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedRow,
+        **_: Any,
+    ) -> Tensor:
         """Compute the attention that the row's `attention` describes; return [T, heads/tp * v].
 
         query: [T, heads/tp, d]. key: [T, kv_heads/tp, d]. value: [T, kv_heads/tp, v].
@@ -106,7 +123,7 @@ class CoreAttention(MegatronModule):
             out = self._varlen(query, key, value, row)
         return (out[..., :width] if out.shape[-1] != width else out).flatten(1)
 
-    def _varlen(self, query, key, value, row):
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: RowAttention) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         if row.kv_index is not None:
@@ -114,8 +131,8 @@ class CoreAttention(MegatronModule):
         if self.softmax_offset is not None:
             window = (-1 if self.window is None else self.window - 1, 0)
             return _VarlenWithSinks.apply(query, key, value, self.softmax_offset, row, self.scale, window)
-        options = _grouped(query, key)
-        return varlen_attn(
+        options: dict[str, Any] = _grouped(query, key)
+        out = varlen_attn(
             query,
             key,
             value,
@@ -128,8 +145,10 @@ class CoreAttention(MegatronModule):
             window_size=(-1 if self.window is None else self.window - 1, 0),
             **options,
         )
+        assert isinstance(out, Tensor), "log-sum-exps were not asked for"
+        return out
 
-    def _float32(self, query, key, value, row):
+    def _float32(self, query: Tensor, key: Tensor, value: Tensor, row: RowAttention) -> Tensor:
         assert not row.prefixes, "see `can_share`"
         sizes = [run.count * run.length for run in row.runs]
         out = []
@@ -150,7 +169,7 @@ class CoreAttention(MegatronModule):
             out.append(attended.transpose(1, 2).flatten(0, 1))
         return torch.cat(out)
 
-    def _with_sink_key(self, q, k, v, mask):
+    def _with_sink_key(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Compute the attention of blocks [count, heads, length, d] with a last key, scored by the sinks."""
         length = q.shape[2]
         if mask is None:
@@ -162,11 +181,13 @@ class CoreAttention(MegatronModule):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
 
 
-def te_attention(te_class: type) -> type:
+def te_attention(te_class: Any) -> type:
     """Return a subclass of Megatron's TEDotProductAttention for packed rows."""
 
     class RowTEAttention(te_class):
-        def forward(self, query, key, value, *_, packed_seq_params: PackedRow, **__):
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedRow, **__: Any
+        ) -> Tensor:
             """Compute the attention that the row's `attention` describes; shapes as in `CoreAttention`.
 
             It calls Transformer Engine's forward directly, because Megatron's does not offer the causal mask
@@ -214,7 +235,15 @@ class _AttendOnCpu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, row, scale):
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        row: RowAttention,
+        scale: float | None,
+    ) -> Tensor:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)  # [T, heads]
         for run in row.runs:
@@ -238,7 +267,7 @@ class _AttendOnCpu(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
@@ -270,7 +299,16 @@ class _VarlenWithSinks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, row, scale, window):
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        row: RowAttention,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> Tensor:
         from torch.nn.attention import varlen
 
         places = row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv
@@ -283,7 +321,7 @@ class _VarlenWithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from torch.nn.attention import varlen
 
         query, key, value, sinks, out, lse, state = ctx.saved_tensors

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rl.runtime.device import aligned, host_memory
-from rl.training.optimizer import IN_HOST, MASTER
+from rl.training.optimizer import IN_HOST, MASTER, gradient_of
 
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Number of elements with float32 moments at once, by device. On a CPU they fit the cache of a core; a GPU
@@ -66,7 +66,7 @@ class CompactAdam(torch.optim.Optimizer):
         self._stream = torch.cuda.Stream() if in_host and in_host[0].is_cuda else None
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # Megatron gives no closure
         """Update the weights. The host's share is updated while the device updates its own."""
         device: list[tuple[dict, Tensor]] = []
         host: list[tuple[dict, Tensor]] = []
@@ -79,7 +79,8 @@ class CompactAdam(torch.optim.Optimizer):
                     (host if id(weight) in self._room else device).append((group, weight))
         for group, weight in device:
             state = self.state[weight]
-            _update(weight.view(-1), weight.grad.view(-1), state["exp_avg"], state["exp_avg_sq"], group)
+            gradient = gradient_of(weight).view(-1)
+            _update(weight.view(-1), gradient, state["exp_avg"], state["exp_avg_sq"], group)
         if host:
             self._update_on_host(host)
 
@@ -118,7 +119,7 @@ class CompactAdam(torch.optim.Optimizer):
         _, weight, part = job
         size = part.stop - part.start
         gradient, values = self._staged[number % 2].view(torch.float32)[: 2 * size].view(2, size)
-        gradient.copy_(weight.grad.view(-1)[part], non_blocking=True)
+        gradient.copy_(gradient_of(weight).view(-1)[part], non_blocking=True)
         if MASTER in self.state[weight]:
             values = self.state[weight][MASTER][part]
         else:

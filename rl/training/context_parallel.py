@@ -17,7 +17,7 @@ row. r: response tokens that a part predicts.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ def _chunks(length: int, size: int, loads: list[int]) -> list[tuple[int, int]]:
 class Split:
     """Division of one row among the ranks of a context parallel group, as arrays on the host."""
 
-    def __init__(self, context: ContextGroup, pieces: list[list[SegmentPiece]]):
+    def __init__(self, context: ContextGroup, pieces: list[list[SegmentPiece]]) -> None:
         self._context, self._pieces = context, pieces[context.rank]
         self.places = np.concatenate([_places(own) for own in pieces])
         """int64 [W]: position in the row of each token of the parts, in the order of the ranks."""
@@ -222,12 +222,12 @@ class _Reorder(torch.autograd.Function):
     """`SelectRows` for a permutation: its backward pass sums nothing."""
 
     @staticmethod
-    def forward(ctx, x, order):
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
@@ -238,14 +238,14 @@ class _Gather(torch.autograd.Function):
     """Gathers along the first dimension; the backward pass sums over the ranks."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         whole = x.new_empty(group.size() * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
         return whole
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
@@ -253,7 +253,7 @@ class _Gather(torch.autograd.Function):
 
 class _GatherOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, part):
+    def forward(ctx: Any, x: Tensor, part: RowPart) -> Tensor:
         ctx.part = part
         padded = x.new_zeros(part.most, *x.shape[1:])
         padded[: len(x)] = x
@@ -263,5 +263,5 @@ class _GatherOutputs(torch.autograd.Function):
         return whole.index_select(0, part.restore)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.index_select(0, ctx.part.own.to(grad.device)), None

@@ -22,8 +22,10 @@ import logging
 import re
 import sys
 import types
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import Any
 
 import torch
 
@@ -48,26 +50,26 @@ def install() -> None:
 class _Stream:
     """A stream or event of a device that executes in program order."""
 
-    def __init__(self, *args, **kwargs): ...
-    def wait_stream(self, *args): ...
-    def wait_event(self, *args): ...
-    def wait(self, *args): ...
-    def record(self, *args): ...
-    def synchronize(self): ...
-    def query(self):
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
         return True
 
-    def record_event(self, event=None):
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
         return event or _Stream()
 
 
 def _cuda_namespace() -> types.ModuleType:
     """Return the module that replaces `torch.cuda` inside megatron.core."""
 
-    def nothing(*args, **kwargs):
+    def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    def type_name(tensor):
+    def type_name(tensor: torch.Tensor) -> str:
         kinds = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
         return f"torch.cuda.{kinds.get(tensor.dtype, '')}Tensor"
 
@@ -111,13 +113,20 @@ class Adam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **_
-    ):
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_: Any,
+    ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # Megatron gives no closure
         """Update the parameters, with one pass over the memory of each."""
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
@@ -153,53 +162,54 @@ _WORDS = re.compile(rb"cuda|pin_memory|\.[\s\\]*type\b")
 
 
 class _Rewrite(ast.NodeTransformer):
-    def __init__(self, lines: list[int]):
+    def __init__(self, lines: list[int]) -> None:
         self._lines = lines
         """Numbers of the lines with one of `_WORDS`, in order."""
 
-    def visit(self, node):
+    def visit(self, node: ast.AST) -> Any:
         """Visit a node if one of its lines can change; three quarters of Megatron's lines cannot."""
         if isinstance(node, (ast.stmt, ast.expr)):
             next_line = bisect.bisect_left(self._lines, node.lineno)
-            if next_line == len(self._lines) or self._lines[next_line] > node.end_lineno:
+            if next_line == len(self._lines) or self._lines[next_line] > (node.end_lineno or node.lineno):
                 return node
         return super().visit(node)
 
-    def visit_Attribute(self, node):
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return ast.copy_location(ast.Name("__cuda__", node.ctx), node)
         return node
 
-    def visit_Call(self, node):
+    def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         called = node.func
         if isinstance(called, ast.Attribute) and called.attr in ("cuda", "pin_memory"):
             return called.value
-        is_type = isinstance(called, ast.Attribute) and called.attr == "type"
-        if is_type and not node.args and not node.keywords:
+        if not isinstance(called, ast.Attribute) or node.args or node.keywords:
+            return node
+        if called.attr == "type":
             type_of = ast.Attribute(ast.Name("__cuda__", ast.Load()), "type_of", ast.Load())
             return ast.fix_missing_locations(ast.copy_location(ast.Call(type_of, [called.value], []), node))
         return node
 
-    def visit_keyword(self, node):
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
         self.generic_visit(node)
         if node.arg == "pin_memory":
             node.value = ast.copy_location(ast.Constant(False), node.value)
         return node
 
-    def visit_Constant(self, node):
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         if node.value == "cuda":
             node.value = "cpu"
         return node
 
 
-def _no_compiler(jit):
+def _no_compiler(jit: Any) -> None:
     """Disable Megatron's jit_fuser, because torch.compile needs a C++ compiler and seconds per function."""
     jit.disable_jit_fuser()
 
 
-def _cpu_rng_states(random):
+def _cpu_rng_states(random: Any) -> None:
     """Make the CUDA RNG tracker track the CPU generator, and suppress its warning at each call.
 
     Megatron's functions call torch._C, so mapping names in the source is not enough.
@@ -211,7 +221,7 @@ def _cpu_rng_states(random):
     )
 
 
-def _no_dropout(fused_bias_dropout):
+def _no_dropout(fused_bias_dropout: Any) -> None:
     """Add residuals in place in passes without gradients.
 
     Megatron does so only in eval(), because of dropout, which this project never uses.
@@ -220,27 +230,27 @@ def _no_dropout(fused_bias_dropout):
     fused_bias_dropout.get_bias_dropout_add = lambda training, fused: choose(False, fused)
 
 
-def _adam_of_optimizer(optimizer):
+def _adam_of_optimizer(optimizer: Any) -> None:
     if optimizer.USING_PYTORCH_OPTIMIZER:
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
 
 
-def _adam_of_distributed_optimizer(distrib_optimizer):
+def _adam_of_distributed_optimizer(distrib_optimizer: Any) -> None:
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         distrib_optimizer.Adam = Adam
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
-def _split_sizes_as_lists(moe_utils):
+def _split_sizes_as_lists(moe_utils: Any) -> None:
     """Convert split sizes to numpy on CPU too; the token dispatcher requires it but converts only on CUDA."""
 
-    def to_numpy(tensor, as_numpy=False, record_stream=False):
+    def to_numpy(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = to_numpy
 
 
-def _uneven_collectives(mappings):
+def _uneven_collectives(mappings: Any) -> None:
     """Emulate all-gather and reduce-scatter of parts of different sizes, which gloo lacks.
 
     Experts with tensor parallelism require them, because the ranks of a group have different numbers of
@@ -248,7 +258,12 @@ def _uneven_collectives(mappings):
     """
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def uneven_gather(part, group, output_split_sizes=None, use_global_buffer=False):
+    def uneven_gather(
+        part: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(part, group, None, use_global_buffer)
         longest = max(output_split_sizes)
@@ -256,7 +271,12 @@ def _uneven_collectives(mappings):
         parts = gather(padded, group).split(longest)
         return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes)])
 
-    def uneven_scatter(whole, group, input_split_sizes=None, use_global_buffer=False):
+    def uneven_scatter(
+        whole: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return scatter(whole, group, None, use_global_buffer)
         total = whole.clone(memory_format=torch.contiguous_format)
@@ -280,7 +300,7 @@ _AFTER_IMPORT = {
 class _Loader(SourceFileLoader):
     cuda = _cuda_namespace()
 
-    def get_code(self, fullname):
+    def get_code(self, fullname: str) -> types.CodeType | None:
         """Return the rewritten module's code; the code of __pycache__ if nothing is rewritten."""
         path = self.get_filename(fullname)
         source = self.get_data(path)
@@ -289,14 +309,16 @@ class _Loader(SourceFileLoader):
             return super().get_code(fullname)
         return compile(_Rewrite(lines).visit(ast.parse(source, path)), path, "exec", dont_inherit=True)
 
-    def exec_module(self, module):
+    def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__["__cuda__"] = self.cuda
         super().exec_module(module)
         _AFTER_IMPORT.get(module.__name__, lambda module: None)(module)
 
 
 class _StandInFinder(MetaPathFinder):
-    def find_spec(self, fullname, path, target=None):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
         if not (fullname + ".").startswith(_PACKAGE + "."):
             return None
         spec = PathFinder.find_spec(fullname, path, target)

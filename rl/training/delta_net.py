@@ -15,13 +15,14 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rl.models.delta_rule import Chunks, causal_conv, gated_delta_rule, gated_norm, log_decay, normed
@@ -68,7 +69,7 @@ class Recurrence:
     device: of the result.
     """
 
-    def __init__(self, groups: Sequence[RowGroup], part: "RowPart | None", device: torch.device):
+    def __init__(self, groups: Sequence[RowGroup], part: "RowPart | None", device: torch.device) -> None:
         size, shared = groups[-1].end, [group for group in groups if group.answers]
         firsts = [(group.start, group.prompt) for group in groups]
         answers = [pair for group in shared for pair in list(zip(group.starts, group.segments))[1:]]
@@ -112,16 +113,30 @@ class Recurrence:
 
     def rule(self, *inputs: Tensor) -> Tensor:
         """Return the outputs [W, H, V] of the gated delta rule; arguments as in `gated_delta_rule`."""
-        final, outputs = None, []
+        final: Tensor | None = None
+        outputs: list[Tensor] = []
         for part in self.passes:
             own = inputs if part.tokens is None else [select_rows(x, part.tokens) for x in inputs]
-            initial = None if part.parents is None else select_rows(final, part.parents)
-            out, final = _rule(*own, part, initial, needs_final=len(self.passes) > 1)
+            initial = None
+            if part.parents is not None:
+                assert final is not None, "the first pass has no parents"
+                initial = select_rows(final, part.parents)
+            out, final = _rule(*own, part=part, initial=initial, needs_final=len(self.passes) > 1)
             outputs.append(out)
         return outputs[0] if self.tokens is None else select_rows(torch.cat(outputs), self.tokens)
 
 
-def _rule(q, k, v, decay, beta, part: SequencePass, initial, *, needs_final: bool):
+def _rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    *,
+    part: SequencePass,
+    initial: Tensor | None,
+    needs_final: bool,
+) -> tuple[Tensor, Tensor]:
     """Return outputs and last states of a pass, by the fused kernels where they are installed."""
     if not (v.is_cuda and v.dtype is not torch.float32 and has_fused_rule()):
         return gated_delta_rule(q, k, v, decay, beta, part.chunked(), initial)
@@ -136,7 +151,9 @@ def _rule(q, k, v, decay, beta, part: SequencePass, initial, *, needs_final: boo
 class GatedDeltaNet(MegatronModule):
     """The layer, with the linear layers and submodules of Megatron's self-attention."""
 
-    def __init__(self, config, submodules, layer_number, *, pg_collection, **_):
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, layer_number: int, *, pg_collection: Any, **_: Any
+    ) -> None:
         super().__init__(config=config)
         self.group, tp = pg_collection.tp, pg_collection.tp.size()
         self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -163,7 +180,14 @@ class GatedDeltaNet(MegatronModule):
         selective = config.recompute_granularity == "selective"
         self.computes_again = selective and "core_attn" in config.recompute_modules
 
-    def forward(self, hidden_states, attention_mask=None, *, packed_seq_params: PackedRow, **_):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedRow,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         """Return (output [T, 1, hidden], None); with sequence parallelism T/tp in input and output."""
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0][:, 0], self.in_proj_ba(hidden_states)[0][:, 0]
         per_key = self.value_heads // self.key_heads
@@ -187,7 +211,9 @@ class GatedDeltaNet(MegatronModule):
         out = gated_norm(out, z.reshape(out.shape), weight, self.config.layernorm_epsilon)
         return self.out_proj(out.flatten(1)[:, None])
 
-    def _core(self, row: Recurrence, inputs, conv_weight, a_log, dt_bias) -> Tensor:
+    def _core(
+        self, row: Recurrence, inputs: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor
+    ) -> Tensor:
         """Return the states' value for each query [W, H, V]. inputs: [W, 2 G K + H V + 2 H]."""
         heads, keys = self.value_heads, self.key_heads * self.key_dim
         mixed, b, a = inputs.split([inputs.shape[-1] - 2 * heads, heads, heads], -1)
@@ -202,6 +228,6 @@ class GatedDeltaNet(MegatronModule):
 class Mixer:
     """Builds a layer's attention, or a gated delta net in its place."""
 
-    def __new__(cls, config, submodules, layer_number, **options):
+    def __new__(cls, config: TransformerConfig, submodules: Any, layer_number: int, **options: Any) -> Any:
         kind = GatedDeltaNet if config.linear_attention_freq[layer_number - 1] else SelfAttention
         return kind(config, submodules, layer_number, **options)

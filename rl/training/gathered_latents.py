@@ -5,6 +5,8 @@ about a ninth of the keys and values of 16 heads (DeepSeek-V2, arXiv:2405.04434,
 every rank of the group projects the latents of the whole row to keys and values.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
@@ -19,7 +21,12 @@ class GatheredLatents(LatentAttention):
     """Megatron's latent attention for parts of rows (`rl.training.context_parallel`)."""
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states, position_ids, packed_seq_params: PackedRow, **_
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None,
+        position_ids: Tensor | None,
+        packed_seq_params: PackedRow,
+        **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return this rank's queries, the whole row's keys and values, and the two latents.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,12 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import Parameter
 
 from rl.config.schema import Training
 from rl.models.layout import Weight
 from rl.runtime.collectives import gather_objects
 from rl.training.grid import Grid
-from rl.training.optimizer import main_weights, owned_part
+from rl.training.optimizer import gradient_of, main_weights, owned_part
 from rl.training.weights import WeightMap
 
 
@@ -88,7 +88,7 @@ def _accumulate_in_products(model: torch.nn.Module) -> None:
                 parameter.adds_in_product = name.startswith("weight")  # not biases and norms
 
 
-def _finalize_without_division(model, num_tokens=None, **kwargs):
+def _finalize_without_division(model: Any, num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
     """Reduce gradients without Megatron's division by the token count.
 
     The loss already contains its denominator.
@@ -112,7 +112,9 @@ class StateChanged(RuntimeError):
     """Raised on every rank if the optimizer's state changed between two updates."""
 
 
-def part_of(learned: WeightMap, weight: Weight, config: TransformerConfig) -> tuple[Parameter | None, float]:
+def part_of(
+    learned: WeightMap, weight: Weight, config: TransformerConfig
+) -> tuple[torch.Tensor | None, float]:
     """Return this rank's parameter of a weight, and the factor of its gradient in the sum over ranks.
 
     None and 0 if this rank learns no part of it.
@@ -142,7 +144,7 @@ class ReductionProbe:
     the world.
     """
 
-    def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]):
+    def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]) -> None:
         config = wrapped[0].config
         self._learned, self._config = learned, config
         self._overlaps = wrapped[0].ddp_config.overlap_grad_reduce
@@ -150,13 +152,15 @@ class ReductionProbe:
         if self._overlaps:  # a weight is watched on all ranks that hold a part of it
             hidden = set().union(*gather_objects(sorted(hidden)))
         self._weights = [w for w in learned.weights if not self._overlaps or w.hf[0] not in hidden]
-        self._name, self._weight, self._share, self._reports = "", None, 0.0, False
+        self._name, self._share, self._reports = "", 0.0, False
+        self._weight: Any = None
+        """The watched parameter; Any, because Megatron adds `main_grad` to it."""
         self._found: list[torch.Tensor] = []
         self._hook = None
         if not self._overlaps:
             reduce = config.finalize_model_grads_func
 
-            def read_and_reduce(*args, **kwargs):
+            def read_and_reduce(*args: Any, **kwargs: Any) -> None:
                 if self._weight is not None:
                     self._add(self._weight.main_grad)
                 reduce(*args, **kwargs)
@@ -227,7 +231,7 @@ def clipped_norms(
     (`StateSample`). Call it after the optimizer's step. Not collective.
     """
     counted = {parameter for weight, parameter in learned.local() if learned.is_counted(weight)}
-    gradients = [main.grad for parameter, main, _ in main_weights(optimizer) if parameter in counted]
+    gradients = [gradient_of(main) for parameter, main, _ in main_weights(optimizer) if parameter in counted]
     device = learned.device
     rank, world = dist.get_rank(), dist.get_world_size()
     found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=device)

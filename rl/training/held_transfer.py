@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch
@@ -64,7 +65,9 @@ def plan_moves(
     return moves, dp_ranks
 
 
-def fetch(batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid, device) -> ColumnBytes:
+def fetch(
+    batch: Batch, plan: MicroBatchPlan, needs: dict[str, Need], grid: Grid, device: torch.device
+) -> ColumnBytes:
     """Fill `HeldColumn.local` for the plan's samples. Collective over the world.
 
     Raises RuntimeError on a rank that receives the row of another sample, or other bytes than planned.

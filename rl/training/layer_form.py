@@ -1,6 +1,7 @@
 """Layers of a model that has a form (`rl.models.layer_form`): subclasses of Megatron's attention and MLP."""
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rl.models.layer_form import LayerForm
@@ -28,7 +30,14 @@ class FormedAttention(SelfAttention):
     output_scale: float
     rotates_locally: bool
 
-    def forward(self, hidden_states, attention_mask=None, *, packed_seq_params: PackedRow, **options):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedRow,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
         """Return (output [T, 1, H] or [T/tp, 1, H] under sequence parallelism, None)."""
         if self.rotates_locally:
             options["rotary_pos_emb"] = packed_seq_params.local_rotation
@@ -43,7 +52,7 @@ class FormedMLP(MLP):
 
     output_scale: float
 
-    def forward(self, hidden_states, *args, **options):
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
         """Return (output, None) of the shape of hidden_states."""
         return _formed(self, *super().forward(hidden_states, *args, **options))
 
@@ -51,7 +60,7 @@ class FormedMLP(MLP):
 class AllHeadsNorm(nn.Module):
     """RMSNorm over all heads of a token; each tensor parallel rank holds some of the heads."""
 
-    def __init__(self, attention: SelfAttention, heads: int):
+    def __init__(self, attention: SelfAttention, heads: int) -> None:
         super().__init__()
         config = attention.config
         self.eps, self.group = config.layernorm_epsilon, attention.pg_collection.tp
@@ -72,12 +81,12 @@ class _MeanOverRanks(torch.autograd.Function):
     """The mean over a group's ranks. All ranks use it, so its gradient is the mean of their gradients."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return _mean_over_ranks(x, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _mean_over_ranks(grad, ctx.group), None
 
 
@@ -88,14 +97,14 @@ def _mean_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total / group.size()
 
 
-def _formed(module, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+def _formed(module: Any, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
     assert bias is None, "a bias would be added after the norm"
     if module.output_scale != 1.0:
         out = out * module.output_scale
     return module.post_norm(out), None
 
 
-def give_form(model: nn.Module, form: LayerForm) -> None:
+def give_form(model: Any, form: LayerForm) -> None:
     """Turn the layers of a stage of Megatron's GPTModel into the layers of the form. Not collective.
 
     The class of an object is replaced, because Megatron compares classes of its specs by identity.
@@ -130,13 +139,13 @@ def _let_rows_alternate(experts: nn.Module) -> None:
         mlp.linear_fc2.explicit_expert_comm = True
 
 
-def _gate_before_up(module, args, out: tuple) -> tuple:
+def _gate_before_up(module: nn.Module, args: Any, out: tuple) -> tuple:
     """Return output and bias [..., 2F] with all gate elements first, from alternating gate and up
     elements."""
     return tuple(x if x is None else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in out)
 
 
-def norm(config) -> nn.Module:
+def norm(config: TransformerConfig) -> nn.Module:
     """Return a norm over the hidden states."""
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
@@ -145,6 +154,6 @@ def norm(config) -> nn.Module:
     return Norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def _scale_embedding(scale: float, module: nn.Module, args, out: Tensor) -> Tensor:
+def _scale_embedding(scale: float, module: nn.Module, args: Any, out: Tensor) -> Tensor:
     """Return the embeddings times the scale, which is rounded to their dtype first, as in Gemma."""
     return out * torch.tensor(scale, dtype=out.dtype, device=out.device)

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from rl.training import permutation
@@ -38,7 +40,7 @@ def use_te(dtype: torch.dtype) -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None):
+def block_spec(config: TransformerConfig, *, fuses_norms: bool = True, vp_stage: int | None = None) -> Any:
     """Return the spec of the transformer layers of a pipeline stage's chunk for a TransformerConfig.
 
     vp_stage: number of the chunk; None if the stage is not divided.
@@ -71,7 +73,7 @@ def block_spec(config, *, fuses_norms: bool = True, vp_stage: int | None = None)
 
 
 @contextlib.contextmanager
-def megatrons_names(config) -> Iterator[None]:
+def megatrons_names(config: TransformerConfig) -> Iterator[None]:
     """Provide the names that Megatron needs to build `block_spec(config)`, for the duration of the block.
 
     Megatron 0.16.1 uses two names that it imports only with TE. Without the first, its float32 router raises
@@ -88,7 +90,7 @@ def megatrons_names(config) -> Iterator[None]:
         multi_latent_attention.TELinear = before
 
 
-def _separate_norms(layer) -> None:
+def _separate_norms(layer: Any) -> None:
     """Make norms that TE would fuse with the linear layers after them layers of their own."""
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
@@ -130,7 +132,7 @@ _FUSED_NORMS = {
 }
 
 
-def replace_classes(spec, classes: dict[type, type], *, latents: type | None = None):
+def replace_classes(spec: Any, classes: dict[type, type], *, latents: type | None = None) -> Any:
     """Return the spec, nested dataclasses of classes, with the classes in `classes` replaced.
 
     latents: class for MLA's down-projections to the latents; None keeps Megatron's.
@@ -155,12 +157,13 @@ class Norm:
     WrappedTorchNorm does not set it.
     """
 
-    def __new__(cls, config, hidden_size, eps=1e-5, **_):
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         if config.layernorm_zero_centered_gamma:
             kind = ZeroCenteredNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
-        for param in norm.parameters():
+        parameters: Iterator[Any] = norm.parameters()
+        for param in parameters:
             param.sequence_parallel = config.sequence_parallel
         return norm
 
@@ -168,7 +171,7 @@ class Norm:
 class ZeroCenteredNorm(torch.nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, in float32 (Gemma)."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of x [..., H] in its dtype."""
         weight = 1.0 + self.weight.float()
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
@@ -177,7 +180,7 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Megatron's latent attention, which may have no query latent and then no norm before its queries."""
 
-    def _resolve_qk_norm_config(self, submodules):
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the classes to build. Without a query latent Megatron 0.19 would add a norm."""
         if self.config.q_lora_rank is not None:
             return super()._resolve_qk_norm_config(submodules)
@@ -194,19 +197,32 @@ class DuplicatedLinear(torch.nn.Module):
     (NVIDIA/Megatron-LM#1699) and differs from TE's layout.
     """
 
-    def __init__(self, input_size, output_size, *, parallel_mode, config, init_method, bias=False, **_):
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], torch.Tensor],
+        bias: bool = False,
+        **_: Any,
+    ) -> None:
         super().__init__()
         assert parallel_mode == "duplicated" and not bias
         self.weight = torch.nn.Parameter(
             init_method(torch.empty(output_size, input_size, dtype=config.params_dtype))
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return ([T/tp, 1, output_size], None) for x [T/tp, 1, input_size]; there is no bias."""
         return F.linear(x, self.weight), None
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
         """Return the weight as a replicated one."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)

@@ -8,6 +8,9 @@ On CUDA, one Triton kernel per direction reads the logits once (`rl.training.hea
 here are the CPU path and the reference in tests of the kernels.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +31,7 @@ def linear_logprobs(
     *,
     temperature: float,
     vocab_size: int,
-    group,
+    group: dist.ProcessGroup,
     chunk: int,
     outputs: tuple[str, ...] = OUTPUTS,
     logits_filter: LogitsFilter | None = None,
@@ -59,8 +62,18 @@ def linear_logprobs(
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, logits_filter
-    ):
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        chunk: int,
+        wanted: tuple[bool, bool],
+        keep: bool,
+        logits_filter: LogitsFilter | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         first_row, rows = own_rows(weight, vocab_size, group)
         local_targets = targets - first_row
         local_targets = torch.where(local_targets < rows, local_targets, -1).clamp_(min=-1)
@@ -85,9 +98,11 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, entropy, squares
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy, _):
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, lse, entropy, saved = ctx.saved_tensors
-        _, gradient = _functions(hidden)
+        gradient = _functions(hidden)[1]
         rows, chunk = weight[: ctx.real_rows], ctx.chunk
         one_chunk = len(hidden) <= chunk
         grad_hidden = torch.empty_like(hidden) if ctx.real_rows else torch.zeros_like(hidden)
@@ -182,13 +197,13 @@ def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: f
     return x
 
 
-def own_rows(weight: Tensor, vocab_size: int, group) -> tuple[int, int]:
+def own_rows(weight: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
     """Return the first row of this rank's part of the head, and its number of rows without padding."""
     first = group.rank() * len(weight)
     return first, max(0, min(len(weight), vocab_size - first))
 
 
-def _functions(hidden: Tensor):
+def _functions(hidden: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
     """Return `statistics` and `gradient` for the device of `hidden`: on CUDA, the Triton kernels."""
     if hidden.is_cuda:
         from rl.training import head_kernels
@@ -207,7 +222,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def gathered(local: Tensor, group) -> Tensor:
+def gathered(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks of the group, [tp, *shape]. Collective over `group`.
 
     Not collective if they are empty: a micro-batch may have no response token.
@@ -220,7 +235,9 @@ def gathered(local: Tensor, group) -> Tensor:
     return parts
 
 
-def _combine(found: Tensor, owners: Tensor, group, wanted: tuple[bool, bool]):
+def _combine(
+    found: Tensor, owners: Tensor, group: dist.ProcessGroup, wanted: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return (logprobs, log sum exp, entropy or None, sum of squares or None) [T] of the whole vocabulary.
 
     found: [n, T], this rank's statistics. owners: int64 [T], the rank that holds the target's row.

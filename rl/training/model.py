@@ -67,7 +67,7 @@ class Packed(GPTModel):
     outputs: tuple[str, ...]
     rotary: RowRotary
 
-    def run(self, micro: MicroBatch, temperature: float):
+    def run(self, micro: MicroBatch, temperature: float) -> Any:
         """Run the forward pass of one packed micro-batch."""
         packed = PackedRow(
             qkv_format="thd",
@@ -101,13 +101,20 @@ class Policy(Packed):
     head = staticmethod(linear_logprobs)
 
     def __init__(
-        self, *args, real_vocab_size: int, head_chunk_tokens: int, logits_scale: float = 1.0, **kwargs
-    ):
+        self,
+        *args: Any,
+        real_vocab_size: int,
+        head_chunk_tokens: int,
+        logits_scale: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size, self.head_chunk_tokens = real_vocab_size, head_chunk_tokens
         self.logits_scale = logits_scale
 
-    def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
+    def _postprocess(
+        self, hidden_states: Tensor, *, labels: HeadRequest, **_: Any
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute the head on the last stage; other stages return hidden_states.
 
         hidden_states: [T, 1, H], or [T/tp, 1, H] under sequence parallelism.
@@ -125,9 +132,11 @@ class Policy(Packed):
             hidden = hidden * self.logits_scale
         if self.outputs == ("hidden",):
             return (hidden,)
-        options = dict(temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group)
+        options: dict[str, Any] = dict(
+            temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group
+        )
         names = tuple(name for name in self.outputs if name in OUTPUTS)
-        found = ()
+        found: tuple[Tensor, ...] = ()
         if names:
             found = self.head(
                 hidden,
@@ -162,14 +171,16 @@ class ValueModel(Packed):
 
     outputs = ("values",)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
             self.output_layer = None  # GPTModel always creates one
             hidden, dtype = self.config.hidden_size, self.config.params_dtype
             self.value_head = torch.nn.Linear(hidden, 1, bias=False, dtype=dtype)
 
-    def _postprocess(self, hidden_states, *, labels: HeadRequest, **_):
+    def _postprocess(
+        self, hidden_states: Tensor, *, labels: HeadRequest, **_: Any
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute the head on the last stage; other stages return hidden_states.
 
         hidden_states: [T, 1, H], or [T/tp, 1, H] under sequence parallelism.
@@ -183,7 +194,9 @@ class ValueModel(Packed):
             )
         return (self.value_head(select_rows(hidden_states[:, 0], labels.predict_at)).squeeze(-1).float(),)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
         """Bypass LanguageModule's method, which requires an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 

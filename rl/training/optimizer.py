@@ -212,7 +212,7 @@ class StateSample:
         assert before is not None
         self._noted = after = self._elements(optimizer, before.device)
         num_moved = (after[0] != before[0]).sum()
-        gradients = [_every(main.grad.view(-1)) for _, main, _ in self._rows]
+        gradients = [_every(gradient_of(main).view(-1)) for _, main, _ in self._rows]
         if not gradients:
             return torch.zeros_like(num_moved), num_moved
         step = next((int(counter["step"]) for counter in step_counters(optimizer)), 1)
@@ -248,15 +248,30 @@ class StateSample:
                 kept = [main if master is None else master, *moments]
                 own = [None if x is None else _every(x.detach().view(-1)) for x in kept]
                 self._rows.append((parameter, main, own))
-            flags = [torch.full((len(own[0]),), p.dim() > 1, device=device) for p, _, own in self._rows]
+            lengths = [len(self._sampled(own, 0)) for *_, own in self._rows]
+            pairs = zip(lengths, self._rows)
+            flags = [torch.full((length,), row[0].dim() > 1, device=device) for length, row in pairs]
             self._decays = torch.cat(flags) if flags else torch.zeros(0, device=device)
         columns = []
         for kind in range(3):
-            views = [torch.zeros_like(own[0]) if own[kind] is None else own[kind] for *_, own in self._rows]
+            views = [self._sampled(own, kind) for *_, own in self._rows]
             # State in host memory moves; on the device, `to` would count as a wait for it.
             views = [x if x.device == device else x.to(device, non_blocking=True) for x in views]
             columns.append(torch.cat(views).double() if views else self._decays)
         return torch.stack(columns)
+
+    @staticmethod
+    def _sampled(own: list[Tensor | None], kind: int) -> Tensor:
+        """Return a row's elements of a kind; 0 for moments that do not exist yet."""
+        main, found = own[0], own[kind]
+        assert main is not None
+        return torch.zeros_like(main) if found is None else found
+
+
+def gradient_of(main: Tensor) -> Tensor:
+    """Return the gradient that the optimizer used last for a main weight."""
+    assert main.grad is not None, "the optimizer has used it"
+    return main.grad
 
 
 def _every(flat: Tensor) -> Tensor:

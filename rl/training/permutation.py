@@ -5,7 +5,11 @@ operations. Their order is undefined, so two passes over the same tokens differ 
 b) + c and a + (b + c) are rounded differently.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch import Tensor
 
 from rl.training.rows import SelectRows, SumRows
 
@@ -16,8 +20,8 @@ def install() -> None:
     token_dispatcher.unpermute = _for_gpus(unpermute, moe_utils.unpermute)
 
 
-def _for_gpus(own, megatrons):
-    def chosen(tokens, *args, fused=False, **options):
+def _for_gpus(own: Callable[..., Any], megatrons: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(tokens: Tensor, *args: Any, fused: bool = False, **options: Any) -> Any:
         if fused or not tokens.is_cuda:
             return megatrons(tokens, *args, fused=fused, **options)
         return own(tokens, *args, **options)
@@ -25,7 +29,9 @@ def _for_gpus(own, megatrons):
     return chosen
 
 
-def permute(tokens, routing_map, probs=None, **options):
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, **options: Any
+) -> tuple[Any, ...]:
     """Return copies of `tokens` [T, h] in the order of the experts, their probabilities and their tokens.
 
     routing_map: bool [T, experts]; probs: [T, experts] or None. Megatron's `permute` without dropped tokens.
@@ -37,6 +43,6 @@ def permute(tokens, routing_map, probs=None, **options):
     return SelectRows.apply(tokens, index), permuted_probs, index, *more
 
 
-def unpermute(copies, index, restore_shape, **options):
+def unpermute(copies: Tensor, index: Tensor, restore_shape: Sequence[int], **options: Any) -> Tensor:
     """Return the sums [T, h] of the copies of each token. index: int64 [copies], as `permute` returns it."""
     return SumRows.apply(copies, index, restore_shape[0])

@@ -8,8 +8,11 @@ in advance. A stage receives activations, and later gradients, in the order of t
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from rl.training.grid import Grid
 from rl.training.packing import MicroBatch
@@ -48,7 +51,13 @@ class KnownShapes(P2PCommunicator):
     order of the transfers.
     """
 
-    def __init__(self, pp_group, config, activations: list[MicroBatch], gradients: list[MicroBatch]):
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: TransformerConfig,
+        activations: list[MicroBatch],
+        gradients: list[MicroBatch],
+    ) -> None:
         super().__init__(pp_group=pp_group, config=config)
         assert callable(P2PCommunicator._communicate_shapes)  # with another Megatron, an error, not waits
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -58,7 +67,13 @@ class KnownShapes(P2PCommunicator):
 
         self._activations, self._gradients = shapes(activations), shapes(gradients)
 
-    def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int], list[int]]:
         """Return the shapes of the tensors to receive from the previous and the next stage."""
         nothing = [0, 0, 0]
         return (

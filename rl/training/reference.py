@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -51,6 +52,7 @@ class Reference:
         own = [parameter.data for parameter in self._learned]
         self.is_applied = True
         try:
+            parameter: Any  # Megatron adds main_grad
             for parameter, weight in zip(self._learned, self.weights):
                 unused = parameter.main_grad.view(-1).view(weight.dtype)[: weight.numel()]
                 parameter.data = unused.view(weight.shape).copy_(weight, non_blocking=True)

@@ -5,8 +5,11 @@ Here the rotation of every token is computed once per micro-batch (`RowRotary.of
 applied to the whole row at once.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.transformer import attention, multi_latent_attention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rl.models import rope
@@ -19,7 +22,7 @@ class RowRotary(nn.Module):
     hf: the model's config.json. fused: as in `rotate_by_row`.
     """
 
-    def __init__(self, hf: dict, *, fused: bool):
+    def __init__(self, hf: dict, *, fused: bool) -> None:
         super().__init__()
         # Megatron's MLA with YaRN calls another class, which returns a scale too.
         self.has_scale = rope.rope_parameters(hf)["rope_type"] == "yarn" and "kv_lora_rank" in hf
@@ -57,15 +60,22 @@ class RowRotary(nn.Module):
         whole = torch.cat([angles, angles], -1)[:, None, None]
         return (whole.cos() * self.scale, whole.sin() * self.scale) if self.has_scale else whole
 
-    def get_rotary_seq_len(self, context, transformer, x, config, packed_seq_params: PackedRow):
+    def get_rotary_seq_len(
+        self,
+        context: Any,
+        transformer: Any,
+        x: Tensor,
+        config: TransformerConfig,
+        packed_seq_params: PackedRow,
+    ) -> PackedRow:
         """Return the row, from which `forward` takes the rotation."""
         return packed_seq_params
 
-    def forward(self, row: PackedRow, **_):
+    def forward(self, row: PackedRow, **_: Any) -> Any:
         """Return the rotation and, if the caller expects it, a scale of 1: the rotation is already scaled."""
         return (row.rotation, 1.0) if self.has_scale else row.rotation
 
-    def get_cached_cos_sin(self, row: PackedRow, dtype: torch.dtype, **_):
+    def get_cached_cos_sin(self, row: PackedRow, dtype: torch.dtype, **_: Any) -> tuple[Tensor, ...]:
         """Return cosines and sines for MLA's fused kernels."""
         assert isinstance(row.rotation, tuple)
         return tuple(x.to(dtype) for x in row.rotation)
@@ -80,7 +90,7 @@ class _Rotate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, rotation, adjacent):
+    def forward(ctx: Any, x: Tensor, rotation: Tensor, adjacent: bool) -> Tensor:
         ctx.save_for_backward(rotation)
         ctx.adjacent = adjacent
         cos, sin = rotation.to(x.dtype).chunk(2, -1)
@@ -89,7 +99,7 @@ class _Rotate(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rotation,) = ctx.saved_tensors
         cos, sin = rotation.to(grad.dtype).chunk(2, -1)
         out, (grad, rotated) = _output(grad, rotation)
@@ -109,7 +119,9 @@ def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, ...]:
     return (x[..., ::2], x[..., 1::2]) if adjacent else x.chunk(2, -1)
 
 
-def _rotate(pairs, cos, sin, out, *, sign: int) -> None:
+def _rotate(
+    pairs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, out: tuple[Tensor, ...], *, sign: int
+) -> None:
     (first, second), (out_first, out_second) = pairs, out
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
@@ -118,14 +130,14 @@ def _rotate(pairs, cos, sin, out, *, sign: int) -> None:
 _megatrons_apply = attention.apply_rotary_pos_emb
 
 
-def _apply(t: Tensor, freqs: Tensor, config, **options) -> Tensor:
+def _apply(t: Tensor, freqs: Tensor, config: TransformerConfig, **options: Any) -> Tensor:
     """Replace Megatron's apply_rotary_pos_emb. t: [T, heads, d]. freqs: from `RowRotary.of`."""
     if config.apply_rope_fusion:  # another model of this process
         return _megatrons_apply(t, freqs, config, **options)
     return config.rotate(t, freqs, config.multi_latent_attention)
 
 
-def rotate_by_row(model: nn.Module, hf: dict, *, fused: bool) -> RowRotary:
+def rotate_by_row(model: Any, hf: dict, *, fused: bool) -> RowRotary:
     """Make Megatron's layers rotate by the row's `rotation`; return the module that computes it.
 
     The layers rotate by `rotate` of the model's Megatron config, which a part may replace.

@@ -11,6 +11,7 @@ T: tokens of the row. Tk: keys of all segments; a shared prompt counts once per 
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -209,26 +210,27 @@ class SelectRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows = len(x)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _sum_rows(grad, *ctx.saved_tensors, ctx.num_rows), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return _sum_rows(grad, index, ctx.num_rows), None
 
 
 class SumRows(torch.autograd.Function):
     """`zeros(num_rows, ...).index_add(0, index, x)`, the same in every run on a GPU too (`SelectRows`)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index)
         return _sum_rows(x, index, num_rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         return grad.index_select(0, index), None, None
 

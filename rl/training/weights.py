@@ -6,6 +6,7 @@ tensor whole on every rank, one at a time. `mark_split_weights` tells Megatron w
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,7 @@ def mark_split_weights(weight_map: WeightMap) -> None:
     2.11 marks the weight of every linear layer, even of duplicated ones such as MLA's down-projections to the
     latents (`Linear.reset_parameters`).
     """
+    parameter: Any  # Megatron's marks are attributes of tensors
     for weight, parameter in weight_map.local():
         parameter.tensor_model_parallel = weight.cut.split
         if weight.expert is not None and not weight.cut.split:
