@@ -13,6 +13,7 @@ of a user's algorithm or estimator.
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class _Groups(Sequence[list[_Sample]]):
     def __len__(self) -> int:
         return len(self._members)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         starts = self._starts
         return [_Sample(self._columns, i, starts[i], starts[i + 1]) for i in self._members[index].tolist()]
 
@@ -100,11 +101,12 @@ def check_advantages(batch: Batch, config: Config) -> None:
             _check_reward(samples, sample, config)
     formula = FORMULAS.get(estimator.function)
     raw = [formula(group, goal, groups) if formula else [] for group in chosen]
-    pairs, sizes = [], []
+    pairs: list[tuple[_Sample, np.ndarray]] = []
+    sizes: list[float] = []
     for group, values in zip(chosen, raw):
-        own = [np.asarray(value, np.float64) for value in values]
-        size = _rounded(_rewards(group), own)
-        for sample, value in zip(group, own) if math.isfinite(size) else ():
+        found = [np.asarray(value, np.float64) for value in values]
+        size = _rounded(_rewards(group), found)
+        for sample, value in zip(group, found) if math.isfinite(size) else ():
             pairs.append((sample, np.broadcast_to(value, int(sample.counted.sum()))))
             sizes.append(size)
     if "returns" in samples.extra:
@@ -132,7 +134,8 @@ def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
 
 def _some(groups: Groups, seed: int) -> list[_Group]:
     """Return randomly chosen groups with about NUM_VALUES samples and tokens."""
-    chosen, size = [], 0
+    chosen: list[_Group] = []
+    size = 0
     for index in random.Random(seed).sample(range(len(groups)), len(groups)):
         group = groups[index]
         size += sum(1 + int(sample.counted.sum()) for sample in group)
@@ -190,7 +193,7 @@ def _check_reward(samples: Batch, sample: _Sample, config: Config) -> None:
 
 def _check_whitened(samples: Batch, pairs: list[tuple[_Sample, np.ndarray]], config: Config) -> None:
     """Check the mean and variance of all advantages, and each pair's advantages up to shift and scale."""
-    counted = samples.advantages[samples.mask > 0].double()
+    counted = samples.column("advantages")[samples.mask > 0].double()
     if len(counted) < 2:
         return
     values = np.concatenate([np.zeros(0), *(own for _, own in pairs)])

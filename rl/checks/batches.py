@@ -96,7 +96,7 @@ def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[i
     if batch.seeds is None:
         return frozenset()
     whole = batch.merge_rows()
-    known = [(seed, sample) for sample, seed in enumerate(whole.seeds.tolist()) if seed != -1]
+    known = [(seed, sample) for sample, seed in enumerate(whole.column("seeds").tolist()) if seed != -1]
     own = frozenset(seed for seed, _ in known)
     repeated = frozenset().union(*(own.intersection(seeds) for seeds in earlier))
     if len(own) < len(known):
@@ -266,8 +266,8 @@ def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
 def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
     """Check that tokens which the engine samples more rarely than the policy have weights of at least 1, and
     vice versa."""
-    assert batch.old_logprobs is not None and batch.mask is not None
-    gap = torch.where(batch.mask > 0, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
+    gap = batch.column("old_logprobs") - batch.column("rollout_logprobs")
+    gap = torch.where(batch.mask > 0, gap, 0.0).double()
     if of_samples:
         gap = segment_sum(gap, batch.lengths).repeat_interleave(batch.lengths)
     weights = batch.column("loss_weights").double()

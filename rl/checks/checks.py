@@ -138,14 +138,16 @@ class Checks:
             # In a selected subset the ratios of the missing tokens may be smaller.
             is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
             if is_whole and not is_replay:
-                check_likelihoods(batch, batch.ref_logprobs, name="reference policy")
+                check_likelihoods(batch, batch.column("ref_logprobs"), name="reference policy")
         else:
             if not is_replay:
                 version = self._policy.version if selects else None
-                check_likelihoods(batch, batch.old_logprobs, name="old policy", version=version)
+                check_likelihoods(batch, batch.column("old_logprobs"), name="old policy", version=version)
             if config.model.numerics == "bitwise" and batch.rollout_logprobs is not None:
                 replayed = config.run.rollouts if is_replay else ""
-                check_equal(batch, batch.old_logprobs, self._policy.version, plans, replayed=replayed)
+                check_equal(
+                    batch, batch.column("old_logprobs"), self._policy.version, plans, replayed=replayed
+                )
             found = self._against_engine(batch, plans, entropy)
         if not is_replay:
             self._along_reference(batch)
@@ -241,7 +243,7 @@ class Checks:
         found = self._gap(batch, plans)
         if entropy is not None and rollout.temperature and not self._selects:
             self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
-        gaps, numbers = sample_gaps(batch, batch.old_logprobs, counted)
+        gaps, numbers = sample_gaps(batch, batch.column("old_logprobs"), counted)
         has_tokens = numbers > 0
         of_ranks = {"trained on": torch.zeros(len(batch), dtype=torch.int64)}
         for rank, members in enumerate(ranks):
@@ -263,7 +265,7 @@ class Checks:
             return {}
         return check_engine(
             batch,
-            batch.old_logprobs,
+            batch.column("old_logprobs"),
             counted,
             limit=self._engine_limit,
             noise=noise,

@@ -62,7 +62,7 @@ def sample_gaps(batch: Batch, logprobs: Tensor, counted: Tensor) -> tuple[Tensor
 
     logprobs: the trainer's, float32 [T]. counted: bool [T], the tokens that are compared.
     """
-    gaps = torch.where(counted, (logprobs - batch.rollout_logprobs).abs().double(), 0.0)
+    gaps = torch.where(counted, (logprobs - batch.column("rollout_logprobs")).abs().double(), 0.0)
     return segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
 
 
@@ -98,14 +98,15 @@ def check_engine(
         kept[int((by_sample / counts.clamp(min=1)).argmax())] = False
     if not kept.any():
         return {}
-    size = float(torch.where(counted, batch.rollout_logprobs.abs(), 0.0).sum() / counted.sum())
+    engines = batch.column("rollout_logprobs")
+    size = float(torch.where(counted, engines.abs(), 0.0).sum() / counted.sum())
     mean, limit = float(by_sample[kept].sum() / counts[kept].sum()), limit * max(1.0, size)
     explained = min(limit, noise)
     if mean <= explained:
         return {"training/logprob_gap": mean, "training/logprob_gap_limit": limit}
-    worst = int(torch.where(counted, (logprobs - batch.rollout_logprobs).abs(), 0.0).argmax())
+    worst = int(torch.where(counted, (logprobs - engines).abs(), 0.0).argmax())
     sample = int((batch.offsets[1:] <= worst).sum())
-    engine, trainer = float(batch.rollout_logprobs[worst]), float(logprobs[worst])
+    engine, trainer = float(engines[worst]), float(logprobs[worst])
     per_rank = [float(by_sample[mine].sum() / counts[mine].sum().clamp(min=1)) for mine in ranks]
     by_rank = ", ".join(f"rank {rank} {gap:.2g}" for rank, gap in enumerate(per_rank))
     raise LogprobMismatch(

@@ -101,7 +101,7 @@ class DrawnEntropy:
 class Gaps:
     """Differences of log-probs between engine and trainer, by rank and over the steps of a run."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._sums: dict[str, dict[int, np.ndarray]] = {}
         """For each kind of rank and each rank: number of samples, sum and sum of squares of their logs."""
         self._earlier: list[float] = []

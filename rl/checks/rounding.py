@@ -10,9 +10,10 @@ example, a batch of less certain tokens than at the measurement has a higher lim
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl.checks.few_samples import first_samples, only, tokens_of
 from rl.data.batch import Batch
@@ -38,7 +39,7 @@ def rounded_again(model: TrainingEngine) -> Iterator[None]:
     """
     generator = torch.Generator(model.device.torch).manual_seed(SEED)
 
-    def perturb(_module, _inputs, output):
+    def perturb(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *rest = output
         u = torch.rand(hidden.shape, generator=generator, device=hidden.device) - 0.5
         return ((hidden.float() * (1 + torch.finfo(hidden.dtype).eps * u)).to(hidden.dtype), *rest)

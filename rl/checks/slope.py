@@ -24,7 +24,6 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from rl.checks.few_samples import first_samples, tokens_of
 from rl.checks.logprobs import rounding_limit
@@ -203,7 +202,7 @@ def _mean_logprob(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, cou
 
 
 @contextmanager
-def _moved(parameter: Parameter | None, number: int, factor: float, centre: float) -> Iterator[Tensor]:
+def _moved(parameter: Tensor | None, number: int, factor: float, centre: float) -> Iterator[Tensor]:
     """Change a parameter by `factor` of the mean of |w + centre|, with the signs of a direction.
 
     Yields its values.

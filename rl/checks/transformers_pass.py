@@ -8,6 +8,7 @@ It runs in a process of its own, because an engine of vLLM changes classes of tr
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) 
     sample."""
     generator = torch.Generator().manual_seed(3)
 
-    def tokens(length):
+    def tokens(length: int) -> np.ndarray:
         return torch.randint(3, vocab_size, (length,), generator=generator).int().numpy()
 
     return Batch(
@@ -35,7 +36,7 @@ def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) 
     )
 
 
-def hf_logprobs(model, batch: Batch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def hf_logprobs(model: Any, batch: Batch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy and sum of squared probabilities at the response tokens, float64 [T] each.
 
     Nothing is packed or padded. The softmax is computed in float64.

@@ -208,7 +208,7 @@ class WrongLearningRate(RuntimeError):
 class LearningRates:
     """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.last: dict[str, dict[str, Any]] = {}
         self._present = 0.0
         """Rate of the model that is updated now."""
@@ -271,7 +271,7 @@ class Outputs:
     def __init__(self, *, is_first: bool, size: float = 1.0):
         self._is_first, self._size = is_first, size
         self._has_moved = False
-        self._num_equal = 0
+        self._num_equal = 0.0
 
     def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
         """Check the outputs of an update's forward pass, and that the update moved weights. Not collective.

@@ -19,7 +19,7 @@ class Addition(Protocol):
 class AdaptedWeight(torch.nn.Module):
     """A layer that computes with the merged weight, for example W + scale * B A, if it has an addition."""
 
-    weight: Tensor
+    weight: torch.nn.Parameter
     adapter: Addition | None = None
 
     def weight_parts(self) -> tuple[Tensor, ...]:

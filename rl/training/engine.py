@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from rl.data.batch import Batch
 from rl.faults.agreement import fail_together
 from rl.models import architecture, value_model, value_weights
 from rl.models.layout import Weight
+from rl.run_directory.progress import Counter
 from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
@@ -146,7 +148,11 @@ class TrainingEngine:
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, plans: list[MicroBatchPlan], names: tuple[str, ...], progress=None
+        self,
+        batch: Batch,
+        plans: list[MicroBatchPlan],
+        names: tuple[str, ...],
+        progress: Counter | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the named outputs at every response token, float32 [T] each, on every rank.
 
@@ -156,7 +162,7 @@ class TrainingEngine:
         """
         places, values = [], []
 
-        def keep(micro: MicroBatch):
+        def keep(micro: MicroBatch) -> None:
             if self.grid.reports_results:
                 places.append(micro.column_index)
                 values.append(torch.stack([micro.outputs[name] for name in names]))
@@ -178,14 +184,14 @@ class TrainingEngine:
         plan: MicroBatchPlan,
         names: tuple[str, ...],
         consume: Callable[[MicroBatch], None],
-        progress=None,
+        progress: Counter | None = None,
     ) -> None:
         """Run forward passes; on the last stage, call `consume` with each micro-batch and its named outputs.
 
         The tensor parallel ranks of the stage call it with the same micro-batches in the same order.
         """
 
-        def step(micro: MicroBatch):
+        def step(micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             consume(micro)
             return torch.zeros((), device=self.device.torch), {}
 
@@ -213,7 +219,7 @@ class TrainingEngine:
         lr: float,
         outputs: tuple[str, ...] | None = None,
         observe: Callable[[MicroBatch], Tensor] | None = None,
-        progress=None,
+        progress: Counter | None = None,
     ) -> UpdateResult:
         """Take one optimizer step on the samples of the plan and increment `num_updates`.
 
@@ -226,7 +232,7 @@ class TrainingEngine:
         sums: dict[str, Tensor] = {}
         observed = torch.zeros(0, dtype=torch.float64, device=self.device.torch)
 
-        def accumulate(micro: MicroBatch):
+        def accumulate(micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             nonlocal observed
             value, metrics = loss(micro)
             for name, term in metrics.items():
@@ -281,7 +287,7 @@ class TrainingEngine:
 
     def gradient(
         self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weight: Weight
-    ) -> tuple[Parameter | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return this rank's parameter of a vector, and its part of the gradient of a loss, float64.
 
         The sum of the parts over the world is the gradient. Both are None on a rank that learns no part of
@@ -298,7 +304,7 @@ class TrainingEngine:
             self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
         if hook is not None:
             hook.remove()
-        return parameter, share * sum(parts) if parts else None
+        return parameter, share * sum(parts[1:], parts[0]) if parts else None
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
@@ -362,7 +368,16 @@ class TrainingEngine:
         """
         return full_weights(self.parts.exported_map(self.weight_map), self.parts.merging())
 
-    def _run(self, batch, plan, consume, *, forward_only, progress, outputs=None):
+    def _run(
+        self,
+        batch: Batch,
+        plan: MicroBatchPlan,
+        consume: MicroBatchLoss,
+        *,
+        forward_only: bool,
+        progress: Counter | None,
+        outputs: tuple[str, ...] | None = None,
+    ) -> None:
         """Run this rank's micro-batches through Megatron's pipeline schedule.
 
         On the last stage, `consume` gets each micro-batch with its outputs and returns (loss, report). On
@@ -389,7 +404,7 @@ class TrainingEngine:
         is_reference = self.reference is not None and self.reference.is_applied
         rows = self.parts.rows(batch, rows, is_reference=is_reference)
 
-        def step(iterator, wrapped):
+        def step(iterator: Iterator[MicroBatch], wrapped: Any) -> tuple[Any, Callable[..., Any]]:
             chunk = wrapped.module if self.optimizer is not None else wrapped
             micro = with_columns(next(iterator), batch)
             if tracing.active is not None:
@@ -401,7 +416,7 @@ class TrainingEngine:
                 progress.update(len(micro.samples) * grid.dp)
             output = chunk.run(micro, self.spec.temperature)
 
-            def loss_function(output):
+            def loss_function(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 micro.outputs |= zip(last.outputs, output)
                 value, report = consume(micro)
                 # On CUDA the schedule frees the outputs of a stage, also the loss, and refuses views.
