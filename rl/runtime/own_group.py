@@ -1,10 +1,11 @@
 """A process group between ranks that have different default groups, such as the roles of a split job."""
 
 import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from rl.runtime.device import Device
 
@@ -24,9 +25,9 @@ def own_group(
     cuda = device.torch if device is not None and device.is_cuda else None
     # Another thread may be waiting on the given connection.
     own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack the method
-    group, _ = _new_process_group_helper(
-        size, rank, [], "nccl" if cuda else "gloo", own, group_name=GroupName(name), timeout=timeout
-    )
+    backend = "nccl" if cuda else "gloo"
+    helper: Any = _new_process_group_helper  # private; torch versions differ in the type of the name
+    group, _ = helper(size, rank, [], backend, own, group_name=name, timeout=timeout)
     _world.pg_group_ranks[group] = {number: number for number in range(size)}
     # NCCL connects in the first collective, which needs all ranks.
     dist.all_reduce(torch.zeros(1, device=cuda or "cpu"), group=group)

@@ -297,7 +297,7 @@ class _Client:
 
 def _arrivals(
     listener: socket.socket, secret: bytes, attempt: str, deadline: float
-) -> Generator[tuple[_Client, int, str]]:
+) -> Generator[tuple[_Client, int, str], None, None]:
     """Yield (client, rank, node) of each rank of this attempt that connects, until the deadline.
 
     Other clients are refused. A client that sends nothing delays no other.

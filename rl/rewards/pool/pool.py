@@ -181,12 +181,13 @@ class ScoringPool(Pool[ScoringWorker]):
                 " was logged before" if first in _logged else ":\n" + first,
             )
             _logged.add(first)
-        failure = Score({"score": self._failure_score, "failed": 1.0})
+        outcomes = [outcome for outcome in jobs.outcomes if outcome is not None]
+        assert len(outcomes) == len(jobs.outcomes), "every sample has been answered"
         return [
-            replace(outcome, values={**outcome.values, "failed": 0.0})
-            if isinstance(outcome, Score)
-            else replace(failure, values=dict(failure.values))
-            for outcome in jobs.outcomes
+            Score({"score": self._failure_score, "failed": 1.0})
+            if isinstance(outcome, str)
+            else replace(outcome, values={**outcome.values, "failed": 0.0})
+            for outcome in outcomes
         ]
 
 
