@@ -43,9 +43,12 @@ def check_advantage(config: Config) -> None:
         return
     for key in ("advantage", "loss"):
         if getattr(config.objective, key) == "none":
+            default = defaults.get(f"objective.{key}", "none")
+            remedy = f"set objective.{key}, e.g. ppo, or name it in the DEFAULTS of the file"
+            if default != "none":
+                remedy = f"its default is {default}"
             raise ConfigError(
-                f"objective.{key}=none, but algorithm={algorithm} is a policy gradient; its default is "
-                f"{defaults[f'objective.{key}']}."
+                f"objective.{key}=none, but algorithm={algorithm} is a policy gradient; {remedy}."
             )
     required = frozenset(ADVANTAGES[name].needs)
     if missing := required - needs:

@@ -43,6 +43,14 @@ DEFAULTS = {"objective.advantage": "reinforce++", "objective.loss": "ppo"}
 FUNCTIONS = "def collect(phases): ...\ndef learn(phases, batch): ...\n"
 
 
+def test_a_policy_gradient_of_ones_own_needs_a_loss(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN.replace(', "objective.loss": "ppo"', "") + FUNCTIONS)
+    text = refusal(f"algorithm={tmp_path}/mine.py")
+    assert (
+        "objective.loss=none" in text and "set objective.loss, e.g. ppo, or name it in the DEFAULTS" in text
+    )
+
+
 def test_an_algorithm_of_ones_own_is_a_file(tmp_path):
     (tmp_path / "mine.py").write_text(OWN + "import torch\n" + FUNCTIONS)
     config = config_with(f"algorithm={tmp_path}/mine.py")
