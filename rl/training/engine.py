@@ -385,9 +385,16 @@ class TrainingEngine:
         """
         assert self.has_weights, "the weights are in host memory"
         grid, config, device = self.grid, self.chunks[0].config, self.device.torch
-        self.parts.fetch(batch, plan, grid, device)
         last = self.chunks[-1]
         last.outputs = type(last).outputs if outputs is None else outputs
+        known = *type(last).outputs, *(name for part in self.parts for name in part.outputs(batch))
+        if last.outputs != ("hidden",) and (unknown := [name for name in last.outputs if name not in known]):
+            raise ValueError(
+                f"a loss reads the output {unknown[0]}, but the model computes {', '.join(known)} for this "
+                "batch; change the reads of the loss, or provide the output first: for example, divergence "
+                "needs a teacher (teacher.path) and phases.distributions(batch)."
+            )
+        self.parts.fetch(batch, plan, grid, device)
         config.timers = None if tracing.active is None else tracing.active.timers
         multiple = grid.tp if config.sequence_parallel else 1
         rows = [

@@ -150,10 +150,12 @@ class Policy(Packed):
         if names == self.outputs:
             return found
         further = labels.extras.get(HeadOutput)
-        assert further is not None and self.outputs == (*names, further.name)
+        assert further is not None, self.outputs
         # A chunk has several times the float32 arrays that log-probs need.
         chunk = max(1, self.head_chunk_tokens // 4)
-        return *found, further(hidden, self.head_weight, **options, chunk=chunk)
+        results = dict(zip(names, found))
+        results[further.name] = further(hidden, self.head_weight, **options, chunk=chunk)
+        return tuple(results[name] for name in self.outputs)
 
     @property
     def head_weight(self) -> Tensor:

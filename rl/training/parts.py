@@ -176,6 +176,10 @@ class TrainerPart:
         """
         return row
 
+    def outputs(self, batch: Batch) -> tuple[str, ...]:
+        """Return the names of further outputs of the head for a batch. Equal on every rank."""
+        return ()
+
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         """Add the head's inputs to a micro-batch on the last stage, for example sampling masks."""
 

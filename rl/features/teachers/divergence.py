@@ -264,9 +264,12 @@ class TeacherTargets(TrainerPart):
     def attach(self, engine: "TrainingEngine") -> None:
         self._model = engine.chunks[-1]
 
+    def outputs(self, batch: Batch) -> tuple[str, ...]:
+        return (MicroTargets.name,) if self.given is not None and self.given[0] is batch else ()
+
     def micro_batch(self, batch: Batch, micro: MicroBatch) -> None:
         if MicroTargets.name in self._model.outputs:
-            assert self.given is not None and self.given[0] is batch, "the batch has no distributions"
+            assert self.given is not None
             micro.extras = micro.extras.plus(self.given[1].of(micro.samples, micro.tokens.device))
 
     def metrics(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from gradient_worker import config_of, fixed_batch
 from transformers import AutoModelForCausalLM
@@ -99,7 +100,12 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
     step.begin(1)
     before = {name: tensor.clone() for name, tensor in engines.policy.full_weights()}
     weights = {name: tensor.double().norm() for name, tensor in before.items()}
-    distill.learn(phases, batch_of(hf["vocab_size"]))
+    batch = batch_of(hf["vocab_size"])
+    with pytest.raises(
+        ValueError, match="reads the output divergence, but the model computes logprobs.*path"
+    ):
+        engines.policy.forward(batch, [[]], ("divergence",))
+    distill.learn(phases, batch)
     gradient = {name: before[name] - tensor for name, tensor in engines.policy.full_weights()}
     return {"gradient": gradient, "weights": weights, "divergence": step.metrics["distill/divergence"]}
 
