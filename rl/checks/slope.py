@@ -136,7 +136,8 @@ class SlopeCheck:
         error *= math.sqrt(2 / min(count, INDEPENDENT))
         along = sum_over_world(along, model.device.torch)
         self._slopes += [
-            Slope(*pair, value, error) for pair, value in zip(found, along.tolist(), strict=True)
+            Slope(coarse, fine, value, error)
+            for (coarse, fine), value in zip(found, along.tolist(), strict=True)
         ]
 
     def _compare(self, count: float) -> None:
