@@ -33,7 +33,7 @@ from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
 from rl.checks.rounding import RoundingNoise
 from rl.checks.slope import SlopeCheck
 from rl.checks.staleness import check_present
-from rl.checks.updates import LearningRates, UpdateWatch, check_coverage
+from rl.checks.updates import LearningRates, UpdateChecks, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -41,7 +41,7 @@ from rl.data.prompts import Prompt
 from rl.faults.agreement import check_master_weights, check_replicas
 from rl.refit.refit import what_is_equal
 from rl.runtime.session import control_group
-from rl.training.engine import TrainingEngine, UpdateResult
+from rl.training.engine import TrainingEngine
 from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
@@ -160,16 +160,20 @@ class Checks:
     def before_update(
         self,
         name: str,
+        model: TrainingEngine,
         batch: Batch,
         loss: Loss,
         schedule: RateSchedule,
         *,
         step: int,
         plans: list[MicroBatchPlan],
-    ) -> None:
-        """Check the batch that a model is about to learn from, and the loss and learning rate.
+        is_first: bool,
+        size: float,
+    ) -> UpdateChecks:
+        """Check the batch that a model is about to learn from, the loss and the learning rate.
 
-        name: the model's name, for example "policy". plans: the mini-batches.
+        Returns the checks of the step's updates. name: the model's name, for example "policy". plans: the
+        mini-batches. is_first, size: see `UpdateChecks`.
         """
         check_digests(batch)
         if name == "policy":
@@ -178,6 +182,7 @@ class Checks:
             self._slope.check(batch, plans[0], noise=noise)
         check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
         self.rates.check(name, schedule, step)
+        return UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
 
     def weights(self, name: str, model: TrainingEngine) -> None:
         """Check before an update that ranks hold equal weights, and run the checks of the model's parts.
@@ -194,16 +199,6 @@ class Checks:
         for other, belonging in model.parts.models().items():
             if belonging.optimizer is not None:
                 self.weights(other, belonging)
-
-    def after_update(
-        self, watch: UpdateWatch, result: UpdateResult, *, lr: float, schedule: RateSchedule, step: int
-    ) -> None:
-        """Check an optimizer step: learning rate, tokens, outputs, loss, gradient, and that weights moved.
-
-        Collective over the world.
-        """
-        self.rates.check_used(lr, step)
-        watch.check(result, lr=lr, peak_lr=schedule.optimizer.lr, dtype=self._config.model.dtype)
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
         """Return warnings about the difference between engine and trainer in a step's metrics."""

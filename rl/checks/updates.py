@@ -13,11 +13,9 @@ from rl.checks.batches import CheckFailed
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
-from rl.training.grid import Grid
 from rl.training.learning_rate import RateSchedule
-from rl.training.loss import Loss, Totals
+from rl.training.loss import Totals
 from rl.training.micro_batch_plans import MicroBatchPlan
-from rl.training.model import DTYPES
 from rl.training.packing import MicroBatch
 
 TOLERANCE = 1e-9
@@ -44,161 +42,20 @@ SMALL_STEP = 1e-4
 weight by about the rate, so at this rate one in a few hundred weights of size 0.02 is rounded to another
 value."""
 
+TERMS = ("counted share", "product of counts", "codes", "distance from old outputs", "compared tokens")
+"""Sums over the micro-batches of an update: counted tokens / denominator of the loss; counted tokens *
+denominator; codes of the counted tokens (position, token id and columns); |output - old output| /
+denominator, for the output of OLD that the model has; and the number of these outputs. For example, the
+counted shares of an update of 80 tokens in micro-batches of 50 and 30 add up to 50 / 80 + 30 / 80 = 1."""
+
 
 class WrongTokens(RuntimeError):
     """Raised on every rank if an update did not count each token of its mini-batch once."""
 
 
-class Counts:
-    """Counts the tokens of an update's micro-batches to detect lost, repeated and wrong ones.
-
-    totals: denominators of the loss.
-    """
-
-    def __init__(self, totals: Totals):
-        self._totals = totals
-        self._own: list[Tensor] = []
-
-    def __call__(self, micro: MicroBatch) -> Tensor:
-        """Return the terms of a micro-batch in `UpdateResult.observed`, float64 [5].
-
-        The elements are: counted tokens / denominator of the loss (1 when summed over the update); counted
-        tokens * denominator; the sum of the codes of the counted tokens (position, token id and columns); the
-        sum of |output - old output| / denominator, for the output of OLD that the model has; and the number
-        of tokens compared.
-
-        For example, an update of 80 tokens in two micro-batches of 50 and 30 adds up 50 / 80 + 30 / 80 = 1.
-        """
-        counted = micro.mask > 0
-        count = micro.mask.sum(dtype=torch.float64)
-        positions = _codes(micro.column_index).to(micro.targets.device, torch.float64)
-        codes = torch.where(counted, positions * _contents(micro.targets, micro.columns), 0.0).sum()
-        self._own.append(torch.stack((count, codes)))
-        gap, compared = torch.zeros_like(count), torch.zeros_like(count)
-        for output, column in OLD.items():
-            if (found := micro.outputs.get(output)) is not None and column in micro.columns:
-                gaps = torch.where(counted, (found.detach() - micro.columns[column]).abs(), 0.0)
-                gap = gaps.sum(dtype=torch.float64) / self._totals.num_tokens
-                compared = counted.sum(dtype=torch.float64)
-        denominator = self._totals.num_tokens
-        return torch.stack((count / denominator, count * denominator, codes, gap, compared))
-
-    def check(self, result: UpdateResult, batch: Batch, plan: MicroBatchPlan, grid: Grid) -> None:
-        """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
-
-        Collective over the world if a token was not, to name the ranks.
-        """
-        share, product, found, *_ = result.observed
-        planned = [_planned(batch, [i for micro in rank for i in micro]) for rank in plan]
-        total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
-        # With unequal denominators the shares may still add up to 1, but the products are larger.
-        is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
-        if not total or (is_whole and found == code):
-            return
-        counts = torch.stack(self._own).sum(0).tolist() if self._own else [0.0, 0.0]
-        own = (grid.dp_rank, *counts, self._totals.num_tokens)
-        texts = []
-        for rank, theirs in enumerate(gather_objects(own if grid.reports_results else None)):
-            if theirs is None:
-                continue
-            place, counted, codes, denominator = theirs
-            wrong = codes != planned[place][1]
-            texts.append(
-                f"rank {rank} counted {counted:g} of {planned[place][0]:g} tokens"
-                f"{', not those of its samples,' if wrong else ''} and divided by {denominator:g}"
-            )
-        raise WrongTokens(
-            f"an update counted {share:.6g} times the {total:g} tokens of its mini-batch: "
-            f"{'; '.join(texts)}. Each token counts once, with its own id, mask, advantage and log-probs, "
-            "and all ranks divide by their number."
-        )
-
-
 class WrongGradient(RuntimeError):
     """Raised on every rank if the backward pass did not begin with the gradient of the loss, or if the loss
     is not a sum over samples."""
-
-
-class LossGradient:
-    """Compares the gradient that arrives at the model's outputs with the gradient of the loss, and the loss
-    of a micro-batch with the summed losses of its two halves.
-
-    A factor that the schedule or the engine applies to the loss would scale every gradient. A loss that is
-    divided by a number of its micro-batch would weigh tokens by the packing: for example, a mean over the
-    tokens of each micro-batch weighs a token of a small micro-batch more. One micro-batch of each update is
-    compared.
-
-    batch: the batch of the micro-batches.
-    """
-
-    def __init__(self, loss: MicroBatchLoss, batch: Batch):
-        self._loss, self._batch = loss, batch
-        self._arrived: list[Tensor] = []
-        self._halves: Tensor | None = None
-        """Loss of the micro-batch minus the losses of its halves, and the scale of the terms, float64 [2]."""
-        self._is_watching = False
-
-    def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and its metrics."""
-        value, metrics = self._loss(micro)
-        if not self._is_watching and value.requires_grad:
-            self._watch(micro, value)
-        return value, metrics
-
-    def _watch(self, micro: MicroBatch, value: Tensor) -> None:
-        outputs = [x for x in micro.outputs.values() if x.requires_grad]
-        if not outputs or not len(outputs[0]):
-            return
-        self._is_watching = True
-        slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
-        for output, slope in zip(outputs, slopes):
-            if slope is not None:
-                output.register_hook(partial(self._arrive, slope))
-        self._split(micro, value, [slope for slope in slopes if slope is not None])
-
-    @torch.no_grad()
-    def _split(self, micro: MicroBatch, value: Tensor, slopes: list[Tensor]) -> None:
-        """Note the loss of a micro-batch and of its halves, if it has two units of samples."""
-        unit = self._batch.samples_per_unit
-        middle = len(micro.samples) // unit // 2 * unit
-        if not middle:
-            return
-        first = int(self._batch.lengths[micro.samples[:middle]].sum())
-        of_halves = [
-            self._loss(_part(micro, samples, tokens))[0].detach()
-            for samples, tokens in (
-                (slice(0, middle), slice(0, first)),
-                (slice(middle, None), slice(first, None)),
-            )
-        ]
-        # The terms of a loss may cancel, so the size of its gradient is added to the scale.
-        size = sum(half.abs() for half in of_halves) + sum(slope.abs().sum() for slope in slopes)
-        self._halves = torch.stack((value.detach() - sum(of_halves), torch.as_tensor(size))).double()
-
-    def _arrive(self, slope: Tensor, gradient: Tensor) -> None:
-        terms = ((gradient - slope).abs().sum(), slope.abs().sum())
-        self._arrived.append(torch.stack(terms).double())
-
-    def check(self, grid: Grid, device: torch.device) -> None:
-        """Raise WrongGradient on every rank if a comparison fails. Collective over the world."""
-        own = torch.zeros(4, dtype=torch.float64)
-        if self._arrived and grid.reports_results:
-            own[:2] = torch.stack(self._arrived).sum(0).cpu()
-        if self._halves is not None and grid.reports_results:
-            own[2:] = self._halves.cpu().abs()
-        difference, size, excess, scale = sum_over_world(own, device).tolist()
-        if excess > HALVES_TOLERANCE * scale:
-            raise WrongGradient(
-                f"the loss of a micro-batch and the sum of the losses of its halves differ by "
-                f"{excess / scale:.3g} of the size of their terms: the loss is divided by a number of the "
-                "micro-batch instead of the mini-batch's totals, or compares samples of a micro-batch."
-            )
-        if difference > GRADIENT_TOLERANCE * size:
-            raise WrongGradient(
-                f"the gradient that arrived at the model's outputs differs from that of the loss by "
-                f"{difference / size:.3g} of its size: the loss was multiplied or replaced on its way into "
-                "the schedule of the backward pass."
-            )
 
 
 class WrongLearningRate(RuntimeError):
@@ -261,32 +118,183 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
         )
 
 
-class Outputs:
-    """Compares outputs of a model in the updates of a step with the outputs before the first update.
+class UpdateChecks:
+    """The checks of a model's updates in one step. For each update: `begin`, `micro_batch`, `end`.
+
+    tokens      each token of the mini-batch counts once in the loss, with its own id and columns
+    gradient    the gradient that arrives at the model's outputs is that of the loss. A factor that the
+                schedule or the engine applies to the loss would scale every gradient
+    halves      the loss of a micro-batch is the sum of the losses of its two halves. For example, a mean over
+                the tokens of each micro-batch weighs a token of a small micro-batch more
+    outputs     before the first update they are the old ones, and later they differ from them
+    movement    the update moves weights
+
+    Gradient and halves are compared for one micro-batch of each update.
 
     is_first: whether the present weights computed the old outputs. size: mean absolute value of the old
         outputs of a critic; 1 for log-probs.
     """
 
-    def __init__(self, *, is_first: bool, size: float = 1.0):
-        self._is_first, self._size = is_first, size
-        self._has_moved = False
-        self._num_equal = 0.0
+    def __init__(
+        self,
+        model: TrainingEngine,
+        batch: Batch,
+        rates: LearningRates,
+        schedule: RateSchedule,
+        *,
+        step: int,
+        is_first: bool,
+        size: float,
+    ):
+        self._model, self._batch, self._rates, self._schedule = model, batch, rates, schedule
+        self._step, self._is_first, self._size = step, is_first, size
+        self._has_moved, self._num_equal = False, 0.0
 
-    def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
+    def begin(self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan) -> None:
+        """Prepare for an update. totals: denominators of the loss."""
+        self._loss, self._totals, self._plan = loss, totals, plan
+        self._counted: list[Tensor] = []
+        self._arrived: list[Tensor] = []
+        self._halves: Tensor | None = None
+        """Loss of the micro-batch minus the losses of its halves, and the scale of the terms, float64 [2]."""
+        self._is_watching = False
+
+    def micro_batch(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and its metrics, with the TERMS of the checks, which `end` takes out again."""
+        value, metrics = self._loss(micro)
+        if not self._is_watching and value.requires_grad:
+            self._watch(micro, value)
+        return value, metrics | dict(zip(TERMS, self._terms(micro), strict=True))
+
+    def end(self, result: UpdateResult, *, lr: float) -> None:
+        """Check an update, and take TERMS out of its metrics. Collective over the world.
+
+        Raises WrongLearningRate, WrongGradient, WrongTokens or CheckFailed.
+        """
+        self._rates.check_used(lr, self._step)
+        share, product, codes, gap, compared = (result.metrics.pop(name) for name in TERMS)
+        self._check_gradient()
+        self._check_tokens(share, product, codes)
+        self._check_outputs(result, gap, compared, lr=lr)
+
+    def _terms(self, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """Return the TERMS of a micro-batch, float64 []."""
+        counted = micro.mask > 0
+        count = micro.mask.sum(dtype=torch.float64)
+        positions = _codes(micro.column_index).to(micro.targets.device, torch.float64)
+        codes = torch.where(counted, positions * _contents(micro.targets, micro.columns), 0.0).sum()
+        self._counted.append(torch.stack((count, codes)))
+        gap, compared = torch.zeros_like(count), torch.zeros_like(count)
+        for output, column in OLD.items():
+            if (found := micro.outputs.get(output)) is not None and column in micro.columns:
+                gaps = torch.where(counted, (found.detach() - micro.columns[column]).abs(), 0.0)
+                gap = gaps.sum(dtype=torch.float64) / self._totals.num_tokens
+                compared = counted.sum(dtype=torch.float64)
+        denominator = self._totals.num_tokens
+        return count / denominator, count * denominator, codes, gap, compared
+
+    def _watch(self, micro: MicroBatch, value: Tensor) -> None:
+        """Compare the gradient and the halves of this micro-batch, if it has outputs."""
+        outputs = [x for x in micro.outputs.values() if x.requires_grad]
+        if not outputs or not len(outputs[0]):
+            return
+        self._is_watching = True
+        slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
+        for output, slope in zip(outputs, slopes):
+            if slope is not None:
+                output.register_hook(partial(self._arrive, slope))
+        self._split(micro, value, [slope for slope in slopes if slope is not None])
+
+    @torch.no_grad()
+    def _split(self, micro: MicroBatch, value: Tensor, slopes: list[Tensor]) -> None:
+        """Note the loss of a micro-batch and of its halves, if it has two units of samples."""
+        unit = self._batch.samples_per_unit
+        middle = len(micro.samples) // unit // 2 * unit
+        if not middle:
+            return
+        first = int(self._batch.lengths[micro.samples[:middle]].sum())
+        of_halves = [
+            self._loss(_part(micro, samples, tokens))[0].detach()
+            for samples, tokens in (
+                (slice(0, middle), slice(0, first)),
+                (slice(middle, None), slice(first, None)),
+            )
+        ]
+        # The terms of a loss may cancel, so the size of its gradient is added to the scale.
+        size = sum(half.abs() for half in of_halves) + sum(slope.abs().sum() for slope in slopes)
+        self._halves = torch.stack((value.detach() - sum(of_halves), torch.as_tensor(size))).double()
+
+    def _arrive(self, slope: Tensor, gradient: Tensor) -> None:
+        terms = ((gradient - slope).abs().sum(), slope.abs().sum())
+        self._arrived.append(torch.stack(terms).double())
+
+    def _check_gradient(self) -> None:
+        """Raise WrongGradient on every rank if a comparison fails. Collective over the world."""
+        grid, device = self._model.grid, self._model.device.torch
+        own = torch.zeros(4, dtype=torch.float64)
+        if self._arrived and grid.reports_results:
+            own[:2] = torch.stack(self._arrived).sum(0).cpu()
+        if self._halves is not None and grid.reports_results:
+            own[2:] = self._halves.cpu().abs()
+        difference, size, excess, scale = sum_over_world(own, device).tolist()
+        if excess > HALVES_TOLERANCE * scale:
+            raise WrongGradient(
+                f"the loss of a micro-batch and the sum of the losses of its halves differ by "
+                f"{excess / scale:.3g} of the size of their terms: the loss is divided by a number of the "
+                "micro-batch instead of the mini-batch's totals, or compares samples of a micro-batch."
+            )
+        if difference > GRADIENT_TOLERANCE * size:
+            raise WrongGradient(
+                f"the gradient that arrived at the model's outputs differs from that of the loss by "
+                f"{difference / size:.3g} of its size: the loss was multiplied or replaced on its way into "
+                "the schedule of the backward pass."
+            )
+
+    def _check_tokens(self, share: float, product: float, codes: float) -> None:
+        """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
+
+        Collective over the world if a token was not, to name the ranks.
+        """
+        planned = [_planned(self._batch, [i for micro in rank for i in micro]) for rank in self._plan]
+        total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
+        # With unequal denominators the shares may still add up to 1, but the products are larger.
+        is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
+        if not total or (is_whole and codes == code):
+            return
+        counts = torch.stack(self._counted).sum(0).tolist() if self._counted else [0.0, 0.0]
+        grid = self._model.grid
+        own = (grid.dp_rank, *counts, self._totals.num_tokens)
+        texts = []
+        for rank, theirs in enumerate(gather_objects(own if grid.reports_results else None)):
+            if theirs is None:
+                continue
+            place, counted, found, denominator = theirs
+            wrong = found != planned[place][1]
+            texts.append(
+                f"rank {rank} counted {counted:g} of {planned[place][0]:g} tokens"
+                f"{', not those of its samples,' if wrong else ''} and divided by {denominator:g}"
+            )
+        raise WrongTokens(
+            f"an update counted {share:.6g} times the {total:g} tokens of its mini-batch: "
+            f"{'; '.join(texts)}. Each token counts once, with its own id, mask, advantage and log-probs, "
+            "and all ranks divide by their number."
+        )
+
+    def _check_outputs(self, result: UpdateResult, gap: float, compared: float, *, lr: float) -> None:
         """Check the outputs of an update's forward pass, and that the update moved weights. Not collective.
 
         Raises CheckFailed if the first update of a step has other outputs than the old ones, if all outputs
         of a later update equal the old ones although weights have moved, or if no weight changed although
         there was a gradient.
         """
-        *_, gap, compared = result.observed
-        eps = torch.finfo(DTYPES[dtype]).eps
+        peak_lr, dtype = self._schedule.optimizer.lr, self._model.weight_map.dtype
+        eps = torch.finfo(dtype).eps
         if self._is_first and not gap <= math.sqrt(eps) * self._size:
             raise CheckFailed(
                 f"first update check: |log pi - log pi_old|, or |value - old value|, is {gap:.3g} on average "
                 f"before any update of the step, more than {math.sqrt(eps) * self._size:.2g} for "
-                f"model.dtype={dtype}: the old ones are of other weights or tokens."
+                f"model.dtype={str(dtype).removeprefix('torch.')}: the old ones are of other weights or "
+                "tokens."
             )
         self._num_equal = self._num_equal + compared if self._has_moved and not gap else 0.0
         if self._num_equal > NUM_EQUAL:
@@ -341,27 +349,3 @@ def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
     for number, name in enumerate(sorted(columns), start=1):
         code = code + columns[name].float().view(torch.int32).long() * (40503 * number)
     return code % NUM_CONTENTS
-
-
-class UpdateWatch:
-    """Watches the updates of a model in one step: tokens, outputs, loss, gradient, and whether weights move.
-
-    For each update call `begin`, give `loss` and `observe` to `TrainingEngine.update`, then call `check`.
-    is_first, size: see `Outputs`.
-    """
-
-    def __init__(self, model: TrainingEngine, batch: Batch, *, is_first: bool, size: float):
-        self._model, self._batch = model, batch
-        self._outputs = Outputs(is_first=is_first, size=size)
-
-    def begin(self, plan: MicroBatchPlan, loss: Loss, totals: Totals) -> None:
-        """Begin to watch the update on a mini-batch with these totals."""
-        self._plan, self.observe = plan, Counts(totals)
-        self.loss = LossGradient(partial(loss, totals=totals), self._batch)
-
-    def check(self, result: UpdateResult, *, lr: float, peak_lr: float, dtype: str) -> None:
-        """Check the update. Raises as its parts. Collective over the world."""
-        grid = self._model.grid
-        self.loss.check(grid, self._model.device.torch)
-        self.observe.check(result, self._batch, self._plan, grid)
-        self._outputs.check(result, lr=lr, peak_lr=peak_lr, dtype=dtype)

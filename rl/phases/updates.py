@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rl.checks.checks import Checks
-from rl.checks.updates import UpdateWatch
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -210,24 +209,28 @@ class Updates:
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # only now, because earlier passes may overlap the reading
         size = token_mean(batch.column("old_values").abs(), batch.mask) if name == "critic" else 1.0
-        watch = UpdateWatch(model, batch, is_first=self._inference.has_old_outputs(name), size=size)
+        is_first = self._inference.has_old_outputs(name)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
-            micro_batches = [plan.micro_batches for plan in plans]
-            self._checks.before_update(name, batch, loss, schedule, step=step.number, plans=micro_batches)
+            checks = self._checks.before_update(
+                name,
+                model,
+                batch,
+                loss,
+                schedule,
+                step=step.number,
+                plans=[plan.micro_batches for plan in plans],
+                is_first=is_first,
+                size=size,
+            )
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
-                    watch.begin(plan.micro_batches, loss, plan.totals(batch))
+                    totals = plan.totals(batch)
+                    checks.begin(partial(loss, totals=totals), totals, plan.micro_batches)
                     result = model.update(
-                        batch,
-                        plan.micro_batches,
-                        watch.loss,
-                        lr=lr,
-                        outputs=loss.reads,
-                        observe=watch.observe,
-                        progress=bar,
+                        batch, plan.micro_batches, checks.micro_batch, lr=lr, outputs=loss.reads, progress=bar
                     )
-                    self._checks.after_update(watch, result, lr=lr, schedule=schedule, step=step.number)
+                    checks.end(result, lr=lr)
                 for metric, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[metric] = sums.get(metric, 0.0) + value
         if step.peak_tflops:

@@ -57,8 +57,6 @@ class UpdateResult:
 
     metrics: dict[str, float]
     """Metrics of the loss, summed over micro-batches and data parallel ranks."""
-    observed: list[float]
-    """Sums of the results of `observe`; empty without it."""
     grad_norm: float
     """Norm of the gradient before clipping."""
     has_moved: bool
@@ -218,32 +216,25 @@ class TrainingEngine:
         *,
         lr: float,
         outputs: tuple[str, ...] | None = None,
-        observe: Callable[[MicroBatch], Tensor] | None = None,
         progress: Counter | None = None,
     ) -> UpdateResult:
         """Take one optimizer step on the samples of the plan and increment `num_updates`.
 
-        outputs: names of the model's outputs that `loss` and `observe` read; None for all. observe: called
-        with each micro-batch after `loss`; returns float64 [n] with the same n for all.
+        outputs: names of the model's outputs that `loss` reads; None for all.
 
         Raises FloatingPointError on every rank if the gradient is not finite; the weights are then unchanged.
         """
         self._begin_update()
         sums: dict[str, Tensor] = {}
-        observed = torch.zeros(0, dtype=torch.float64, device=self.device.torch)
 
         def accumulate(micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            nonlocal observed
             value, metrics = loss(micro)
             for name, term in metrics.items():
                 sums[name] = sums.get(name, 0.0) + term.detach().double()
-            if observe is not None:
-                values = observe(micro)
-                observed = observed + values if len(observed) else values
             return value, {}
 
         self._run(batch, plan, accumulate, forward_only=False, progress=progress, outputs=outputs)
-        result = self._step(sums, observed, lr=lr)
+        result = self._step(sums, lr=lr)
         for part in self.parts:
             part.after_update()
         return result
@@ -258,10 +249,10 @@ class TrainingEngine:
         for part in self.parts:
             part.before_update()
 
-    def _step(self, sums: dict[str, Tensor], observed: Tensor, *, lr: float) -> UpdateResult:
+    def _step(self, sums: dict[str, Tensor], *, lr: float) -> UpdateResult:
         """Take an optimizer step with the reduced gradients; raises as `update`.
 
-        sums, observed: sums over this rank's micro-batches on the last stage; {} on other stages.
+        sums: sums over this rank's micro-batches on the last stage; {} on other stages.
         """
         assert self.optimizer is not None and self.spec.optimizer is not None
         for group in self.optimizer.param_groups:
@@ -280,10 +271,10 @@ class TrainingEngine:
         with tracing.span("optimizer"):
             clip_and_step(self.optimizer, norm)
         self.num_updates += 1
-        metrics, observed_sums = self._sum_over_replicas(sums, observed, norm=norm, lr=lr)
+        metrics = self._sum_over_replicas(sums, norm=norm, lr=lr)
         audit = self.parts.get(StepAudit)
         assert audit is not None
-        return UpdateResult(metrics, observed_sums, norm, audit.has_moved)
+        return UpdateResult(metrics, norm, audit.has_moved)
 
     def gradient(
         self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weight: Weight
@@ -434,28 +425,26 @@ class TrainingEngine:
 
         run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
-    def _sum_over_replicas(
-        self, sums: dict[str, Tensor], observed: Tensor, *, norm: float, lr: float
-    ) -> tuple[dict[str, float], list[float]]:
-        """Return the last stages' metrics and observed values, summed over the data parallel ranks.
+    def _sum_over_replicas(self, sums: dict[str, Tensor], *, norm: float, lr: float) -> dict[str, float]:
+        """Return the last stages' metrics, summed over the data parallel ranks.
 
-        The numbers of the parts travel in the same sum; raises what the parts find in it. observed: float64
-        [n], with another n on stages before the last one. Collective over the world.
+        The numbers of the parts travel in the same sum; raises what the parts find in it. Collective over the
+        world.
         """
-        names, size = list(sums), len(observed)
+        names = list(sums)
         if self.grid.pp > 1:  # only the last stage knows them
-            names, size = broadcast_object((names, size), self.grid.pp - 1, self.grid.groups.pp)
-        mine = torch.zeros(len(names) + size, dtype=torch.float64, device=self.device.torch)
-        if self.grid.reports_results:
-            mine.copy_(torch.cat([*(term.view(1) for term in sums.values()), observed]))
+            names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
+        mine = torch.zeros(len(names), dtype=torch.float64, device=self.device.torch)
+        if self.grid.reports_results and names:
+            mine.copy_(torch.stack(list(sums.values())))
         of_parts = [[x.to(mine) for x in part.after_step(norm=norm, lr=lr)] for part in self.parts]
         total = torch.cat([mine, *(x for own in of_parts for x in own)])
         dist.all_reduce(total)
         found = iter(total.tolist())
-        metrics, values = dict(zip(names, islice(found, len(names)))), list(islice(found, size))
+        metrics = dict(zip(names, islice(found, len(names))))
         for part, own in zip(self.parts, of_parts):
             part.summed(list(islice(found, sum(map(len, own)))))
-        return metrics, values
+        return metrics
 
 
 def _not_finite(sums: dict[str, Tensor]) -> str:

@@ -31,9 +31,9 @@ CHECKS = {
     ],
     "log-probs": ["rl.checks.checks:Checks.log_probs"],
     "advantages and rewards": ["rl.checks.checks:Checks.before_update"],
-    "loss": ["rl.checks.updates:Counts.__call__", "rl.checks.updates:LossGradient._watch"],
+    "loss": ["rl.checks.updates:UpdateChecks._terms", "rl.checks.updates:UpdateChecks._watch"],
     "update": [
-        "rl.checks.checks:Checks.after_update",
+        "rl.checks.updates:UpdateChecks.end",
         "rl.training.gradients:ReductionProbe.begin",
         "rl.training.gradients:ReductionProbe.sums",
         "rl.training.gradients:ReductionProbe.check",

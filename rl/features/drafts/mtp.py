@@ -179,7 +179,7 @@ class PredictionHead(TrainingEngine):
         self.chunks[0].config.finalize_model_grads_func(self.wrapped)
         sums = dict(zip(("loss", "acceptance"), self._sums * scale)) if self.grid.is_last_stage else {}
         assert self.spec.optimizer is not None
-        result = self._step(sums, self._sums[:0], lr=self.spec.optimizer.lr)
+        result = self._step(sums, lr=self.spec.optimizer.lr)
         return result.metrics | {"grad_norm": result.grad_norm} if total else {}
 
 
