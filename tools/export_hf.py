@@ -80,6 +80,7 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
         # Not the config of the first start, because a resume may have changed the model's path or its
         # scaling.
         config = replace(load(Config, saved.path / CONFIG), run=config.run)
+        wing.check_wing(config)
         if args.adapter and not config.adapter.is_on:
             raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
@@ -92,7 +93,8 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
         policy = TrainingEngine(spec, training, grid, device, parts)
         store.load_weights(saved, {"policy": policy} | policy.parts.models())
         if args.adapter:
-            wing.door_of("adapters", "export")(policy, config.model.path, args.out)
+            export_adapter = wing.door_of("adapters", "export", needed_by="--adapter")
+            export_adapter(policy, config.model.path, args.out)
         else:
             export_hf(
                 policy, config.model.path, args.out, check=partial(wrong_export, policy, config.model.path)

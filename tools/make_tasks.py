@@ -8,12 +8,12 @@
 
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
-    reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for
-                   rl.features.agents.integrations.reasoning_gym
+    reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for the reward
+                   reasoning_gym (docs/agents.md)
     seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
                    for gem, textarena, and any environment that makes its task from a seed
     harbor         the directories below "tasks" in --options, in the format of Harbor or Terminal-Bench; for
-                   rl.features.containers.harbor. The first ones are test.jsonl's
+                   the environment of docs/agents.md. The first ones are test.jsonl's
     verifiers      the tasks of the taskset in --options, which is verifiers' block [env]; PYTHON is the
                    interpreter that has verifiers. The first tasks are test.jsonl's
 """
@@ -28,6 +28,8 @@ from typing import Any
 
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.config import wing  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -44,13 +46,12 @@ def row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> 
 
 def reasoning_gym_rows(names: list[str], options: Row, seed: int, size: int) -> Iterator[Row]:
     """Yield puzzles of each generator in turn. Raises ValueError for an unknown generator or option."""
-    from rl.features.agents.integrations.reasoning_gym import INSTRUCTION, puzzles
-
-    sources = [puzzles(name, options, seed, -(-size // len(names))) for name in names]
+    reasoning_gym = wing.door_of("agents", "puzzles", needed_by="reasoning_gym")
+    sources = [reasoning_gym.puzzles(name, options, seed, -(-size // len(names))) for name in names]
     for i in range(size):
         name = names[i % len(names)]
         question, packed = next(sources[i % len(names)])
-        yield row(f"reasoning_gym/{name}", f"{question}\n\n{INSTRUCTION}", packed, index=i)
+        yield row(f"reasoning_gym/{name}", f"{question}\n\n{reasoning_gym.INSTRUCTION}", packed, index=i)
 
 
 def seed_rows(names: list[str], seed: int, size: int) -> Iterator[Row]:
@@ -62,19 +63,19 @@ def seed_rows(names: list[str], seed: int, size: int) -> Iterator[Row]:
 
 def verifiers_rows(env: Row, size: int) -> Iterator[Row]:
     """Yield the first tasks of a taskset."""
-    from rl.features.agents.integrations.verifiers import tasks
-
-    for i, (prompt, task) in enumerate(tasks(env, size)):
+    verifiers = wing.door_of("agents", "tasksets", needed_by="verifiers")
+    for i, (prompt, task) in enumerate(verifiers.tasks(env, size)):
         yield row(env["taskset"]["id"], prompt, "", task=task, index=i)
 
 
 def harbor_rows(options: Row) -> Iterator[Row]:
     """Yield a row per task directory. Raises ValueError for a task that cannot run."""
-    from rl.features.containers.harbor import is_task, read_task, unmet
-
+    harbor = wing.door_of("containers", "tasks", needed_by="harbor")
     top = Path(options.get("tasks", "")).resolve()
-    tasks = [read_task(path) for path in sorted(path for path in top.iterdir() if is_task(path))]
-    for sentence in unmet(tasks):
+    tasks = [
+        harbor.read_task(path) for path in sorted(path for path in top.iterdir() if harbor.is_task(path))
+    ]
+    for sentence in harbor.unmet(tasks):
         print(f"note: {sentence}", file=sys.stderr)
     for i, task in enumerate(tasks):
         yield row(top.name, task.instruction, "", task=str(task.path), index=i)

@@ -50,6 +50,7 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
     """
     from rl.checkpoint.directory import complete
     from rl.checkpoint.store import CheckpointStore
+    from rl.config import wing
     from rl.config.options import load as load_config
     from rl.config.reward import Reward
     from rl.config.roles import Roles
@@ -57,7 +58,6 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
     from rl.engines.engines import build_engines, finish_imports
     from rl.engines.inputs import Inputs
     from rl.engines.memory import MemorySharing
-    from rl.features.agents.stored_log import Replay, load
     from rl.run_directory.event_files import DIRECTORY
     from rl.run_directory.record import config_of_step
     from rl.runtime.collectives import gather_objects
@@ -65,6 +65,7 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
     from rl.sandbox.private_directory import refuse_untrusted
     from rl.training.grid import build_grid
 
+    logs = wing.door_of("agents", "logs", needed_by=f"RUN_DIR={args.run_dir}")
     with session(ranks) as device:
         refuse_untrusted(args.run_dir)  # its config may name code
         config = load_config(Config, config_of_step(args.run_dir, args.step))
@@ -77,7 +78,7 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
                 f"RUN_DIR={args.run_dir} has no event log of step {args.step}; name a step of a run with the "
                 "section agents and agents.order=arrival, which stores one."
             )
-        rollout = replace(config.rollout, async_scheduling=load(files[0]).is_async)
+        rollout = replace(config.rollout, async_scheduling=logs.load(files[0]).is_async)
         config = replace(config, rollout=rollout)
         store = CheckpointStore(config)
         saved = {saved.step: saved for saved in complete(store.directory)}.get(args.step - 1)
@@ -105,8 +106,8 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
         engine, found = engines.rollout, []
         assert engine is not None  # generate=True builds it
         for file in files[engine.replica :: engine.num_replicas]:
-            log = load(file)
-            source = Replay(log)
+            log = logs.load(file)
+            source = logs.Replay(log)
             engine.llm.reset_prefix_cache()
             is_whole = engine.run(source if engine.leads else None, log.sampling)
             if engine.leads:

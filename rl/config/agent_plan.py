@@ -83,7 +83,7 @@ def make_agent_plan(
     if container.get("image"):
         from rl.config.wing import path_of  # not at the top, because a worker has no schema
 
-        environment = environment or path_of("containers", "environment")
+        environment = environment or path_of("containers", "environment", needed_by="agents.container.image")
     default = _to_spec("agents", {"environment": environment, "kwargs": kwargs, "tools": tools}, container)
     if kwargs and not environment:
         raise ValueError(

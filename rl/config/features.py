@@ -101,6 +101,14 @@ def loss(declares: Callable[[Formula], bool]) -> Feature:
     )
 
 
+def runs_programs_in_containers(config: Config) -> bool:
+    """Return whether a reward function gets a container for the programs that it runs."""
+    sources = config.reward.sources.values()
+    entries = [entry for source in sources for entry in (source if isinstance(source, list) else [source])]
+    given = [config.reward.kwargs, *(entry.get("kwargs", {}) for entry in entries if isinstance(entry, dict))]
+    return any(kwargs.get("container") for kwargs in given)
+
+
 NAMED = {
     # Algorithms
     "samples": algorithm(
@@ -196,6 +204,7 @@ NAMED = {
     "containers": Feature(
         lambda config: bool(config.agents.container.image), "agents.container.image={agents.container.image}"
     ),
+    "programs in containers": Feature(runs_programs_in_containers, "reward.kwargs.container"),
     "a teacher": Feature(uses_teacher, "the section teacher", "algorithm={algorithm} and no teacher"),
     # Keys that have a meaning only with another key
     "new rows": Feature(
@@ -272,6 +281,7 @@ OPTIONAL = (
     "data.image_key",
     "drafts",
     "model.numerics=bitwise",
+    "programs in containers",
     "refit.changed_only",
     "roles",
     "rollout.carry_over",

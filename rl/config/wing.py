@@ -6,23 +6,26 @@ calls `door`, which imports the function or class that the option's entry names.
 rl/features/kv_offload/kv_offload.py returns.
 
 An option can be taken out: remove its folder and its entry. A config that needs it is then refused by name
-(`check_wing`), and every other run works as before.
+(`check_wing`), and every other run works as before. Tools ask for a door of an option by the option's name
+(`door_of`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from rl.config.features import OPTIONAL, is_on, setting
-from rl.config.options import ConfigError
+from rl.config.options import ConfigError, flatten
 from rl.config.schema import Config
 
 
 @dataclass(frozen=True)
 class Entry:
     """One option. A door is a place where the option enters the program. It is written "file:name", relative
-    to the option's folder: "engine:parts" is `parts` of engine.py. "": the option does not enter there."""
+    to the option's folder: "engine:parts" is `parts` of engine.py, "harbor" the whole file harbor.py. "": the
+    option does not enter there."""
 
     when: str
     """Features of a config that need the option, separated by commas (`rl.config.features`)."""
@@ -50,7 +53,16 @@ CONTAINERS = {
     "programs": "image_store:runner",
     "description": "container:describe",
     "environment": "environment:ContainerEnvironment",
+    "tasks": "harbor",
 }
+AGENTS = {
+    "dialogues": "dialogue_form:TrajectoryForm",
+    "logs": "stored_log",
+    "puzzles": "integrations.reasoning_gym",
+    "tasksets": "integrations.verifiers",
+}
+
+PACKAGE, FOLDER = "rl.features", Path(__file__).parents[1] / "features"
 
 FEATURES = {
     "bitwise": Entry("model.numerics=bitwise", engine="engine:parts", trainer="trainer:parts"),
@@ -64,8 +76,8 @@ FEATURES = {
     "kv_offload": Entry("rollout.kv_offload_gib", engine="kv_offload:parts"),
     "drafts": Entry("a prediction head, drafts", engine="drafts:parts", trainer="mtp:parts"),
     "vision": Entry("data.image_key", engine="requests:parts", trainer="tower:parts"),
-    "agents": Entry("agents", doors={"dialogues": "dialogue_form:TrajectoryForm"}),
-    "containers": Entry("containers", extends="agents", doors=CONTAINERS),
+    "agents": Entry("agents", doors=AGENTS),
+    "containers": Entry("containers, programs in containers", extends="agents", doors=CONTAINERS),
     "roles": Entry("roles", sampler="sampler_form:RolesForm"),
     "stored_runs": Entry(
         "run.mode=train_only|score_only",
@@ -92,32 +104,54 @@ def door(config: Config, name: str) -> Any:
 
 
 def doors(config: Config, name: str) -> Iterator[Any]:
-    """Yield the functions or classes behind this door of all options that the config needs."""
+    """Yield the functions or classes behind this door of all options that the config needs.
+
+    Raises ConfigError if it needs an option that was removed.
+    """
+    check_wing(config)
     for folder, entry in FEATURES.items():
         if entry.door(name) and entry.needed_by(config):
             yield door_of(folder, name)
 
 
-def door_of(folder: str, name: str) -> Any:
+def door_of(folder: str, name: str, *, needed_by: str = "this run") -> Any:
     """Import a door of an option by the option's name. Raises ConfigError as `path_of`."""
-    module, _, attribute = path_of(folder, name).partition(":")
-    return getattr(import_module(module), attribute)
+    module, _, attribute = path_of(folder, name, needed_by=needed_by).partition(":")
+    imported = import_module(module)
+    return getattr(imported, attribute) if attribute else imported
 
 
-def path_of(folder: str, name: str) -> str:
-    """Return a door as "package.module:name". Raises ConfigError if the option was removed."""
-    if folder not in FEATURES:
-        raise ConfigError(f"this run needs rl/features/{folder}, which was removed from this program.")
-    return f"rl.features.{folder}.{FEATURES[folder].door(name)}"
+def path_of(folder: str, name: str, *, needed_by: str = "this run") -> str:
+    """Return a door as "package.module:name".
+
+    needed_by: a setting, for example "reward.kwargs.container". Raises ConfigError if the option was removed.
+    """
+    if not _has(folder):
+        raise _removed(needed_by, f"the option {folder}")
+    return f"{PACKAGE}.{folder}.{FEATURES[folder].door(name)}"
 
 
 def check_wing(config: Config) -> None:
     """Raise ConfigError if the config needs an option that this copy of the program does not have."""
-    known = {feature for entry in FEATURES.values() for feature in entry.when.split(", ")}
+    present = [entry for folder, entry in FEATURES.items() if _has(folder)]
+    known = {feature for entry in present for feature in entry.when.split(", ")}
     for feature in OPTIONAL:
         if feature not in known and is_on(config, feature):
-            raise ConfigError(
-                f"{setting(config, feature)} needs an option that was removed from this copy of the program "
-                "(rl/config/wing.py lists those it has); leave the key out, or restore the option's folder "
-                "in rl/features and its entry."
-            )
+            raise _removed(setting(config, feature), "an option")
+    for key, value in flatten(config).items():
+        for name in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(name, str) and name.startswith(f"{PACKAGE}."):
+                folder = name.split(".")[2]
+                if not _has(folder):
+                    raise _removed(f"{key}={name}", f"the option {folder}")
+
+
+def _has(folder: str) -> bool:
+    return folder in FEATURES and (FOLDER / folder).is_dir()
+
+
+def _removed(setting: str, option: str) -> ConfigError:
+    return ConfigError(
+        f"{setting} needs {option} that was removed from this copy of the program (rl/config/wing.py lists "
+        "those it has); leave the key out, or restore the option's folder in rl/features and its entry."
+    )

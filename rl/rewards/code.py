@@ -273,8 +273,9 @@ def _runner(settings: CodeOptions, limits: ProgramLimits) -> Callable[..., Progr
         return functools.partial(run_program, **how, allow_unprotected=settings.allow_unprotected)
     from rl.config import wing
 
-    container = read_container(settings.container, key="reward.kwargs.container")
-    return functools.partial(wing.door_of("containers", "programs")(container), **how)
+    key = "reward.kwargs.container"
+    programs = wing.door_of("containers", "programs", needed_by=key)
+    return functools.partial(programs(read_container(settings.container, key=key)), **how)
 
 
 def _returned(stdout: str, expected: Any) -> bool:

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rl.config import wing
+from rl.config.adapter import Adapter
+from rl.config.agents import Agents
 from rl.config.features import OPTIONAL
+from rl.config.options import ConfigError
+from rl.config.schema import Config, Refit, Rollout
 from rl.config.wing import FEATURES
 from tools.docs.house import floors, imports
 
@@ -34,7 +39,10 @@ def test_imports_point_down():
 
 def test_only_the_table_names_the_options():
     """The trunk asks `rl.config.wing` for an option, so that the option's folder can be removed."""
-    trunk = [*(ROOT / "rl").rglob("*.py"), *(ROOT / "launch").rglob("*.py"), ROOT / "train_rl.py"]
+    trunk = [
+        *(file for top in ("rl", "launch", "tools") for file in (ROOT / top).rglob("*.py")),
+        ROOT / "train_rl.py",
+    ]
     naming = [
         str(file.relative_to(ROOT))
         for file in trunk
@@ -61,14 +69,33 @@ def test_every_folder_of_options_has_an_entry_whose_doors_exist():
     for folder, entry in FEATURES.items():
         for door in filter(None, (entry.engine, entry.trainer, entry.sampler, *entry.doors.values())):
             file, _, name = door.partition(":")
-            tree = ast.parse((ROOT / "rl" / "features" / folder / f"{file}.py").read_text())
-            assert name in {node.name for node in tree.body if hasattr(node, "name")}, f"{folder}: {door}"
+            tree = ast.parse((ROOT / "rl" / "features" / folder / f"{file.replace('.', '/')}.py").read_text())
+            known = {node.name for node in tree.body if hasattr(node, "name")} | {""}
+            assert name in known, f"{folder}: {door}"
 
 
 def test_every_need_of_the_table_is_refused_without_its_entry():
     assert sorted(feature for entry in FEATURES.values() for feature in entry.when.split(", ")) == list(
         OPTIONAL
     )
+
+
+def test_no_door_opens_silently_where_an_option_was_removed(monkeypatch):
+    """For example, an export without the prediction head would leave its tensors out."""
+    config = Config(rollout=Rollout(quantization="fp8"), refit=Refit(changed_only=True))
+    monkeypatch.delitem(FEATURES, "fp8_engine")
+    with pytest.raises(ConfigError, match="rollout.quantization=fp8 needs an option that was removed"):
+        list(wing.doors(config, "messages"))
+    with pytest.raises(ConfigError, match=r"agents.environment=rl.features.gone.a:B needs the option gone"):
+        wing.check_wing(Config(agents=Agents(environment="rl.features.gone.a:B")))
+    with pytest.raises(ConfigError, match="--adapter needs the option fp8_engine"):
+        wing.door_of("fp8_engine", "engine", needed_by="--adapter")
+
+
+def test_an_entry_without_its_folder_is_an_option_that_was_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(wing, "FOLDER", tmp_path)
+    with pytest.raises(ConfigError, match="adapter.kind=lora needs an option that was removed"):
+        wing.check_wing(Config(adapter=Adapter(kind="lora")))
 
 
 def test_a_class_name_names_one_class():
