@@ -211,9 +211,34 @@ class Batch:
         return self
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the filled token and sample columns by name."""
+        """Return the filled token and sample columns by name. Raises as `check_extra`."""
+        self.check_extra()
         own = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
         return own | self.extra
+
+    def check_extra(self) -> None:
+        """Raise ValueError for a column of `extra` that EXTRA does not declare, or declares in another form.
+
+        Every phase reads `columns`, so a wrong column is refused before a pass reads it.
+        """
+        for name, value in self.extra.items():
+            if name in FIELDS:
+                raise ValueError(f"Batch.extra has {name}, which is a field of Batch; set batch.{name}.")
+            if name not in EXTRA:
+                raise ValueError(
+                    f"Batch.extra has {name}, but only {', '.join(EXTRA)} are declared; declare the column "
+                    "in EXTRA of rl/data/columns.py."
+                )
+            size = int(self.offsets[-1]) if EXTRA[name].is_per_token else len(self)
+            form, found = f"Tensor {EXTRA[name].dtype} [{size}] on cpu", type(value).__name__
+            if isinstance(value, Tensor):
+                found += f" {value.dtype} {list(value.shape)} on {value.device.type}"
+            if found != form:
+                unit = "response token" if EXTRA[name].is_per_token else "sample"
+                raise ValueError(
+                    f"Batch.extra has {name} as {found}, but EXTRA of rl/data/columns.py declares one value "
+                    f"per {unit}, {form}; give it this form, or change the declaration."
+                )
 
     def column(self, name: str) -> Tensor:
         """Return a column. Raises ValueError if no phase has filled it."""

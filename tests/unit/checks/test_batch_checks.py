@@ -28,6 +28,7 @@ from rl.data.batch import Batch, concatenate, pair_up
 from rl.data.prompts import Prompt
 from rl.phases.policy_gradient import policy_loss
 from tests.configs import config_with
+from tests.each import each
 
 END, VOCABULARY, LIMIT = 1, 16, 12
 
@@ -150,6 +151,28 @@ def test_samples_that_lost_their_tokens_or_scores_are_found():
     for message, change in wrong.items():
         with pytest.raises(CheckFailed, match=message):
             check_digests(replace(moved, **change))
+
+
+@each(
+    "name, change, message",
+    [
+        ("returns", lambda x: torch.cat([x, x[:1]]), r"returns as Tensor torch.float32 \[\d+\] on cpu, but"),
+        ("returns", lambda x: x[1:], "one value per response token"),
+        ("returns", lambda x: x[:, None], r"returns as Tensor torch.float32 \[\d+, 1\]"),
+        ("returns", lambda x: x.double(), "returns as Tensor torch.float64"),
+        ("returns", lambda x: x.numpy(), "returns as ndarray, but"),
+        ("labels", lambda x: x, r"one value per sample, Tensor torch.float32 \[128\] on cpu; give it"),
+        ("mine", lambda x: x, "has mine, but only .*; declare the column in EXTRA of rl/data/columns.py"),
+        ("mask", lambda x: x, "has mask, which is a field of Batch; set batch.mask"),
+        ("lengths", lambda x: x, "has lengths, but only"),
+    ],
+)
+def test_an_extra_column_that_is_not_as_declared_is_refused_by_every_reader(name, change, message):
+    batch, _ = sampled(0)
+    batch.extra[name] = change(batch.rollout_logprobs)
+    for read in (batch.hashes, batch.loss_columns, batch.loss_sample_columns, lambda: batch.select([1, 0])):
+        with pytest.raises(ValueError, match=message):
+            read()
 
 
 def test_samples_in_another_order_than_their_prompts_are_found():
