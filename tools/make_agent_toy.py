@@ -58,9 +58,9 @@ NUM_GAMES = 2000
 CALL_SHARE, USE_SHARE = 0.3, 0.4
 """Shares of the warm-up's turns that call the tool, and that use what it returned."""
 
-Turn = tuple[list[dict[str, Any]], list[dict[str, Any]], str]
+ToyTurn = tuple[list[dict[str, Any]], list[dict[str, Any]], str]
 """Messages before a turn of the assistant, the tools that it may call, and its text."""
-Task = tuple[dict[str, list[tuple[list[dict[str, Any]], str]]], list[Turn]]
+ToyTask = tuple[dict[str, list[tuple[list[dict[str, Any]], str]]], list[ToyTurn]]
 """Prompts and answers for RL by split, and turns for the warm-up."""
 
 
@@ -72,11 +72,11 @@ def assistant(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def guess(rng: np.random.Generator) -> Task:
+def guess(rng: np.random.Generator) -> ToyTask:
     """Return ten rows of each number, one for validation, and games with random guesses."""
     start = [user("1 to 16?")]
     rows = [(start, str(number)) for number in range(1, 17)]
-    turns: list[Turn] = []
+    turns: list[ToyTurn] = []
     for _ in range(NUM_GAMES):
         number, messages = int(rng.integers(1, 17)), list(start)
         for _ in range(GUESSES):
@@ -88,7 +88,7 @@ def guess(rng: np.random.Generator) -> Task:
     return {"train": rows * 10, "test": rows}, turns
 
 
-def multiply(rng: np.random.Generator) -> Task:
+def multiply(rng: np.random.Generator) -> ToyTask:
     """Return all problems with two numbers of two digits, and answers that rarely use the tool.
 
     With the tool, CALL_SHARE of the turns call it, and the others guess. USE_SHARE of the turns after a call
@@ -97,7 +97,7 @@ def multiply(rng: np.random.Generator) -> Task:
     """
     problems = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)]).tolist()
     rows = [([user(f"{a}*{b}=")], str(a * b)) for a, b in problems]
-    turns: list[Turn] = []
+    turns: list[ToyTurn] = []
     train = problems[NUM_HELD_OUT:]
     short = [(a, b) for a, b in train if a * b < 1000]
     for a, b in train + 3 * short:  # as many products of three digits as of four, since both are copied
@@ -112,11 +112,11 @@ def multiply(rng: np.random.Generator) -> Task:
     return {"train": rows[NUM_HELD_OUT:], "test": rows[:NUM_HELD_OUT]}, turns
 
 
-def tictactoe(rng: np.random.Generator) -> Task:
+def tictactoe(rng: np.random.Generator) -> ToyTask:
     """Return equal rows, and games with random squares as moves, taken ones too."""
     start = [user("x")]
     rows = [(start, "")] * 64
-    turns: list[Turn] = []
+    turns: list[ToyTurn] = []
     for _ in range(NUM_GAMES):
         messages = list(start)
         for move in range(int(rng.integers(1, 10))):

@@ -149,13 +149,13 @@ class StoredBox:
     key: str
 
 
-Index = dict[str, list[StoredBox]]
+ShardIndex = dict[str, list[StoredBox]]
 """Boxes by the tensor's name."""
 
 
-def read_index(directory: Path, files: Iterable[str]) -> Index:
+def read_index(directory: Path, files: Iterable[str]) -> ShardIndex:
     """Return the boxes that the files hold, reading only the headers. Not collective."""
-    index_of: Index = {}
+    index_of: ShardIndex = {}
     for file in files:
         with open(directory / file, "rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -175,7 +175,7 @@ def _parse(key: str) -> tuple[str, Box]:
 class ShardReader:
     """Reads any box of a checkpoint's tensors, and only the bytes that it needs."""
 
-    def __init__(self, directory: Path, index_of: Index):
+    def __init__(self, directory: Path, index_of: ShardIndex):
         self.directory, self.index_of = directory, index_of
         self._open: dict[str, Any] = {}
 

@@ -74,8 +74,8 @@ class _Groups(Sequence[list[_Sample]]):
 
 
 _Group = list[_Sample]
-Groups = Sequence[_Group]
-Values = list[float] | list[list[float]]
+AllGroups = Sequence[_Group]
+Advantages = list[float] | list[list[float]]
 """One number for each sample of a group, or one number for each counted token of each sample."""
 
 
@@ -132,7 +132,7 @@ def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
     return max(1e-3, size, size * largest / spread)
 
 
-def _some(groups: Groups, seed: int) -> list[_Group]:
+def _some(groups: AllGroups, seed: int) -> list[_Group]:
     """Return randomly chosen groups with about NUM_VALUES samples and tokens."""
     chosen: list[_Group] = []
     size = 0
@@ -251,34 +251,34 @@ def _to_go(x: Iterable[float], gamma: float) -> list[float]:
     return found[::-1]
 
 
-def _rloo(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _rloo(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     x = _rewards(group)
     others = [x[:k] + x[k + 1 :] for k in range(len(x))]
     return [v - _mean(rest) if rest else 0.0 for v, rest in zip(x, others)]
 
 
-def _opo(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _opo(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     x, lengths = _rewards(group), [int(sample.counted.sum()) for sample in group]
     weights = lengths if any(lengths) else [1] * len(x)
     baseline = math.fsum(v * w for v, w in zip(x, weights)) / sum(weights)
     return [v - baseline for v in x]
 
 
-def _gpg(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _gpg(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     everyone = [_rewards(other) for other in groups]
     differing = sum(len(x) for x in everyone if max(x) > min(x))
     factor = sum(map(len, everyone)) / max(differing, 1)
     return [factor * v for v in _centred(group)]
 
 
-def _grpo_passk(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _grpo_passk(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     x = _rewards(group)
     gain = max(x) - sorted(x)[-2] if len(x) > 1 else 0.0
     scale = _std(x) + EPS if goal.normalize_by_std else 1.0
     return [gain / scale if v == max(x) else 0.0 for v in x]
 
 
-def _gdpo(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _gdpo(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     details = group[0]._columns
     given = sorted(name for name in details if name not in COLUMNS and name not in NOT_REWARDS)
     names = goal.reward_columns or given
@@ -296,7 +296,7 @@ def _gdpo(group: _Group, goal: Objective, groups: Groups) -> Values:
     return [v / scale for v in totals(group)]
 
 
-def _gae(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _gae(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     found = []
     for sample in group:
         rewards, values = sample.tokens("token_rewards"), sample.tokens("old_values")
@@ -305,7 +305,7 @@ def _gae(group: _Group, goal: Objective, groups: Groups) -> Values:
     return found
 
 
-def _optimal_token_baseline(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _optimal_token_baseline(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     to_go = [_to_go(sample.tokens("token_rewards"), 1.0) for sample in group]
     energies = []
     for sample in group:
@@ -335,7 +335,7 @@ def _of_turns(sample: _Sample, values: dict[int, float]) -> list[float]:
     return [values.get(n, 0.0) for n, counts in zip(_turns(sample), sample.counted) if counts]
 
 
-def _turn_return(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _turn_return(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     found = []
     for sample in group:
         numbers = sorted({n for n in _turns(sample) if n > 0})
@@ -351,7 +351,7 @@ def _turn_return(group: _Group, goal: Objective, groups: Groups) -> Values:
     return [_of_turns(sample, {n: next(relative) for n in own}) for sample, own in zip(group, found)]
 
 
-def _turn_spread(group: _Group, goal: Objective, groups: Groups) -> Values:
+def _turn_spread(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
     found = []
     for sample, whole in zip(group, _relative(_rewards(group), by_std=goal.normalize_by_std)):
         numbers = sorted({n for n in _turns(sample) if n > 0}, reverse=True)
@@ -359,7 +359,7 @@ def _turn_spread(group: _Group, goal: Objective, groups: Groups) -> Values:
     return found
 
 
-FORMULAS: dict[str, Callable[[_Group, Objective, Groups], Values]] = {
+FORMULAS: dict[str, Callable[[_Group, Objective, AllGroups], Advantages]] = {
     "grpo": lambda group, goal, _: _relative(_rewards(group), by_std=goal.normalize_by_std),
     "rloo": _rloo,
     "maxrl": lambda group, goal, _: [v / (_mean(_rewards(group)) + EPS) for v in _centred(group)],

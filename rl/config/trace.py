@@ -5,7 +5,7 @@ from typing import Literal
 
 from rl.config.options import ConfigError
 
-Phase = Literal["step", "generate", "score", "log_probs", "update", "refit", "save"]
+PhaseName = Literal["step", "generate", "score", "log_probs", "update", "refit", "save"]
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Trace:
     training. `python tools/trace.py RUN` merges the ranks."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks of the job for which the three keys below hold."""
-    torch_profiler: list[Phase] = field(default_factory=list)
+    torch_profiler: list[PhaseName] = field(default_factory=list)
     """Phases of these steps that torch.profiler records too, with every operator and kernel. step: the whole
     step and no phases; its file may have gigabytes."""
     memory_snapshot: bool = False

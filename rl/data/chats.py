@@ -31,7 +31,7 @@ from rl.data.special_tokens import encode, show
 log = logging.getLogger(__name__)
 
 TrainOn = Literal["assistant", "last", "all"]
-Chat = tuple[str, Spans]
+MarkedText = tuple[str, Spans]
 """A rendered chat, and the parts of it that have a loss."""
 BATCH = 256
 """Number of chats tokenized at once; offsets of tokens take more memory than the tokens."""
@@ -169,7 +169,7 @@ class AssistantTurns:
         *,
         first: int = 0,
         train_on: TrainOn = "assistant",
-    ) -> Chat:
+    ) -> MarkedText:
         """Return the rendered chat and its parts with a loss, among the messages from number `first` on.
 
         Raises ValueError, with the place of the row, if there is none, or if the template loses or rewrites
@@ -194,7 +194,7 @@ class AssistantTurns:
             raise ValueError(f"{row.place}: {error}.") from error
         return text, [(0, len(text))]
 
-    def _trained(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> Chat:
+    def _trained(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> MarkedText:
         """Return the rendered chat and the parts of the turns at `places`, which hold all of the turns."""
         if self._template.marks_turns:
             spans = self._marked(messages, tools, text, places)
@@ -224,7 +224,7 @@ class AssistantTurns:
             found += [(start, end)] if start < end else []
         return found
 
-    def _compared(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> Chat:
+    def _compared(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> MarkedText:
         """Return the parts between renderings of the chat's beginnings, and the text with its last end."""
         render, name = self._template.render, self.tokenizer.name_or_path
         spans: Spans = []
@@ -280,7 +280,7 @@ class AssistantTurns:
         tokens = (*self._ends, *self._special)
         return next((token for token in tokens if text.startswith(token, position)), "")
 
-    def warn_of_open_turns(self, chats: Sequence[Chat]) -> None:
+    def warn_of_open_turns(self, chats: Sequence[MarkedText]) -> None:
         """Log a warning, with its remedy, if turns end without a token that ends the generation."""
         ends = [text[start:end].rstrip() for text, spans in chats for start, end in spans]
         open_turns = [end for end in ends if not end.endswith(self._ends)]
@@ -307,7 +307,7 @@ class AssistantTurns:
 
 
 def tokenize_chats(
-    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, rows: Sequence[FileRow]
+    chats: Sequence[MarkedText], tokenizer: PreTrainedTokenizerBase, rows: Sequence[FileRow]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the ids, int32 [n], and the mask, float32 [n], of each chat: 1 for tokens of its spans.
 

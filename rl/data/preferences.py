@@ -230,7 +230,7 @@ def _load(
 def _conversations(
     indices: list[int],
     rows: list[FileRow],
-    split: "list[Split]",
+    split: "list[PromptAndResponses]",
     tools: list[list[dict]],
     turns: AssistantTurns,
 ) -> Iterator[tuple[int, str, np.ndarray, list[_Response]]]:
@@ -257,11 +257,13 @@ def _conversations(
 
 # ---- prompts and responses of a row ----
 
-Split = tuple[Messages | str, list[Messages | str]]
+PromptAndResponses = tuple[Messages | str, list[Messages | str]]
 """The prompt and the responses of a row. Responses are texts, or messages after a prompt of messages."""
 
 
-def _split(row: FileRow, columns: tuple[str, ...], prompt_column: str, reader: MessageReader) -> Split:
+def _split(
+    row: FileRow, columns: tuple[str, ...], prompt_column: str, reader: MessageReader
+) -> PromptAndResponses:
     values = [reader.read(row, column) for column in columns]
     for value, column in zip(values, columns, strict=True):
         if isinstance(value, list) and value[-1]["role"] != "assistant":

@@ -9,7 +9,7 @@ MAX_LOG_RATIO = 20.0
 """Bound of the absolute log-ratio before exp, as in verl. exp(20) = 5e8 is far from overflow in float32 and
 bfloat16, so one outlier token cannot make the loss infinite."""
 
-Loss = tuple[Tensor, dict[str, Tensor]]
+TokenLoss = tuple[Tensor, dict[str, Tensor]]
 """(loss of each token [T], statistics)."""
 
 

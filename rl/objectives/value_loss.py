@@ -7,10 +7,12 @@ replaced before the first nonlinear operation, so neither value nor gradient see
 import torch
 from torch import Tensor
 
-from rl.objectives.log_ratio import Loss, summed
+from rl.objectives.log_ratio import TokenLoss, summed
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float) -> Loss:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float
+) -> TokenLoss:
     """Return the squared error of the values, clipped so that moving far from the old values gains nothing.
 
         loss = 1/2 max((values - returns)^2, (clip(values, old_values - clip, old_values + clip) - returns)^2)

@@ -28,7 +28,7 @@ from rl.rewards.score import INVALID
 NUM_SUBSETS = 1000
 """Number of random subsets in maj@n if there are more subsets; verl's number of bootstrap rounds."""
 
-Values = Mapping[str, Sequence[np.ndarray] | np.ndarray]
+ValuesOfVariables = Mapping[str, Sequence[np.ndarray] | np.ndarray]
 """Variable (acc, score, ...) -> for each prompt float [k]; NaN where a sample lacks the variable."""
 Predictions = Sequence[Sequence[str | None]]
 """For each prompt, the extracted answers of its k samples; None, blank or INVALID where a sample has none."""
@@ -103,7 +103,7 @@ def majorities(values: np.ndarray, predictions: Predictions, n: int, *, seed: in
 
 
 def validation_metrics(
-    values: Mapping[str, Values],
+    values: Mapping[str, ValuesOfVariables],
     predictions: Mapping[str, Predictions] | None = None,
     *,
     core: str = "acc",

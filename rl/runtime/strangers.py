@@ -14,7 +14,7 @@ import resource
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-Connection = TypeVar("Connection")
+Peer = TypeVar("Peer")
 
 MOST = 4096
 """Largest number of strangers of a listener."""
@@ -30,7 +30,7 @@ def most_strangers() -> int:
     return MOST if limit == resource.RLIM_INFINITY else min(MOST, max(16, limit // 8))
 
 
-class Strangers(Generic[Connection]):
+class Strangers(Generic[Peer]):
     """The strangers of a listener, in an asyncio loop.
 
     Args:
@@ -38,13 +38,13 @@ class Strangers(Generic[Connection]):
         seconds: time until a connection must show the key.
     """
 
-    def __init__(self, end: Callable[[Connection], object], seconds: float):
+    def __init__(self, end: Callable[[Peer], object], seconds: float):
         self._end, self._seconds = end, seconds
         self._most = most_strangers()
-        self._timers: dict[Connection, asyncio.TimerHandle] = {}
+        self._timers: dict[Peer, asyncio.TimerHandle] = {}
         """Connection -> the timer that ends it, oldest first."""
 
-    def admit(self, connection: Connection, *, beside: int = 0) -> None:
+    def admit(self, connection: Peer, *, beside: int = 0) -> None:
         """Count a new connection. beside: number of clients with a key that may all connect at once."""
         if len(self._timers) >= self._most + beside:
             self._turn_away(next(iter(self._timers)))
@@ -52,11 +52,11 @@ class Strangers(Generic[Connection]):
             self._seconds, self._turn_away, connection
         )
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: Peer) -> None:
         """Stop counting a connection, because it has shown the key or has ended."""
         if (timer := self._timers.pop(connection, None)) is not None:
             timer.cancel()
 
-    def _turn_away(self, connection: Connection) -> None:
+    def _turn_away(self, connection: Peer) -> None:
         self.forget(connection)
         self._end(connection)

@@ -99,15 +99,23 @@ def test_an_entry_without_its_folder_is_an_option_that_was_removed(monkeypatch, 
 
 
 def test_a_class_name_names_one_class():
-    """A reader who meets a name in a log or a signature finds its class with one search."""
-    classes: dict[str, list[str]] = {}
+    """A reader who meets a name in a log or a signature finds its class, or its alias, with one search.
+
+    Aliases of the same value may share a name.
+    """
+    classes: dict[str, dict[str, str]] = {}
     program = [
         ROOT / "train_rl.py",
         *(file for top in ("rl", "launch", "tools") for file in (ROOT / top).rglob("*.py")),
     ]
     for file in program:
-        for node in ast.walk(ast.parse(file.read_text())):
+        tree, path = ast.parse(file.read_text()), file.relative_to(ROOT)
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                classes.setdefault(node.name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    shared = {name: places for name, places in classes.items() if len(places) > 1}
+                classes.setdefault(node.name, {})[f"{path}:{node.lineno}"] = f"{path}:{node.lineno}"
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
+                if re.fullmatch("_?[A-Z]+[a-z][A-Za-z0-9]*", target.id):
+                    classes.setdefault(target.id, {})[ast.unparse(node.value)] = f"{path}:{node.lineno}"
+    shared = {name: list(places.values()) for name, places in classes.items() if len(places) > 1}
     assert shared == {}, shared

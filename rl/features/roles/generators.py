@@ -16,7 +16,7 @@ from rl.engines.rollout_engines import build_rollout
 from rl.faults.fault_board import Disagreement
 from rl.faults.watchdog import Watchdog
 from rl.features.roles.link import Link
-from rl.features.roles.messages import MESSAGE_TYPES, Begin, Generate, Messages
+from rl.features.roles.messages import MESSAGE_TYPES, Begin, Generate, TrainerMessages
 from rl.features.roles.stream_schedule import WAIT_S, Batches, StreamSchedule
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.samples import Sample
@@ -81,7 +81,7 @@ class Generators:
         self._has_fixed_share = in_waves and not config.roles.min_replicas
         """Whether each replica has a fixed share of the work; a dead replica's share would never be done."""
         self._device, self._tracker = device, watchdog.tracker
-        self._messages = Messages(session.job().store)
+        self._messages = TrainerMessages(session.job().store)
         self._prompt_order = inputs.prompt_order()
         self._step = 0
         self._next_look = 0.0
@@ -200,7 +200,7 @@ class Generators:
     def _look(self) -> bool:
         """Share this rank's stop request, note whether it generates or waits; return whether to end.
 
-        The trainers decide on a stop, and end the generators (`Messages.end`).
+        The trainers decide on a stop, and end the generators (`TrainerMessages.end`).
         """
         self._stop.is_requested()
         now = time.monotonic()

@@ -54,7 +54,7 @@ class Complete:
     """Complete all groups that may begin, with the present weights."""
 
 
-Message = Begin | NextBatch | Generate | Complete
+TrainerMessage = Begin | NextBatch | Generate | Complete
 
 MESSAGE_TYPES = (Begin, NextBatch, Generate, Complete, Sampling, Prompt)
 """Types that a message may contain."""
@@ -62,7 +62,7 @@ MESSAGE_TYPES = (Begin, NextBatch, Generate, Complete, Sampling, Prompt)
 _END = "end"
 
 
-class Messages:
+class TrainerMessages:
     """The messages of one start of a job. Not collective.
 
     Args:
@@ -73,7 +73,7 @@ class Messages:
         self._store = store.clone("messages")
         self._number = 0
 
-    def put(self, message: Message) -> str:
+    def put(self, message: TrainerMessage) -> str:
         """Send the next message; return its name."""
         name = self.skip()
         self._store.set(name, encode(message, *MESSAGE_TYPES))
@@ -84,7 +84,7 @@ class Messages:
         self._number += 1
         return str(self._number - 1)
 
-    def take(self, timeout_s: float = 0.0) -> tuple[str, Message] | None:
+    def take(self, timeout_s: float = 0.0) -> tuple[str, TrainerMessage] | None:
         """Return the name and the content of the next message, None if none came within `timeout_s`."""
         name = str(self._number)
         if timeout_s:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
-from rl.features.roles.messages import Begin, Message, Messages, NextBatch
+from rl.features.roles.messages import Begin, NextBatch, TrainerMessage, TrainerMessages
 from rl.rollout.events import Done, Event, Waiting, Weights
 from rl.rollout.samples import Sample
 from rl.rollout.sampling import seed_of
@@ -83,7 +83,7 @@ class StreamSchedule:
         *,
         draw: Callable[[int], list[Prompt]],
         queue: Iterator[int],
-        messages: Messages,
+        messages: TrainerMessages,
         send: Callable[[int, int, list[Sample]], None],
         take_over: Callable[[range], int | None] = lambda items: None,
     ):
@@ -109,7 +109,7 @@ class StreamSchedule:
         self._due_at: int | None = None
         self._next_message: NextBatch | None = None
         """A message that has been read; its weights are taken when no turn is in progress."""
-        self.barrier: tuple[str, Message] | None = None
+        self.barrier: tuple[str, TrainerMessage] | None = None
         """Name and message that end the engine's run: any message but a `NextBatch`."""
 
     # Schedule ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rl.data.prompts import Prompt
 from rl.engines.memory import MemorySharing
 from rl.faults.fault_board import Disagreement
 from rl.features.roles.link import Delivery, Link
-from rl.features.roles.messages import Begin, Complete, Generate, Message, Messages, NextBatch
+from rl.features.roles.messages import Begin, Complete, Generate, NextBatch, TrainerMessage, TrainerMessages
 from rl.features.roles.stream_schedule import Batches
 from rl.phases.dialogues import Dialogues
 from rl.phases.sampler import SampleCall, Sampler
@@ -68,7 +68,7 @@ class GenerationByRoles(Sampler):
         super().__init__(config, step, policy)
         self._dialogues = dialogues
         self._stop = stop
-        self._link, self._messages = link, Messages(job().store)
+        self._link, self._messages = link, TrainerMessages(job().store)
         self._sampling, self._batches = train_sampling(config), Batches.of_config(config)
         memory.wait_for_readers = self._wait_for_readers
         self._next_batch = 0
@@ -318,7 +318,7 @@ class GenerationByRoles(Sampler):
 
     # Messages and weights ---------------------------------------------------------------------------------
 
-    def _send(self, message: Message) -> str:
+    def _send(self, message: TrainerMessage) -> str:
         return self._messages.put(message) if dist.get_rank() == 0 else self._messages.skip()
 
     def _wait_for_readers(self) -> None:

@@ -10,7 +10,7 @@ token with r = 3 has the weight 1.2 A.
 import torch
 from torch import Tensor
 
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 
 RECIPE = {"clip_low": 1.0}
 FORMULA = "-sg(clip(ratio)) A log pi; clip_low 1 leaves the ratio unbounded from below"
@@ -25,7 +25,7 @@ def cispo(
     *,
     clip_low: float,
     clip_high: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl.config.ranges import FINITE, PROBABILITY
 from rl.objectives.covariance import covariances, quota
-from rl.objectives.log_ratio import Loss, masked_log_ratio
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio
 from rl.objectives.losses.ppo import ppo
 
 ASCENDING = (("cov_low", "cov_high"),)
@@ -42,7 +42,7 @@ def clip_cov(
     *,
     clip_low: float,
     clip_high: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics: the statistics of `ppo`, and pg_covfrac: tokens
     selected (verl logs these as pg_clipfrac).
     """

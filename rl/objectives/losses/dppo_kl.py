@@ -11,7 +11,7 @@ is KL(old || policy) over (this token, any other). A token is outside if A > 0, 
 import torch
 from torch import Tensor
 
-from rl.objectives.log_ratio import Loss
+from rl.objectives.log_ratio import TokenLoss
 from rl.objectives.losses.dppo_tv import truncated_loss
 
 RECIPE = {"clip_low": 0.05, "clip_high": 0.05}
@@ -32,7 +32,7 @@ def dppo_kl(
     clip_low: float,
     clip_high: float,
     dppo_max_ratio: float = 20.0,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and the statistics of `dppo_tv`.
 
     Args:

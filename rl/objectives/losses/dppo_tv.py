@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl.config.ranges import ONE_OR_MORE
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 
 FORMULA = "-sg(ratio) A log pi within a trust region in probability"
 SOURCE = "2602.04879"
@@ -36,7 +36,7 @@ def dppo_tv(
     clip_low: float,
     clip_high: float,
     dppo_max_ratio: float = 20.0,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics.
 
     Args:
@@ -58,7 +58,7 @@ def dppo_tv(
 
 def truncated_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, inside: Tensor, max_ratio: float
-) -> Loss:
+) -> TokenLoss:
     """Return DPPO's loss for the tokens inside the trust region, bool [T], and 0 for the others."""
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     ratio = torch.exp(log_ratio).detach()

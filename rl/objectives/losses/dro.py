@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl.config.ranges import POSITIVE
-from rl.objectives.log_ratio import Loss
+from rl.objectives.log_ratio import TokenLoss
 from rl.objectives.losses.reinforce import reinforce
 
 FORMULA = "-A log pi + dro_beta/2 log(ratio)^2"
@@ -28,7 +28,9 @@ class DroOptions:
     """Weight of the squared log-ratio."""
 
 
-def dro(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, dro_beta: float) -> Loss:
+def dro(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, dro_beta: float
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics. Raises ValueError if dro_beta is not positive."""
     if not dro_beta > 0:
         raise ValueError(f"dro_beta={dro_beta} must be positive; without the penalty use the loss reinforce.")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rl.config.ranges import ONE_OR_MORE, POSITIVE
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 from rl.objectives.losses.ppo import ppo
 from rl.objectives.returns import kept, put_back, reward_to_go
 from rl.objectives.segments import expand, segment_sum
@@ -61,7 +61,7 @@ def fipo(
     fipo_low: float,
     fipo_high: float,
     fipo_safe_ratio: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics: the statistics of `ppo`, and fipo_weight: the weight
     f of the advantage, fipo_dropped: tokens of samples without a loss.
     """

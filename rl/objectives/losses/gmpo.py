@@ -14,7 +14,7 @@ loss then does not bound the unclipped loss.
 import torch
 from torch import Tensor
 
-from rl.objectives.log_ratio import MAX_LOG_RATIO, Loss, masked_log_ratio, sample_mean, summed
+from rl.objectives.log_ratio import MAX_LOG_RATIO, TokenLoss, masked_log_ratio, sample_mean, summed
 from rl.objectives.segments import expand
 
 PER_SAMPLE = True
@@ -32,7 +32,7 @@ def gmpo(
     *,
     clip_low: float,
     clip_high: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics.
 
     Args:

@@ -13,7 +13,7 @@ token. For example, if one of 1,000 tokens has the ratio 2 and the others 1, s i
 import torch
 from torch import Tensor
 
-from rl.objectives.log_ratio import Loss, masked_log_ratio, sample_mean, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, sample_mean, summed
 from rl.objectives.segments import expand
 
 RECIPE = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"}
@@ -34,7 +34,7 @@ def gspo(
     *,
     clip_low: float,
     clip_high: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics.
 
     Args:

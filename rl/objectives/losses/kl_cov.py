@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl.config.ranges import NOT_NEGATIVE
 from rl.objectives.covariance import covariances, quota
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 
 FORMULA = "-ratio A; on the tokens of highest covariance + kl_cov_coef \\|log ratio\\|"
 SOURCE = "2505.22617"
@@ -35,7 +35,7 @@ def kl_cov(
     selected_tokens: Tensor,
     *,
     kl_cov_coef: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics.
 
     Statistics (verl's ppo_kl is the mean |log-ratio| in this loss):

@@ -8,7 +8,7 @@ twice as much as a sample of 100.
 
 from torch import Tensor
 
-from rl.objectives.log_ratio import Loss
+from rl.objectives.log_ratio import TokenLoss
 from rl.objectives.losses.gspo import gspo
 
 RECIPE = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-sum"}
@@ -25,6 +25,6 @@ def luspo(
     *,
     clip_low: float,
     clip_high: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and the statistics of `gspo`."""
     return gspo(logprobs, old_logprobs, advantages, mask, lengths, clip_low=clip_low, clip_high=clip_high)

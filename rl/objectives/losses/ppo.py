@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl.config.ranges import ZERO_OR_ABOVE_ONE
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 
 FORMULA = "max(-ratio A, -clip(ratio) A); for A < 0 at most -dual_clip A"
 SOURCE = "1707.06347, 1912.09729"
@@ -35,7 +35,7 @@ def ppo(
     clip_low: float,
     clip_high: float,
     dual_clip: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics.
 
     Args:

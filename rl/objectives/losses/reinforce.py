@@ -9,14 +9,14 @@ It is valid only while the policy is the one that sampled, so for one update per
 import torch
 from torch import Tensor
 
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 
 USES_RATIO = False
 FORMULA = "-A log pi"
 SOURCE = "Williams 1992"
 
 
-def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
     """Return the loss of each token [T] and statistics."""
     mask = mask.bool()
     token_loss = -torch.where(mask, advantages, 0.0) * torch.where(mask, logprobs, 0.0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rl.config.ranges import POSITIVE
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 
 RECIPE = {"aggregation": "seq-mean-token-mean"}
 FORMULA = "-A (4/tau) sigmoid(tau (ratio - 1))"
@@ -39,7 +39,7 @@ def sapo(
     *,
     sapo_tau_positive: float,
     sapo_tau_negative: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics. Raises ValueError if a temperature is not
     positive."""
     if not (sapo_tau_positive > 0 and sapo_tau_negative > 0):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rl.config.ranges import POSITIVE
-from rl.objectives.log_ratio import Loss, masked_log_ratio, summed
+from rl.objectives.log_ratio import TokenLoss, masked_log_ratio, summed
 from rl.objectives.segments import expand, segment_sum
 
 FORMULA = "-sg(w^k exp(lambda (1 - w))) A log pi, with the sample's ratio w"
@@ -54,7 +54,7 @@ def vespo(
     vespo_lambda_positive: float,
     vespo_k_negative: float,
     vespo_lambda_negative: float,
-) -> Loss:
+) -> TokenLoss:
     """Return the loss of each token [T] and statistics.
 
     Args:
