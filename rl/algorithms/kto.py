@@ -13,6 +13,8 @@ the file within a micro-batch, which may have the same prompt. The estimate cost
 of them by the reference policy. With unequal numbers of labels, desirable_weight * (number of desirable
 responses) should be 1 to 4/3 times undesirable_weight * (number of undesirable responses).
 data.prompts_per_step counts responses.
+
+Left out: TRL's `apo_zero_unpaired`, because it is the loss of another paper.
 """
 
 from functools import partial

@@ -7,6 +7,8 @@ of the rejected response. There is no reference policy, and no separate fine-tun
     log P(y) = log pi(y) / |y|,   odds(y) = P(y) / (1 - P(y))
 
 data.prompts_per_step counts pairs.
+
+Left out: nothing.
 """
 
 from functools import partial

@@ -7,6 +7,8 @@ is enough; the baseline costs one more response. The KL divergence from the refe
 the loss (`objective.kl_coef`) or of R(y) (`objective.reward_kl.coef`); both are off by default. The greedy
 response's reward has no KL term; any baseline that does not depend on y leaves the gradient unbiased. The
 default loss is PPO's, with REINFORCE's gradient in the first update after the generation.
+
+Left out: nothing.
 """
 
 from rl.data.batch import Batch

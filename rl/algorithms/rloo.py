@@ -9,6 +9,8 @@ whole response is one action, and the KL divergence from the reference policy is
 The default loss is PPO's: its gradient equals the paper's in the first update, and it is valid for several;
 `objective.loss=reinforce` selects the paper's. A sample's loss is the sum over its tokens, as log pi(y) is
 (`seq-mean-token-sum`); verl averages over tokens.
+
+Left out: the paper's moving average, because other samples are a better baseline.
 """
 
 from rl.data.batch import Batch

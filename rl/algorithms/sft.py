@@ -6,6 +6,8 @@ Only response tokens count, including the end-of-sequence token; in a conversati
 the assistant's turns. Packing, optimizer and checkpoints are shared with the RL algorithms. Validation
 measures the loss of held-out responses. A step is one batch of data.prompts_per_step. docs/sft.md describes
 data and validation.
+
+Left out: a loss of prompts, because the policy never generates them.
 """
 
 from torch import Tensor

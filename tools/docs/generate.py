@@ -53,7 +53,7 @@ A config that has both features of a pair is refused with the reason and the rem
 pair is accepted. A key stands for any value but its default.
 
 """
-CURVE = """`{config}`, from {start} ([task and command](../algorithms.md#learning-curves-on-the-toy-task))."""
+CURVE = """`{config}`, from {start} ([task](../algorithms.md#learning-curves-on-the-toy-task))."""
 COMMON_KEYS = (
     "data.prompts_per_step",
     "training.prompts_per_minibatch",
@@ -79,8 +79,8 @@ COMMON_KEYS = (
     "preference.label_smoothing",
 )
 """Keys of many algorithms; an algorithm's page has only their names."""
-TOY_RUN = dict(start="the quickstart's warm-up", config="configs/toy/NAME.yaml")
-DISTILL_RUN = TOY_RUN | dict(start="the quickstart's warm-up, with the quickstart's result as teacher")
+TOY_RUN = dict(start="the warm-up", config="configs/toy/NAME.yaml")
+DISTILL_RUN = TOY_RUN | dict(start="the warm-up, with the quickstart's result as teacher")
 SFT_RUN = dict(start="random weights", config="configs/quickstart_sft.yaml")
 
 
