@@ -163,8 +163,7 @@ class Phases:
         them earlier must declare "old_logprobs" in NEEDS.
         """
         self.inference.log_probs(batch)
-        if self.config.teacher.advantage_coef:
-            assert self.teaching is not None
+        if self.teaching is not None:
             self.teaching.log_probs(batch)
 
     def distributions(self, batch: Batch) -> None:
@@ -197,6 +196,8 @@ class Phases:
         mismatched: Batch | None = None,
     ) -> None:
         """Update the policy on the batch's mini-batches. See `Updates.policy`."""
+        if self.teaching is not None:
+            self.teaching.add_to_advantages(batch)
         self.updates.policy(batch, loss, select_tokens=select_tokens, mismatched=mismatched)
 
     def update_critic(self, batch: Batch) -> None:

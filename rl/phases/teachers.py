@@ -10,7 +10,10 @@ class Teachers(Protocol):
     """The teachers of a run. Methods are collective over the world."""
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `teacher_logprobs`: log-prob of each token by the teacher of the sample's source."""
+        """Fill `teacher_logprobs` with `teacher.advantage_coef`: log-prob of each token by its teacher."""
+
+    def add_to_advantages(self, batch: Batch) -> None:
+        """Add the part of `teacher_logprobs`, if they are filled, to the advantages."""
 
     def distributions(self, batch: Batch) -> None:
         """Give the policy the distribution of each response token by the teacher of the sample's source."""

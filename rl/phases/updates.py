@@ -156,9 +156,7 @@ class Updates:
         return schedule
 
     def _complete(self, batch: Batch) -> None:
-        """Add the teacher's part to the advantages, and fill the column of the trajectories' sizes."""
-        if "teacher_logprobs" in batch.extra:
-            self._add_teacher(batch)
+        """Fill the column of the trajectories' sizes."""
         if batch.trajectories is not None:
             counts = segment_sum(batch.mask.double(), batch.trajectory_lengths)
             batch.extra["trajectory_tokens"] = expand(batch.of_trajectories(counts).float(), batch.lengths)
@@ -171,21 +169,6 @@ class Updates:
         step.metrics |= balance_metrics(num_tokens.tolist(), samples_by_rank(plans))
         step.metrics |= imbalance_metrics([plan.costs for plan in plans if plan.costs is not None])
         step.num_tokens += int(num_tokens.sum())
-
-    def _add_teacher(self, batch: Batch) -> None:
-        """Add the teacher's part to the advantages, and log the sizes of both parts."""
-        from rl.objectives.distillation import log_ratio_advantages
-
-        assert batch.advantages is not None and batch.old_logprobs is not None
-        coef = self._config.teacher.advantage_coef
-        teacher_logprobs = batch.extra.pop("teacher_logprobs")  # a second update must not add it again
-        added = log_ratio_advantages(teacher_logprobs, batch.old_logprobs, coef=coef)
-        added = torch.where(batch.mask > 0, added, 0.0)
-        parts = {"reward": batch.advantages, "teacher": added}
-        for name, part in parts.items():
-            self._step.metrics[f"teacher/advantage_of_{name}/mean"] = token_mean(part, batch.mask)
-            self._step.metrics[f"teacher/advantage_of_{name}/abs"] = token_mean(part.abs(), batch.mask)
-        batch.advantages = batch.advantages + added
 
     def _learn(
         self,

@@ -16,7 +16,7 @@ from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.features.teachers.divergence import Targets, TeacherTargets, head_rows, top_k
-from rl.objectives.distillation import divergence_of
+from rl.objectives.distillation import divergence_of, log_ratio_advantages
 from rl.phases.batch_metrics import token_mean
 from rl.phases.minibatches import MinibatchPlanner
 from rl.phases.step_record import StepRecord
@@ -48,7 +48,12 @@ class Teaching:
         self._memory, self._planner, self._tokenizer = memory, planner, tokenizer
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `teacher_logprobs`: log-prob of each token by the teacher of the sample's source."""
+        """Fill `teacher_logprobs`: log-prob of each token by the teacher of the sample's source.
+
+        Without `teacher.advantage_coef` it fills nothing.
+        """
+        if not self._config.teacher.advantage_coef:
+            return
         self._memory.to_training()
         total = torch.zeros(int(batch.lengths.sum()))
         with self._step.phase("log_probs", timing="teacher", batch=batch.hashes()):
@@ -58,6 +63,20 @@ class Teaching:
                 total += found
         batch.extra["teacher_logprobs"] = total
         self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.column("mask"))
+
+    def add_to_advantages(self, batch: Batch) -> None:
+        """Add the part of `teacher_logprobs`, if they are filled, to the advantages, and log both sizes."""
+        if "teacher_logprobs" not in batch.extra:
+            return
+        coef, mask = self._config.teacher.advantage_coef, batch.mask
+        teacher_logprobs = batch.extra.pop("teacher_logprobs")  # a second update must not add it again
+        advantages = batch.column("advantages")
+        added = log_ratio_advantages(teacher_logprobs, batch.column("old_logprobs"), coef=coef)
+        added = torch.where(mask > 0, added, 0.0)
+        for name, part in {"reward": advantages, "teacher": added}.items():
+            self._step.metrics[f"teacher/advantage_of_{name}/mean"] = token_mean(part, mask)
+            self._step.metrics[f"teacher/advantage_of_{name}/abs"] = token_mean(part.abs(), mask)
+        batch.advantages = advantages + added
 
     def distributions(self, batch: Batch) -> None:
         """Give the policy the distribution of each response token by the teacher of the sample's source."""
