@@ -300,18 +300,21 @@ def multiply_adapters_by_group() -> None:
 def _shared_memory_names_of_this_job() -> None:
     """Add host, Slurm job and port to the tensor parallel communicator's names in /dev/shm.
 
-    vLLM's names are constant per host. Two jobs on one host would write into each other's memory, and after a
-    crash every later job would fail with errno 17.
+    vLLM's names are constant per host. Two jobs on one host would write into each other's memory. Each rank
+    removes its own segment of an earlier job on this port, which was killed: the creation of another one with
+    this name would fail with errno 17.
     """
     import vllm.distributed.device_communicators.cpu_communicator as communicator
 
     shared = communicator._CPUSHMDistributed
     original = shared.make_group_name
-    tag = "-".join((socket.gethostname(), *(os.environ.get(k, "") for k in ("SLURM_JOB_ID", "MASTER_PORT"))))
 
     def make_group_name(of: communicator.CpuCommunicator) -> str:
+        job = (os.environ.get(key, "") for key in ("SLURM_JOB_ID", "MASTER_PORT"))
+        tag = "-".join((socket.gethostname(), *job))
         name = f"{tag}-{original(of)}".replace("/", "")
         _shared_memory_names.append(name)
+        Path("/dev/shm", f"{name}_{of.rank}").unlink(missing_ok=True)  # before this rank creates it
         return name
 
     replace_attribute(shared, "make_group_name", staticmethod(make_group_name))

@@ -33,9 +33,12 @@ from tests.spawn import ROOT
 
 CPU_SUPPORT = ("rl.training.cpu_support", "rl.rollout.cpu_support")
 """Modules for CPUs. They are not reloaded, so their names and patches remain."""
-LITERALS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "cpu:gloo"}
-RENAMED = {"_dump_nccl_trace_json": "_dump_fr_trace_json"}
-"""Name that only CUDA builds have -> its counterpart in this build."""
+LITERALS = {
+    "cuda": "cpu",
+    "nccl": "gloo",
+    "cpu:gloo,cuda:nccl": "cpu:gloo",
+    "_dump_nccl_trace_json": "_dump_fr_trace_json",  # only CUDA builds have the former
+}
 GIB = 1 << 30
 noted: set[tuple[str, int]] = set()
 """File and line of statements that `install` makes the program note."""
@@ -152,7 +155,6 @@ class _Rewrite(ast.NodeTransformer):
             return ast.copy_location(ast.Name("__cuda__", node.ctx), node)
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
             return ast.copy_location(ast.Call(ast.Name("__is_cuda__", ast.Load()), [node.value], []), node)
-        node.attr = RENAMED.get(node.attr, node.attr)
         return node
 
     def visit_Call(self, node):

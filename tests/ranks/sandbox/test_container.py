@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.container import RunningContainer as Settings
+from rl.config.container import Container as Settings
 from rl.config.container import read_container
 from rl.features.containers.container import RUNTIMES, ContainerImage, ProgramLimits, RunningContainer
 from rl.features.containers.environment import ContainerEnvironment
@@ -284,7 +284,7 @@ def test_twenty_at_a_time_see_nothing_of_each_other_and_leave_nothing(runtime, i
 def test_the_end_of_the_caller_ends_the_container(runtime, image):
     code = (
         "import os, sys\nfrom rl.features.containers.container import *\n"
-        f"c = Container(Image({str(image)!r}), runtime={runtime!r})\n"
+        f"c = RunningContainer(ContainerImage({str(image)!r}), runtime={runtime!r})\n"
         "c.run(['sh', '-c', 'sleep 600 >/dev/null 2>&1 &']); print(c._process.pid, flush=True); input()"
     )
     caller = subprocess.Popen(

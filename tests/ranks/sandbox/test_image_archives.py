@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.features.containers import images
+from rl.features.containers import image_store
 from rl.features.containers.harbor import Task, read_task
 from rl.features.containers.image_store import unpack
 
@@ -175,8 +175,8 @@ HUGE = {
 
 @pytest.mark.parametrize("what", HUGE)
 def test_an_image_too_large_or_empty_is_refused(what, victim, tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "MAX_BYTES", 64 << 20)
-    monkeypatch.setattr(images, "MAX_FILES", 1000)
+    monkeypatch.setattr(image_store, "MAX_BYTES", 64 << 20)
+    monkeypatch.setattr(image_store, "MAX_FILES", 1000)
     layers, message = HUGE[what]
     with pytest.raises(ValueError, match=rf"^container.image=.*cannot be unpacked: .*{message}"):
         unpack(archive(tmp_path / "image.tar", layers()))
@@ -195,7 +195,7 @@ def test_a_damaged_description_is_one_sentence(described, victim, tmp_path):
 def test_a_large_squashfs_file_is_refused(victim, tmp_path, monkeypatch):
     if shutil.which("mksquashfs") is None:
         pytest.skip("mksquashfs is not installed")
-    monkeypatch.setattr(images, "MAX_BYTES", 64 << 20)
+    monkeypatch.setattr(image_store, "MAX_BYTES", 64 << 20)
     (tmp_path / "root/bin").mkdir(parents=True)
     with open(tmp_path / "root/x", "wb") as file:
         file.truncate(1 << 30)

@@ -13,7 +13,7 @@ PROGRAM = """
     from rl.rollout.exchange import exchange
     from rl.rollout.samples import Sample, Segment
     from rl.runtime.device import choose_device
-    from rl.data.held import BytesMoved
+    from rl.data.held import ColumnBytes
     from rl.runtime import collectives
     from rl.training import held_transfer
     from rl.training.grid import Grid
@@ -45,7 +45,7 @@ PROGRAM = """
     moved = [held_transfer.fetch(batch, plan, needs, grid, device.torch) for plan in plans]
     assert all(m.received == m.planned for m in moved)
     again = held_transfer.fetch(batch, plans[0], needs, grid, device.torch)
-    assert again == BytesMoved(), again
+    assert again == ColumnBytes(), again
     mine = [0, 1, 3] if grid.dp_rank == 0 else [2, 4, 5]
     assert set(batch.held["routes"].local) == set(mine)
     for i in mine:

@@ -39,17 +39,17 @@ def test_megatron_imports_and_torch_stays_as_it_was(tmp_path):
         before = [dict(vars(place)) for place in places]
 
         import rl.training
-        from rl.training.cpu_support import _Finder, install
+        from rl.training.cpu_support import _StandInFinder, install
 
         install()
         rl.training.install()
-        assert sum(isinstance(finder, _Finder) for finder in sys.meta_path) == 1
+        assert sum(isinstance(finder, _StandInFinder) for finder in sys.meta_path) == 1
 
         import megatron.core
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import get_megatron_optimizer
         install()
-        assert sum(isinstance(finder, _Finder) for finder in sys.meta_path) == 1
+        assert sum(isinstance(finder, _StandInFinder) for finder in sys.meta_path) == 1
 
         for place, names in zip(places, before):
             for name, value in names.items():
