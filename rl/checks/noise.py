@@ -7,6 +7,7 @@ the other ranks. Sums decay by the factor FADE per step, so that a late error is
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -142,7 +143,7 @@ class Gaps:
         self._add((gaps / sizes).log(), {"position": units % MAX_GROUPS}, limit)
 
     def _add(self, logs: Tensor, ranks: dict[str, Tensor], limit: float) -> None:
-        logs = logs - logs.mean() if len(logs) else logs
+        logs, found = logs - logs.mean() if len(logs) else logs, list[tuple[float, str]]()
         for kind, of in ranks.items():
             step = {}
             for rank in of.unique().tolist():
@@ -152,10 +153,13 @@ class Gaps:
             faded = {r: FADE * earlier.get(r, 0.0) + step.get(r, np.zeros(3)) for r in earlier | step}
             self._sums[kind] = faded
             for members in (step, faded):
-                self._compare(kind, members, limit)
+                found += self._compare(kind, members, limit)
+        if found:  # for example, samples of a wrong engine may be trained on one rank
+            raise LogprobMismatch(max(found)[1])
 
     @staticmethod
-    def _compare(kind: str, members: dict[int, np.ndarray], limit: float) -> None:
+    def _compare(kind: str, members: dict[int, np.ndarray], limit: float) -> Iterator[tuple[float, str]]:
+        """Yield the standard errors and a message for each rank with larger gaps than the others."""
         for rank, own in members.items():
             rest = sum(members.values()) - own
             if min(own[0], rest[0]) < MIN_SAMPLES:
@@ -168,11 +172,12 @@ class Gaps:
             minimum = math.log(POSITION_FACTOR if kind == "position" else MIN_FACTOR)
             if mean - mean_of_rest > max(DEVIATIONS * error, minimum):
                 factor, deviations = math.exp(mean - mean_of_rest), (mean - mean_of_rest) / max(error, 1e-9)
-                raise LogprobMismatch(
+                yield (
+                    deviations,
                     f"the log-probs of engine and trainer differ {factor:.1f} times as much in "
                     f"{UNITS[kind].format(rank)}, {deviations:.0f} standard errors over "
                     f"{own[0]:.0f} samples, although all are below the bound of rounding "
-                    f"({limit:.2g}): weights, cache, positions, adapters or sampling are other ones there."
+                    f"({limit:.2g}): weights, cache, positions, adapters or sampling are other ones there.",
                 )
 
     def jump(self, mean: float) -> str:

@@ -115,7 +115,7 @@ class SlopeCheck:
         assert norm is not None
         hf, dtype = model.weight_map.hf, model.weight_map.dtype
         centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
-        parameter, gradient = model.gradient(batch, few, partial(_mean, count=count), norm)
+        parameter, gradient = model.gradient(batch, few, partial(_mean, mask=batch.mask, count=count), norm)
         along = torch.zeros(len(directions), dtype=torch.float64)
         found: list[list[float]] = []
         size = 1.0  # log-probs are rounded in proportion to their size
@@ -194,9 +194,10 @@ def _first_tokens(
     ), micros
 
 
-def _mean(micro: MicroBatch, *, count: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return this micro-batch's part of the mean log-prob."""
-    return torch.where(micro.mask > 0, micro.logprobs, 0.0).sum() / count, {}
+def _mean(micro: MicroBatch, *, mask: Tensor, count: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this micro-batch's part of the mean log-prob. mask: of the batch."""
+    counted = mask[micro.column_index.to(mask.device)].to(micro.logprobs.device) > 0
+    return torch.where(counted, micro.logprobs, 0.0).sum() / count, {}
 
 
 def _mean_logprob(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, count: float) -> float:

@@ -111,6 +111,10 @@ class Cuda(Platform):
             engine.llm.wake_up(tags=[what])
 
 
+MLA_BACKEND = "CPU_MLA"
+"""vLLM's other backend, the default on hosts with AMX, removes kv_b_proj.weight and has no float32."""
+
+
 class Cpu(Platform):
     """vLLM's CPU build, with the sampler and the scheduler of this program."""
 
@@ -124,8 +128,7 @@ class Cpu(Platform):
         if "kv_lora_rank" in engine.hf:
             # vLLM's CPU rotary kernel is wrong for 3-dimensional queries.
             options["compilation_config"]["custom_ops"].append("-rotary_embedding")
-            # The default backend on hosts with AMX removes kv_b_proj.weight.
-            options["attention_backend"] = "CPU_MLA"
+            options["attention_backend"] = MLA_BACKEND
         return options
 
     def built(self, engine: "RolloutEngine") -> None:
@@ -138,7 +141,11 @@ class Cpu(Platform):
 
     def draft_options(self, engine: "RolloutEngine", speculation: dict) -> dict:
         scheduler = "rl.rollout.cpu_scheduler.CpuScheduler"  # DecodeScheduler schedules no drafts
-        return {"scheduler_cls": scheduler, "speculative_config": speculation}
+        # The proposer's layers do not take the engine's backend; those without MLA ignore this one.
+        return {
+            "scheduler_cls": scheduler,
+            "speculative_config": speculation | {"attention_backend": MLA_BACKEND},
+        }
 
     def drafter(self, engine: "RolloutEngine") -> Any:
         return engine.runner.drafter

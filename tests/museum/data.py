@@ -96,14 +96,15 @@ def retokenised_responses(bug: Bug, batch_of, *args, **options):
 
 @exhibit("NVIDIA-NeMo/RL#855", at=0)
 @caught_by("data", r"begins with two BOS tokens")
-@replaces("rl.data.prompts._encode")
-def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens):
+@replaces("rl.data.prompts.encode")
+def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens=False):
     """The chat template wrote a BOS token and the tokenizer added another."""
     import numpy as np
 
     bos = np.array([tokenizer.eos_token_id], np.int32)
     tokenizer.bos_token = tokenizer.eos_token
-    return [np.concatenate([bos, bos, ids]) for ids in encode(texts, tokenizer, add_special_tokens=False)]
+    encoded, offsets = encode(texts, tokenizer, add_special_tokens=False)
+    return [np.concatenate([bos, bos, ids]) for ids in encoded], offsets
 
 
 @exhibit(

@@ -37,12 +37,13 @@ def worker_repeats_old_answers(bug: Bug) -> None:
     kept: list = []
     score = ScoringPool.score
 
-    def remembered(self, samples):
-        found = score(self, samples)
-        if bug.is_on:
-            bug.acts()
-            return kept[0]
-        kept.append(found)
+    def remembered(self, samples, **options):
+        found = score(self, samples, **options)
+        if not options:  # a trial of the rows before the first step has some
+            if bug.is_on:
+                bug.acts()
+                return kept[0]
+            kept.append(found)
         return found
 
     ScoringPool.score = remembered
@@ -56,11 +57,11 @@ def failures_of_the_reward_scored_0(bug: Bug) -> None:
     from rl.rewards.score import Score
 
     @bug.replaces(ScoringPool, "_to_scores")
-    def forgiving(to_scores, self, jobs):
+    def forgiving(to_scores, self, jobs, **options):
         jobs.outcomes[0] = "the sandbox did not answer"
         return [
             Score({**score.values, "score": 0.0, "failed": 0.0}) if score.values["failed"] else score
-            for score in to_scores(self, jobs)
+            for score in to_scores(self, jobs, **options)
         ]
 
 
@@ -73,9 +74,9 @@ def failures_of_the_reward_scored_0(bug: Bug) -> None:
     "constant scores", r"warning: score check: all 64 samples have the score 0, as only 0 of 16 groups before"
 )
 @replaces("rl.rewards.pool.pool.ScoringPool.score")
-def reward_always_0(bug: Bug, score, self, samples):
+def reward_always_0(bug: Bug, score, self, samples, **options):
     """With one option every reward was 0, also of responses that were not truncated."""
-    return score(self, samples)
+    return score(self, samples, **options)
 
 
 @exhibit("iwangjian/textsum-gan#19", overrides=("model.dtype=bfloat16",))

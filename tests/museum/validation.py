@@ -17,10 +17,11 @@ VALIDATES = (
 
 @exhibit("marin-community/marin#7179", at=0)
 @caught_by(PROMPTS, r"prompt check: prompt 0 of data.train lacks its first token")
-@replaces("rl.data.prompts.tokenize")
-def prompts_without_their_first_token(bug: Bug, tokenize, *args, **options):
+@replaces("rl.data.prompts.encode")
+def prompts_without_their_first_token(bug: Bug, encode, *args, **options):
     """The prompts were encoded without the special token with which the template begins."""
-    return [ids[1:] for ids in tokenize(*args, **options)]
+    encoded, offsets = encode(*args, **options)
+    return [ids[1:] for ids in encoded], offsets
 
 
 @exhibit("huggingface/open-r1#473", overrides=VALIDATES, at=0)
