@@ -1,6 +1,8 @@
 """The run: set-up, then steps of refit, collect and learn, with validation, checkpoints and the log between.
 
-The phases of a step are in the file of the algorithm, such as `rl.algorithms.grpo`.
+A step refits (the engine gets the present weights), collects (the algorithm generates and scores samples),
+and learns (log-probs, advantages, updates). For example, GRPO's `collect` and `learn` are in
+`rl.algorithms.grpo`.
 """
 
 import time
