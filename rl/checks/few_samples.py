@@ -13,7 +13,8 @@ from rl.training.micro_batch_plans import MicroBatchPlan
 def first_samples(plan: MicroBatchPlan, size: Callable[[int], int], *, enough: float) -> list[list[int]]:
     """Return the first samples of each data parallel rank whose sizes add up to `enough`; all if too few.
 
-    The ranks take turns. For example, sizes of 30 and `enough=64` give three samples, two of them on rank 0.
+    The ranks take turns. For example, on two ranks sizes of 30 and `enough=64` give three samples: two of
+    rank 0, one of rank 1.
     size: sample -> its size; samples of size 0 are left out.
     """
     few: list[list[int]] = [[] for _ in plan]

@@ -291,28 +291,11 @@ class TrainingEngine:
         hook = (
             None if parameter is None else parameter.register_hook(lambda part: parts.append(part.double()))
         )
-        with without_reduction(self.wrapped), self._frozen_but(parameter):
+        with without_reduction(self.wrapped):
             self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
         if hook is not None:
             hook.remove()
         return parameter, share * sum(parts[1:], parts[0]) if parts else None
-
-    @contextmanager
-    def _frozen_but(self, parameter: Tensor | None) -> Iterator[None]:
-        """Let no other weight learn inside the context, on a CPU, where most time of few tokens is theirs.
-
-        Layers of frozen weights have backward passes of their own if their ranks communicate, so with tensor
-        or pipeline parallel ranks all weights learn.
-        """
-        alone = self.grid.tp == 1 and self.grid.pp == 1 and not self.device.is_cuda
-        others = [weight for weight in self.learned if weight is not parameter] if alone else []
-        for weight in others:
-            weight.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for weight in others:
-                weight.requires_grad_(True)
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
