@@ -28,7 +28,7 @@ from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.training.attention import can_share
 from rl.training.audit import StepAudit
-from rl.training.gradients import gradient_buffers, part_of, with_gradients, without_reduction
+from rl.training.gradients import gradient_buffers, only_hooks, part_of, with_gradients
 from rl.training.grid import Grid
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, Packed, build_model
@@ -284,14 +284,12 @@ class TrainingEngine:
         The sum of the parts over the world is the gradient. Both are None on a rank that learns no part of
         the vector. loss: reads log-probs only.
         """
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
         parameter, share = part_of(self.learned_map, weight, self.chunks[0].config)
         parts: list[Tensor] = []
         hook = (
             None if parameter is None else parameter.register_hook(lambda part: parts.append(part.double()))
         )
-        with without_reduction(self.wrapped):
+        with only_hooks(self.wrapped):
             self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
         if hook is not None:
             hook.remove()

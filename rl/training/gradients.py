@@ -54,16 +54,29 @@ def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[Dis
 
 
 @contextmanager
-def without_reduction(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Leave the gradients of passes in this block on their ranks, unless they are reduced during the pass."""
+def only_hooks(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Run backward passes in this block for the hooks of parameters alone.
+
+    Gradients are neither added up over micro-batches nor reduced over ranks, unless they are reduced during
+    the pass. The sums of earlier passes are lost.
+    """
     config = wrapped[0].config
     reduce = config.finalize_model_grads_func
-    if not wrapped[0].ddp_config.overlap_grad_reduce:
-        config.finalize_model_grads_func = None
+    if wrapped[0].ddp_config.overlap_grad_reduce:
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        yield
+        return
+    config.finalize_model_grads_func = None
+    parameters = [parameter for chunk in wrapped for parameter in chunk.params_with_grad]
+    for parameter in parameters:
+        parameter.grad_added_to_main_grad = True  # Megatron's own hook then drops the gradient
     try:
         yield
     finally:
         config.finalize_model_grads_func = reduce
+        for parameter in parameters:
+            parameter.grad_added_to_main_grad = False
 
 
 def gradient_buffers(wrapped: Sequence[DistributedDataParallel]) -> list[torch.Tensor]:
