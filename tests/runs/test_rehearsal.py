@@ -114,7 +114,7 @@ def test_the_page_says_of_every_file_what_needs_a_gpu():
     branches = re.compile(r'\.type == "cpu"|is_cpu\(\)')
     paths = [path for path in (ROOT / "rl").rglob("*.py") if branches.search(path.read_text())]
     files = {each.file for each in cuda_statements()} | {str(path.relative_to(ROOT)) for path in paths}
-    listed = PAGE.read_text().partition("The files of `rl/` that ask for the device")[2]
+    listed = PAGE.read_text().partition("The files of `rl/` whose code depends on the device")[2]
     named = {f"rl/{name}" for name in re.findall(r"`([a-z_/0-9]+\.py)`", listed)}
     assert named == {file for file in files if not file.startswith(ELSEWHERE)}
 
