@@ -2,7 +2,8 @@
 
 Refusals, the table on the page of keys and tests/unit/config/test_exclusions.py follow from EXCLUSIONS, which
 is written in the names of `rl.config.features`. A pair that is not in it is accepted,
-unless the values themselves are at fault (`rl.config.checks`).
+unless the values themselves are at fault (`rl.config.checks`) or do not fit the model and the layout
+(`layout_checks` and `adapter_checks` beside it).
 """
 
 import functools
