@@ -30,8 +30,8 @@ def test_the_page_describes_every_check():
 
 
 def test_the_page_states_tokens_for_each_exhibit_in_bfloat16():
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
-    stated = {name: int(tokens) for tokens, names in rows for name in names.split(", ")}
+    items = re.findall(r"^- (\d+): ([^.]+)\.$", PAGE.read_text(), re.MULTILINE)
+    stated = {name: int(tokens) for tokens, names in items for name in " ".join(names.split()).split(", ")}
     assert stated == {exhibit.name: exhibit.tokens for exhibit in EXHIBITS.values() if exhibit.is_bfloat16}
 
 
