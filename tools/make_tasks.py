@@ -1,5 +1,6 @@
-"""Write rows for environments with tasks from a generator: one JSON object per line, verl's columns.
+"""Write rows with tasks from a generator: one JSON object per line, verl's columns.
 
+    python tools/make_tasks.py arithmetic --out DIR
     python tools/make_tasks.py reasoning-gym --name chain_sum,countdown --out DIR
     python tools/make_tasks.py reasoning-gym --name chain_sum --options '{"max_terms": 3}' --out DIR
     python tools/make_tasks.py seeds --name game:GuessTheNumber-v0-easy --out DIR
@@ -8,6 +9,8 @@
 
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
+    arithmetic     sums and differences of two numbers below 30, also as stories, after two examples; for the
+                   reward rl.rewards.gsm8k with method=flexible. At most 1,512, four about each pair
     reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for the reward
                    reasoning_gym (docs/agents.md)
     seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
@@ -20,9 +23,10 @@ Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test r
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,46 @@ def row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> 
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
         "extra_info": extra_info,
     }
+
+
+NAMES = "Anna Ben Clara David Emma Felix Grace Hugo Ivy Jack Kate Leo Mia Noah Olga Paul".split()
+THINGS = "apples books coins eggs flowers marbles pencils shells stamps stones".split()
+
+
+EXAMPLES = [
+    {"role": "user", "content": "What is 12 plus 5?"},
+    {"role": "assistant", "content": "12 + 5 = 17"},
+    {"role": "user", "content": "Anna has 3 eggs and finds 8 more. How many eggs does Anna have now?"},
+    {"role": "assistant", "content": "3 + 8 = 11"},
+]
+"""Turns before each question, which show the form of an answer."""
+
+
+def arithmetic_rows(seed: int) -> Iterator[Row]:
+    """Yield 1,512 questions: four about each of the 378 pairs of different numbers from 2 to 29.
+
+    The questions about a pair follow each other, so a held-out pair is new to the model in either order.
+    """
+    rng = random.Random(seed)
+    pairs = list(combinations(range(2, 30), 2))
+    rng.shuffle(pairs)
+    for place, (low, high) in enumerate(pairs):
+        a, b = rng.sample((low, high), 2)
+        questions: list[tuple[str, str, int]] = [
+            ("plus", f"What is {a} plus {b}?", a + b),
+            ("minus", f"What is {high} minus {low}?", high - low),
+        ]
+        for kind, answer in (("finds", a + b), ("loses", high - low)):
+            name, things = rng.choice(NAMES), rng.choice(THINGS)
+            story = (
+                f"{name} has {a} {things} and finds {b} more. How many {things} does {name} have now?"
+                if kind == "finds"
+                else f"{name} has {high} {things} and loses {low}. How many {things} are left?"
+            )
+            questions.append((kind, story, answer))
+        for number, (kind, question, answer) in enumerate(questions):
+            new = row(f"arithmetic/{kind}", question, str(answer), index=4 * place + number)
+            yield new | {"prompt": [*EXAMPLES, *new["prompt"]]}
 
 
 def reasoning_gym_rows(names: list[str], options: Row, seed: int, size: int) -> Iterator[Row]:
@@ -81,13 +125,20 @@ def harbor_rows(options: Row) -> Iterator[Row]:
         yield row(top.name, task.instruction, "", task=str(task.path), index=i)
 
 
+def finite_rows(kind: str, options: Row, seed: int, size: int) -> Iterator[Row]:
+    """Yield the rows of a kind that has only so many tasks."""
+    if kind == "arithmetic":
+        return arithmetic_rows(seed)
+    return harbor_rows(options) if kind == "harbor" else verifiers_rows(options, size)
+
+
 def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:
     """Return the rows of each split. Raises ValueError for options that do not fit."""
     kind, names, options = arguments.kind, arguments.name.split(","), json.loads(arguments.options)
     sizes = {"test": arguments.num_test, "train": arguments.num_train}
-    if kind in ("harbor", "verifiers"):
-        found = harbor_rows(options) if kind == "harbor" else verifiers_rows(options, sum(sizes.values()))
-        rows = list(islice(found, sum(sizes.values())))
+    if kind in ("arithmetic", "harbor", "verifiers"):
+        size = sum(sizes.values())
+        rows = list(islice(finite_rows(kind, options, arguments.seed, size), size))
         if len(rows) <= sizes["test"]:
             raise ValueError(
                 f"--num-test={sizes['test']} leaves no tasks for training, because there are only "
@@ -110,7 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("kind", choices=("harbor", "reasoning-gym", "seeds", "verifiers"))
+    parser.add_argument("kind", choices=("arithmetic", "harbor", "reasoning-gym", "seeds", "verifiers"))
     parser.add_argument("--name", default="", help="generators or env_ids, separated by commas")
     parser.add_argument("--options", default="{}", help="JSON object")
     parser.add_argument("--out", type=Path, required=True)

@@ -2,6 +2,7 @@
 
     python tools/rollouts.py runs/grpo                                  statistics of each step
     python tools/rollouts.py runs/grpo --step 10:20 --score :0 --show 3   texts of three wrong samples
+    python tools/rollouts.py runs/grpo --step 10 --sample 0 --show 3    one answer to each of three prompts
     python tools/rollouts.py runs/grpo --text 'boxed' --length 500: --table
     python tools/rollouts.py runs/grpo --source openai/gsm8k --export gsm8k.jsonl
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 TEXTS = ("prompt", "response", "messages")
 """Columns that --text searches."""
 PLACE = ("step", "group", "sample", "row", "data_source", "score", "reward", "length", "truncated")
+RANGES = ("group", "sample", "score", "reward", "length")
+"""Columns with a filter by a range."""
 CELL_CHARS = 60
 
 
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path, help="directory of a run")
-    for name in ("step", "group", "score", "reward", "length"):
+    for name in ("step", *RANGES):
         add(f"--{name}", metavar="RANGE", type=bounds, help=f"{name} within this range")
     add("--source", metavar="NAME", help="data_source of this name")
     add("--text", metavar="REGEX", help="prompt, response or a message matches the regular expression (RE2)")
@@ -80,7 +83,7 @@ def select(
     """Yield the matching rows of each step. columns: columns that the caller reads; None for all."""
     import pyarrow.compute as pc
 
-    ranges = {name: getattr(args, name) for name in ("group", "score", "reward", "length")}
+    ranges = {name: getattr(args, name) for name in RANGES}
     ranges = {name: found for name, found in ranges.items() if found is not None}
     needed = (
         None if columns is None else list(dict.fromkeys([*columns, *ranges, *(TEXTS if args.text else ())]))

@@ -26,6 +26,7 @@ FILTERS = {
     ),
     ("--length", ":5", "--truncated"): lambda row: row["length"] <= 5 and row["truncated"],
     ("--group", "1", "--text", "four, [12]"): lambda row: row["group"] == 1,
+    ("--sample", "0", "--step", "1"): lambda row: row["sample"] == 0 and row["step"] == 1,
     ("--text", "six six|two two"): lambda row: any(
         re.search("six six|two two", message["content"]) for message in row["messages"]
     ),
