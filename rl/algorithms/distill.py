@@ -1,18 +1,18 @@
 """On-policy distillation: GKD (Agarwal et al., arXiv:2306.13649), and a policy that teaches itself.
 
-The policy p learns the distribution q of a teacher at every token of a response y. With GKD the responses are
-the policy's own, so that it learns after its own prefixes:
+The policy p learns the distribution q of a teacher at every token of a response y. With GKD the policy
+samples y itself, so it learns how to continue its own prefixes:
 
     L = E_{y ~ lambda p + ...} [ mean_t D(p(. | x, y_<t), q(. | x, y_<t)) ]
 
 The gradient is taken of D at the given tokens; it does not pass through the sampling of y, as in the paper.
 `teacher.student_share` is lambda; the teacher (`teacher.teacher_share`) and the data respond to the other
-prompts of a step. The paper draws one of the sources for each step. Here every step and mini-batch has them
-in these shares, which has the same expectation.
+prompts of a step. The paper draws one of these sources for each step. Here every step and mini-batch has
+responses of all sources in these shares, which gives the same expectation.
 
-`teacher.divergence` is D: the reverse or the forward KL divergence or Jensen-Shannon's, over the whole
-vocabulary or over the teacher's `teacher.top_k` tokens and the rest as one. Both distributions are at
-`rollout.temperature`. Each `data_source` may have a teacher of its own (`teacher.sources`; MOPD,
+`teacher.divergence` is D: the reverse or the forward KL divergence or Jensen-Shannon's. It is over the whole
+vocabulary, or over the teacher's `teacher.top_k` tokens and one outcome for all others. Both distributions
+are at `rollout.temperature`. Each `data_source` may have a teacher of its own (`teacher.sources`; MOPD,
 arXiv:2601.02780). No reward is needed.
 
 With `teacher.self_taught` the teacher is the policy itself; its prompt also contains the reference answer
@@ -20,8 +20,8 @@ With `teacher.self_taught` the teacher is the policy itself; its prompt also con
 
 One sample per prompt is enough, because there is no baseline.
 
-Left out: GKD's sum of a reward and a divergence; `teacher.advantage_coef` adds a teacher to an algorithm with
-a reward.
+Left out: GKD's sum of a reward and a divergence. Instead, `teacher.advantage_coef` adds a teacher to an
+algorithm with a reward.
 """
 
 from dataclasses import replace

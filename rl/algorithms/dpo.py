@@ -1,7 +1,7 @@
 """DPO: direct preference optimization (arXiv:2305.18290), from pairs in the data.
 
-There is no reward and no generation. The policy learns to prefer the chosen response of each pair over the
-rejected one by more than the reference policy does. The reference policy is the initial policy of the run.
+The policy learns to prefer the chosen response of each pair over the rejected one by more than the reference
+policy does. The reference policy is the initial policy of the run.
 
     L = -E[ log sigmoid(beta (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l))) ]
 
@@ -9,7 +9,8 @@ rejected one by more than the reference policy does. The reference policy is the
 a pair are in one micro-batch. Online variants are `spin` (the data's response against the policy's) and
 `sppo` (the policy's responses against each other).
 
-Left out: fine-tuning the reference on the chosen responses first; `sft` does it in its own run.
+Left out: fine-tuning the reference on the chosen responses first, because `sft` does this in a run of its
+own.
 """
 
 from functools import partial

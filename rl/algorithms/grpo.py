@@ -12,11 +12,11 @@ There are two differences from the paper. The loss is the mean over all tokens o
 is off unless `objective.kl_coef` is set. Dr.GRPO is `objective.normalize_by_std=false
 objective.aggregation=seq-mean-token-sum-norm`.
 
-Any advantage of groups without a model of its own (`objective.advantage`) and any loss (`objective.loss`) can
-be used here; docs/algorithms.md lists them.
+You can choose any loss (`objective.loss`), and any advantage (`objective.advantage`) that needs no further
+model; docs/algorithms.md lists them.
 
 Left out: process supervision, because a reward function gives one score per response; and iterations with a
-new reference policy, because a new run from the exported checkpoint starts with one.
+new reference policy, because a new run from the exported checkpoint has a new reference policy.
 
 `rl.run.loop` calls `collect`, then `learn`; `rl.phases.phases` has the phases.
 """

@@ -1,18 +1,17 @@
 """KTO: Kahneman-Tversky optimization (arXiv:2402.01306), from single responses with a label.
 
-A response is desirable or undesirable; no pairs are needed. The log-ratio of a response to the reference
-policy is compared with the policy's divergence z from the reference, and the loss saturates far from it:
+A response is desirable or undesirable. The loss compares a response's log-ratio, log(pi(y)/pi_ref(y)), with
+z, an estimate of the policy's divergence from the reference. Far from z the loss saturates:
 
     L = E[ desirable_weight   (1 - sigmoid(beta (log pi(y)/pi_ref(y) - z))) ]    desirable y
     L = E[ undesirable_weight (1 - sigmoid(beta (z - log pi(y)/pi_ref(y)))) ]    undesirable y
     z = max(0, mean of log pi(y')/pi_ref(y'))
 
-z estimates the KL divergence from mismatched pairs: each prompt with the nearest earlier response of its
-mini-batch to another prompt, under the current weights and without a gradient. TRL takes the previous row of
-the file within a micro-batch, which may have the same prompt. The estimate costs two more forward passes, one
-of them by the reference policy. With unequal numbers of labels, desirable_weight * (number of desirable
-responses) should be 1 to 4/3 times undesirable_weight * (number of undesirable responses).
-data.prompts_per_step counts responses.
+For z each prompt is paired with a response y' to another prompt: the nearest earlier one in the mini-batch. z
+uses the current weights and has no gradient. TRL instead takes y' from the previous row of the file within a
+micro-batch, which may have the same prompt. z costs two more forward passes, one of them by the reference
+policy. With unequal numbers of labels, desirable_weight * (number of desirable responses) should be 1 to 4/3
+times undesirable_weight * (number of undesirable responses). data.prompts_per_step counts responses.
 
 Left out: TRL's `apo_zero_unpaired`, because it is the loss of another paper.
 """

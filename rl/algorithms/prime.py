@@ -1,8 +1,8 @@
 """PRIME: process reinforcement through implicit rewards (arXiv:2502.01456).
 
 A second language model phi starts from the same weights as the policy and learns during the run to
-distinguish correct from wrong responses, by cross-entropy on sigmoid(beta log(phi(y) / phi_ref(y))). Its
-log-ratio at a token is then a reward for that token, without any labels of steps:
+distinguish correct from wrong responses, by cross-entropy on sigmoid(beta log(phi(y) / phi_ref(y))). The
+log-ratio of phi at a token is then a reward for this token, although nothing labels single tokens:
 
     r_t = beta log(phi(y_t) / phi_ref(y_t))
     A_t = process_coef * sum_{s >= t} gamma^(s - t) (r_s - leave-one-out mean)
@@ -13,7 +13,7 @@ outcome below `implicit_reward.min_accuracy` or above `implicit_reward.max_accur
 before the reward model's own update, as in the paper's algorithm 1, from log-probs at temperature 1. The
 outcome is the reward function's `acc`, or its score if it returns no `acc`, clamped to 0..1.
 
-Left out: implicit rewards in other estimators, which the paper tests too, because only `prime` reads a second
+Left out: implicit rewards in other estimators (the paper tests them), because only `prime` reads a second
 model's rewards.
 """
 

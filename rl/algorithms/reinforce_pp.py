@@ -1,8 +1,8 @@
 """REINFORCE++ (arXiv:2501.03262), and its variant with a group baseline.
 
-It is REINFORCE with PPO's clipped loss and without a critic. The KL divergence from the reference policy is
-subtracted from the reward of every token. Advantages are whitened over all tokens of the batch, not over the
-group of a prompt:
+REINFORCE++ is REINFORCE with PPO's clipped loss and without a critic. The KL divergence from the reference
+policy is subtracted from the reward of every token. Advantages are whitened over all tokens of the batch, not
+over the group of a prompt:
 
     A_t = sum_{s >= t} gamma^(s - t) (score at the last token - reward_kl.coef * log(pi(y_s) / pi_ref(y_s)))
     A'_t = (A_t - mean A) / std A
@@ -11,7 +11,7 @@ One sample per prompt is enough. With several, `objective.advantage=reinforce++-
 group's mean from the reward of a sample. The paper combines this variant with `objective.reward_kl.coef=0`
 and a k2 divergence in the loss (`objective.kl_coef`, `objective.kl_estimator=k2`).
 
-Left out: OpenRLHF's normalising and clipping of rewards, because a reward function can do both.
+Left out: normalising and clipping of rewards, as in OpenRLHF, because a reward function can do both.
 """
 
 from rl.data.batch import Batch

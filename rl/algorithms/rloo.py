@@ -6,11 +6,11 @@ whole response is one action, and the KL divergence from the reference policy is
     R(y) = score(y) - reward_kl.coef * log(pi(y) / pi_ref(y))
     J = E[ 1/k sum_i (R(y_i) - mean_{j != i} R(y_j)) log pi(y_i) ]
 
-The default loss is PPO's: its gradient equals the paper's in the first update, and it is valid for several;
-`objective.loss=reinforce` selects the paper's. A sample's loss is the sum over its tokens, as log pi(y) is
-(`seq-mean-token-sum`); verl averages over tokens.
+The default loss is PPO's. In the first update its gradient equals the paper's, and it stays valid in further
+updates; `objective.loss=reinforce` selects the paper's loss. log pi(y) is a sum over tokens, so a sample's
+loss is too (`seq-mean-token-sum`); verl averages over tokens.
 
-Left out: the paper's moving average, because other samples are a better baseline.
+Left out: the paper's moving-average baseline, because other samples are a better baseline.
 """
 
 from rl.data.batch import Batch

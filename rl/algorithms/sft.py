@@ -7,7 +7,7 @@ the assistant's turns. Packing, optimizer and checkpoints are shared with the RL
 measures the loss of held-out responses. A step is one batch of data.prompts_per_step. docs/sft.md describes
 data and validation.
 
-Left out: a loss of prompts, because the policy never generates them.
+Left out: a loss on prompt tokens, because the policy never generates prompts.
 """
 
 from torch import Tensor

@@ -8,8 +8,8 @@ The reference is the policy pi_t that sampled this response. DPO's loss on such 
 
 The paper keeps pi_t for an iteration of thousands of pairs. Here an iteration is a step.
 
-Left out: the previous iteration's responses, which the paper's later iterations add, because the reference is
-the policy that sampled.
+Left out: responses of the previous iteration, which the paper's later iterations add, because here the
+reference is the policy that sampled.
 """
 
 from functools import partial

@@ -1,15 +1,16 @@
 """SPPO: self-play preference optimization (arXiv:2405.00675), online.
 
 A group of responses is sampled and scored for each prompt. The win rate of a response is the fraction of the
-other responses that it beats. The log-ratio to the policy pi_t that sampled is trained towards eta times (win
-rate - 1/2). This approaches the Nash equilibrium of the preference game:
+other responses that it beats. pi_t is the policy that sampled the responses. The log-ratio of a response,
+log(pi(y)/pi_t(y)), is trained towards eta times (win rate - 1/2). This approaches the Nash equilibrium of the
+preference game:
 
     L = E[ (log pi(y)/pi_t(y) - eta (P(y beats pi_t) - 1/2))^2 ],   eta = 1 / preference.beta
 
-An iteration is a step. eta is the paper's, 1000; verl's recipe has 1.
+An iteration is a step. The default eta is the paper's 1000; verl's recipe has 1.
 
-Left out: the paper's preference model for P, because a reward function scores single responses. The higher
-reward wins; a tie counts one half.
+Left out: the paper's preference model for P, because a reward function scores single responses. Instead the
+higher reward wins, and a tie counts one half.
 """
 
 from functools import partial

@@ -18,7 +18,7 @@ its future:
 
 Sampling parameters of a request are ignored. For example, a temperature of 0 in a request changes nothing:
 the run's temperature applies. `tool_choice: none` hides the tools; any other choice is treated as auto.
-Streaming and several choices are refused.
+A stream sends the whole turn in one piece. Several choices are refused.
 """
 
 import asyncio
