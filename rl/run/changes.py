@@ -1,7 +1,7 @@
 """Comparison of a run's config and files with the checkpoint from which the run continues.
 
-A run must not silently continue in the directory of another run. For example, it would train the other run's
-checkpoint with another reward, or end at once because the checkpoint is at its last step.
+A run must not silently continue in the directory of another run. For example, the new run would train the
+other run's checkpoint with another reward, or end at once because that checkpoint is at the last step.
 """
 
 import zlib
@@ -32,7 +32,7 @@ IDENTITY = (
     "critic.path",
     "implicit_reward.path",
 )
-"""Keys that identify a run, besides the columns of its data."""
+"""Keys that identify a run. The keys that name columns of the data (`data.*_key`) identify it too."""
 UNNAMED = "run"
 """Name of a run without a config file and, in checkpoints of earlier versions, of any unnamed run."""
 EXPECTED = ("run.dir", "run.max_steps", "run.max_time", "checkpoint.resume", "checkpoint.accept_changes")
@@ -40,9 +40,9 @@ EXPECTED = ("run.dir", "run.max_steps", "run.max_time", "checkpoint.resume", "ch
 
 
 def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
-    """Return `old -> new` by key for the keys that differ, without EXPECTED.
+    """Return `old -> new` by key, for each key that differs and is not in EXPECTED.
 
-    saved: config.yaml of the checkpoint. Newer keys, which it lacks, are not compared.
+    saved: config.yaml of the checkpoint. A key that is missing there, because it is newer, is not compared.
     """
     own, found = yaml.safe_load(to_yaml(config)), {}
     for key in flatten(config):
@@ -69,9 +69,10 @@ def check_changes(config: Config, saved: dict[str, Any], place: str) -> None:
 
 
 def contents(config: Config, rows: Sequence[Any]) -> dict[str, str | int]:
-    """Return digests of the run's files, which may change while their paths remain.
+    """Return digests of the run's files, because a file's contents may change while its path stays the same.
 
-    rows: the training data. Its token ids also depend on the tokenizer and the chat template.
+    rows: the training data. The digest covers token ids, so it also depends on the tokenizer and the chat
+        template.
     """
     digest = 0
     for row in rows:

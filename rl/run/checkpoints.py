@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the choice of the one to continue from, and their contents besides the models."""
+"""The checkpoints of a run: which checkpoint to continue from, and what a checkpoint holds besides models."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from rl.run_directory.status import Status
 
 
 def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | None, Saved | None]:
-    """Return the newest checkpoint of this run, and the checkpoint of checkpoint.resume if it is to be read.
+    """Return the run's newest checkpoint, and the checkpoint that checkpoint.resume names if it must be read.
 
     Raises ConfigError, before any model is built:
 
@@ -26,7 +26,7 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | Non
       resume would treat them as checkpoints of this run. A run that began with `never` continues. For
       example, Slurm starts the same command again after a requeue.
     - if the checkpoints of run.dir belong to another run (`rl.run.changes`).
-    - if the checkpoint of checkpoint.resume leaves no step to train.
+    - if the checkpoint that checkpoint.resume names is already at run.max_steps, so no step would be trained.
     """
     newest, resume = store.newest(), config.checkpoint.resume
     written = {} if newest is None else store.config_of(newest)
@@ -60,10 +60,9 @@ class RunCheckpoints:
         self._contents = contents(config, phases.draw.rows)
 
     def resume(self, newest: Saved | None, named: Saved | None) -> tuple[int, dict[str, float]]:
-        """Load the newest checkpoint of the run, else the checkpoint that checkpoint.resume names, if there
-        is one.
+        """Load the newest checkpoint of the run or, if there is none, the checkpoint of checkpoint.resume.
 
-        Returns the step after which to continue, and its metrics.
+        Returns the step after which to continue, and the metrics of this step; (0, {}) without a checkpoint.
         """
         config, phases = self._config, self._phases
         models, source = phases.engines.learning, config.model.path
@@ -112,7 +111,7 @@ class RunCheckpoints:
         return state["step"], state["metrics"]
 
     def state(self, cursor: dict) -> dict:
-        """Return the contents of a checkpoint besides the models; rank 0's are written.
+        """Return the contents of a checkpoint besides the models. Only rank 0's contents are written.
 
         cursor: `Phases.cursor` after the last batch that was learned from.
         """
@@ -120,7 +119,7 @@ class RunCheckpoints:
         return state | {"contents": self._contents}
 
     def _controllers(self) -> dict:
-        """Return the state that depends on the updates so far, for example the KL coefficient."""
+        """Return the state that earlier updates have changed, for example the KL coefficient."""
         entropy_control = self._phases.updates.entropy_control
         return {
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
@@ -151,7 +150,7 @@ class RunCheckpoints:
         self._note_complete()
 
     def export(self, step: int) -> None:
-        """Write the policy as a Hugging Face checkpoint, and its adapters. step: the last one."""
+        """Write the policy, and its adapters if any, as a Hugging Face checkpoint. step: the last step."""
         config, phases = self._config, self._phases
         policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
         fence = phases.step.fence

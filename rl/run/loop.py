@@ -1,4 +1,4 @@
-"""The run: set-up, then steps of refit, collect and learn, with validation, checkpoints and the log between.
+"""The run: set-up, then the steps, with validation, checkpoints and logging between the steps.
 
 A step refits (the engine gets the present weights), collects (the algorithm generates and scores samples),
 and learns (log-probs, advantages, updates). For example, GRPO's `collect` and `learn` are in
@@ -40,7 +40,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
 
     Returns the exit code of the process: 0 at the end or after a stop by hand, STOPPED_EXIT after another
     stop, 1 after a wrong verdict of run.mode=check. Raises ConfigError, identical on every rank, if this run
-    must not or cannot continue from the checkpoints in run.dir.
+    cannot continue from the checkpoints in run.dir, or must not because they belong to another run.
     """
     start_up.mark("Megatron")  # imported by this module
     with fail_together():
@@ -89,8 +89,8 @@ def take_steps(
 ) -> tuple[StopDecision | None, int]:
     """Continue from the checkpoint, take the steps up to run.max_steps, and export the policy.
 
-    Returns (request, code): the stop request, None if all steps were taken; and the exit code for that case.
-    Collective over the world.
+    Returns (request, code). request: the request that stopped the run, or None if all steps were taken.
+    code: the exit code if all steps were taken. Collective over the world.
 
     found: result of `find_checkpoint`.
     """
@@ -119,7 +119,7 @@ def take_steps(
 
 
 def is_complete(config: Config, newest: Saved | None) -> bool:
-    """Return whether the newest checkpoint is of the last step."""
+    """Return whether the newest checkpoint was written at the end of the last step."""
     return newest is not None and newest.step >= config.run.max_steps
 
 
@@ -165,7 +165,8 @@ class TrainingLoop:
         Returns the request that stopped the run before run.max_steps, or None. After a stop request, a
         checkpoint of the last complete step has been written.
 
-        metrics: of `last_step`, which are saved again if a request comes before the next step ends.
+        metrics: the metrics of `last_step`. They are saved again if a stop request comes before the next
+            step ends.
         """
         config, step = self._config, self._phases.step
         self._phases.sampler.begin(self._cursor)
@@ -187,7 +188,7 @@ class TrainingLoop:
             if asked.reason:
                 if number > 1:
                     self._save(number - 1, metrics)
-                    self._checkpoints.close()  # raises if a save failed, before the line below promises it
+                    self._checkpoints.close()  # raises after a failed save, before the log line
                 removed = f" after you remove {config.run.dir}/{STOP_FILE}" if asked.by_hand else ""
                 later = "" if asked.is_final else f"; the same command continues from there{removed}"
                 step.progress.line(f"stopped before step {number}: {asked.reason}{later}")
@@ -196,7 +197,7 @@ class TrainingLoop:
         return None
 
     def _take_step(self, number: int) -> None:
-        """Refit, collect a batch, learn from it, then validate, save a checkpoint and log if they are due.
+        """Refit, collect a batch and learn from it; then validate, save a checkpoint and log, if each is due.
 
         Raises StepAborted if a stop request ends the collection.
         """
@@ -231,7 +232,7 @@ class TrainingLoop:
         collected = replace(batch)  # learn may replace columns of the batch
         phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
         if len(batch):
-            if batch.weight_versions is not None:  # preference pairs of the data were sampled by no version
+            if batch.weight_versions is not None:  # pairs from the data have no policy version
                 phases.sampler.check(batch)
             if self._config.run.mode != "rollout_only":
                 self._algorithm.learn(phases, batch)

@@ -1,4 +1,4 @@
-"""Batches as stored rollouts (`rl.run_directory.rollout_files`), for example for run.mode=train_only."""
+"""Writes batches as rollout files (`rl.run_directory.rollout_files`), for example for run.mode=train_only."""
 
 import copy
 import json
@@ -56,7 +56,7 @@ class RolloutWriter:
     Args:
         tokenizer: the policy's. The writing thread uses a copy, because encoding and decoding at the same
             time raises an error in the tokenizers library.
-        kept: ids of the special tokens that stay in the text of a response.
+        kept: ids of the special tokens that are not removed from the text of a response.
         fence: as in `RolloutLog`.
     """
 
@@ -95,7 +95,10 @@ class RolloutWriter:
         self._log.close()
 
     def _token_texts(self) -> list[str]:
-        """Return the text of every token id after another token: some tokenizers strip a leading space."""
+        """Return the text of every token id, decoded after another token.
+
+        Decoded alone, a token would lose its leading space with some tokenizers.
+        """
         self._tokenizer = copy.deepcopy(self._tokenizer)
         first = self._tokenizer.encode("a", add_special_tokens=False)[:1]
         pairs = [[*first, i] for i in range(len(self._tokenizer))]
@@ -107,14 +110,14 @@ class RolloutWriter:
         if not special:
             return decode_responses(ids, self._tokenizer, self._kept)
         # Some tokenizers return one text for an empty list.
-        arrays: list[Any] = list(ids)  # which the library takes and does not declare
+        arrays: list[Any] = list(ids)  # the library accepts arrays, but its annotations do not declare them
         return self._tokenizer.batch_decode(arrays, skip_special_tokens=False) if ids else []
 
 
 def stored_arrays(collected: Batch, learned: Batch) -> dict[str, np.ndarray]:
-    """Return the stored columns that are filled.
+    """Return those of the STORED columns that are filled.
 
-    They share the memory of the batches; no later phase writes to it.
+    The arrays share the memory of the batches. This is safe because no later phase writes to that memory.
     """
     before, after = collected.columns(), learned.columns()
     sources = ((name, after if column.learned else before) for name, column in STORED.items())
@@ -128,9 +131,9 @@ def columns_of(
     arrays: dict[str, np.ndarray],
     decode: Callable[[Sequence[np.ndarray], bool], list[str]],
 ) -> dict[str, list[Any]]:
-    """Return these samples of the batch by column of the file.
+    """Return the given samples of the batch as values by column of the file.
 
-    arrays: from `stored_arrays`. decode: texts of token ids, with or without special tokens.
+    arrays: result of `stored_arrays`. decode: returns the texts of token ids, with or without special tokens.
     """
     offsets, groups = batch.offsets.tolist(), batch.groups.tolist()
     trajectories = range(len(batch)) if batch.trajectories is None else batch.trajectories.tolist()
@@ -180,7 +183,7 @@ def columns_of(
 
 
 def images_of(batch: Batch, samples: list[int]) -> list[list[bytes] | None]:
-    """Return the files of the images of a prompt at the first of its samples, None at the others."""
+    """Return for each sample the image files of its prompt, if it is the prompt's first sample; else None."""
     groups = batch.groups[samples].tolist()
     firsts = {group: place for place, group in reversed(list(enumerate(groups)))}
     return [

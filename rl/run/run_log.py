@@ -30,7 +30,7 @@ class RunLog:
     """The files of a run's steps. Only rank 0 writes; only the constructor is collective.
 
     Args:
-        metrics: of `last_step`, from the checkpoint that the run continues, if `resumes`.
+        metrics: if `resumes`, the metrics of `last_step`, read from the checkpoint that the run continues.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunLog:
             self._rollouts.write(self._step.number, collected, learned)
 
     def flush(self) -> None:
-        """Wait until the samples of all steps are stored: a resumed run does not repeat them."""
+        """Wait until the samples of all steps are stored. A resumed run does not repeat these steps."""
         if self._rollouts is not None:
             self._rollouts.flush()
 
@@ -93,7 +93,7 @@ class RunLog:
 
 
 def complete_metrics(config: Config, saved: Saved, fence: Callable[[], None]) -> None:
-    """Write the last record of a run that was killed between its last checkpoint and this record.
+    """Write the last step's metrics if the run was killed after its last checkpoint and before writing them.
 
     Only for rank 0. saved: the run's last checkpoint.
     """
@@ -120,7 +120,10 @@ def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> 
 
 
 def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) -> "RolloutWriter | None":
-    """Return the writer of `logging.rollouts`. Batches of the data or of stored rollouts are not stored."""
+    """Return the writer that `logging.rollouts` asks for, or None.
+
+    Batches that come from the data or from stored rollouts are not stored.
+    """
     is_generated = learns_from_samples(config) and config.run.mode != "train_only"
     if config.logging.rollouts == "none" or not is_generated:
         return None

@@ -1,7 +1,8 @@
-"""`SamplerForm`: how a run gets its samples. It prepares, makes the `Sampler`, cleans up (`rl.run.set_up`).
+"""`SamplerForm`: how a run gets its samples. `rl.run.set_up` calls a form to prepare the run, to make the
+`Sampler`, and to clean up.
 
-The form here generates in turn with the training. Options replace it (`rl.config.wing`): for example, a run
-with the section `roles` has `RolesForm`, whose ranks either train or generate.
+The form in this file alternates generation and training on the same ranks. Options replace it by other forms
+(`rl.config.wing`). For example, a run with the section `roles` has `RolesForm`: a rank trains or generates.
 """
 
 from typing import Protocol
@@ -29,11 +30,11 @@ class RecordedSource(Source, Protocol):
     """A source whose events are stored, for a later replay."""
 
     def finish(self) -> None:
-        """Write the remaining events, after a run of the engine that ended all requests."""
+        """Write the remaining events. Called after a run of the engine in which all requests have ended."""
 
 
 class DialogueForm:
-    """How the samples of a run proceed: as responses of one turn.
+    """The form of a run's samples. Here every sample is a response of one turn.
 
     `Dialogues` makes batches on the ranks that train; `Dialogue` advances samples in one call of the engine.
     """
@@ -67,7 +68,7 @@ class DialogueForm:
 
 
 class SamplerForm:
-    """The samples are generated in turn with the training. The methods are called from top to bottom.
+    """Generation alternates with training on the same ranks. The methods are called from top to bottom.
 
     Args:
         is_finished: whether the run has no step left.
@@ -83,9 +84,9 @@ class SamplerForm:
         self._dialogue_form: DialogueForm = (wing.door(config, "dialogues") or DialogueForm)(config, inputs)
 
     def check(self) -> None:
-        """Check what the form reads; here nothing. Not collective; may raise ConfigError.
+        """Check the files that the form reads; this form reads none. Not collective; may raise ConfigError.
 
-        For example, run.mode=train_only reads stored samples.
+        For example, the form of run.mode=train_only checks the stored samples.
         """
 
     def start(self, device: Device, watchdog: Watchdog) -> None:
@@ -99,7 +100,7 @@ class SamplerForm:
         raise NotImplementedError
 
     def plan_weights(self, engines: Engines) -> None:
-        """Plan how the policy's weights reach engines of other ranks. Collective over the job."""
+        """Plan how the policy's weights reach engines on other ranks. Collective over the job."""
 
     def sampler(
         self, step: StepRecord, engines: Engines, memory: MemorySharing, stop: StopRequests

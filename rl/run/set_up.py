@@ -35,7 +35,7 @@ class SetUp:
     """Builds the grid, engines and phases of a run. Collective over the job.
 
     Args:
-        is_finished: whether the run has no step left; engines and scorers are then not built.
+        is_finished: whether the run has no step left. If so, engines and scorers are not built.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ def make_phases(
     sampler: Sampler,
     pool: ScoringPool | None,
 ) -> Phases:
-    """Return the phases of a run. pool: scores samples; None if the run does not."""
+    """Return the phases of a run. pool: the processes that score samples; None if the run scores none."""
     teaching = wing.door(config, "teaching")
     return Phases(
         config,

@@ -1,10 +1,11 @@
-"""Validation on held-out prompts, with a greedy response to each prompt, several sampled ones, or both; and
-the loss of held-out responses.
+"""Validation on held-out prompts, and the loss of held-out responses.
+
+Each held-out prompt gets a greedy response, several sampled responses, or both.
 
 `val-core/<data_source>/acc/mean@1` is the greedy accuracy. With k samples, mean@k, best@k (pass@k) and maj@k
 are logged (`rl.run.validation_metrics`). `val/loss` is the mean of -log pi over the trained tokens of all
-held-out responses, `val-core/<data_source>/loss` the mean over one source, and perplexity is exp(loss). For
-example, a loss of 0.7 is a perplexity of 2.01.
+held-out responses, `val-core/<data_source>/loss` is the same mean over the responses of one source, and
+perplexity is exp(loss). For example, a loss of 0.7 is a perplexity of 2.01.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
 """Statistics over k samples per held-out prompt: mean, spread, best, worst and majority.
 
-Pure numpy without state. P prompts of one data source, k samples of each; `values` is float [P, k], and a
-statistic is one number per prompt, float64 [P].
+All functions are pure numpy without state. For P prompts of one data source and k samples per prompt,
+`values` is float [P, k], and a statistic is one number per prompt, float64 [P].
 
 Names are verl's (`process_validation_metrics` and the trainer's `val-core`/`val-aux`), so that existing
 dashboards work:
@@ -26,7 +26,10 @@ import numpy as np
 from rl.rewards.score import INVALID
 
 NUM_SUBSETS = 1000
-"""Number of random subsets in maj@n if there are more subsets; verl's number of bootstrap rounds."""
+"""Largest number of subsets that maj@n averages over; verl's number of bootstrap rounds.
+
+If the samples have more subsets, maj@n draws this many at random.
+"""
 
 ValuesOfVariables = Mapping[str, Sequence[np.ndarray] | np.ndarray]
 """Variable (acc, score, ...) -> for each prompt float [k]; NaN where a sample lacks the variable."""
@@ -83,10 +86,10 @@ def majorities(values: np.ndarray, predictions: Predictions, n: int, *, seed: in
     """Return the value of the most frequent answer among n of the k samples, float64 [P, D].
 
     maj@n is the mean over the D subsets of n samples. The value of an answer is the mean over its samples. If
-    several answers have equally many votes, the value is the mean of their values; the order of the samples
-    has no effect. A sample without an answer does not vote. If no sample votes, the value is the mean over
-    the samples. All subsets are taken if they are at most NUM_SUBSETS, as for n = k. Otherwise NUM_SUBSETS
-    random subsets from `seed` are taken, the same for each prompt.
+    several answers have equally many votes, the result is the mean of these answers' values; the order of the
+    samples has no effect. A sample without an answer does not vote. If no sample votes, the result is the
+    mean over the samples. If there are at most NUM_SUBSETS subsets, all are taken; with n = k there is only
+    one. Otherwise NUM_SUBSETS random subsets are drawn from `seed`, the same subsets for each prompt.
     """
     values = np.asarray(values, dtype=np.float64)
     k = values.shape[1]
@@ -112,12 +115,12 @@ def validation_metrics(
     """Return all statistics of all data sources, averaged over their prompts, under verl's names.
 
     values: data source -> variable -> for each prompt float [k], with one k per source. NaN marks a sample
-        that lacks the variable. A variable with NaNs has only mean@k, over the samples that have it; if none
-        has it, there is no metric.
+        that lacks the variable. A variable with NaNs has only mean@k, taken over the samples that have the
+        variable. If no sample has it, there is no metric.
     predictions: data source -> extracted answers, where the reward function gives answers (`pred`). Without
         answers, or if all are None, there is no maj@n.
-    core: the variable of `val-core`; `score` for a source that lacks it.
-    seed: of the random subsets of maj@n.
+    core: the variable reported under `val-core`. A source without this variable reports `score` there.
+    seed: seed of the random subsets of maj@n.
     """
     metrics: dict[str, float] = {}
     for source, variables in values.items():
@@ -167,7 +170,7 @@ def _subset_sizes(k: int) -> list[int]:
 def _subsets(k: int, n: int, seed: int) -> np.ndarray:
     """Return subsets of n of k samples as 0/1, float [D, k].
 
-    These are all subsets, or NUM_SUBSETS random ones if there are more.
+    Returns all subsets if there are at most NUM_SUBSETS, and otherwise NUM_SUBSETS random subsets.
     """
     if comb(k, n) <= NUM_SUBSETS:
         chosen = np.array(list(combinations(range(k), n)))
