@@ -35,11 +35,11 @@ class RolloutCorrection:
     """Correction for the difference between the probabilities of engine and trainer at the same weights."""
 
     truncate_tokens: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weigh a token's loss by min(p_trainer / p_engine, this). 2.0 is usual; 0: off."""
+    """Multiply a token's loss by min(p_trainer / p_engine, this). 2.0 is usual; 0: off."""
     truncate_samples: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weigh a sample's loss by min(product of its tokens' ratios, this). 0: off."""
+    """Multiply a sample's loss by min(product of its tokens' ratios, this). 0: off."""
     icepop_low: Annotated[float, NOT_NEGATIVE] = 0.0
-    """IcePop: a token's loss is weighed by its ratio, and dropped where that is below this (its authors:
+    """IcePop: a token's loss is multiplied by its ratio, and dropped if the ratio is below this (its authors:
     0.5)."""
     icepop_high: Annotated[float, NOT_NEGATIVE] = 0.0
     """IcePop: a token's loss is dropped where the ratio is above this (its authors: 5). 0: off."""
