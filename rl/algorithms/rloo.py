@@ -6,9 +6,9 @@ whole response is one action, and the KL divergence from the reference policy is
     R(y) = score(y) - reward_kl.coef * log(pi(y) / pi_ref(y))
     J = E[ 1/k sum_i (R(y_i) - mean_{j != i} R(y_j)) log pi(y_i) ]
 
-The default loss is PPO's. In the first update its gradient equals the paper's, and it stays valid in further
-updates; `objective.loss=reinforce` selects the paper's loss. log pi(y) is a sum over tokens, so a sample's
-loss is too (`seq-mean-token-sum`); verl averages over tokens.
+The default loss is PPO's. In the first update its gradient equals the paper's, and PPO's loss stays valid in
+further updates; `objective.loss=reinforce` selects the paper's loss. log pi(y) is a sum over tokens, so a
+sample's loss is too (`seq-mean-token-sum`); verl averages over tokens.
 
 Left out: the paper's moving-average baseline, because other samples are a better baseline.
 """
