@@ -31,7 +31,7 @@ DEFAULTS = {
 
 
 def collect(phases: Phases) -> Batch:
-    """Return data.prompts_per_step groups whose scores differ, or fewer if max_rounds rounds give fewer."""
+    """Return data.prompts_per_step groups, each with different scores, or fewer after max_rounds rounds."""
     config = phases.config
     wanted = config.data.prompts_per_step
     kept: list[Batch] = []

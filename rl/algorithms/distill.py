@@ -75,9 +75,10 @@ def learn(phases: Phases, batch: Batch) -> None:
 def counts(num_prompts: int, *, before: int, student_share: float, teacher_share: float) -> tuple[int, int]:
     """Return the numbers of a step's prompts for the policy and for the teacher.
 
-    Summed over the steps they are the shares of all prompts, rounded down. For example, of the 64 prompts of
-    a first step the policy gets 32 and the teacher 16 with shares of 0.5 and 0.25. before: prompts of earlier
-    steps.
+    Summed over all steps so far, each number is its share of all prompts, rounded down. For example, with
+    shares of 0.5 and 0.25, the policy gets 32 and the teacher 16 of the 64 prompts of the first step.
+
+    before: number of prompts of the earlier steps.
     """
 
     def part(prompts: int, share: float) -> int:
@@ -85,15 +86,16 @@ def counts(num_prompts: int, *, before: int, student_share: float, teacher_share
 
     after = before + num_prompts
     own_before, own_after = part(before, student_share), part(after, student_share)
-    # The share of the other prompts, so that no prompt is in two parts.
+    # The teacher's share of the prompts that the policy does not get, so that no prompt is in two parts.
     share = teacher_share / max(1 - student_share, teacher_share) if teacher_share else 0.0
     return own_after - own_before, part(after - own_after, share) - part(before - own_before, share)
 
 
 def mixed(parts: list[Batch], *, version: int) -> Batch:
-    """Return one batch whose mini-batches have the parts in their shares, with only tokens and prompts.
+    """Return one batch; each of its mini-batches contains the parts in the parts' shares.
 
-    version: of the policy. Tokens of the teacher and the data get it too, so that no check finds them old.
+    The batch has only tokens and prompts. version: version of the policy. Tokens of the teacher and of the
+    data get this version too, so that no check finds them too old.
     """
     bare = [
         Batch(

@@ -79,7 +79,7 @@ def reward_loss(micro: MicroBatch, totals: Totals, *, config: Config) -> tuple[T
     """
     enters = counted(micro.mask, micro.lengths)
     ratios = log_ratios(micro.logprobs, micro.column("implicit_ref_logprobs"), micro.mask, micro.lengths)
-    # An excluded sample has log-ratio 0. With label 1 that counts as inaccurate, so it adds nothing.
+    # An excluded sample has log-ratio 0. With label 1 the sample counts as inaccurate, so it adds nothing.
     labels = torch.where(enters, micro.column("labels"), 1.0)
     value, stats = outcome_loss(ratios, labels, beta=config.implicit_reward.beta)
     total = torch.where(enters, value, 0.0).sum() / totals.num_samples

@@ -1,1 +1,1 @@
-"""The phases that an algorithm is written in."""
+"""The phases of a step, which an algorithm's file calls."""

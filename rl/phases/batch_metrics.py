@@ -10,7 +10,7 @@ from rl.objectives.segments import segment_sum
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Return mean, maximum and minimum of values [n] as metrics; return none if n is 0."""
+    """Return mean, maximum and minimum of values [n] as metrics, or no metrics if n is 0."""
     if not len(values):
         return {}
     return {
@@ -27,9 +27,9 @@ def token_mean(values: Tensor, mask: Tensor) -> float:
 
 
 def sample_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return each sample's mean of a token column [T] over its counted tokens, float64.
+    """Return each sample's mean of a token column [T] over its tokens with mask 1, float64.
 
-    A sample without a counted token is left out.
+    A sample without such a token is left out.
     """
     counts = segment_sum(mask.double(), lengths)
     sums = segment_sum(torch.where(mask > 0, values.double(), 0.0), lengths)
@@ -40,9 +40,10 @@ def length_metrics(batch: Batch, *, max_prompt_tokens: int) -> dict[str, float]:
     """Return the metrics of response and prompt lengths, in tokens.
 
     `response_length/clip_ratio` is the fraction of responses that ended at the length limit,
-    `prompt_length/clip_ratio` the fraction of prompts with at least `max_prompt_tokens` tokens. As in verl, a
-    response without tokens counts as aborted, and `response_length_non_aborted/*` excludes it. In a sample of
-    several turns only tokens that the policy sampled count; `agents/given_length` counts the other tokens.
+    `prompt_length/clip_ratio` is the fraction of prompts with at least `max_prompt_tokens` tokens. As in
+    verl, a response without tokens counts as aborted, and `response_length_non_aborted/*` excludes it. In a
+    sample of several turns, the length counts only the tokens that the policy sampled;
+    `agents/given_length` counts the other tokens.
     """
     batch = batch.merge_rows()
     lengths = batch.sampled_lengths
@@ -98,7 +99,7 @@ def imbalance_metrics(costs: list[list[list[int]]]) -> dict[str, float]:
     mini-batch. In pipelines and expert parallel layers they also wait after each micro-batch. The metrics:
 
         training/imbalance              cost of the busiest rank / mean cost of a rank - 1, over mini-batches
-        training/micro_batch_imbalance  the same for micro-batches
+        training/micro_batch_imbalance  the same, compared micro-batch by micro-batch
         training/micro_batches          number of micro-batches of one rank
         training/empty_micro_batches    number of micro-batches without a sample, over all ranks
     """
@@ -118,7 +119,10 @@ def _imbalance(costs: list[list[int]]) -> float:
 
 
 def score_metrics(batch: Batch) -> dict[str, float]:
-    """Return metrics of the scores and of the reward function's other numbers; none without scores."""
+    """Return metrics of the scores and of the other numbers that the reward function returns.
+
+    Returns no metrics if the batch has no scores.
+    """
     if batch.scores is None:
         return {}
     metrics = {"reward/failures": float(batch.score_details["failed"].sum())} | spread(
@@ -129,7 +133,7 @@ def score_metrics(batch: Batch) -> dict[str, float]:
 
 
 def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
-    """Return metrics of environments, from the sums over all replicas.
+    """Return metrics of environments. counts: sums over all replicas.
 
     agents/turns, tool_calls, rows  mean over the trajectories
     agents/tool_errors              calls answered with an error message
@@ -159,7 +163,7 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
 def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:
     """Return mean, maximum and standard deviation of |p_trainer - p_engine| over the sampled tokens.
 
-    Also returns Pearson's correlation of both probabilities, unless either is the same for all tokens.
+    Also returns Pearson's correlation of the two probabilities, unless one is the same for all tokens.
 
     logprobs: the trainer's, float32 [T]. Returns no metrics if the engine gave no log-probs.
     """

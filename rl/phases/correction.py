@@ -14,8 +14,8 @@ from rl.phases.batch_metrics import token_mean
 def weigh(batch: Batch, correction: RolloutCorrection, weights: Tensor | None) -> dict[str, float]:
     """Fill the column `loss_weights`; return the metrics.
 
-    Reads old_logprobs and rollout_logprobs [T]: log-probs of the same tokens under the same weights, by the
-    trainer and by the engine.
+    Reads old_logprobs and rollout_logprobs [T]. Both are log-probs of the same tokens under the same weights:
+    the trainer computed old_logprobs, and the engine computed rollout_logprobs.
     """
     if batch.rollout_logprobs is None:
         return {}
@@ -40,7 +40,10 @@ def weights_of(batch: Batch, logprobs: Tensor, correction: RolloutCorrection) ->
 
 
 def reject(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
-    """Reduce `mask` as `rollout_correction.reject` configures; return the metrics. Reads as `weigh`."""
+    """Reduce `mask` as `rollout_correction.reject` configures; return the metrics.
+
+    Reads the same columns as `weigh`.
+    """
     if batch.rollout_logprobs is None or not correction.rejections:
         return {}
     assert batch.old_logprobs is not None

@@ -1,8 +1,8 @@
-"""The form of a run's dialogues: how its samples are generated and become a batch.
+"""The form of a run's dialogues: how the run's samples are generated and become a batch.
 
-A `Sampler` calls `Dialogues` without knowing the form. Here samples are responses of one turn; with
-environments they are trajectories. For example, the answer to a question has one turn, and a game has one
-turn per move.
+A `Sampler` calls `Dialogues` without knowing the form. In this file a sample is a response of one turn. In a
+run with environments a sample is a trajectory. For example, the answer to a question has one turn, and a game
+has one turn per move.
 """
 
 from collections import Counter
@@ -40,10 +40,10 @@ class Dialogues:
     ) -> bool:
         """Generate the samples of a schedule; return whether the run of the engine was completed.
 
-        Collective over the replica. The samples are then in `schedule.samples` of its leader.
+        Collective over the replica. Afterwards the samples are in `schedule.samples` on the replica's leader.
 
         Args:
-            call: has the prompts of all replicas.
+            call: the call, with the prompts of all replicas.
             progress, interrupt: see `SampleSource` and `RolloutEngine.run`.
         """
         sampling = call.sampling
@@ -54,7 +54,8 @@ class Dialogues:
     def batch(self, samples: list[Sample], call: SampleCall, *, counts: Counter[str] | None = None) -> Batch:
         """Return the batch of finished samples. Collective over the world.
 
-        counts: `Dialogue.counts`, summed over the replicas; None: the counts of the last `run` on every rank.
+        counts: the sums of `Dialogue.counts` over the replicas. None: sums the counts that the last `run`
+            left on every rank.
         """
         n = call.sampling.samples_per_prompt
         return batch_of(samples, call.ids, prompts=call.prompts, samples_per_prompt=n)
@@ -64,8 +65,11 @@ class Dialogues:
         return Prompt.of_tokens(prompt.token_ids)
 
     def within(self, group: SampledGroup, max_tokens: int) -> SampledGroup:
-        """Return a group of an earlier run, cut to the present limit of tokens."""
+        """Return a group from an earlier run, cut to the present limit of tokens."""
         return group.within(max_tokens)
 
     def keep_only(self, samples: Collection[tuple[int, int]]) -> None:
-        """Release the state of unfinished samples, except these: (draw of the prompt, number)."""
+        """Release the state of all unfinished samples except `samples`.
+
+        samples: pairs (number of the prompt's draw, number of the sample).
+        """

@@ -24,7 +24,7 @@ class Draw:
 
     @property
     def epochs(self) -> float:
-        """Number of epochs that were drawn."""
+        """Number of epochs drawn so far, possibly with a fraction."""
         return self.num_drawn / len(self.rows)
 
     def next(self, number: int) -> list:
@@ -39,12 +39,12 @@ class Draw:
         return [self.rows[i] for i in self._order.draw(number)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, which later draws do not change."""
+        """Return the cursor. Later draws do not modify the returned object."""
         cursor = {"sampler": self._order.state_dict(), "num_drawn": self.num_drawn}
         return cursor | {"num_prompts": len(self.rows), "order": self._order.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a cursor. Raises ValueError if the data does not suit it."""
+        """Continue from a cursor. Raises ValueError if the cursor does not fit the data."""
         self._order.load_state_dict(state["sampler"])
         is_same = state.get("num_prompts") == len(self.rows)  # else the data has other prompts now
         self.num_drawn = state["num_drawn"] if is_same else self._order.num_drawn or 0

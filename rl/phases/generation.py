@@ -28,7 +28,7 @@ from rl.stopping.requests import StepAborted, StopRequests
 
 @dataclass(frozen=True)
 class AllReplicas:
-    """A progress bar over the samples of all replicas, advanced by the samples of one replica."""
+    """A progress bar for the samples of all replicas, estimated from the progress of one replica."""
 
     bar: Any
     num_replicas: int
@@ -38,7 +38,7 @@ class AllReplicas:
 
 
 class Generation(Sampler):
-    """Generates responses with the current weights of the policy, in turn with the training.
+    """Generates responses with the policy's current weights, alternating with training on the same ranks.
 
     Args:
         stop: requests that may abort a generation; None: it cannot be aborted.
@@ -90,7 +90,7 @@ class Generation(Sampler):
         Raises StepAborted on every rank after a stop request.
         """
         engine, step, timing = self._engine, self._step, call.timing
-        if not engine.awake:  # a model that scores had the memory since the refit
+        if not engine.awake:  # since the refit, a model that scores has used the engine's memory
             self.refit()
         with self._call("generate", ids, total, timing, self._stop) as (bar, interrupt):
             for part in engine.parts:
@@ -120,8 +120,8 @@ class Generation(Sampler):
         """Return how long replicas waited for the slowest one, as shares of the generation time.
 
         For example, a replica that generates 45 s while the slowest generates 60 s has a share of 0.25.
-        `mean` and `max` are over the replicas. `greedy` is the mean share that longest-first assignment of
-        groups would have had. Collective over the world. busy: seconds in which this replica generated.
+        `mean` and `max` are over the replicas. `greedy` is the mean share if the groups had been assigned
+        longest first. Collective over the world. busy: seconds in which this replica generated.
         """
         engine = self._engine
         seconds = torch.zeros(engine.num_replicas, dtype=torch.float64)

@@ -40,9 +40,10 @@ class Inference:
     def log_probs(self, batch: Batch) -> None:
         """Fill `old_logprobs` and, if the config has a reference policy, `ref_logprobs`.
 
-        Computes them with the current weights and applies `rollout_correction`. If the step has one update,
-        and nothing reads `old_logprobs` before the update, the update fills them (`Updates.policy`). With
-        `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's log-probs instead.
+        Computes the log-probs with the current weights and applies `rollout_correction`. If the step has only
+        one update, and nothing reads `old_logprobs` before this update, the update fills `old_logprobs`
+        (`Updates.policy`). With `rollout_correction.bypass`, `old_logprobs` is a copy of the engine's
+        log-probs instead.
         """
         policy, config, correction = self._engines.policy, self._config, self._config.rollout_correction
         self._measure_noise(batch)
@@ -64,7 +65,7 @@ class Inference:
             self.reference(batch)
 
     def _measure_noise(self, batch: Batch) -> None:
-        """Measure the noise of rounding by two passes over a few samples, if a measurement is due."""
+        """Measure rounding noise by two passes over a few samples, if a measurement is due."""
         noise, policy, counted = self._checks.noise, self._engines.policy, self._checks.sampled_now(batch)
         if noise is None or counted is None:
             return
@@ -98,7 +99,8 @@ class Inference:
     def present_logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probs of a batch's tokens under the present weights, float32 [T].
 
-        They are used for held-out responses, and for a batch that was learned from (`run.mode=check`).
+        These log-probs are used for held-out responses. `run.mode=check` also computes them for a batch that
+        the policy has just learned from.
         """
         plans = self._planner.new_plans(batch)
         (logprobs,) = self._pass(
@@ -133,7 +135,7 @@ class Inference:
     ) -> tuple[Tensor, ...]:
         """Return the named outputs of the model at every response token, float32 [T] each.
 
-        plans: the mini-batches to compute, None for all. Outputs of other samples are 0.
+        plans: the mini-batches to compute; None: all. Samples outside these mini-batches get outputs of 0.
         """
         self._memory.to_training()
         plans = self._planner.plans(batch) if plans is None else plans

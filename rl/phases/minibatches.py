@@ -1,4 +1,4 @@
-"""Mini-batches of a step: which samples each optimizer step reads, and how they lie in micro-batches."""
+"""Mini-batches of a step: the samples of each optimizer step, and their division into micro-batches."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -87,7 +87,7 @@ class MinibatchPlanner:
         return self._plans
 
     def new_plans(self, batch: Batch) -> list[MinibatchPlan]:
-        """Return the plans of a batch, and keep the stored plans of another batch."""
+        """Return the plans of a batch, without replacing the stored plans of the last planned batch."""
         num_groups = int(batch.groups.max()) + 1
         # Groups are divided evenly, so that no update is computed from a small remainder.
         num_minibatches = -(-num_groups // self._prompts_per_minibatch)
@@ -97,9 +97,9 @@ class MinibatchPlanner:
         return [self._plan_samples(work, samples, batch.samples_per_unit) for samples in members]
 
     def plan_in_place(self, batch: Batch, read: Batch, samples: Iterable[int]) -> MicroBatchPlan:
-        """Return a plan of one pass over these samples, each on the rank that trains on it.
+        """Return a plan of one pass over these samples. Each sample is on the rank that trains on it.
 
-        read: the samples of `batch` with other prompts, or `batch` itself.
+        read: the batch that the pass reads: `batch` itself, or the same samples with other prompts.
         """
         work = Workload.of_batch(read, cost=self._cost, shared_prefix=self._shares_prompts)
         own = set(samples)
@@ -114,15 +114,15 @@ class MinibatchPlanner:
         return [rank + [[]] * (count - len(rank)) for rank in ranks]
 
     def operations(self, batch: Batch, plans: list[MinibatchPlan], model: "TrainingEngine") -> int:
-        """Return the operations of a forward pass of a model over the plans, on all ranks."""
+        """Return the number of operations of a model's forward pass over the plans, on all ranks."""
         return self._sum(batch, plans, self._cost_of(model))
 
     def update_operations(self, batch: Batch, plans: list[MinibatchPlan], model: "TrainingEngine") -> int:
-        """Return the operations of forward and backward passes of a model over the plans, on all ranks.
+        """Return the operations of a model's forward and backward pass over the plans, on all ranks.
 
-        A backward pass takes as many operations as a forward pass for the input's gradients, and as many for
-        the weights' gradients. A model with adapters does not need the second, and a frozen vision tower
-        needs neither.
+        A backward pass computes gradients of the inputs and gradients of the weights; each of the two takes
+        as many operations as a forward pass. A model with adapters needs no gradients of the weights. A
+        frozen vision tower needs neither kind of gradient.
         """
         cost = self._cost_of(model)
         passes = 2 if any(part.freezes_model for part in model.parts) else 3

@@ -1,8 +1,8 @@
 """Log-probs of the old policy: from a pass over the batch or, with one update per step, from the update.
 
-In the only update of a step the ratio of new to old policy is exactly 1. Its own log-probs, detached, are
-therefore the old log-probs. With several updates, for example with training.epochs=2, a separate pass
-computes the old log-probs before the first update.
+If a step has only one update, the ratio of new to old policy in this update is exactly 1. The update's own
+log-probs, detached, are therefore the old log-probs. With several updates, for example with
+training.epochs=2, a separate pass computes the old log-probs before the first update.
 """
 
 from dataclasses import replace
@@ -44,16 +44,19 @@ class OldLogprobs:
         """Number of the policy's updates when the last old log-probs were computed."""
 
     def may_defer(self, batch: Batch) -> bool:
-        """Return whether the update may fill the old log-probs: the step has one update, and nothing reads
-        them earlier."""
+        """Return whether the update may fill the old log-probs.
+
+        It may if the step has only one update, and nothing reads the old log-probs earlier.
+        """
         num_updates = self._config.training.epochs * len(self._planner.plans(batch))
         updates_policy = self._step.number > self._config.critic.warmup_steps
         return num_updates == 1 and updates_policy and not needs_early_logprobs(self._config)
 
     def only_update(self, batch: Batch, loss: Loss) -> "OnlyUpdate | None":
-        """Return the update that fills the old log-probs of a batch; None if they are filled or not needed.
+        """Return the update that fills the old log-probs of a batch, or None.
 
-        Raises RuntimeError if the policy or the batch changed since they were deferred.
+        Returns None if the old log-probs are already filled or not needed. Raises RuntimeError if the policy
+        or the batch changed after the old log-probs were deferred to the update.
         """
         if batch.deferred_at is None:
             return None
@@ -67,8 +70,8 @@ class OldLogprobs:
     def fill(self, batch: Batch, logprobs: Tensor, entropy: Tensor, weights: Tensor | None) -> None:
         """Fill `old_logprobs` and `loss_weights`, check them, and log how engine and trainer differ.
 
-        logprobs, entropy: under the policy before this step's updates, float32 [T]. weights: of the rollout
-        correction, float32 [T]; None if it has none.
+        logprobs, entropy: computed under the policy before this step's updates, float32 [T]. weights: weights
+        of the rollout correction, float32 [T]; None if the correction has no weights.
         """
         metrics = self._step.metrics
         self.computed_at = self._policy.num_updates if batch.deferred_at is None else batch.deferred_at

@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 UTILISATION = {"update_actor": "actor", "update_critic": "critic", "old_log_prob": "actor_infer"}
-"""<key> of timing_s/<key> -> <name> of perf/mfu/<name>."""
+"""Map from the key in timing_s/<key> to the name in perf/mfu/<name>."""
 WHOLE = ("ref", "values", "adv", "update_critic", "update_actor")
-"""Keys of timing_per_token_ms/<key> that divide by prompt and response tokens; `gen` by response tokens."""
+"""Keys of timing_per_token_ms/<key> that divide by the number of prompt and response tokens.
+
+`gen` divides by the number of response tokens only.
+"""
 
 
 def time_per_token(
@@ -23,7 +26,7 @@ def time_per_token(
 def utilisation(
     metrics: Mapping[str, float], operations: Mapping[str, float], peak: float
 ) -> dict[str, float]:
-    """Return perf/mfu/*: operations of a model / operations that all devices could do in the same time.
+    """Return perf/mfu/*: a model's operations, divided by what all devices could compute in the same time.
 
     operations: by <key> of timing_s/<key>, without recomputation. peak: operations per second of all devices.
     For example, 2e15 operations in 4 s with a peak of 1e15 give 0.5.

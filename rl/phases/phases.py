@@ -1,4 +1,4 @@
-"""The interface that an algorithm is written in: draw, generate, score, log-probs, update.
+"""The interface that an algorithm's file calls: draw, generate, score, log-probs, update.
 
 Every rank calls every method with the same arguments, and results are identical on every rank. Collectives,
 layouts, packing, memory sharing, timing and the metrics of each phase are below this interface. Metric names
@@ -89,17 +89,17 @@ class Phases:
     def draw_prompts(self, number: int = 0) -> list:
         """Return the next prompts in the epoch's order.
 
-        They are as many as `generate` needs to return `number` groups; 0 means data.prompts_per_step.
+        Returns as many prompts as `generate` needs to return `number` groups; 0 means data.prompts_per_step.
         """
         number = number or self.config.data.prompts_per_step
         return self.draw.next(self.sampler.num_to_draw(number))
 
     def draw_others(self, number: int) -> list:
-        """Return the next prompts for responses of the data or a teacher, not of the policy."""
+        """Return the next prompts whose responses come from the data or a teacher, not from the policy."""
         return self.draw.next(number)
 
     def draw_pairs(self) -> Batch:
-        """Return the next data.prompts_per_step pairs, a chosen and a rejected response each."""
+        """Return the next data.prompts_per_step pairs; each is a chosen and a rejected response."""
         pairs: list[PreferencePair] = self.draw_prompts()
         ids = [pair.prompt_ids for pair in pairs]
         chosen = given_responses(ids, [p.chosen_ids for p in pairs], [p.chosen_mask for p in pairs])
@@ -107,8 +107,10 @@ class Phases:
         return self._with_lengths_logged(pair_up(chosen=chosen, rejected=rejected))
 
     def draw_labelled(self) -> Batch:
-        """Return the next data.prompts_per_step responses of the data; `labels` are 1 for desirable
-        responses."""
+        """Return the next data.prompts_per_step responses of the data.
+
+        The column `labels` is 1 for a desirable response and 0 for an undesirable one.
+        """
         rows: list[Labelled] = self.draw_prompts()
         ids, masks = [row.prompt_ids for row in rows], [row.response_mask for row in rows]
         batch = given_responses(ids, [row.response_ids for row in rows], masks)
@@ -116,7 +118,7 @@ class Phases:
         return self._with_lengths_logged(batch)
 
     def mismatched(self, batch: Batch) -> Batch:
-        """Return a batch in which each prompt has the response to another prompt, see `mismatch`."""
+        """Return a batch in which each prompt has the response to another prompt; see `mismatch`."""
         return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
 
     def targets(self, prompts: list[Prompt]) -> Batch:
@@ -156,18 +158,19 @@ class Phases:
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `old_logprobs`, with a reference policy `ref_logprobs`, and with `teacher.advantage_coef`
-        `teacher_logprobs`; apply `rollout_correction`.
+        """Fill the log-prob columns of the batch and apply `rollout_correction`.
 
-        With one update per step `old_logprobs` may remain None until the `update`. An algorithm that reads
-        them earlier must declare "old_logprobs" in NEEDS.
+        Fills `old_logprobs`. Also fills `ref_logprobs` if the run has a reference policy, and
+        `teacher_logprobs` if `teacher.advantage_coef` is set. With one update per step, `old_logprobs` may
+        remain None until `update`. An algorithm that reads `old_logprobs` earlier must declare "old_logprobs"
+        in NEEDS.
         """
         self.inference.log_probs(batch)
         if self.teaching is not None:
             self.teaching.log_probs(batch)
 
     def distributions(self, batch: Batch) -> None:
-        """Compute the teachers' distributions, for the output `divergence`."""
+        """Compute the teachers' distributions, from which a loss gets the output `divergence`."""
         assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
         self.teaching.distributions(batch)
 

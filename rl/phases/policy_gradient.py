@@ -32,10 +32,11 @@ from rl.training.packing import MicroBatch
 
 
 def advantages(batch: Batch, config: Config) -> Tensor:
-    """Return the advantages of every token of the batch by `objective.advantage`, float32 [T].
+    """Return the advantage of every token of the batch, computed as `objective.advantage` says, float32 [T].
 
-    A trajectory of several rows is one sample. gae and prime require the results of a critic or an implicit
-    reward model; `rl/algorithms/ppo.py` and `prime.py` call them.
+    A trajectory of several rows is one sample. Two formulas require the results of another model: gae those
+    of a critic, and prime those of an implicit reward model. `rl/algorithms/ppo.py` therefore calls gae
+    directly, and `rl/algorithms/prime.py` calls prime.
     """
     estimator, _ = config.objective.chosen
     assert estimator is not None, "the algorithm has no policy gradient"
@@ -51,7 +52,7 @@ def advantages(batch: Batch, config: Config) -> Tensor:
 
 
 def policy_loss(config: Config) -> Loss:
-    """Return `objective.loss` with its mean, KL term and entropy bonus, as `Phases.update` takes it."""
+    """Return the loss for `Phases.update`: `objective.loss` with its mean, KL term and entropy bonus."""
     goal = config.objective
     _, loss = goal.chosen
     assert loss is not None, "the algorithm has no policy gradient"
@@ -59,7 +60,7 @@ def policy_loss(config: Config) -> Loss:
     inputs = set(inspect.signature(function).parameters)
     if goal.entropy_coef:
         inputs.add("entropy")
-    # Not part of the check: masks that set the loss of single tokens to 0, and an adaptive bonus.
+    # The check leaves out masks that set the loss of single tokens to 0, and an adaptive entropy bonus.
     checked = replace(
         config,
         objective=replace(goal, top_entropy=1.0, off_policy_mask=0.0, adaptive_entropy=AdaptiveEntropy()),
@@ -72,7 +73,7 @@ def policy_loss(config: Config) -> Loss:
 
 
 def with_entropy_bonus(loss: Loss, config: Config, coef: float) -> Loss:
-    """Return the loss minus `coef` times the mean entropy by `objective.aggregation`."""
+    """Return the loss minus `coef` times the mean entropy. `objective.aggregation` defines the mean."""
 
     def function(micro: MicroBatch, totals: Totals, **values: Any) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = loss.function(micro, totals, **values)
@@ -83,8 +84,7 @@ def with_entropy_bonus(loss: Loss, config: Config, coef: float) -> Loss:
 
 
 def token_selection(config: Config) -> TokenSelection | None:
-    """Return the selection of the tokens that the loss treats differently, or None if it treats all
-    equally."""
+    """Return the selection of tokens that the loss treats differently; None if all tokens are equal."""
     _, loss = config.objective.chosen
     assert loss is not None, "the algorithm has no policy gradient"
     select: Callable[..., Tensor] | None
@@ -158,7 +158,7 @@ def _policy_loss(
 
 
 def _reduction(micro: MicroBatch, totals: Totals, config: Config) -> Callable[[Tensor], Tensor]:
-    """Return the function from numbers per token [T] to their mean by `objective.aggregation`."""
+    """Return a function that averages numbers per token [T] as `objective.aggregation` says."""
     return partial(
         aggregate,
         mask=micro.mask,

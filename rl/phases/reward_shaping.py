@@ -17,9 +17,9 @@ from rl.rewards.length import overlong_penalties
 def overlong_penalty(batch: Batch, config: Config) -> Tensor:
     """Return the length penalty of each sample, float32 [N], 0 or negative.
 
-    The penalty is DAPO's (`reward.overlong_*`). It counts the tokens that the policy sampled, in all rows of
-    a trajectory. For example, with a limit of 1,000 tokens, a buffer of 200 and a penalty of 1, a response of
-    900 tokens gets -0.5.
+    The penalty is DAPO's (`reward.overlong_*`). A trajectory's length is the number of tokens that the policy
+    sampled in all of its rows. For example, with a limit of 1,000 tokens, a buffer of 200 and a penalty of 1,
+    a response of 900 tokens gets -0.5.
     """
     penalties = overlong_penalties(
         batch.merge_rows().sampled_lengths.numpy(),
@@ -45,9 +45,9 @@ class KlPenalty:
     def apply(self, batch: Batch, step: int) -> dict[str, float]:
         """Fill `token_rewards` and subtract the penalty from `rewards`; return the metrics.
 
-        A token's reward is its KL divergence times minus the coefficient; the last token also gets the
-        sample's reward. `rewards` become the sums over the tokens. An adaptive coefficient is updated for the
-        next step. A trajectory of several rows is one sample.
+        A token's reward is -(coefficient * KL divergence at this token). The last token also gets the
+        sample's reward. Afterwards `rewards` holds each sample's sum over its tokens. An adaptive coefficient
+        is updated for the next step. A trajectory of several rows is one sample.
         """
         if batch.token_rewards is not None:
             raise CheckFailed(

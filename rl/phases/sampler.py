@@ -1,12 +1,13 @@
-"""Production of the samples of a run's steps. The loop and the phases know this class and no subclass.
+"""`Sampler` produces the samples of a run's steps. The loop and the phases know this class and no subclass.
 
     refit:  refit                                 before each step and each validation
     draw:   num_to_draw -> prompts -> batch       of each step, several times with dynamic sampling
     learn:  check -> update -> learned
     save:   before_save -> state_dict
 
-`rl.run.samplers` chooses the form: in turn with the training (`rl.phases.generation`), with samples carried
-over to later steps, by ranks of their own, together with other points of a sweep, or from stored rollouts.
+`rl.run.samplers` chooses the form. In the default form, generation alternates with training
+(`rl.phases.generation`). Other forms carry samples over to later steps, generate on separate ranks, generate
+together with other points of a sweep, or read stored rollouts.
 """
 
 import time
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleCall:
-    """A call for samples of prompts by the present weights."""
+    """A request to sample responses to prompts with the present weights."""
 
     prompts: Sequence[Prompt]
     sampling: Sampling
@@ -48,8 +49,10 @@ class SampleCall:
     purpose: str
     """Distinguishes the seeds of this call from the seeds of other calls in the run."""
     timing: str = "gen"
-    """The seconds are logged as timing_s/<timing>. "testing" is a validation; all other calls end at a stop
-    request, unless a model was already updated in this step."""
+    """Name of the call's duration in the metrics, timing_s/<timing>; "testing" marks a validation.
+
+    A stop request ends every call that is not a validation, unless a model was already updated in this step.
+    """
     order: Sequence[int] | None = None
     """The prompts in the order in which they start; None: as given."""
 
@@ -67,7 +70,7 @@ class Sampler:
     """Produces samples. Methods are collective over the world, with the same arguments on every rank."""
 
     varies_limits = False
-    """Whether samples from before a resume may have been generated with another limit of tokens."""
+    """Whether a resumed run may hold samples that were generated with another limit of tokens."""
 
     def __init__(self, config: Config, step: StepRecord, policy: TrainingEngine):
         self._config, self._step, self._policy = config, step, policy
@@ -76,7 +79,7 @@ class Sampler:
     # Samples ----------------------------------------------------------------------------------------------
 
     def refit(self) -> None:
-        """Give the present weights to the generating engines; do nothing if they have them.
+        """Give the present weights to the generating engines; do nothing if the engines already have them.
 
         The points of a sweep get their weights together, when all of them wait for samples
         (`JointGeneration`).
@@ -127,8 +130,10 @@ class Sampler:
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def cursor(self) -> dict[str, Any]:
-        """Return the sampler's own part of a batch's cursor, beside the draw. Later calls do not change
-        it."""
+        """Return the sampler's own part of a batch's cursor, which `Phases.cursor` adds to the draw's part.
+
+        Later calls do not modify the returned object.
+        """
         return {} if self._past_lengths is None else {"past_lengths": dict(self._past_lengths.means)}
 
     def before_save(self) -> None:
@@ -142,7 +147,7 @@ class Sampler:
         return dict(cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises ConfigError if it does not suit the config."""
+        """Continue from a result of `state_dict`. Raises ConfigError if it does not fit the config."""
         if num_carried := len(state.get("carry_over", {}).get("prompts", ())):
             raise ConfigError(
                 f"rollout.carry_over=false, but the checkpoint holds {num_carried} prompts that were drawn "
@@ -156,9 +161,9 @@ class Sampler:
             self._past_lengths.means = {int(index): mean for index, mean in means}
 
     def _loaded(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples of a checkpoint. Rank 0 keeps the values of their held columns.
+        """Return the samples of a checkpoint. Rank 0 keeps the values of the samples' held columns.
 
-        Raises ConfigError if they lack a held column that this run learns with.
+        Raises ConfigError if the samples lack a held column that this run learns with.
         """
         config = self._config
         columns = {"routes"} if config.training.router_replay == "engine" else set()
@@ -185,17 +190,17 @@ class Sampler:
             self._step.metrics |= zip(names, total.tolist())
 
     def _seeds(self, call: SampleCall) -> list[int]:
-        """Return the seed of each prompt's place in the call: a prompt drawn twice gets different samples."""
+        """Return one seed per place in the call, so that a prompt drawn twice gets different samples."""
         return [seed_of(self._config.run.seed, call.purpose, place) for place in range(len(call.prompts))]
 
     @contextmanager
     def _call(
         self, phase: str, ids: Sequence[np.ndarray], total: int, timing: str, stop: StopRequests | None
     ) -> Iterator[tuple[Any, Callable[[], bool] | None]]:
-        """Run the body as a phase that yields samples of the prompts, int32 [P_i].
+        """Run the body as a phase that generates samples of the prompts, int32 [P_i].
 
-        Yields a progress bar over `total` samples, and a function that returns whether to abort, or None if
-        the call cannot be aborted. stop: see `Generation`.
+        Yields a pair: a progress bar over `total` samples, and a function that returns whether to abort. The
+        function is None if the call cannot be aborted. stop: see `Generation`.
         """
         step, started = self._step, time.perf_counter()
         can_abort = timing != "testing" and stop is not None and not step.is_committed

@@ -57,20 +57,21 @@ class Scorer:
         self.first_cause: str = ""
         """Cause of this batch's first failed call on this rank."""
         self.succeeded: set[bool] = set()
-        """Kinds of batches that had a score: False for training, True for validation."""
+        """Kinds of batches that had at least one score: False for training, True for validation."""
 
     @property
     def has_models(self) -> bool:
-        """Whether a reward model or a judge scores; the policy's engine then sleeps meanwhile."""
+        """Whether a reward model or a judge scores. If so, the policy's engine sleeps during the scoring."""
         return self.model is not None or self.judge is not None
 
     def score(self, batch: Batch, *, predictions: bool) -> tuple[dict[str, Tensor], list[str | None] | None]:
         """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.
 
-        The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns, NaN
-        where a sample lacks one. The score of an environment, if `score_details` holds it, replaces the
-        reward function's score. In a response of several turns the reward function scores the last turn;
-        reward model and judge score the conversation. Collective over the world.
+        The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns. An
+        element is NaN where the function returned no such number for the sample. The score of an environment,
+        if `score_details` holds it, replaces the reward function's score. In a response of several turns the
+        reward function scores the last turn; reward model and judge score the whole conversation. Collective
+        over the world.
         """
         if batch.trajectories is not None:
             columns, answers = self.score(whole := batch.merge_rows(), predictions=predictions)
@@ -136,7 +137,8 @@ class Scorer:
     def _refuse_failures(self, failed: Tensor, is_validation: bool) -> None:
         """Raise ConfigError if every call of the first batch failed, because all scores would be equal.
 
-        failed: bool, of the samples that a function, a model or a judge scored. Collective over the world.
+        failed: bool, one element per sample that a function, a model or a judge scored. Collective over the
+        world.
         """
         if not len(failed) or is_validation in self.succeeded:
             return
@@ -211,9 +213,10 @@ class Scorer:
 
 
 def check_answers(samples: list[dict], scores: list[Score], filed: list[float]) -> None:
-    """Raise CheckFailed unless a function computed each score for its sample, or the call failed.
+    """Raise CheckFailed if a sample got a score that the reward function did not compute for this sample.
 
-    filed: the scores of the same samples in the columns of the batch, float64.
+    A sample whose call failed is not checked. filed: the scores that the columns of the batch hold for the
+    same samples, float64.
     """
     for k, (sample, score, value) in enumerate(zip(samples, scores, filed, strict=True)):
         own = Score({"score": value})
@@ -227,7 +230,7 @@ def check_answers(samples: list[dict], scores: list[Score], filed: list[float]) 
 
 
 def check_places(batch: Batch, digests: Tensor) -> None:
-    """Raise CheckFailed if the scores of all ranks were put together in another order.
+    """Raise CheckFailed if a score gathered from the ranks is at the place of another sample.
 
     digests: int64 [N], 0 for samples that the reward function did not score.
     """
@@ -283,10 +286,11 @@ def gather_by_rank(mine: list) -> list:
 def gather_columns(
     results: list[dict[str, float]], digests: list[int], mine: list[int], total: int, device: Device
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return every rank's results as columns float64 [total], NaN where a sample lacks a number, and digests.
+    """Return every rank's results as columns float64 [total], and the digests of all samples.
 
-    digests: of the samples `mine`; they travel in the same table, so that a result in the wrong place has the
-    wrong digest. Collective over the world.
+    An element is NaN where a sample lacks a number. digests: the digests of the samples `mine`. They travel
+    in the same table as the results, so that a result in the wrong place has the wrong digest. Collective
+    over the world.
     """
     everyone = gather_objects(sorted({name for result in results for name in result}))
     names = sorted({name for rank_names in everyone for name in rank_names})
@@ -298,7 +302,7 @@ def gather_columns(
 
 
 def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the environments' columns, with computed scores for samples that no environment scored."""
+    """Return the environments' columns, filled up with computed scores where no environment gave a score."""
     scored = ~given["score"].isnan()
     missing = torch.full(scored.shape, torch.nan)
     columns = {}
@@ -311,7 +315,7 @@ def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, 
 def transcript(messages: Messages) -> str:
     """Return messages as plain text, with their roles and tool calls.
 
-    A chat template is not used, because its tokens would end the user's message to the judge.
+    A chat template is not used, because its special tokens would end the user's message to the judge early.
     """
     return "\n\n".join(
         f"{'user' if message['role'] == 'text' else message['role']}: {message.get('content') or ''}"
@@ -340,8 +344,9 @@ def _conversation(
 ) -> np.ndarray:
     """Return token ids of prompt and response, or of a trajectory, by the reward model's tokenizer.
 
-    chat: as in `_parts`. A conversation becomes one message of the user if the template rejects it or would
-    leave out its calls. Only the template, or a prompt that is a string, contains special tokens.
+    chat: as in `_parts`. If the chat template rejects the conversation or would leave out its tool calls, the
+    conversation becomes one user message. Special tokens come only from the template, or from a prompt that
+    is a string.
     """
     if chat and tokenizer.chat_template is None:
         return _encode(hide(transcript(chat), tokenizer), tokenizer, add_special_tokens=True)

@@ -22,7 +22,7 @@ class Scoring:
     """Fills the scores and rewards of a batch. Methods are collective over the world.
 
     Args:
-        scorer: scores the samples; None: this run has no reward.
+        scorer: the scorer of the samples; None if the run has no reward.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Scoring:
         """Number of groups so far by score (`warn_of_constant_scores`)."""
 
     def fill_scores(self, batch: Batch, *, timing: str, predictions: bool = False) -> list[str | None] | None:
-        """Fill `scores`, `rewards` (equal to them) and `score_details`.
+        """Fill `scores`, `rewards` (equal to `scores`) and `score_details`.
 
-        timing: seconds are logged as timing_s/<timing>. With `predictions`, returns the answer that the
-        reward function found in each response, None where it reports none.
+        timing: the duration is logged as timing_s/<timing>. With `predictions`, returns the answer that the
+        reward function found in each response; an entry is None where the function reports no answer.
         """
         assert self._scorer is not None, "this run has no reward"
         if self._scorer.has_models:

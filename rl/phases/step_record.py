@@ -36,7 +36,7 @@ class StepRecord:
     ):
         self.device, self.progress, self.watchdog, self.agreement = device, progress, watchdog, agreement
         self.fence = fence
-        """Raises LockLost if the run was taken over. Called on rank 0 before files of the run change."""
+        """Raises LockLost if another job has taken over the run; rank 0 calls it before it changes files."""
         self.number = 0
         self.metrics: dict[str, float] = {}
         self.num_tokens = 0
@@ -44,9 +44,9 @@ class StepRecord:
         self.batch_tokens = (0, 0)
         """Prompt tokens and response tokens of the batch that this step learns from."""
         self.operations: Counter[str] = Counter()
-        """Operations of this step's passes on all ranks, by the <timing> of their time timing_s/<timing>."""
+        """Operations of this step's passes on all ranks, by <timing>; timing_s/<timing> is their duration."""
         self.peak_tflops = device.peak_tflops
-        """Peak of the device; None if it is unknown, and then no operations are counted."""
+        """Peak of the device. None if the peak is unknown; then no operations are counted."""
         self.is_committed = False
         """Once true, the step can no longer be aborted and retried: the algorithm has begun to learn."""
         self.abortable_s = 0.0
@@ -54,7 +54,7 @@ class StepRecord:
         self.events = 0
         """Digest of the engine's last event log, which the replica's ranks compare before the next phase."""
         self.after_phase: Callable[[str], None] | None = None
-        """Called at the end of each phase with its timing's name."""
+        """Called at the end of each phase with the <timing> of the phase."""
         self._first: int | None = None
 
     @property
@@ -80,9 +80,10 @@ class StepRecord:
     def phase(self, name: str, *, timing: str, batch: Mapping[str, int] | None = None) -> Iterator[None]:
         """Run the body as the phase `name` of `rl.faults.phase_tracker.PHASES`. Collective over the world.
 
-        The watchdog applies the time limit of the phase. Before the body runs, the ranks compare the phase,
-        the step, and `batch`, hashes of the parts of the batch by name. The seconds of the body are added
-        to timing_s/<timing>.
+        The watchdog applies the time limit of the phase. Before the body runs, the ranks check that they have
+        the same phase, step and `batch`. The seconds of the body are added to timing_s/<timing>.
+
+        batch: hashes of the parts of the batch, by name of the part.
         """
         with self.watchdog.tracker.phase(name, self.number) as entry:
             with self.timed("agreement"):
@@ -115,7 +116,8 @@ class StepRecord:
     def log_performance(self, *, num_ranks: int) -> None:
         """Log speed and memory of the step, once it has learned.
 
-        num_ranks: ranks of the job. With roles only the ranks that train (the world) do the operations.
+        num_ranks: number of ranks of the job. With roles, only the ranks that train (the world) compute the
+            counted operations.
         """
         metrics = self.metrics
         metrics["perf/total_num_tokens"] = self.num_tokens

@@ -10,13 +10,19 @@ class Teachers(Protocol):
     """The teachers of a run. Methods are collective over the world."""
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `teacher_logprobs` with `teacher.advantage_coef`: log-prob of each token by its teacher."""
+        """Fill `teacher_logprobs`, the log-prob of each token under its teacher.
+
+        Does so only if `teacher.advantage_coef` is set.
+        """
 
     def add_to_advantages(self, batch: Batch) -> None:
-        """Add the part of `teacher_logprobs`, if they are filled, to the advantages."""
+        """Add the term computed from `teacher_logprobs`, if this column is filled, to the advantages."""
 
     def distributions(self, batch: Batch) -> None:
-        """Give the policy the distribution of each response token by the teacher of the sample's source."""
+        """Give the policy the teacher's distribution at each response token.
+
+        The teacher is the one of the sample's source.
+        """
 
     def responses(self, prompts: list[Prompt]) -> Batch:
         """Return rollout.samples_per_prompt responses of the teacher to each prompt."""

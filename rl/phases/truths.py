@@ -18,11 +18,11 @@ from rl.rewards.pool.pool import ScoringPool
 log = logging.getLogger(__name__)
 
 TRIED = 128
-"""Number of ground truths, evenly spaced in the data, that `try_truth` of a reward function tries."""
+"""Number of ground truths that a reward function's `try_truth` tries; they are evenly spaced in the data."""
 
 
 def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
-    """Raise ValueError, with file and row, for a ground truth that cannot be graded or would grade wrongly.
+    """Raise ValueError, with file and row, for a ground truth that cannot be graded or is graded wrongly.
 
     Each rank checks its share of the rows. `check_truth` checks every row; it is defined beside the row's
     reward function, or beside its environment. `try_truth` checks TRIED rows in the workers, which may
@@ -65,13 +65,16 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
 
 
 def _environment(plan: AgentPlan, prompt: Prompt) -> str:
-    """Return the class that scores a prompt; empty if reward functions do, also beside tools."""
+    """Return the environment class that scores a prompt; empty if reward functions score it.
+
+    Reward functions also score prompts whose environment only provides tools.
+    """
     name = plan.name_for({**prompt.extra_info, "data_source": prompt.data_source})
     return (plan.sources[name] if name else plan.default).environment
 
 
 def _check_beside(environment: str) -> Callable[..., Any] | None:
-    """Return `check_truth` in the module of an environment; None if this process cannot import it."""
+    """Return `check_truth` of an environment's module; None if this process cannot import the module."""
     try:
         return companion(environment, "check_truth")
     except ImportError:  # the workers import it too, and report the error with its key

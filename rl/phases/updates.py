@@ -83,8 +83,8 @@ class Updates:
 
         select_tokens: called before each update with the whole mini-batch; the loss reads the result as the
         column `selected_tokens`.
-        mismatched: the result of `Phases.mismatched`, with `ref_logprobs`. The loss gets as `kl` the
-        `mismatch_kl` of the mini-batch's mismatched samples under the current weights.
+        mismatched: the result of `Phases.mismatched`, with `ref_logprobs` filled. The loss gets the argument
+        `kl`: `mismatch_kl` of the mini-batch's mismatched samples under the current weights.
 
         With `objective.adaptive_entropy` an entropy bonus is added to the loss.
         """
@@ -156,7 +156,7 @@ class Updates:
         return schedule
 
     def _complete(self, batch: Batch) -> None:
-        """Fill the column of the trajectories' sizes."""
+        """Fill the column that holds the size of each trajectory."""
         if batch.trajectories is not None:
             counts = segment_sum(batch.mask.double(), batch.trajectory_lengths)
             batch.extra["trajectory_tokens"] = expand(batch.of_trajectories(counts).float(), batch.lengths)
@@ -182,15 +182,15 @@ class Updates:
     ) -> dict[str, float]:
         """Update one model; return the loss's metrics, averaged over the updates, and the learning rate.
 
-        update_of: returns a context manager around the update on a mini-batch, which yields the loss; None:
-            `loss` is used for all.
+        update_of: returns a context manager that encloses the update on one mini-batch and yields its loss.
+            None: `loss` is used for all mini-batches.
         """
         model = self._engines.training[name]
         step, epochs, plans = self._step, self._config.training.epochs, self._planner.plans(batch)
         sums: dict[str, float] = {}
         lr = schedule.rate(step.number)
         if model is self._engines.policy:
-            self._memory.wait_for_readers()  # only now, because earlier passes may overlap the reading
+            self._memory.wait_for_readers()  # not earlier: passes may overlap the reading
         size = token_mean(batch.column("old_values").abs(), batch.mask) if name == "critic" else 1.0
         is_first = self._inference.has_old_outputs(name)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
@@ -246,7 +246,7 @@ class Updates:
 
 
 def critic_loss(micro: MicroBatch, totals: Totals, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return this micro-batch's part of the value loss, the mean over tokens, and its metrics."""
+    """Return this micro-batch's part of the value loss and its metrics. The loss is a mean over tokens."""
     token_loss, stats = value_loss(
         micro.values, micro.column("old_values"), micro.column("returns"), micro.mask, clip=clip
     )
@@ -259,5 +259,5 @@ def critic_loss(micro: MicroBatch, totals: Totals, *, clip: float) -> tuple[Tens
 
 
 def _prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics with the prefix before names that have none."""
+    """Return the metrics; names without a prefix get this prefix."""
     return {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}
