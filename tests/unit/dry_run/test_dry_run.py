@@ -20,7 +20,7 @@ from rl.models.placement import RolloutPlacement
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
-ON_TWO_CORES = ("quickstart", "quickstart_sft", "gsm8k_toy")
+ON_TWO_CORES = ("quickstart", "quickstart_sft", "gsm8k_toy", "smollm2-135m_arithmetic_grpo_2cpu")
 
 
 def ranks_of(path: Path) -> int:
