@@ -1,13 +1,14 @@
 """Comparison of the engine's weights with the trainer's, independent of the plan of the refit.
 
-Both sides are read by the model's list of weights: every element of the engine's parameters, and the same
-element of the trainer's. A part that the plan omits, or sends to another place, is compared like any other.
+The model's list of weights says where each element of the engine's parameters is, and where the same element
+of the trainer's parameters is. The comparison reads both places. It therefore also finds a part that the plan
+omits or sends to a wrong place.
 
-If all ranks that generate with a weight also train these elements of it, each rank compares its own bitwise.
-For each other weight every rank adds the checksums of its engine's parts. One of the ranks that train a part
-subtracts the part's checksum, times the number of copies of the tensor in all engines: for example, twice
-with two engine replicas. The checksums depend on the position in the whole Hugging Face tensor, so the sum
-over the ranks is 0 if all elements are equal.
+There are two kinds of comparison. If every rank that generates with a weight also trains the same elements of
+it, each rank compares its own elements bitwise. For every other weight, each rank adds the checksums of its
+engine's parts, and one of the ranks that train a part subtracts the part's checksum, multiplied by the number
+of copies in all engines (for example, 2 with two engine replicas). A checksum depends on the position in the
+whole Hugging Face tensor, so the sum over all ranks is 0 if all elements are equal.
 """
 
 import math
@@ -57,13 +58,13 @@ class PlacementKind(NamedTuple):
     """Placement of weights that differ only in the numbers of layer and expert, as one rank sees it."""
 
     source: int | None
-    """This rank's tensor parallel rank in training; None if it does not train them."""
+    """This rank's tensor parallel rank in training; None if this rank does not train the weights."""
     needed: int | None
-    """The same in generation."""
+    """This rank's tensor parallel rank in generation; None if it does not generate with the weights."""
     equal_ranks: list[int]
-    """Ranks that train the same elements as this one."""
+    """Ranks that train the same elements as this rank."""
     stays: bool
-    """Whether every rank that generates with them trains the same elements."""
+    """Whether every rank that generates with the weights also trains the same elements."""
     copies: list[int]
     """Number of copies of each Hugging Face tensor in all engines."""
 

@@ -8,11 +8,13 @@ what its engine needs and its trainer does not hold. If there are several candid
 them, within the limit on the number of a rank's partners (`SENDERS`).
 
 The plan is plain data, computed without communication. Every rank computes the same routes and batches, and
-then its own messages. A `kind` is a set of weights that are split identically, with names that differ only in
-the numbers of layer and expert: for example, the fused qkv weights of all layers. A `stream` is a choice of
-senders that many weights share; replicas of the engine that receive a stream from one rank receive identical
-messages, which it packs once. `parts` is the number of parts into which a weight is divided to fit the
-buffer.
+then its own messages. Three terms:
+
+- A `kind` is a set of weights that are split identically and whose names differ only in the numbers of layer
+  and expert: for example, the fused qkv weights of all layers.
+- A `stream` is a choice of senders that many weights share. If several engine replicas receive a stream from
+  the same rank, their messages are identical, and the sender packs each message once.
+- `parts` is the number of parts into which a weight is divided so that each part fits the buffer.
 """
 
 import functools
@@ -34,7 +36,8 @@ SENDERS = 64
 NCCL opens a connection for each partner.
 """
 STAYS, NEAR_IN, FAR_IN, NEAR_OUT, FAR_OUT = range(5)
-"""Rows of a load, bytes per rank: copied within the rank, and received and sent within and between nodes."""
+"""Rows of a load, in bytes per rank: copied within the rank; received within and between nodes; sent within
+and between nodes."""
 
 
 class Region(NamedTuple):
@@ -72,7 +75,7 @@ class Message:
 
 
 class Span(NamedTuple):
-    """Part `part` of a weight: each of its fragments is divided by rows into `parts` about equal parts."""
+    """Part `part` of a weight. Each fragment of it is divided by rows into `parts` about equal parts."""
 
     weight: int
     part: int
@@ -354,9 +357,9 @@ def _intersect(weight: Weight, source_tp: int, rollout: RolloutPlacement) -> lis
 def _choose(holders: np.ndarray, needers: np.ndarray, nodes: np.ndarray, turn: int) -> np.ndarray:
     """Return a holder for each needer, int64 [len(needers)].
 
-    It is the needer itself if it is a holder, else a holder on its node, else any holder. Needers are spread
-    over several candidates: for example, two needers on a node with the holders 0 to 3 receive from 0 and 2.
-    If the needers do not divide evenly, the first candidate is shifted by `turn`.
+    A needer that is a holder gets itself. Another needer gets a holder on its node or, if there is none, any
+    holder. Needers are spread over several candidates: for example, two needers on a node with the holders 0
+    to 3 receive from 0 and 2. If the needers do not divide evenly, the first candidate is shifted by `turn`.
     """
     givers = np.where(np.isin(needers, holders), needers, -1)
     pools = [(holders[nodes[holders] == node], nodes[needers] == node) for node in np.unique(nodes[holders])]
@@ -374,8 +377,8 @@ def _choose(holders: np.ndarray, needers: np.ndarray, nodes: np.ndarray, turn: i
 def cut_into_batches(routing: Routing, buffer_bytes: int) -> list[tuple[Span, ...]]:
     """Return the spans of each batch.
 
-    No rank's messages exceed buffer_bytes, unless one row of each fragment does. Weights of different places
-    alternate, so that all pipeline stages send at the same time.
+    No rank's messages exceed buffer_bytes, unless one row of each fragment already exceeds buffer_bytes.
+    Weights of different places alternate, so that all pipeline stages send at the same time.
     """
     batches = []
     spans: list[Span] = []
@@ -425,7 +428,7 @@ class Role:
     """The part of one rank in a stream."""
 
     giver: int | None
-    """Its sender: itself if it holds the fragments, None if it needs none."""
+    """The rank that sends to it: itself if it holds the fragments; None if it needs no fragments."""
     tp_rank: int
     """Its tensor parallel rank in generation, if it needs the fragments."""
     peers: dict[int, tuple[int, ...]]

@@ -68,8 +68,8 @@ class WeightPlan:
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """Engine -> weight map -> (buffer in MiB, group) -> WeightPlan. The plan depends only on these."""
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""Trainer -> version of its weights that `check_weights` compared last, what was compared, number of compared
-elements of all engines, and number of their elements."""
+"""Trainer -> the last comparison of `check_weights`: version of the trainer's weights, what was compared,
+number of elements of all engines that were compared, and number of all elements of all engines."""
 
 
 class PlannedGroup(NamedTuple):
@@ -164,8 +164,8 @@ def check_weights(
 ) -> None:
     """Compare this rank's engine weights with the trainer's by checksums. Collective over the world.
 
-    It reads every weight about twice. It is independent of `RolloutEngine.weights_version`, which may be
-    wrong. After a difference `check_refit` finds weights, ranks and elements, and raises RefitMismatch.
+    The comparison reads every weight about twice. It does not rely on `RolloutEngine.weights_version`, which
+    may be wrong. If weights differ, `check_refit` finds weights, ranks and elements and raises RefitMismatch.
 
     with_base: compare also the base, which several adapters share.
     """
@@ -349,8 +349,8 @@ def _not_writable(
 ) -> set[int]:
     """Return the indices of the weights that cannot be written in place on this rank.
 
-    The engine holds them in another layout than described, or in another dtype than the trainer. The other
-    weights of their modules are included, because vLLM loads whole modules.
+    The engine holds these weights in another layout than `rl.models.layout` describes, or in another dtype
+    than the trainer. The other weights of the same modules are included, because vLLM loads whole modules.
     """
     extents = {} if engine is None else _extents(weights, engine)
     local = {} if weight_map is None else {weight.hf: parameter for weight, parameter in weight_map.local()}

@@ -81,8 +81,8 @@ def transfer(
 
     sources, destinations: this rank's training and engine parameters, by the index of the weight; both have
     the same dtype. Allocates only `plan.peak_bytes` for messages, each rounded up to a multiple of 8 bytes.
-    changes: sends only what changed, with as much memory again; the destinations hold what the last call of
-    the plan wrote.
+    changes: sends only the elements that changed, which takes the same amount of memory a second time. The
+    destinations must still hold the values that the last call with this plan wrote.
     """
     done = BytesMoved()
     with tracing.span("refit within the rank", copies=len(plan.copies)):

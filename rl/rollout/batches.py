@@ -31,10 +31,10 @@ def batch_of(
 
     Args:
         contexts: token ids of each prompt, int32 [P_i].
-        prompts: the prompts themselves, if the batch is to have them.
+        prompts: the prompts themselves; None: the batch has only their token ids.
         samples_per_prompt: number of samples that every prompt must have, including failed ones; None if
-            samples may be missing. The batch leaves failed samples out: for example, with 8 samples and one
-            failure it has 7 samples of the prompt.
+            samples may be missing. Failed samples are left out of the batch: for example, if one of 8 samples
+            failed, the batch has 7 samples of the prompt.
         turns: whether samples may have several turns; then `turns` and `turn_rewards` are filled too.
     """
     samples = sorted(samples, key=lambda sample: (sample.prompt, sample.number, sample.row))

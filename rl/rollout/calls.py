@@ -28,7 +28,7 @@ class EngineCall:
 
 
 def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
-    """Return the call of a request. version: of the engine's weights."""
+    """Return the call of a request. version: version of the engine's weights."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -70,8 +70,10 @@ class Live:
     internal_id: str
     """vLLM's id: the name and a random suffix."""
     spans: list[tuple[int, int]]
-    """(number of the first token, version of the policy that sampled the tokens from there on): for example,
-    [(0, 3), (20, 4)] if version 4 sampled all tokens after the first 20."""
+    """Pairs (number of a token, version of the policy that sampled this token and the next ones).
+
+    For example, [(0, 3), (20, 4)]: version 3 sampled the first 20 tokens, and version 4 the later tokens.
+    """
     seed: int
 
     def versions(self, num_tokens: int) -> np.ndarray:
@@ -120,7 +122,8 @@ class Calls:
     def step(self) -> list[tuple[str, Completion]]:
         """Run one engine step; return the requests that finished.
 
-        With `rollout.async_scheduling` these requests finished in the step before; the new step is in flight.
+        With `rollout.async_scheduling` the returned requests finished in the previous step, and the step that
+        this call starts is still in flight.
         """
         with tracing.span("engine step", requests=len(self)):
             outputs = self._vllm.step()
@@ -131,7 +134,7 @@ class Calls:
         ]
 
     def drain(self) -> list[tuple[str, Completion]]:
-        """Process the steps that are in flight, and begin none; return the requests that they finished."""
+        """Process the steps that are in flight, without starting another; return the finished requests."""
         finished: list[tuple[str, Completion]] = []
         if self._core.batch_queue:
             scheduler = self._core.scheduler

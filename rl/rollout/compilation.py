@@ -11,11 +11,11 @@ from rl.runtime.replacement import replace_attribute
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Return the batch sizes of vLLM's CUDA graphs, ascending; the last is `largest`.
+    """Return the batch sizes of vLLM's CUDA graphs in ascending order; the last size is `largest`.
 
-    An engine step of n samples runs the graph of the next size: for example, 100 samples run the graph of
-    104. From 64 samples on at most an eighth of a graph is padding. vLLM's default captures up to twice the
-    samples that run at a time, and at most 512; a larger step runs without a graph.
+    An engine step of n samples runs the smallest graph that holds n samples: for example, 100 samples run the
+    graph of size 104. From 64 samples on, at most an eighth of a graph is padding. By default vLLM captures
+    sizes up to twice the number of concurrent samples, but at most 512; a larger step runs without a graph.
     """
     sizes, size = [1, 2, 4], 8
     while size < largest:

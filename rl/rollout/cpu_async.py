@@ -1,7 +1,8 @@
-"""Asynchronous scheduling in vLLM's CPU build, which turns it off because it saves nothing on a CPU.
+"""Asynchronous scheduling in vLLM's CPU build.
 
-With it the CPU engine runs the loop of the CUDA engine: each step is scheduled, and given to the model,
-before the tokens of the step before it are processed.
+The CPU build turns this option off, because asynchronous scheduling saves nothing on a CPU. With this patch
+the CPU engine runs the same loop as the CUDA engine: each step is scheduled, and given to the model, before
+the tokens of the previous step are processed.
 """
 
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ class NoEvent:
 
 
 class StepOutput(AsyncModelRunnerOutput):
-    """The output of a step, which the scheduler takes later; replaces AsyncGPUModelRunnerOutput."""
+    """The output of a step; the scheduler reads it later. Replaces AsyncGPUModelRunnerOutput."""
 
     def __init__(
         self,

@@ -3,9 +3,9 @@
 The token at a position is a function of the policy's distribution and of one number, the hash of the
 request's seed and the position (`HashedSampler`). A draft is accepted if it is this token, so samples,
 sampling masks and log-probs are the same as without drafts, up to the rounding of log-probs. The draft model
-samples with the same number from its own distribution: for example, with 0.6 both models choose their first
-token with a cumulative probability above 0.6. The more the distributions resemble each other, the more often
-both choose the same token, and always if they are equal.
+samples with the same number from its own distribution. For example, with the number 0.6 each model chooses
+the first token at which its cumulative probability exceeds 0.6. The more the two distributions resemble each
+other, the more often both models choose the same token; with equal distributions they always do.
 """
 
 from dataclasses import replace
@@ -97,7 +97,8 @@ class Verifier(RejectionSampler):
     ) -> SamplerOutput:
         """Return the tokens of the step, int32 [B, K + 1] for K drafts, and their log-probs.
 
-        A row ends after the first token that is no draft; the rest is PLACEHOLDER_TOKEN_ID.
+        A row ends after its first sampled token that differs from the draft. The rest of the row is
+        PLACEHOLDER_TOKEN_ID.
 
         Args:
             metadata: the numbers of drafts, and the drafts.

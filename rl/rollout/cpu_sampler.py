@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class HashedSampler(Sampler):
     """Samples each token from a hash of the request's seed (`extra_args["seed"]`) and the token's position.
 
-    A sample depends neither on the other requests of its batch, nor on the replica, nor on preemptions. There
-    is no torch.Generator per request: vLLM steps it back after a chunk of a prompt, which the CPU's generator
-    cannot do.
+    A sample depends neither on the other requests of its batch, nor on the replica, nor on preemptions. A
+    request has no torch.Generator, because vLLM steps the generator back after a chunk of a prompt, and a
+    CPU generator cannot step back.
 
     Replaces `sampler` of vLLM's GPUModelRunner. For another version of vLLM, compare `_draw` with
     TopKTopPSampler.forward_cpu and `gather_logprobs` with Sampler's.
@@ -43,8 +43,8 @@ class HashedSampler(Sampler):
         self._runner = runner
         replace_attribute(self.topk_topp_sampler, "forward", self._draw)
         self.masks: dict[str, dict[int, np.ndarray]] | None = None
-        """Sorted ids of the tokens that each token was sampled from, by request (vLLM's internal id) and the
-        token's position; None: not recorded."""
+        """Sampling mask of each token, by request (vLLM's internal id) and the token's position: the sorted
+        ids of the tokens that it was sampled from. None: masks are not recorded."""
 
     def _draw(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -79,8 +79,8 @@ class HashedSampler(Sampler):
     ) -> None:
         """Store the sampling mask of each row. A token that is drawn again replaces its entry.
 
-        vLLM also draws a token after each chunk of a prompt, and ignores it; this token has the position of
-        the first token of the response.
+        vLLM also draws a token after each chunk of a prompt and ignores this token. Its position is that of
+        the first token of the response, whose entry therefore replaces it later.
         """
         row, token = (logprobs > -torch.inf).nonzero(as_tuple=True)
         ends = row.bincount(minlength=len(names)).cumsum(0)[:-1].numpy()

@@ -1,8 +1,8 @@
 """vLLM's scheduler with a short path for steps that decode one token of every request.
 
-Scheduling and its bookkeeping cost vLLM about 60 us of Python per token, most of the time of a small model's
-step. A step without prompts needs little of it: no request is admitted, and a request needs a new block of
-the KV cache only if its last block is full. This class is the value of vLLM's public option `scheduler_cls`.
+Scheduling and its bookkeeping cost vLLM about 60 us of Python per token, which is most of the time of a small
+model's step. A step without prompts needs little of this work: no request is admitted, and a request needs a
+new block of the KV cache only if its last block is full. vLLM's public option `scheduler_cls` selects it.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class CpuScheduler(Scheduler):
-    """vLLM's scheduler, with what other parts of the CPU engine read and set."""
+    """vLLM's scheduler, with two attributes that other parts of the CPU engine read and set."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -37,12 +37,13 @@ class CpuScheduler(Scheduler):
 
 
 class DecodeScheduler(CpuScheduler, AsyncScheduler):
-    """Schedules exactly what vLLM's scheduler does, without speculation or pipeline stages. With a connector
-    (`rollout.kv_offload_gib`) it is vLLM's scheduler.
+    """Makes exactly the schedule that vLLM's scheduler makes, without speculation or pipeline stages.
 
-    A step may be scheduled before the previous step's tokens are known: a request then has placeholders for
-    these tokens (`num_output_placeholders`). A request without stop strings yields one output, when it is
-    finished. For another version of vLLM, compare `_schedule_decoding` with the loop over `running` in
+    With a connector (`rollout.kv_offload_gib`), vLLM's own code makes the schedule.
+
+    A step may be scheduled before the previous step's tokens are known. A request then has placeholders for
+    these tokens (`num_output_placeholders`). A request without stop strings yields a single output at its
+    end. For another version of vLLM, compare `_schedule_decoding` with the loop over `running` in
     Scheduler.schedule, and `update_from_output` with Scheduler's and AsyncScheduler's.
     """
 
@@ -111,7 +112,7 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
         )
 
     def _awaits_last(self, request: Request) -> bool:
-        """Return whether the step in flight samples the request's last token at the latest."""
+        """Return whether the request certainly ends with the token that the step in flight samples."""
         last = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         return request.num_output_placeholders > 0 and request.num_computed_tokens + 1 >= last
 

@@ -63,8 +63,9 @@ def _keep_weights_alive() -> None:
 class PackedLinear:
     """Computes a linear layer from a packed copy of its weight, which the first call makes.
 
-    oneDNN's product with packed weights takes 0.5 to 0.9 times as long as torch's, which packs at every call.
-    torch's is used where oneDNN has none: for bfloat16 on processors without AVX-512.
+    oneDNN's product with packed weights takes 0.5 to 0.9 times as long as torch's product, which packs the
+    weight at every call. torch's product is used where oneDNN has none: for bfloat16 on processors without
+    AVX-512.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -106,9 +107,9 @@ def release_packed_weights(model: torch.nn.Module) -> None:
 
 
 def _keep_experts_alive() -> None:
-    """Make mixtures of experts compute with their parameters, for the same reason.
+    """Make mixtures of experts compute with their parameters, so that updates of the weights reach them.
 
-    The CPU build packs w13_weight and w2_weight once and computes with that copy. Its kernel also requires a
+    The CPU build packs w13_weight and w2_weight once and computes with the packed copy. Its kernel requires a
     multiple of 32 channels per rank and expert, which small models do not have.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -300,9 +301,9 @@ def multiply_adapters_by_group() -> None:
 def _shared_memory_names_of_this_job() -> None:
     """Add host, Slurm job and port to the tensor parallel communicator's names in /dev/shm.
 
-    vLLM's names are constant per host. Two jobs on one host would write into each other's memory. Each rank
-    removes its own segment of an earlier job on this port, which was killed: the creation of another one with
-    this name would fail with errno 17.
+    vLLM's names are constant per host, so two jobs on one host would write into each other's memory. If an
+    earlier job on this port was killed, its segments still exist. Each rank therefore first removes the
+    segment with its name; otherwise the creation of the new segment would fail with errno 17.
     """
     import vllm.distributed.device_communicators.cpu_communicator as communicator
 

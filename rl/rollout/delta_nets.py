@@ -31,7 +31,7 @@ class DeltaNets(EnginePart):
     def options(self, engine: "RolloutEngine") -> dict:
         allow_no_torchvision()  # the file of Qwen3.5 has its vision models too
         _hold_decays_as_the_trainer()
-        # In the model's dtype, each token would round the state, which the trainer keeps in float32.
+        # The trainer keeps the state in float32. In the model's dtype each token would round the state.
         options: dict = dict(mamba_ssm_cache_dtype="float32")
         if engine.device.is_cuda:
             # The kernels of the trainer; FlashInfer's are compiled at their first use.

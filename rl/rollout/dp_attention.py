@@ -75,10 +75,11 @@ class DataParallelAttention(ExpertParallel):
 def _keep_all_tokens_between_layers() -> None:
     """Make vLLM's layers of DeepSeek-V2 and V3 give every rank of a replica the outputs of all tokens.
 
-    With experts shared by replicas of several ranks, vLLM leaves each rank its part of the tokens, and a
-    layer tells from the number of rows whether its input is such a part. For a step of one token both have
-    one row: the next layer takes a rank's padding for the token, and log-probs are wrong (vLLM #50154).
-    Summing the attention's outputs over all tokens moves half as many bytes more between a replica's ranks.
+    If replicas of several ranks share experts, vLLM leaves each rank with its part of the tokens. The next
+    layer infers from the number of rows whether its input is a part or all tokens. In a step of one token, a
+    part and all tokens both have one row. The next layer then takes a rank's padding for the token, and the
+    log-probs are wrong (vLLM #50154). The remedy sums the attention's outputs over all tokens, which moves
+    1.5 times as many bytes between a replica's ranks.
     """
     from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
 

@@ -38,8 +38,8 @@ class RolloutEngine:
     """vLLM on this rank. The constructor is collective over the world; other methods are over the replica.
 
     Args:
-        model: the model that it serves.
-        rollout: layout, capacity and memory; how responses are sampled is an argument of `generate`.
+        model: the model that the engine serves.
+        rollout: layout, capacity and memory. The sampling parameters are an argument of `generate`.
         seed: seed of the engine's own generators; each sample has its own seed.
         name: distinguishes the engines of one job.
         parts: additions by the features of the run; `rl.engines.rollout_engines` chooses them.
@@ -147,14 +147,15 @@ class RolloutEngine:
         return weights
 
     def pieces(self, weight: Weight) -> list[Piece]:
-        """Return the pieces of the parameter `weight.vllm` on this rank; none if it holds none."""
+        """Return the pieces of the parameter `weight.vllm` on this rank; [] if the rank holds none of it."""
         return self.placement.pieces_on(weight, dist.get_rank())
 
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write whole Hugging Face tensors into this rank's shards through vLLM's own reloading.
 
-        The reloading packs or quantises them as at the start. All tensors of a module must be among them.
+        vLLM packs or quantises the tensors as it does at the start. If one tensor of a module is among
+        `weights`, all tensors of this module must be.
         """
         self.runner.reload_weights(weights_iterator=weights)
         self.weights_changed()
@@ -162,8 +163,8 @@ class RolloutEngine:
     def weights_changed(self) -> None:
         """Derive vLLM's own tensors from the weights again, in the same memory, and clear the prefix cache.
 
-        Call it after every write to weights. A cache that is kept for unfinished samples is separated by the
-        version that a sample began with.
+        Call it after every write to weights. A cache that is kept for unfinished samples is not cleared; its
+        prefixes are separated by the version of the weights that a sample began with.
         """
         derive_weights(self.model)
         for part in self.parts:
@@ -193,10 +194,10 @@ class RolloutEngine:
         return f"{self.name}-queue-{self._queues_made}"
 
     def capacity(self, num_prompts: int, samples_per_prompt: int) -> int:
-        """Return the most samples of a call that this replica may hold at a time.
+        """Return the maximum number of samples of a call that this replica may hold at a time.
 
-        It is at most the replica's share: for example, 32 for 16 prompts of 8 samples on 4 replicas.
-        Otherwise the first replica to start would draw all prompts.
+        The number is at most the replica's share of the call: for example, 32 for 16 prompts of 8 samples on
+        4 replicas. Without this limit the first replica to start would draw all prompts.
         """
         share = -(-num_prompts // self.num_replicas) * samples_per_prompt
         return max(samples_per_prompt, min(self.config.max_concurrent_samples, share))
@@ -246,8 +247,9 @@ class RolloutEngine:
     ) -> bool:
         """Generate for the source on the replica's leader. Collective over the replica.
 
-        Before an engine step, the ranks exchange a record if nothing runs, if the source waits, if a request
-        has finished since the last record, and at the latest after INTERVAL steps.
+        Before an engine step, the leader sends a record of events to the other ranks in any of these cases:
+        nothing runs, the source waits, a request has finished since the last record, or INTERVAL steps have
+        passed.
 
         Args:
             source: decides what is generated; None on other ranks than the leader.
@@ -258,7 +260,7 @@ class RolloutEngine:
             on_wait: called with the text of each event `Waiting`, and with "" when the wait is over.
             keep_records: whether `events` keeps its records; it keeps their hash in any case.
 
-        Returns whether the run was completed, and not interrupted. `events` is then its log.
+        Returns whether the run was completed without an interrupt. Afterwards `events` is the log of the run.
         """
         calls = self._calls
         self.events = EventLog(self.replica_group, keep_records=keep_records)

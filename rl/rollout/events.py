@@ -1,4 +1,4 @@
-"""The event log of a replica: what its leader decides, applied by all its ranks at the same engine step.
+"""The event log of a replica: its leader's decisions, which all of its ranks apply at the same engine step.
 
 The ranks of a replica must give vLLM the same requests, aborts and weights before the same engine step, or
 their collectives no longer match. Only the leader (the replica's first rank) sees queues, clocks and
@@ -22,7 +22,7 @@ INTERVAL = 8
 """Number of engine steps between two records while no request finishes."""
 
 _FIRST_BYTES = 4096
-"""Size of a record's first message. It holds the record's length, and most records as a whole."""
+"""Size of a record's first message. It holds the record's length and, for most records, the whole record."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Take no step, because something is awaited: environments while nothing runs, or weights for a fixed
-    engine step. Repeated until the awaited thing has come, and not stored."""
+    """Take no step, because the source waits for something.
+
+    The source waits for environments while nothing runs, or for weights due at a fixed engine step. The event
+    is repeated until the wait is over, and it is not stored.
+    """
 
     text: str
     """Name of the awaited thing, for the report of a hang."""
@@ -64,8 +67,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class DummySteps:
-    """Engine steps without requests, which the replica took because others with its experts had some
-    (`rl.rollout.dp_attention`). The log notes them; no leader decides them."""
+    """Engine steps that the replica took without having requests.
+
+    The replica took these steps because other replicas that share its experts had requests
+    (`rl.rollout.dp_attention`). The log records the steps, but no leader decides them.
+    """
 
     num_steps: int
 
@@ -82,7 +88,8 @@ class Source(Protocol):
     def next_events(self, num_live: int, step: int) -> list[Event]:
         """Return the events before engine step `step`; [] if nothing changes.
 
-        It may block, for at most a second, only if nothing runs (`num_live` is 0) or it returns `Waiting`.
+        The call may block only if nothing runs (`num_live` is 0) or if it returns `Waiting`, and for at most
+        a second.
         """
 
     def receive(self, name: str, completion: Completion) -> None:

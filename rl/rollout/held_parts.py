@@ -1,8 +1,8 @@
-"""Values of held columns (`rl.data.held`) on their way from the rank that has a sample's segments to another.
+"""Messages that carry values of held columns (`rl.data.held`) from one rank to another.
 
-A sample's rows are collected on one rank before a batch is made of it: its segments may have been generated
-by several replicas (carry-over), or by ranks that do not train (roles). A message has the values of segments
-end to end, each after its `Segment.row_key`.
+Before a sample enters a batch, the held values of all its rows are collected on one rank. This is needed
+because several replicas may have generated the sample's segments (carry-over), or ranks that do not train
+(roles). A message contains the values of segments end to end; each segment's `Segment.row_key` precedes them.
 """
 
 from collections import defaultdict
@@ -74,7 +74,7 @@ def without_values(segment: Segment, holder: int) -> Segment:
 
 
 def only_on(samples: Sequence[Sample], holder: int) -> list[Sample]:
-    """Return samples that all ranks have with the values of held columns on one rank only. Not collective."""
+    """Return the samples, which all ranks have, with held values on rank `holder` only. Not collective."""
     change = partial(replace if dist.get_rank() == holder else without_values, holder=holder)
     return [sample.with_segments(change) for sample in samples]
 
@@ -82,11 +82,11 @@ def only_on(samples: Sequence[Sample], holder: int) -> list[Sample]:
 def collect(
     samples: Sequence[Sample], targets: Sequence[int], device: torch.device
 ) -> tuple[list[Sample], ColumnBytes]:
-    """Collect all values of a sample on one rank; return the samples and this rank's bytes.
+    """Collect each sample's held values on one rank; return the samples and the bytes that this rank moved.
 
     Collective over the world.
 
-    targets: the rank for each sample. Values that it has already are not sent.
+    targets: the rank that collects the values, per sample. Values that this rank already has are not sent.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = np.zeros((world, world), np.int64)  # from, to

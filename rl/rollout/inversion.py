@@ -32,9 +32,9 @@ def _mix(z: np.ndarray) -> np.ndarray:
 def invert(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return for each row the first token with a cumulative probability above `uniform`, int64 [B].
 
-    For example, with the probabilities 0.2, 0.5, 0.3 and the number 0.6 it is token 1. A token of probability
-    0 is never returned. The sums are float64: float32 would distort tokens below 6e-8. Raises ValueError if a
-    row is not a number.
+    For example, the probabilities 0.2, 0.5, 0.3 and the number 0.6 give token 1. A token of probability 0 is
+    never returned. The sums are float64, because float32 would distort the frequency of tokens with a
+    probability below 6e-8. Raises ValueError if a row contains NaN.
 
     Args:
         logprobs: float32 [B, V].

@@ -1,4 +1,4 @@
-"""The platforms of a generation engine: vLLM's options there, and how the engine releases its memory."""
+"""The platforms of a generation engine, each with its vLLM options and its way to release memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +39,9 @@ class Platform(EnginePart):
         """Replace vLLM's sampling and verification of drafts where their distribution is wrong."""
 
     def switch_drafts(self, engine: "RolloutEngine", *, on: bool) -> None:
-        """Let the following engine steps propose tokens, or none.
+        """Turn the proposal of draft tokens on or off for the following engine steps.
 
-        In steps without proposals the draft model does not compute, so its KV cache has gaps.
+        In steps without proposals the draft model does not run, so its KV cache has gaps for their tokens.
         """
         raise NotImplementedError
 
@@ -112,7 +112,10 @@ class Cuda(Platform):
 
 
 MLA_BACKEND = "CPU_MLA"
-"""vLLM's other backend, the default on hosts with AMX, removes kv_b_proj.weight and has no float32."""
+"""vLLM's attention backend for MLA on a CPU.
+
+vLLM's other backend, the default on hosts with AMX, removes kv_b_proj.weight and does not support float32.
+"""
 
 
 class Cpu(Platform):
@@ -141,7 +144,7 @@ class Cpu(Platform):
 
     def draft_options(self, engine: "RolloutEngine", speculation: dict) -> dict:
         scheduler = "rl.rollout.cpu_scheduler.CpuScheduler"  # DecodeScheduler schedules no drafts
-        # The proposer's layers do not take the engine's backend; those without MLA ignore this one.
+        # The draft model's layers do not inherit the engine's backend. Layers without MLA ignore this option.
         return {
             "scheduler_cls": scheduler,
             "speculative_config": speculation | {"attention_backend": MLA_BACKEND},

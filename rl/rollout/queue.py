@@ -24,11 +24,12 @@ def shared_queue(num_items: int, *, name: str) -> Iterator[int]:
 
 
 def assign_held(holders: Sequence[int], num_replicas: int) -> tuple[list[list[int]], list[int]]:
-    """Return the items that each replica takes first, because it holds them, and the others in their order.
+    """Return (items that each replica takes first because it holds them, the remaining items in order).
 
-    A replica takes at most its static share. For example, with 2 replicas and the holders [0, 0, 0, -1]
-    replica 0 takes items 0 and 1 first, and the others are 2 and 3. holders: replica that holds each item;
-    -1: none.
+    A replica takes at most its static share. For example, with 2 replicas and the holders [0, 0, 0, -1],
+    replica 0 takes items 0 and 1 first, and the remaining items are 2 and 3.
+
+    holders: the replica that holds each item; -1: no replica holds the item.
     """
     own: list[list[int]] = [[] for _ in range(num_replicas)]
     others: list[int] = []
@@ -39,7 +40,7 @@ def assign_held(holders: Sequence[int], num_replicas: int) -> tuple[list[list[in
 
 
 def assign_all(holders: Sequence[int], num_replicas: int) -> list[list[int]]:
-    """Return the items of each replica, beginning with items that it holds; else as `static_queue`."""
+    """Return the items of each replica: first items that it holds, then others up to its static share."""
     own, others = assign_held(holders, num_replicas)
     for place, item in enumerate(others):
         in_turn = ((place + shift) % num_replicas for shift in range(num_replicas))
@@ -48,7 +49,7 @@ def assign_all(holders: Sequence[int], num_replicas: int) -> list[list[int]]:
 
 
 class PastLengths:
-    """Mean response length of each prompt at its last sampling, the expected length of the next one."""
+    """Mean response length of each prompt when it was last sampled, used as the next expected length."""
 
     def __init__(self, means: dict[int, float] | None = None):
         self.means = means or {}
@@ -92,8 +93,9 @@ def own_counter() -> Callable[[int], int]:
 def greedy_idle(loads: list[int], num_replicas: int) -> float:
     """Return the mean idle share of replicas that take the largest remaining load when they become free.
 
-    The order needs response lengths that are known only afterwards, so this is a reference value for a queue.
-    The busiest replica is within 4/3 - 1/(3R) of the optimum for R replicas (Graham 1969).
+    This assignment needs response lengths that are known only afterwards, so it only serves as a reference
+    value for a queue. With R replicas, the busiest replica takes at most 4/3 - 1/(3R) times the optimum
+    (Graham 1969).
 
     loads: number of response tokens of each prompt's samples.
     """

@@ -20,7 +20,7 @@ class SampledGroup:
     samples: tuple[Sample, ...]
     """Their rows, ordered by number and row."""
     holder: int = -1
-    """Rank that generated its last tokens; this rank's replica may hold environments. -1: none."""
+    """Rank that generated the group's last tokens; -1: none. Its replica may still hold environments."""
 
     @classmethod
     def of(cls, prompt: Prompt, num_samples: int) -> "SampledGroup":

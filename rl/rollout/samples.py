@@ -16,8 +16,10 @@ from rl.data.held import OF_CONTEXT, OF_SEQUENCE, Absent
 SOURCES = ("tool", "user", "environment")
 """Sources of tokens that the policy did not sample."""
 ENDS = ("stop", "length", "abort", "failed")
-"""Why a completion or a sample ended: a stop token or string, a limit of tokens, or a request to abort it. A
-"failed" sample has no tokens: its environment failed, and it is left out of its group."""
+"""Why a completion or a sample ended: a stop token or string, a limit of tokens, or a request to abort it.
+
+A "failed" sample has no tokens, because its environment failed; the sample is left out of its group.
+"""
 COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int32}
 """Values of a segment per token, and their types."""
 
@@ -37,7 +39,7 @@ class Request:
     first_version: int | None = None
     """Version of the weights when a carried sample began; None: the engine's present version."""
     num_begun: int = 0
-    """Number of tokens at the end of the context that were sampled for the same turn before an abort."""
+    """Number of tokens at the end of the context that an aborted request sampled for the same turn."""
     adapter: int = 0
     """Index of the low-rank adapter of an engine that has several."""
     images: tuple[np.ndarray, np.ndarray] | None = None
@@ -91,13 +93,14 @@ class Segment:
     reward: float = 0.0
     """Reward of the turn, by an environment that rewards single turns."""
     held: dict[str, np.ndarray | Absent] = field(default_factory=dict)
-    """Held columns (`Completion`), without values that earlier segments have; `Absent` on ranks that have
-    received the sample without these values."""
+    """Held columns (`Completion`), without the values that earlier segments already have.
+
+    `Absent` on ranks that received the sample without these values.
+    """
     digest: int = -1
     """`segment_digest` where the segment was made; -1 if unknown."""
     context_digest: int = -1
-    """`context_digest` of all tokens before the segment, by the account of the engine that sampled it; -1 if
-    unknown."""
+    """`context_digest` of all tokens before the segment, by the engine that sampled it; -1 if unknown."""
     holder: int = -1
     """Rank that has the values of held columns, after an exchange; -1: every rank that has the segment."""
     end: str = "stop"
@@ -110,8 +113,9 @@ class Segment:
     def of(cls, completion: Completion, turn: int = 0, before: Sequence["Segment"] = ()) -> "Segment":
         """Return the tokens of a completion as a segment.
 
-        before: the earlier segments of the row. Columns in OF_CONTEXT have values of these tokens again. The
-        earlier segments' values count: they come from the passes that sampled the tokens.
+        before: the earlier segments of the row. The completion's columns in OF_CONTEXT contain values for the
+        tokens of these segments again. These repeated values are dropped, because the values of the earlier
+        segments come from the passes that sampled the tokens.
         """
         held: dict[str, np.ndarray | Absent] = {}
         for name, values in completion.held.items():
@@ -137,7 +141,7 @@ class Segment:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the policy sampled the tokens; else they were given to it, such as the output of a tool."""
+        """Whether the policy sampled the tokens. Other tokens were given, such as the output of a tool."""
         return self.source == "policy"
 
     @property
@@ -242,8 +246,8 @@ class Sample:
 
     @property
     def turns(self) -> np.ndarray:
-        """int32 [R]: number of the turn, from 1, for tokens that the policy sampled; else minus the index of
-        their source in SOURCES."""
+        """int32 [R]: number of the turn, from 1, for tokens that the policy sampled. For other tokens, minus
+        the index of their source in SOURCES."""
         numbers = [s.turn + 1 if s.is_sampled else -SOURCES.index(s.source) for s in self.segments]
         return np.array(numbers, np.int32).repeat([len(s.token_ids) for s in self.segments])
 

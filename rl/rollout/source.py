@@ -94,8 +94,10 @@ class Dialogue:
         return []
 
     def wait(self, num_live: int) -> bool:
-        """Wait at most a second if the next requests depend on something that `advance` takes; return whether
-        it waited."""
+        """Wait if the next requests depend on something that `advance` takes, for at most a second.
+
+        Returns whether it waited.
+        """
         return False
 
     def describe_wait(self) -> str:

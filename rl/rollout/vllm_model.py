@@ -48,9 +48,10 @@ class ServedModel:
 
 
 def allow_no_torchvision() -> None:
-    """Let vLLM import models that may read images without torchvision, which they need only for that.
+    """Let vLLM import models that may read images without torchvision, which they need only to read images.
 
-    They import a function from transformers' processor, which is also in its version for Pillow.
+    The models import a function from transformers' image processor for torchvision. The processor for Pillow
+    has the same function.
     """
     if importlib.util.find_spec("torchvision") is None:
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pillows
@@ -85,7 +86,7 @@ def build_llm(
     if "GptOssForCausalLM" in hf["architectures"]:
         from vllm.model_executor.models import gpt_oss
 
-        # It only divides the experts' width by the job's number of ranks; a replica may have fewer.
+        # vLLM would divide the experts' width by the job's number of ranks; a replica may have fewer ranks.
         replace_attribute(gpt_oss, "dist", types.SimpleNamespace(is_initialized=lambda: False))
     if not model.frozen:
         # Refits write the trainer's unquantised weights, which rotate by the trainer's frequencies.
@@ -149,9 +150,9 @@ def _process_state_kept(device: Device, rollout: Rollout) -> Iterator[None]:
 
     The constructor seeds every generator, sets LOCAL_WORLD_SIZE and replaces torch.set_num_threads. It
     selects its GPU by LOCAL_RANK, which is the wrong index if each rank sees only one GPU (srun
-    --gpus-per-task). LOCAL_RANK is therefore set to the device's index inside the context. It computes the
-    data parallel rank of the attention as if the ranks of one copy of the experts were all ranks; RANK is
-    therefore the rank among these.
+    --gpus-per-task). LOCAL_RANK is therefore set to the device's index inside the context. The constructor
+    also computes the attention's data parallel rank as if the job consisted only of the ranks of one copy of
+    the experts. RANK is therefore set to the rank among these ranks.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     environment = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
