@@ -33,29 +33,31 @@ class PackedRow(PackedSeqParams):
     rotation: Tensor | tuple[Tensor, Tensor] | None = None
     """Result of `rl.training.rotary.RowRotary.of`."""
     local_rotation: Tensor | None = None
-    """Rotation for layers with a window, if they rotate by other angles."""
+    """Rotation for layers with a window, if these layers rotate by other angles than the other layers."""
     position_ids: Tensor | None = None
     """int64 [1, T]."""
     near: RowAttention | None = None
-    """`attention` with a window, once a layer needs it; all windows of a model are equal."""
+    """`attention` with a window; filled when the first layer needs it. All windows of a model are equal."""
     part: "RowPart | None" = None
     """This rank's part, if context parallel ranks share the row."""
     groups: Sequence[RowGroup] = ()
     """`MicroBatch.groups`."""
     recurrence: "Recurrence | None" = None
-    """The row as recurrent layers read it, once one needs it."""
+    """The row as recurrent layers read it; filled when the first recurrent layer needs it."""
     extras: Extras = Extras()
     """`MicroBatch.extras`."""
 
     def keys(self, x: Tensor) -> Tensor:
-        """Return keys or values of the whole row, [W, ...]. x: this rank's part of them, or all.
+        """Return keys or values of the whole row, [W, ...].
+
+        x: this rank's part of the keys or values, or all of them if the row is not divided.
 
         Collective over the context parallel group if the row is divided.
         """
         return x if self.part is None or len(x) == len(self.part.order) else self.part.row(x)
 
     def within(self, window: int | None) -> RowAttention:
-        """Return the row's attention, with masks if there is a window; it is then collective as `keys`."""
+        """Return the row's attention, with masks if there is a window; with one, collective as `keys` is."""
         assert self.attention is not None
         if window is None:
             return self.attention

@@ -1,13 +1,13 @@
-"""AdamW with bfloat16 moments, and with a share of its state in host memory, where the host updates it.
+"""AdamW with bfloat16 moments. A share of its state can stay in host memory, where the host updates it.
 
-Transformer Engine's Adam rounds bfloat16 moments to the nearest number. That suits a second moment that
-decays by 5 % per step, as DeepSeek-V3's does (arXiv:2412.19437, 3.3.1: bfloat16 moments, beta2 0.95, no loss
-in quality). It does not suit beta2 = 0.999, the default here: a step changes the second moment by 0.1 %, less
-than half of the distance between two bfloat16 numbers (2^-9), so the moment would never decrease. Therefore
-both moments are rounded stochastically: up with a probability equal to the distance from the number below, so
-that their mean is exact (arXiv:2010.06192 does this for weights). The random bits are a hash of the moments,
-the gradient and the step, and come from no generator. For example, a resumed run in another layout rounds as
-the first run did.
+Transformer Engine's Adam rounds bfloat16 moments to the nearest number. Rounding to nearest suits a second
+moment that decays by 5 % per step, as in DeepSeek-V3 (arXiv:2412.19437, 3.3.1: bfloat16 moments, beta2 0.95,
+no loss in quality). Rounding to nearest does not suit beta2 = 0.999, the default here. A step then changes
+the second moment by 0.1 %, which is less than half of the distance between two bfloat16 numbers (2^-9), so
+the moment would never decrease. Therefore both moments are rounded stochastically: up with a probability
+equal to the relative distance from the number below, so that the mean is exact (arXiv:2010.06192 does this
+for weights). The random bits do not come from a generator; they are a hash of the moments, the gradient and
+the step. For example, a resumed run in another layout rounds as the first run did.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ class CompactAdam(torch.optim.Optimizer):
 def chosen(weights: Sequence[Tensor], share: float) -> list[Tensor]:
     """Return weights that together have at most `share` of all elements, and at most one weight fewer.
 
-    They are spread over the list, so that every layer has some.
+    The chosen weights are spread over the list, so that every layer has some of them.
     """
     found: list[Tensor] = []
     seen = held = 0
@@ -187,7 +187,8 @@ def _update(
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
     """Return float32 values rounded to bfloat16, up if the lower 16 of the random int32 bits say so.
 
-    Adding a random number to the 16 bits that bfloat16 lacks carries with a probability equal to their value.
+    bfloat16 lacks the lower 16 bits of a float32 value. Adding a random number to these bits carries into the
+    upper bits with a probability equal to the value of the lower bits.
     """
     carried = values.view(torch.int32) + (bits & 0xFFFF)
     return (carried & -0x10000).view(torch.float32).bfloat16()

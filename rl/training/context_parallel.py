@@ -3,7 +3,7 @@
 Each rank holds a part of every segment of the row (`rl.training.rows`). A segment is cut into 2 cp chunks,
 and rank r holds chunks r and 2 cp - 1 - r (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2). For example,
 with training.cp=2 rank 0 holds chunks 0 and 3, and rank 1 chunks 1 and 2. Tokens of a late chunk attend to
-many others, so each rank also holds an early chunk. `ContextGroup.split` divides the row. In every layer the
+many tokens, so each rank also holds an early chunk. `ContextGroup.split` divides the row. In every layer the
 attention gathers the keys and values of the whole row (`PackedRow.keys` in `rl.training.attention`; for MLA
 the latents, `rl.training.gathered_latents`; for a gated delta net its inputs, `rl.training.delta_net`) and
 computes the results of the rank's queries. The outputs of the head are gathered once per pass. Each rank of

@@ -9,9 +9,9 @@ from pathlib import Path
 def load_torchs_cudnn() -> None:
     """Load every library of torch's own cuDNN, for transformer-engine; do nothing if either is missing.
 
-    transformer-engine is linked against cuDNN's eight libraries. torch loads only some of them, and the
-    loader takes the others from the system if it has a cuDNN too. Two versions in one process do not fit:
-    transformer-engine's import then fails with an undefined symbol, or a later call returns
+    transformer-engine is linked against cuDNN's eight libraries. torch loads only some of them. If the system
+    has a cuDNN too, the loader takes the others from the system. Two versions in one process do not fit
+    together: transformer-engine's import fails with an undefined symbol, or a later call returns
     CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH. A library that is already loaded is not searched for again.
     CUDNN_HOME tells transformer-engine where to look first.
     """

@@ -3,9 +3,9 @@
 Queries, keys and values pass a short causal convolution, then the gated delta rule (`rl.models.delta_rule`).
 Both restart at each sequence of a row. Answers that share a prompt continue from the window and the state at
 the prompt's end. For example, a prompt that eight answers share passes the rule once, and each answer begins
-with its last state. A tensor parallel rank has whole key heads and their value heads.
+with the prompt's last state. A tensor parallel rank has whole key heads and their value heads.
 
-Context parallel ranks gather the inputs of the whole row, compute all of it and keep their part.
+Each context parallel rank gathers the inputs of the whole row, computes the whole row and keeps its own part.
 
 T: tokens of the row, or of this rank's part. W: tokens of the whole row. G: key heads of the rank, H = r G
 value heads, K and V their channels.
@@ -47,8 +47,8 @@ class SequencePass:
     tokens: Tensor | None
     """int64 [n]: the sequences' tokens in the row, one sequence after another; None: the whole row."""
     parents: Tensor | None
-    """int64 [sequences]: the sequence of the first pass that hands its last state to each; None: begin at
-    0."""
+    """int64 [sequences]: for each sequence, the sequence of the first pass whose last state it begins with;
+    None: all begin with a state of 0."""
     cu_seqlens: Tensor
     """int64 [sequences + 1]: bounds of the sequences among the n tokens, for fused kernels."""
     lengths: list[int]

@@ -56,7 +56,7 @@ class UpdateResult:
     """Result of one optimizer step, identical on all ranks."""
 
     metrics: dict[str, float]
-    """Metrics of the loss, summed over micro-batches and data parallel ranks."""
+    """The loss's metrics, summed over micro-batches and data parallel ranks."""
     grad_norm: float
     """Norm of the gradient before clipping."""
     has_moved: bool
@@ -136,7 +136,7 @@ class TrainingEngine:
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether other weights learn than the checkpoint's, for example an adapter's."""
+        """Whether the learning weights are not the checkpoint's weights but, for example, an adapter's."""
         return self.learned_map is not self.weight_map
 
     @property
