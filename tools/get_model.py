@@ -157,7 +157,7 @@ def greedy_answer(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
 
-def get_model(name: str, gguf: Path | None, out: Path) -> str:
+def get_model(name: str | None, gguf: Path | None, out: Path) -> str:
     """Save a model under `out`, which appears only when the model is complete; return a line about it.
 
     Raises NoModel.
@@ -193,9 +193,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "name", nargs="?", default="", choices=("", *MODELS), metavar="NAME", help=", ".join(MODELS)
-    )
+    what.add_argument("name", nargs="?", choices=tuple(MODELS), metavar="NAME", help=", ".join(MODELS))
     what.add_argument("--gguf", type=Path, help="a GGUF file of any architecture that transformers reads")
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint; must not exist")
     arguments = parser.parse_args()

@@ -50,8 +50,6 @@ def row(data_source: str, prompt: str, ground_truth: str, **extra_info: Any) -> 
 
 NAMES = "Anna Ben Clara David Emma Felix Grace Hugo Ivy Jack Kate Leo Mia Noah Olga Paul".split()
 THINGS = "apples books coins eggs flowers marbles pencils shells stamps stones".split()
-
-
 EXAMPLES = [
     {"role": "user", "content": "What is 12 plus 5?"},
     {"role": "assistant", "content": "12 + 5 = 17"},
@@ -71,18 +69,15 @@ def arithmetic_rows(seed: int) -> Iterator[Row]:
     rng.shuffle(pairs)
     for place, (low, high) in enumerate(pairs):
         a, b = rng.sample((low, high), 2)
-        questions: list[tuple[str, str, int]] = [
+        (finder, found), (loser, lost) = [(rng.choice(NAMES), rng.choice(THINGS)) for _ in range(2)]
+        finds = f"{finder} has {a} {found} and finds {b} more. How many {found} does {finder} have now?"
+        loses = f"{loser} has {high} {lost} and loses {low}. How many {lost} are left?"
+        questions = (
             ("plus", f"What is {a} plus {b}?", a + b),
             ("minus", f"What is {high} minus {low}?", high - low),
-        ]
-        for kind, answer in (("finds", a + b), ("loses", high - low)):
-            name, things = rng.choice(NAMES), rng.choice(THINGS)
-            story = (
-                f"{name} has {a} {things} and finds {b} more. How many {things} does {name} have now?"
-                if kind == "finds"
-                else f"{name} has {high} {things} and loses {low}. How many {things} are left?"
-            )
-            questions.append((kind, story, answer))
+            ("finds", finds, a + b),
+            ("loses", loses, high - low),
+        )
         for number, (kind, question, answer) in enumerate(questions):
             new = row(f"arithmetic/{kind}", question, str(answer), index=4 * place + number)
             yield new | {"prompt": [*EXAMPLES, *new["prompt"]]}

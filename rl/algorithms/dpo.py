@@ -1,7 +1,7 @@
 """DPO: direct preference optimization (arXiv:2305.18290), from pairs in the data.
 
-The policy learns to prefer the chosen response of each pair over the rejected one by more than the reference
-policy does. The reference policy is the initial policy of the run.
+There is no reward and no generation. The policy learns to prefer the chosen response of each pair over the
+rejected one by more than the reference policy does. The reference policy is the initial policy of the run.
 
     L = -E[ log sigmoid(beta (log pi(y_w)/pi_ref(y_w) - log pi(y_l)/pi_ref(y_l))) ]
 

@@ -1,7 +1,8 @@
 """KTO: Kahneman-Tversky optimization (arXiv:2402.01306), from single responses with a label.
 
-A response is desirable or undesirable. The loss compares a response's log-ratio, log(pi(y)/pi_ref(y)), with
-z, an estimate of the policy's divergence from the reference. Far from z the loss saturates:
+A response is desirable or undesirable; no pairs are needed. The loss compares a response's log-ratio,
+log(pi(y)/pi_ref(y)), with z, an estimate of the policy's KL divergence from the reference. Far from z the
+loss saturates:
 
     L = E[ desirable_weight   (1 - sigmoid(beta (log pi(y)/pi_ref(y) - z))) ]    desirable y
     L = E[ undesirable_weight (1 - sigmoid(beta (z - log pi(y)/pi_ref(y)))) ]    undesirable y

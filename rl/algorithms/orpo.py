@@ -1,7 +1,7 @@
 """ORPO: odds ratio preference optimization (arXiv:2403.07691), from pairs in the data.
 
 ORPO is supervised fine-tuning on the chosen response, with a term that makes the response's odds greater than
-the odds of the rejected response:
+the odds of the rejected response. It needs no reference policy, and no separate fine-tuning before it:
 
     L = E[ -log P(y_w) - beta log sigmoid(log odds(y_w) - log odds(y_l)) ]
     log P(y) = log pi(y) / |y|,   odds(y) = P(y) / (1 - P(y))

@@ -2,11 +2,11 @@
 
     A(y) = R(y) - R(greedy response),   J = E[ A(y) log pi(y) ]
 
-The greedy response is generated with the same weights and scored, but not trained on. The KL divergence from
-the reference policy can be a term of the loss (`objective.kl_coef`) or of R(y) (`objective.reward_kl.coef`);
-both are off by default. The greedy response's reward has no KL term; any baseline that does not depend on y
-leaves the gradient unbiased. The default loss is PPO's; in the first update after the generation, its
-gradient equals REINFORCE's.
+The greedy response is generated with the same weights and scored, but not trained on. One sample per prompt
+is enough; the baseline costs one more response. The KL divergence from the reference policy can be a term of
+the loss (`objective.kl_coef`) or of R(y) (`objective.reward_kl.coef`); both are off by default. The greedy
+response's reward has no KL term; any baseline that does not depend on y leaves the gradient unbiased. The
+default loss is PPO's; in the first update after the generation, its gradient equals REINFORCE's.
 
 Left out: nothing.
 """

@@ -1,7 +1,7 @@
 """SimPO: simple preference optimization (arXiv:2405.14734), from pairs in the data.
 
-SimPO is DPO with another reward of a response: beta times its mean log-probability per token. The chosen
-response has to win by at least gamma:
+SimPO is DPO with another reward of a response: beta times its mean log-probability per token. This reward
+needs no reference policy and does not grow with the length. The chosen response has to win by at least gamma:
 
     L = -E[ log sigmoid(beta/|y_w| log pi(y_w) - beta/|y_l| log pi(y_l) - gamma) ]
 

@@ -58,7 +58,7 @@ def only_hooks(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Run backward passes in this block for the hooks of parameters alone.
 
     Gradients are neither added up over micro-batches nor reduced over ranks, unless they are reduced during
-    the pass. The sums of earlier passes are lost.
+    the pass. Afterwards the memory of gradients holds nothing of use.
     """
     config = wrapped[0].config
     reduce = config.finalize_model_grads_func

@@ -13,13 +13,13 @@ from torch import Tensor
 from rl.config.schema import Optimizer
 
 MASTER = "master"
-"""Key of a main weight in its optimizer state, which holds it if the state is in host memory."""
+"""Key of the main weight in the state of a weight whose state is in host memory."""
 IN_HOST = "in_host"
-"""Key of an optimizer's defaults: the ids of the main weights with their state in host memory."""
+"""Key in an optimizer's defaults: the ids of the main weights whose state is in host memory."""
 SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
 RELATIVE = 1e-3
-"""Maximum relative error of a step of AdamW, if the kernel's rounding of 1 - beta is not above it."""
+"""Maximum relative error of a step of AdamW; the rounding of 1 - beta in float32 may allow a larger one."""
 
 
 def build_optimizer(

