@@ -186,7 +186,8 @@ class TrainingEngine:
     ) -> None:
         """Run forward passes; on the last stage, call `consume` with each micro-batch and its named outputs.
 
-        The tensor parallel ranks of the stage call it with the same micro-batches in the same order.
+        All tensor parallel ranks of the last stage call `consume` with the same micro-batches, in the same
+        order.
         """
 
         def step(micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -199,7 +200,8 @@ class TrainingEngine:
     def reference_weights(self) -> Iterator[None]:
         """Use the reference weights inside the context, for forward passes.
 
-        They are copied into the gradient buffers, which `update` sets to 0 before it uses them.
+        The reference weights are copied into the gradient buffers. `update` sets the gradient buffers to 0
+        before it uses them.
         """
         assert self.reference is not None, "the model keeps no reference"
         assert not self._learning_state_in_host.occupied, (
@@ -250,9 +252,9 @@ class TrainingEngine:
             part.before_update()
 
     def _step(self, sums: dict[str, Tensor], *, lr: float) -> UpdateResult:
-        """Take an optimizer step with the reduced gradients; raises as `update`.
+        """Take an optimizer step with the reduced gradients. Raises FloatingPointError as `update` does.
 
-        sums: sums over this rank's micro-batches on the last stage; {} on other stages.
+        sums: the loss's metrics, summed over this rank's micro-batches; {} on all stages but the last.
         """
         assert self.optimizer is not None and self.spec.optimizer is not None
         for group in self.optimizer.param_groups:
@@ -279,10 +281,11 @@ class TrainingEngine:
     def gradient(
         self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weight: Weight
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return this rank's parameter of a vector, and its part of the gradient of a loss, float64.
+        """Return this rank's parameter of `weight`, and this rank's part of a loss's gradient, float64.
 
-        The sum of the parts over the world is the gradient. Both are None on a rank that learns no part of
-        the vector. loss: reads log-probs only.
+        The gradient of `weight` is the sum of the parts of all ranks. Both results are None on a rank that
+        learns no part of the weight. weight: a vector, for example a norm's weight. loss: reads only
+        log-probs.
         """
         parameter, share = part_of(self.learned_map, weight, self.chunks[0].config)
         parts: list[Tensor] = []
@@ -309,7 +312,7 @@ class TrainingEngine:
     def offload(self, *, weights: bool) -> None:
         """Free the device memory of gradients and optimizer state until `reload`. Not collective.
 
-        weights: also free the weights' memory. The model cannot compute before `reload`.
+        weights: also free the memory of the weights; the model can then compute only after `reload`.
         """
         for model in self.parts.models().values():
             model.offload(weights=weights)
@@ -338,22 +341,26 @@ class TrainingEngine:
         return not self._weights_in_host.occupied and all(part.has_weights for part in self.parts)
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
-        """Return (group, weights by Megatron's name) of learned weights that the group's ranks replicate.
+        """Return pairs (group, learned weights by Megatron's name); all ranks of a group hold equal copies.
 
-        The first entry is for the data parallel group, the second for routed experts and their expert data
-        parallel group. Further entries are for the tensor parallel groups, which replicate parts of adapters.
-        Optimizer states are not included, because they are sharded.
+        The first pair is the data parallel group with all weights except routed experts. The second pair is
+        the expert data parallel group with the routed experts. Further pairs are tensor parallel groups with
+        the parts of adapters that all their ranks hold. Optimizer states are not included, because they are
+        sharded.
         """
         return self.learned_map.replicas() + [pair for part in self.parts for pair in part.replicas()]
 
     def stale_master_weights(self) -> list[str]:
-        """Return the names of weights that are not their rounded master weights. Not collective."""
+        """Return the names of learned weights that differ from their master weights after rounding.
+
+        Not collective.
+        """
         return stale_master_weights(self.optimizer, self.learned_map.parameters)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, whole tensor) of every exported weight, as the passes use it.
+        """Yield (Hugging Face name, whole tensor) of every exported weight, on every rank.
 
-        Every rank gets all of them.
+        The values are the ones that the passes use: an adapter, for example, is merged into its weight.
         """
         return full_weights(self.parts.exported_map(self.weight_map), self.parts.merging())
 
@@ -370,7 +377,7 @@ class TrainingEngine:
         """Run this rank's micro-batches through Megatron's pipeline schedule.
 
         On the last stage, `consume` gets each micro-batch with its outputs and returns (loss, report). On
-        CUDA nothing here waits for the device.
+        CUDA, this method does not wait for the device.
         """
         assert self.has_weights, "the weights are in host memory"
         grid, config, device = self.grid, self.chunks[0].config, self.device.torch
@@ -415,7 +422,8 @@ class TrainingEngine:
             def loss_function(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 micro.outputs |= zip(last.outputs, output)
                 value, report = consume(micro)
-                # On CUDA the schedule frees the outputs of a stage, also the loss, and refuses views.
+                # On CUDA the schedule frees the outputs of a stage, including the loss, and refuses tensors
+                # that are views.
                 value = make_viewless_tensor(value, requires_grad=value.requires_grad, keep_graph=True)
                 return value, torch.zeros((), dtype=torch.int, device=device), report
 
@@ -424,13 +432,13 @@ class TrainingEngine:
         run_schedule(self.wrapped, rows, step, grid, forward_only=forward_only)
 
     def _sum_over_replicas(self, sums: dict[str, Tensor], *, norm: float, lr: float) -> dict[str, float]:
-        """Return the last stages' metrics, summed over the data parallel ranks.
+        """Return the loss's metrics, which the last stages have, summed over the data parallel ranks.
 
-        The numbers of the parts travel in the same sum; raises what the parts find in it. Collective over the
-        world.
+        The same all-reduce sums the numbers that the parts return from `after_step`. `TrainerPart.summed`
+        then checks these sums and raises an error if one is wrong. Collective over the world.
         """
         names = list(sums)
-        if self.grid.pp > 1:  # only the last stage knows them
+        if self.grid.pp > 1:  # only the last stage knows the names of the metrics
             names = broadcast_object(names, self.grid.pp - 1, self.grid.groups.pp)
         mine = torch.zeros(len(names), dtype=torch.float64, device=self.device.torch)
         if self.grid.reports_results and names:
@@ -446,7 +454,10 @@ class TrainingEngine:
 
 
 def _not_finite(sums: dict[str, Tensor]) -> str:
-    """Return a sentence with the loss's terms that are not finite on any rank. Collective over the world."""
+    """Return a sentence that names the metrics of the loss that are NaN or infinite, and their ranks.
+
+    Collective over the world.
+    """
     mine = [name for name, value in sums.items() if not math.isfinite(float(value))]
     found = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(gather_objects(mine)) if names]
     if not found:

@@ -1,8 +1,9 @@
 """Extras of a packed micro-batch: objects of optional features, found by their class.
 
-The trunk reads an object only through the classes of this file. For example, with rollout.top_p a part of the
-engine adds sampling masks; the head asks for a `LogitsFilter` and does not know where it comes from. A part
-finds its own object again by its own class.
+The code outside `rl/features` reads an object only through the classes of this file. For example, with
+rollout.top_p a part of the training engine adds sampling masks to a micro-batch. The model's head asks the
+micro-batch for a `LogitsFilter` and does not know which feature added it. The feature itself finds its object
+by the object's own class.
 
 R: response tokens of a micro-batch. r: response tokens that this rank predicts; r < R with context
 parallelism.
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class Extras:
-    """Objects of different classes; never changed in place, because several micro-batches may share them."""
+    """Objects of different classes; never changed in place, because micro-batches may share them."""
 
     def __init__(self, *values: object):
         self._values = values
@@ -28,15 +29,15 @@ class Extras:
         return next((value for value in self._values if isinstance(value, kind)), None)
 
     def plus(self, value: object) -> "Extras":
-        """Return these objects and `value`, which replaces the object of the same class."""
+        """Return new extras with `value`, which replaces an object of the same class."""
         return Extras(*self.without(type(value))._values, value)
 
     def without(self, kind: type) -> "Extras":
-        """Return the objects of other classes."""
+        """Return new extras without the objects of this class."""
         return Extras(*(value for value in self._values if not isinstance(value, kind)))
 
     def of(self, index: Tensor) -> "Extras":
-        """Return the objects for the response tokens `index`, as `PerToken.of`."""
+        """Return new extras for some of the response tokens; index: as for `PerToken.of`."""
         return Extras(*(value.of(index) if isinstance(value, PerToken) else value for value in self._values))
 
 
@@ -45,14 +46,20 @@ class PerToken(ABC):
 
     @abstractmethod
     def of(self, index: Tensor) -> Self:
-        """Return the object of the tokens `index`, int64 [r], ascending, on the CPU, of R response tokens."""
+        """Return the object for some of the R response tokens.
+
+        index: their numbers among the R response tokens, int64 [r], ascending, on the CPU.
+        """
 
 
 class RowFilter(Protocol):
-    """A `LogitsFilter` on one rank's rows of the head."""
+    """A `LogitsFilter` for one rank's rows of the head; each row belongs to one token of the vocabulary."""
 
     def restrict(self, logits: Tensor, part: slice) -> None:
-        """Lower the logits [c, rows] of excluded tokens to FLOOR at the positions in `part`, in place."""
+        """Set the logits of excluded tokens to `logprobs.FLOOR`, in place.
+
+        logits: [c, rows]. part: the c response tokens to which the logits belong.
+        """
 
 
 class LogitsFilter(PerToken):
@@ -60,7 +67,7 @@ class LogitsFilter(PerToken):
 
     @abstractmethod
     def on_rows(self, first: int, rows: int, device: torch.device) -> RowFilter:
-        """Return the filter of the rows first to first + rows - 1 of the head."""
+        """Return the filter for the head's rows from `first` to `first + rows - 1`."""
 
 
 class HeadOutput(PerToken):

@@ -58,7 +58,8 @@ class GatheredLatents(LatentAttention):
         query = torch.cat([plain, self._rotate(rotated, packed_seq_params)], -1)
         rotary_key = part.row(self._rotate(rotary_key, packed_seq_params))
 
-        # Under sequence parallelism the projection gathers the tensor parallel ranks' tokens after this.
+        # `part.gathered` gathers the tokens of the context parallel ranks. Under sequence parallelism
+        # linear_kv_up_proj then gathers the tokens of the tensor parallel ranks.
         shards = self.tp_group.size() if config.sequence_parallel else 1
         both, _ = self.linear_kv_up_proj(part.gathered(self.kv_layernorm(latents)))
         both = reorder(both.view(-1, heads, nope + config.v_head_dim), part.order_of(shards))

@@ -55,10 +55,11 @@ def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[Dis
 
 @contextmanager
 def only_hooks(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Run backward passes in this block for the hooks of parameters alone.
+    """Run backward passes in this block only for the hooks of parameters.
 
-    Gradients are neither added up over micro-batches nor reduced over ranks, unless they are reduced during
-    the pass. Afterwards the memory of gradients holds nothing of use.
+    Gradients are neither added up over micro-batches nor reduced over ranks. The exception is overlapped
+    reduction (`training.overlap_gradients`): both then happen as in an update. After the block, the gradient
+    buffers hold no meaningful values.
     """
     config = wrapped[0].config
     reduce = config.finalize_model_grads_func
@@ -110,7 +111,7 @@ def _finalize_without_division(model: Any, num_tokens: torch.Tensor | None = Non
 
 
 NORM_TOLERANCE = 1e-3
-"""Relative difference of norms, which are summed in float32."""
+"""Maximum relative difference between the expected and the actual norm; norms are summed in float32."""
 ADDED = 1e-6
 """Number that Megatron adds to the norm before dividing by it (`clip_grad_by_total_norm_fp32`)."""
 SMALLEST = 1e-12
@@ -128,9 +129,10 @@ class StateChanged(RuntimeError):
 def part_of(
     learned: WeightMap, weight: Weight, config: TransformerConfig
 ) -> tuple[torch.Tensor | None, float]:
-    """Return this rank's parameter of a weight, and the factor of its gradient in the sum over ranks.
+    """Return this rank's parameter of a weight, and the factor of its gradient in a sum over all ranks.
 
-    None and 0 if this rank learns no part of it.
+    The factor prevents the sum from counting a gradient more than once. For example, it is 0 for a copy that
+    another tensor parallel rank counts. Returns None and 0 if this rank learns no part of the weight.
     """
     parameter = learned.parameter(weight) if learned.holds(weight) else None
     if parameter is None or not parameter.requires_grad:
@@ -147,9 +149,10 @@ def part_of(
 class ReductionProbe:
     """Compares the reduced gradient of one weight with the gradients of all ranks' backward passes.
 
-    A reduction that is left out, repeated or divided leaves the replicas equal, so no comparison of weights
-    finds it. For example, a mean in place of the sum scales all replicas alike. Each update watches the next
-    weight that learns, so that all are watched in turn: biases, tied embeddings, routed experts, adapters.
+    If a reduction is left out, done twice or divided, the replicas of the weights are still equal, so that no
+    comparison of weights finds the error. For example, a mean in place of the sum scales the gradients of all
+    replicas by the same factor. Each update watches the next weight that learns, so that all weights are
+    watched in turn, including biases, tied embeddings, routed experts and adapters.
 
     With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. This hook
     does not see values that Transformer Engine's products add to the gradient directly
@@ -195,7 +198,7 @@ class ReductionProbe:
             self._hook = self._weight.register_hook(self._add)
 
     def _add(self, gradient: torch.Tensor) -> None:
-        flat = gradient.detach().reshape(-1)  # not contiguous for a product's transposed factor
+        flat = gradient.detach().reshape(-1)  # it may not be contiguous: a product may use W transposed
         self._found.append(torch.stack((_weighted(flat), flat.abs().sum(dtype=torch.float64))))
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:
@@ -213,7 +216,10 @@ class ReductionProbe:
         return sums
 
     def check(self, sums: list[float]) -> None:
-        """Raise WrongReduction if the sums over the world differ by more than float32 sums of that length."""
+        """Raise WrongReduction if the two sums differ by more than the rounding of float32 sums.
+
+        sums: `sums`, summed over the world.
+        """
         own, size, terms, reduced = sums
         if not abs(own - reduced) <= 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:  # or NaN
             raise WrongReduction(
@@ -224,9 +230,9 @@ class ReductionProbe:
 
 
 def _weighted(flat: torch.Tensor, part: slice | None = None) -> torch.Tensor:
-    """Return the sum of the elements in `part`, with a factor of 2 for the second half of `flat`, float64 [].
+    """Return the sum of the elements of `flat` in `part`, float64 []. The second half of `flat` counts twice.
 
-    The unweighted sum of the head's gradient is 0, because probabilities add up to 1.
+    Without this weight the sum for the head's gradient would be 0, because probabilities add up to 1.
     """
     part, middle = part or slice(0, len(flat)), len(flat) // 2
     second = flat[max(part.start, middle) : part.stop]

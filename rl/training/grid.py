@@ -23,8 +23,8 @@ class Grid:
     """World = tp x cp x dp x pp in the order of `rl.models.placement.training_ranks`.
 
     For routed experts the same ranks are etp x ep x (expert data parallel) x pp. The cp ranks of a context
-    parallel group share the samples of one data parallel rank. Megatron counts each as a data parallel rank.
-    For example, 8 ranks with training.tp=2 and training.cp=2 have dp=2.
+    parallel group share the samples of one data parallel rank. Megatron counts each of the cp ranks as a data
+    parallel rank. For example, 8 ranks with training.tp=2, training.cp=2 and training.pp=1 have dp=2.
     """
 
     groups: ProcessGroupCollection
@@ -39,9 +39,10 @@ class Grid:
     ep_rank: int = 0
     etp_rank: int = 0
     vpp: int = 1
-    """Chunks of a model on this rank, between which other stages compute (`rl.training.interleaved`)."""
+    """Number of chunks of a model on this rank. A micro-batch passes the other stages between two chunks of
+    this rank (`rl.training.interleaved`)."""
     context: "ContextGroup | None" = None
-    """Context parallel group; None with cp=1: each rank then holds whole rows."""
+    """Context parallel group; None with cp=1, because each rank then holds whole rows."""
 
     @property
     def cp(self) -> int:
@@ -67,7 +68,7 @@ class Grid:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Divisor of the number of micro-batches of a pass (`rl.training.interleaved`)."""
+        """The number of micro-batches of a pass must be a multiple of this (`rl.training.interleaved`)."""
         return self.pp if self.vpp > 1 else 1
 
     @property

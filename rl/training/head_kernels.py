@@ -1,7 +1,9 @@
-"""Triton kernels of the log-prob head: statistics of a chunk's logits, and the gradient in their place.
+"""Triton kernels of the log-prob head.
 
-They compute `statistics` and `gradient` of `rl.training.logprobs`, but read each logit once and make no
-float32 copy of the logits. Imported on CUDA only; tests run them in Triton's interpreter.
+One kernel computes the statistics of a chunk of logits. The other overwrites the logits with their gradient.
+They compute the same as `statistics` and `gradient` of `rl.training.logprobs`, but read each logit once and
+make no float32 copy of the logits. This file is imported on CUDA only; tests run the kernels in Triton's
+interpreter.
 """
 
 import torch

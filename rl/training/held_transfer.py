@@ -1,8 +1,8 @@
-"""Transport of held columns' rows (`rl.data.held`) from the ranks that generated them to the training ranks.
+"""Transfer of the rows of held columns (`rl.data.held`) from the ranks that generated them to training ranks.
 
-The plan is plain data that every rank computes identically from the micro-batch plan. All passes of a step
-use the same micro-batch plan, so a row travels once. A column declares which part of a row a pipeline stage
-needs. For example, a stage needs the replayed experts of its own layers only.
+The plan of the moves is plain data that every rank computes identically from the micro-batch plan. All passes
+of a step use the same micro-batch plan, so each row is sent once. A `Need` says which part of a row a
+pipeline stage needs. For example, with router replay a stage needs only the experts of its own layers.
 """
 
 from collections import defaultdict
@@ -22,8 +22,8 @@ from rl.training.micro_batch_plans import MicroBatchPlan
 
 Index = slice | Sequence[int]
 Need = Callable[[int], Index | None]
-"""pipeline stage -> the part of a value's first dimension that its ranks need: slice(None) for all of the
-value, None for nothing."""
+"""pipeline stage -> the indices that the stage's ranks need of the first dimension of each token's value.
+slice(None): the whole value; None: nothing."""
 
 
 class Move(NamedTuple):
@@ -40,9 +40,9 @@ class Move(NamedTuple):
 def plan_moves(
     column: HeldColumn, plan: MicroBatchPlan, need: Need, *, tp: int, pp: int, cp: int = 1
 ) -> tuple[list[Move], dict[int, int]]:
-    """Return the moves of rows that were not moved before, and each sample's data parallel rank.
+    """Return the moves of the plan's rows, and the data parallel rank of each sample that is moved.
 
-    A row that an earlier plan moved is not moved again. Raises RuntimeError if an earlier plan gave a sample
+    A row that an earlier plan moved is left out of both. Raises RuntimeError if an earlier plan gave a sample
     to another data parallel rank.
     """
     dp, holders, sizes = len(plan), column.holders.tolist(), column.num_bytes.tolist()
@@ -98,7 +98,7 @@ def fetch(
 
 
 def _message(column: HeldColumn, moves: Sequence[Move]) -> bytes:
-    """Return the keys and values of rows of this rank, end to end."""
+    """Return the keys and values of rows that this rank holds, one row after the other."""
     parts = []
     for sample, *_, part, _ in moves:
         key, values = column.rows[sample]

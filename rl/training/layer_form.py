@@ -1,4 +1,4 @@
-"""Layers of a model that has a form (`rl.models.layer_form`): subclasses of Megatron's attention and MLP."""
+"""Subclasses of Megatron's attention and MLP for models with a `LayerForm` (`rl.models.layer_form`)."""
 
 import functools
 from typing import Any
@@ -25,7 +25,7 @@ ACTIVATIONS = {
 
 
 class FormedAttention(SelfAttention):
-    """Attention with a normed or scaled output and, in layers with a window, its own rotation."""
+    """Attention with a normed or scaled output. Layers with a window use the row's `local_rotation`."""
 
     output_scale: float
     rotates_locally: bool
@@ -78,7 +78,10 @@ class AllHeadsNorm(nn.Module):
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """The mean over a group's ranks. All ranks use it, so its gradient is the mean of their gradients."""
+    """The mean over a group's ranks.
+
+    All ranks use the mean, so the gradient of its input is the mean of the ranks' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -107,7 +110,8 @@ def _formed(module: Any, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None
 def give_form(model: Any, form: LayerForm) -> None:
     """Turn the layers of a stage of Megatron's GPTModel into the layers of the form. Not collective.
 
-    The class of an object is replaced, because Megatron compares classes of its specs by identity.
+    The function replaces the classes of layers that exist. It does not put the subclasses into Megatron's
+    specs, because Megatron compares the classes of its specs by identity.
     """
     if form.embedding_scale != 1.0 and model.pre_process:
         model.embedding.register_forward_hook(functools.partial(_scale_embedding, form.embedding_scale))
@@ -133,15 +137,18 @@ def give_form(model: Any, form: LayerForm) -> None:
 
 
 def _let_rows_alternate(experts: nn.Module) -> None:
-    for mlp in getattr(experts, "local_experts", [experts]):  # one for all with Transformer Engine
+    # With Transformer Engine, one module holds all experts.
+    for mlp in getattr(experts, "local_experts", [experts]):
         mlp.linear_fc1.register_forward_hook(_gate_before_up)
         # For an expert on one rank Megatron's layer returns a view, and its MLP cannot add a bias to a view.
         mlp.linear_fc2.explicit_expert_comm = True
 
 
 def _gate_before_up(module: nn.Module, args: Any, out: tuple) -> tuple:
-    """Return output and bias [..., 2F] with all gate elements first, from alternating gate and up
-    elements."""
+    """Return output and bias [..., 2F] with all gate elements before all up elements.
+
+    In `out`, gate and up elements alternate.
+    """
     return tuple(x if x is None else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in out)
 
 

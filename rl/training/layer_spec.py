@@ -1,9 +1,9 @@
 """The layer specs of the training model: Transformer Engine's (TE) if installed, else this module's.
 
 Megatron's local spec can neither pack sequences, nor shard norms under sequence parallelism, nor run without
-materialising [heads, S, S] scores. `Norm` and `CoreAttention` can, on CPU and on CUDA; `block_spec` puts them
-into the local spec. Parameters have the names of the local spec; `te_name` returns TE's names, for example
-for the weight of a norm that TE fuses.
+materialising [heads, S, S] scores. `Norm` and `CoreAttention` make this possible, on CPU and on CUDA;
+`block_spec` puts them into the local spec. Parameters have the names of the local spec; `te_name` returns
+TE's names, for example for the weight of a norm that TE fuses.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ def megatrons_names(config: TransformerConfig) -> Iterator[None]:
 
 
 def _separate_norms(layer: Any) -> None:
-    """Make norms that TE would fuse with the linear layers after them layers of their own."""
+    """Replace each layer of TE that fuses a norm with a linear layer by a norm and a linear layer."""
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TELayerNormColumnParallelLinear,
@@ -133,9 +133,10 @@ _FUSED_NORMS = {
 
 
 def replace_classes(spec: Any, classes: dict[type, type], *, latents: type | None = None) -> Any:
-    """Return the spec, nested dataclasses of classes, with the classes in `classes` replaced.
+    """Return a copy of the spec with each class that is a key of `classes` replaced by its value.
 
-    latents: class for MLA's down-projections to the latents; None keeps Megatron's.
+    spec: nested dataclasses, lists and tuples with classes. latents: class for MLA's down-projections to the
+    latents; None keeps Megatron's class.
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(replace_classes(part, classes, latents=latents) for part in spec)
@@ -178,7 +179,7 @@ class ZeroCenteredNorm(torch.nn.RMSNorm):
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Megatron's latent attention, which may have no query latent and then no norm before its queries."""
+    """Megatron's latent attention. If the model has no query latent, there is no norm before the queries."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the classes to build. Without a query latent Megatron 0.19 would add a norm."""
@@ -191,7 +192,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 class DuplicatedLinear(torch.nn.Module):
     """A linear layer replicated on every tensor parallel rank, for MLA's projections down to the latents.
 
-    Under sequence parallelism it computes each rank's part of the tokens.
+    Under sequence parallelism each rank applies it to its own part of the tokens.
 
     Megatron's local spec splits these projections by columns. That loses a part of the rotary key's gradient
     (NVIDIA/Megatron-LM#1699) and differs from TE's layout.

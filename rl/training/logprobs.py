@@ -38,13 +38,13 @@ def linear_logprobs(
 ) -> tuple[Tensor, ...]:
     """Return the named outputs, a subset of OUTPUTS, float32 [T] each.
 
-    p = softmax(hidden @ weight.T / temperature), renormalised over the tokens that `logits_filter` leaves
+    p = softmax(hidden @ weight.T / temperature), renormalised over the tokens that `logits_filter` keeps.
 
-    hidden: [T, H], whole on every rank of the tensor parallel group. Its gradient is this rank's part; the
-        caller sums it over the group.
+    hidden: [T, H], whole on every rank of the tensor parallel group. The backward pass returns only this
+        rank's part of its gradient; the caller sums the parts over the group.
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
-    logits_filter: for T positions; it leaves the targets. None: the whole vocabulary.
+    logits_filter: excludes tokens at each of the T positions, but never a target. None: keeps all tokens.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
     not named cost nothing, and neither do gradients of outputs that the loss does not use. The forward pass
@@ -225,7 +225,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def gathered(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks of the group, [tp, *shape]. Collective over `group`.
 
-    Not collective if they are empty: a micro-batch may have no response token.
+    Not collective if the tensors are empty: a micro-batch may have no response token.
     """
     if group.size() == 1:
         return local[None]

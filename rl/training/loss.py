@@ -22,7 +22,8 @@ class Totals:
     num_samples: float
     """Number of samples with at least one token with mask 1."""
     num_units: float
-    """Number of units (`Batch.samples_per_unit`, such as pairs) with such a token in every sample."""
+    """Number of units (`Batch.samples_per_unit`, for example pairs) with at least one token with mask 1 in
+    every sample."""
 
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -51,7 +52,7 @@ class Loss:
         return self.function(micro, totals, **self.defaults)
 
     def given(self, **values: Any) -> "Loss":
-        """Return the loss with these keyword arguments."""
+        """Return a copy of the loss with these keyword arguments added to `defaults`."""
         return replace(self, defaults={**self.defaults, **values})
 
 
@@ -66,4 +67,4 @@ class TokenSelection:
 
     function: SelectionFunction
     reads: str = "logprobs"
-    """Name of the output."""
+    """Name of the model's output that the function gets."""

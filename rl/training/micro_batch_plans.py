@@ -1,14 +1,14 @@
 """Split of a mini-batch over the data parallel ranks, and of each rank's samples into micro-batches.
 
 The plan is plain data that every rank computes identically from the lengths and groups alone. All forward
-passes of a step use the same plan. The log-probs before and in the first update therefore come from the same
-packed rows and are bitwise equal.
+passes of a step use the same plan. For example, the pass before the first update and the first update itself
+compute the same packed rows, so their log-probs are bitwise equal.
 
 The plan balances cost (`Cost`), not tokens. Samples of a group with equal prompts share one copy of the
 prompt in a micro-batch (`training.shared_prefix`). For example, eight answers of 100 tokens to a prompt of
-200 tokens take 1,000 tokens instead of 2,400. They are divided only if they exceed the tokens of a row
-(`training.micro_batch_tokens` x cp), or if the cost of the ranks would otherwise be uneven. "Group" below
-means such samples (`contexts`).
+200 tokens take 1,000 tokens instead of 2,400. Samples that share a prompt are divided over several
+micro-batches only if they exceed the tokens of a row (`training.micro_batch_tokens` x cp), or if the cost of
+the ranks would otherwise be uneven. Below, a "group" is the samples that can share a prompt (`contexts`).
 
 `rl.phases.minibatches` divides the batch of a step into mini-batches first; `rl.training.packing` packs each
 micro-batch into a row.
@@ -47,9 +47,10 @@ MAX_TRIES = 16
 class Cost:
     """Estimated operations of a packed row: linear in its tokens, and per pair of tokens in attention.
 
-    The coefficients follow from the shape of the model, not from a measurement. Ranks would have to agree on
-    measured values. These would also give other plans, and therefore other rounding, at each start. Only
-    ratios matter. Backward passes and recomputation multiply all coefficients by about the same factor.
+    The coefficients follow from the shape of the model, not from a measurement. Measured values would differ
+    between ranks, and the ranks would have to agree on one of them. They would also differ between starts, so
+    that each start would have other plans and other rounding. Only the ratios of the coefficients matter, and
+    backward passes and recomputation multiply all coefficients by about the same factor.
     """
 
     per_token: int = 1
@@ -83,7 +84,7 @@ class Cost:
 
     @property
     def of_images(self) -> "Cost":
-        """The part of a vision tower."""
+        """The cost of images alone."""
         return Cost(0, 0, 0, self.tower)
 
 
@@ -199,13 +200,15 @@ def plan_micro_batches(
 
     samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order; `indices`
     must contain whole units. multiple: the number of micro-batches is a multiple of this number
-    (`Grid.micro_batch_multiple`); samples are divided further, and missing micro-batches are empty.
+    (`Grid.micro_batch_multiple`). To reach it, micro-batches are divided further; if this is not enough,
+    empty ones are added.
 
     Groups, or parts of them, are assigned in descending order of cost, each to the rank with the least cost
-    so far. A rank gets as few micro-batches as best-fit finds. They have about equal cost, and at most
-    `max_tokens` tokens unless one unit has more. Every rank has the same number of micro-batches, as pipeline
-    and expert parallel schedules require. They are in descending order of cost, so that micro-batches that
-    run at the same time on different ranks are similar. Samples of a group are adjacent.
+    so far. A rank gets as few micro-batches as best-fit packing finds. They have about equal cost, and at
+    most `max_tokens` tokens unless one unit has more. Every rank has the same number of micro-batches, as
+    pipeline and expert parallel schedules require. Each rank runs its micro-batches in descending order of
+    cost, so that micro-batches that run at the same time on different ranks have similar costs. Samples of a
+    group are adjacent.
 
     Takes O(N log N) for N samples.
     """

@@ -39,7 +39,7 @@ class HeadRequest:
     """Positions and outputs that the head computes; passed to GPTModel.forward as its labels.
 
     predict_at: int64 [R], positions in the packed row. targets: int64 [R], the token after each position.
-    extras: of the micro-batch.
+    extras: the micro-batch's extras.
     """
 
     predict_at: Tensor
@@ -93,8 +93,9 @@ class Packed(GPTModel):
 class Policy(Packed):
     """A language model that returns statistics of its predictions at response tokens instead of logits.
 
-    They are the target's log-prob, the entropy and the sum of squared probabilities; on request also a
-    `HeadOutput`, and instead of all `hidden`, the last hidden states.
+    The statistics are the target's log-prob, the entropy and the sum of squared probabilities. A pass may
+    also request a `HeadOutput`. In place of all these outputs it may request `hidden`, the last hidden
+    states.
     """
 
     outputs = OUTPUTS
@@ -122,7 +123,7 @@ class Policy(Packed):
         if not self.post_process:
             return hidden_states
         group = self.pg_collection.tp
-        # Both sum the hidden states' gradient over the tensor parallel ranks.
+        # In the backward pass, both functions sum the hidden states' gradient over the tensor parallel ranks.
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
         else:
@@ -151,7 +152,7 @@ class Policy(Packed):
             return found
         further = labels.extras.get(HeadOutput)
         assert further is not None, self.outputs
-        # A chunk has several times the float32 arrays that log-probs need.
+        # For each token, a HeadOutput needs several times the float32 memory that log-probs need.
         chunk = max(1, self.head_chunk_tokens // 4)
         results = dict(zip(names, found))
         results[further.name] = further(hidden, self.head_weight, **options, chunk=chunk)
@@ -208,9 +209,10 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
     on_cuda = torch.cuda.is_available()
     of_model = architecture(hf).megatron_config(hf)
     activation = form(hf).activation
-    has_experts = "num_moe_experts" in of_model  # other models of the run may have them
+    has_experts = "num_moe_experts" in of_model  # training.ep may be for another model of the run
     latent = of_model.get("multi_latent_attention", False)
-    # TE's kernel for whole heads applies no factor; Megatron's for MLA requires YaRN, and all latents here.
+    # TE's kernel for whole heads cannot scale the rotation. Megatron's kernel for MLA requires YaRN, and the
+    # latents of the whole row on this rank.
     fuses_rotation = rope.magnitude(hf) == 1.0
     if latent:
         fuses_rotation = of_model["rope_type"] == "yarn" and training.cp == 1
@@ -243,8 +245,8 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         variable_seq_lengths=training.pp > 1,  # see `rl.training.pipeline`
         # variable_seq_lengths raises with the default 'allgather', even for dense models.
         moe_token_dispatcher_type="alltoall",
-        # PP 2 with chunks, or gloo: batched p2p pairs sends with the wrong receives. Gloo: overlapped p2p
-        # reads freed buffers.
+        # With pp=2 and chunks, and with gloo, batched p2p pairs sends with the wrong receives. With gloo,
+        # overlapped p2p reads buffers that are freed already.
         batch_p2p_comm=on_cuda and not (training.pp == 2 and training.vpp > 1),
         # True would wait for the device after each transfer, because of a race in torch before version 2.
         batch_p2p_sync=False,
@@ -257,7 +259,7 @@ def transformer_config(hf: dict, training: Training, dtype: torch.dtype, *, te: 
         persist_layer_norm=False,
         apply_rope_fusion=te and fuses_rotation,
         moe_permute_fusion=has_experts and te,
-        # The fused kernel does not ask for replayed experts.
+        # The fused router does not use replayed experts.
         moe_router_fusion=has_experts and te and training.router_replay == "none",
         **_recompute(training, of_model["num_layers"], te=te),
     )

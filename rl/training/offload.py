@@ -9,7 +9,9 @@ from rl.runtime.device import aligned, host_memory
 
 
 class HostMemory:
-    """Storages moved to the host. Their device memory is free, so tensors in them must not be accessed.
+    """Storages moved to the host.
+
+    The device memory of a moved storage is free, so tensors that use the storage must not be accessed.
 
     The host memory (page-locked on CUDA) is kept for the next move, because allocating it takes longer than
     the transfer.

@@ -123,7 +123,7 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
     data parallel group.
     """
     for part in optimizer_parts(optimizer):
-        # A rank has none if the other ranks' shards hold all; the CUDA kernels refuse an empty list.
+        # A rank has no parameters if the other ranks' shards hold all. The CUDA kernels refuse an empty list.
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
@@ -170,13 +170,13 @@ class WrongStep(RuntimeError):
 
 
 class StateSample:
-    """Compares about SAMPLED elements of each weight and of its moments with a second source.
+    """Checks changes of about SAMPLED elements of each weight and of its moments.
 
     Only updates may change the elements, and an update must change them as AdamW does (arXiv:1711.05101,
-    algorithm 2). AdamW with the config's keys is computed again here in float64. Weights of one dimension do
-    not decay, for example the weights of norms and biases.
+    algorithm 2). This class computes AdamW with the config's keys a second time, in float64, and compares.
+    Weights of one dimension do not decay, for example the weights of norms and biases.
 
-    adam: the optimizer's section of the config. names: of the parameters, for the messages.
+    adam: the optimizer's section of the config. names: names of the parameters, for the messages.
     """
 
     def __init__(self, adam: Optimizer, names: Mapping[Tensor, str]):
@@ -255,14 +255,18 @@ class StateSample:
         columns = []
         for kind in range(3):
             views = [self._sampled(own, kind) for *_, own in self._rows]
-            # State in host memory moves; on the device, `to` would count as a wait for it.
+            # Only state in host memory is moved. For a tensor on the device, `to` would count as a wait for
+            # the device.
             views = [x if x.device == device else x.to(device, non_blocking=True) for x in views]
             columns.append(torch.cat(views).double() if views else self._decays)
         return torch.stack(columns)
 
     @staticmethod
     def _sampled(own: list[Tensor | None], kind: int) -> Tensor:
-        """Return a row's elements of a kind; 0 for moments that do not exist yet."""
+        """Return a parameter's elements of one kind (0: main weight, 1 and 2: moments).
+
+        They are 0 for moments that do not exist yet.
+        """
         main, found = own[0], own[kind]
         assert main is not None
         return torch.zeros_like(main) if found is None else found

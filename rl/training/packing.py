@@ -25,8 +25,8 @@ class MicroBatch:
     response tokens; `targets` are the R tokens themselves. For example, the first response token after a
     prompt of 5 tokens is predicted at position 4 of its sequence.
 
-    With context parallelism T is the number of tokens of this rank's part, and `predict_at` has the r
-    positions in it.
+    With context parallelism T is the number of tokens of this rank's part of the row, and `predict_at` has
+    only the r positions that are in this part.
     """
 
     samples: list[int]
@@ -47,11 +47,12 @@ class MicroBatch:
     column_index: Tensor
     """int64 [R] on the CPU: indices of the targets in the batch's token columns."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """The batch's token columns at these tokens, float32 [R] each."""
+    """The batch's token columns at the targets, float32 [R] each."""
     sample_columns: dict[str, Tensor] = field(default_factory=dict)
     """The batch's sample columns that losses read, for example `labels`, float32 [B] each."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """The model's outputs at these tokens, by name, [R, ...] each; on the last stage, after the pass."""
+    """The model's outputs at the targets, by name, [R, ...] each. The forward pass fills them on the last
+    stage."""
     extras: Extras = Extras()
     """Objects that optional features add to the row, found by their class."""
     starts: np.ndarray | None = None
@@ -59,7 +60,7 @@ class MicroBatch:
     part: "RowPart | None" = None
     """This rank's part of the row, if context parallel ranks share it."""
     groups: list[RowGroup] = field(default_factory=list)
-    """The groups of the whole row, with its padding."""
+    """The groups of the whole row, including its padding."""
 
     def column(self, name: str) -> Tensor:
         """Return a column, float32 [R], or [B] of `sample_columns`. Raises ValueError if it is not filled."""

@@ -38,9 +38,9 @@ class TrainerPart:
     needs: dict[str, Need] = {}
     """Held columns that the passes read -> the part of them that a stage needs."""
     moved = ColumnBytes()
-    """Bytes of these columns since the last call of `TrainerParts.metrics`."""
+    """Bytes of held columns that were moved for this part since the last call of `TrainerParts.metrics`."""
     fuses_norms = True
-    """Whether a layer may fuse its norm with the product that follows."""
+    """Whether a layer may fuse its norm with the linear layer after it."""
     uses_te = True
     """False if this part cannot run with Transformer Engine's layers."""
     freezes_model = False
@@ -70,7 +70,10 @@ class TrainerPart:
         """Prepare for updates, after gradients and optimizer are allocated. Collective over the world."""
 
     def weights_loaded(self) -> None:
-        """Take notice that the weights and the optimizer's state were loaded. Not collective."""
+        """Discard what the part knows of the old weights: weights and optimizer state were loaded.
+
+        Not collective.
+        """
 
     # Weights
 
@@ -87,7 +90,7 @@ class TrainerPart:
         return None
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
-        """Return (group, weights by Megatron's name) of further weights that the group's ranks replicate."""
+        """Return pairs (group, further weights by Megatron's name); a group's ranks hold equal copies."""
         return []
 
     def models(self) -> dict[str, "TrainingEngine"]:
@@ -113,8 +116,8 @@ class TrainerPart:
     ) -> str:
         """Compare values that a refit sends with a second computation; return the error, "" if they agree.
 
-        of: gives the values of (weight, parameter). number: chooses the values that are computed. is_beside:
-        whether the values belong to the weights of `beside`. Not collective.
+        of: computes the values from (weight, parameter). number: selects the values that are computed a
+        second time. is_beside: whether the values belong to the weights of `beside`. Not collective.
         """
         return ""
 
@@ -140,12 +143,12 @@ class TrainerPart:
     # Memory
 
     def resident(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that leave the device with the weights. tensors: the list before this part."""
+        """Return the tensors that leave the device with the weights. tensors: the result of earlier parts."""
         return tensors
 
     @property
     def has_weights(self) -> bool:
-        """Whether weights of other models that this one uses are on the device."""
+        """Whether the weights of other models that this model uses are on the device."""
         return True
 
     # Passes
@@ -154,25 +157,30 @@ class TrainerPart:
         """Prepare the passes of an update of the model. Collective over the world."""
 
     def before_step(self) -> None:
-        """Read gradients and state, which are complete, before the optimizer's step. Not collective."""
+        """Read reduced gradients and the optimizer's state, before the optimizer's step. Not collective."""
 
     def after_step(self, *, norm: float, lr: float) -> list[Tensor]:
         """Return numbers of this rank after the optimizer's step, which the engine sums over the world.
 
-        Always as many. Not collective. norm: of the gradient before clipping.
+        Every rank returns the same number of elements at every step. Not collective. norm: norm of the
+        gradient before clipping.
         """
         return []
 
     def summed(self, numbers: list[float]) -> None:
-        """Check the sums of what `after_step` returned. Raises on every rank. Collective over the world."""
+        """Check the sums of the numbers that `after_step` returned; raise on every rank if they are wrong.
+
+        Collective over the world.
+        """
 
     def after_update(self) -> None:
         """Finish an update, after the step of the model's optimizer. Collective over the world."""
 
     def row(self, batch: Batch, row: MicroBatch, *, is_reference: bool) -> MicroBatch:
-        """Return the row of a micro-batch as this part changes it, on every stage, before it has columns.
+        """Return the row of a micro-batch with the changes of this part.
 
-        is_reference: whether the pass is one of the reference weights.
+        The engine calls it on every stage, before the row has columns. is_reference: whether the pass uses
+        the reference weights.
         """
         return row
 
@@ -227,8 +235,8 @@ class TrainerParts(tuple[TrainerPart, ...]):
     def merging(self) -> Callable[[Weight, Tensor], Tensor]:
         """Return a function that maps a weight and its parameter to the values that the passes use.
 
-        Collective over the tensor parallel groups. The function is not; it may be called for the weights in
-        any order until they change.
+        Collective over the tensor parallel groups. The function is not collective. Until the weights change,
+        you may call it for any weight, in any order.
         """
         merges = [merge for part in self if (merge := part.merging()) is not None]
 

@@ -1,8 +1,8 @@
-"""Order of the tokens at the experts on a GPU without Transformer Engine and its fused kernels.
+"""Sort tokens by expert, and sum the experts' outputs, on a GPU without Transformer Engine's fused kernels.
 
 Megatron's own functions add the outputs of a token's experts, and the gradients of its copies, by atomic
-operations. Their order is undefined, so two passes over the same tokens differ by rounding. For example, (a +
-b) + c and a + (b + c) are rounded differently.
+operations. The order of atomic operations is undefined, so two passes over the same tokens differ by
+rounding. For example, (a + b) + c and a + (b + c) are rounded differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ def permute(
 ) -> tuple[Any, ...]:
     """Return copies of `tokens` [T, h] in the order of the experts, their probabilities and their tokens.
 
-    routing_map: bool [T, experts]; probs: [T, experts] or None. Megatron's `permute` without dropped tokens.
-    Megatron 0.19 returns two more values, which follow here too.
+    routing_map: bool [T, experts]; probs: [T, experts] or None. This is Megatron's `permute` for the case
+    that no tokens are dropped. Megatron 0.19 returns two more values, and so does this function.
     """
     _, permuted_probs, index, *more = moe_utils.permute(
         tokens.detach()[:, :0], routing_map, probs=probs, **options

@@ -23,8 +23,8 @@ def run_schedule(
 ) -> None:
     """Run the rows through Megatron's schedule. Collective over the pipeline group.
 
-    chunks: parts of the model on this rank. step: Megatron's `forward_step_func`. On CUDA nothing here waits
-    for the device.
+    chunks: parts of the model on this rank. step: Megatron's `forward_step_func`. On CUDA, this function does
+    not wait for the device.
     """
     if grid.vpp > 1:
         from rl.training.interleaved import run_interleaved
@@ -47,8 +47,8 @@ def run_schedule(
 class KnownShapes(P2PCommunicator):
     """Transfers of one run of the schedule. Requires config.variable_seq_lengths.
 
-    activations, gradients: the rows of the activations that the rank receives, and of the gradients, in the
-    order of the transfers.
+    activations: the row of each activation that the rank receives, in the order of the transfers. gradients:
+    the same for the gradients.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class KnownShapes(P2PCommunicator):
         gradients: list[MicroBatch],
     ) -> None:
         super().__init__(pp_group=pp_group, config=config)
-        assert callable(P2PCommunicator._communicate_shapes)  # with another Megatron, an error, not waits
+        # A Megatron without this method must fail here. Otherwise it would exchange shapes, and wait.
+        assert callable(P2PCommunicator._communicate_shapes)
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
 
         def shapes(rows: list[MicroBatch]) -> Iterator[list[int]]:

@@ -40,9 +40,10 @@ class Reference:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the reference weights inside the context, from memory of the gradient buffers.
+        """Use the reference weights inside the context.
 
-        The trained weights stay in their own memory. Raises RuntimeError if the reference has changed.
+        They are copied into the memory of the gradient buffers; the trained weights stay in their own memory.
+        Raises RuntimeError if the reference has changed.
         """
         if _sampled(self.weights) != self._sum:
             raise RuntimeError(

@@ -32,7 +32,10 @@ class RowRotary(nn.Module):
         self.axes = torch.tensor(rope.axes(hf), dtype=torch.int64, device="cpu")
 
     def local_of(self, position_ids: Tensor) -> Tensor | None:
-        """Return `of` for layers with a window, if they have their own frequencies."""
+        """Return the rotation of layers with a window, in the form of `of`.
+
+        None if these layers have no frequencies of their own.
+        """
         if self.local is None:
             return None
         self.local = self.local.to(position_ids.device)
@@ -44,7 +47,8 @@ class RowRotary(nn.Module):
     def of(self, position_ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the rotation of each token: cosines and sines side by side, float32 [T, 1, d].
 
-        For fused kernels: the angles, or for MLA's cosines and sines, each float32 [T, 1, 1, d].
+        For fused kernels, return the angles, float32 [T, 1, 1, d]; for MLA's fused kernels with YaRN, return
+        cosines and sines, each of this shape.
 
         position_ids: int64 [1, T], or of a row with images [3, T] (`rl.models.rope.axes`).
         """
@@ -84,7 +88,7 @@ class RowRotary(nn.Module):
 class _Rotate(torch.autograd.Function):
     """Rotate pairs of channels of x [T, heads, d]; the backward pass rotates back.
 
-    rotation: [T, 1, r], of the first r channels; the other channels stay.
+    rotation: [T, 1, r], for the first r channels; the other channels do not change.
     adjacent: whether a pair is two adjacent channels (DeepSeek's weights) or one channel of each half of r.
     In the output, a pair is always one channel of each half.
     """

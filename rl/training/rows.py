@@ -79,7 +79,9 @@ class Prefix:
 
 @dataclass
 class RowAttention:
-    """Tokens to which each token of a row attends. The CPU reads `runs`, `prefixes`, CUDA the other fields.
+    """Tokens to which each token of a row attends.
+
+    On the CPU, attention reads `runs` and `prefixes`; on CUDA it reads the other fields.
 
     Queries are the tokens of the row, or of one part of it (`rl.training.context_parallel`); keys are always
     the tokens of the whole row.
@@ -92,7 +94,7 @@ class RowAttention:
     cu_seqlens_q: Tensor
     """int32 [segments + 1]: bounds of the segments among the queries."""
     cu_seqlens_kv: Tensor
-    """int32 [segments + 1]: bounds of their keys among all keys."""
+    """int32 [segments + 1]: bounds of the segments' keys among all keys."""
     max_seqlen_q: int
     max_seqlen_kv: int
     kv_index: Tensor | None
@@ -205,8 +207,8 @@ class SelectRows(torch.autograd.Function):
     """`x.index_select(0, index)`, with a gradient that is the same in every run on a GPU too.
 
     torch adds the gradients of an element that was selected several times, such as a shared prompt's keys, by
-    atomic operations in the dtype of x. Their order is undefined there, and each sum is rounded. Here they
-    are added in float32, in the order of the index.
+    atomic operations in the dtype of x. The order of atomic operations is undefined, and each sum is rounded.
+    Here the gradients are added in float32, in the order of the index.
     """
 
     @staticmethod

@@ -112,7 +112,7 @@ class WeightMap:
         return first and (weight.cut.split or self.tensor_split(weight)[1] == 0)
 
     def local(self) -> Iterator[tuple[Weight, Tensor]]:
-        """Yield this rank's weights with their parameters. Both stages of a tied embedding yield it."""
+        """Yield this rank's weights with their parameters. Tied weights are on the first and last stage."""
         for weight in self.weights:
             if self.holds(weight):
                 yield weight, self.parameter(weight)
@@ -137,7 +137,8 @@ def mark_split_weights(weight_map: WeightMap) -> None:
     for weight, parameter in weight_map.local():
         parameter.tensor_model_parallel = weight.cut.split
         if weight.expert is not None and not weight.cut.split:
-            # Megatron's optimizer compares with the other layers' tensor parallel group.
+            # Megatron's optimizer counts an unmarked weight on rank 0 of the other layers' tensor parallel
+            # group, which may be another rank than rank 0 of the experts' group.
             parameter.tensor_model_parallel = True
             parameter.shared = weight_map.grid.etp_rank > 0
         if weight.expert is not None:  # Megatron would sum an expert's bias over tensor parallel ranks
@@ -186,8 +187,8 @@ def full_weights(
 
     value: maps a weight and its parameter on this rank to the gathered values, of the same shape and dtype.
 
-    Each weight needs an all-gather over the owner's tensor parallel group, for a routed expert a broadcast
-    over the expert parallel group of its stage, and a broadcast over the pipeline group. Every rank must
+    Each weight needs an all-gather over the owner's tensor parallel group and a broadcast over the pipeline
+    group. A routed expert also needs a broadcast over the expert parallel group of its stage. Every rank must
     exhaust the iterator, because it is collective over these groups.
     """
     grid = weight_map.grid
