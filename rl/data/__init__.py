@@ -1,1 +1,1 @@
-"""Prompts, their order, and batches; identical on all ranks."""
+"""Prompts, the order in which they are drawn, and batches of samples. All ranks hold the same data."""

@@ -1,8 +1,8 @@
 """The samples of a step: identical on every rank, on the CPU.
 
-`N` samples; `T` response tokens of all samples, concatenated in sample order. A token column has shape [T],
-a sample column has shape [N]; both are float32 unless another dtype is given. Each phase fills its columns,
-which are None before.
+A batch has `N` samples. `T` is the number of response tokens of all samples together. A token column has
+shape [T], sample after sample, and a sample column has shape [N]. Both are float32 unless another dtype is
+given. A column is None until a phase of the step fills it.
 """
 
 import hashlib
@@ -25,79 +25,88 @@ from rl.data.prompts import Prompt
 @dataclass(eq=False)
 class Batch:
     prompt_ids: list[np.ndarray]
-    """N arrays int32 [P_i]."""
+    """Prompt tokens: N arrays, int32 [P_i]."""
     response_ids: list[np.ndarray]
-    """N arrays int32 [R_i]; R_i may be 0."""
+    """Response tokens: N arrays, int32 [R_i]; R_i may be 0."""
     groups: Tensor = per_sample(torch.int64, required=True, stored="int32", stored_as="group")
-    """Index of the sample's prompt in this step, in the order drawn."""
+    """Index of each sample's prompt among the prompts of this step, in the order in which they were drawn."""
     truncated: Tensor = per_sample(torch.bool, required=True, stored="bool")
     """Whether the response ended at the length limit."""
     prompts: list[Prompt] = field(default_factory=list)
-    """The prompt of each group; empty if the batch's groups are not prompts."""
+    """The prompt of each group; empty if the groups of the batch are not prompts."""
     trajectories: Tensor | None = per_sample(torch.int64, stored="int32", stored_as="trajectory")
-    """Index of the trajectory of each row, if a trajectory has several rows."""
+    """Index of the trajectory that each sample (row) belongs to. None: each sample is its own trajectory."""
     turns: Tensor | None = per_token(torch.int32, stored="int32")
-    """Number of the turn, from 1, for a token that the policy sampled. For a given token, minus the index of
-    its source in `rl.rollout.samples.SOURCES`. For example, 2 in the second turn, and 0 for a tool's output.
-    None: responses of one turn."""
+    """For a token that the policy sampled: the number of its turn, from 1. For a token that the policy was
+    given: minus the index of the token's source in `rl.rollout.samples.SOURCES`. For example, a token sampled
+    in the second turn has 2, and a token of a tool's output has 0. None: every response has one turn."""
     mask: Tensor = per_token(in_loss=True, stored="int8")
-    """1 for tokens that the policy sampled, 0 for others (tool output) and rejected ones; default all 1."""
+    """1 for tokens that the policy sampled. 0 for other tokens, for example a tool's output, and for rejected
+    tokens. Default: 1 for all tokens."""
     rollout_logprobs: Tensor | None = per_token(in_loss=True, stored="float32")
-    """Log-prob of each token by the engine, in the sampling distribution."""
+    """Log-prob that the engine gave each token, in the distribution that it sampled from."""
     weight_versions: Tensor | None = per_token(torch.int32, in_loss=True, stored="int32")
     """Version of the policy that sampled each token (`TrainingEngine.version`)."""
     old_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
-    """Log-prob by the trainer, before this step's updates."""
+    """Log-prob that the trainer gave each token before the updates of this step."""
     deferred_at: int | None = None
-    """Number of the policy's updates when `log_probs` left `old_logprobs` to the only update of the step."""
+    """Set if `log_probs` left `old_logprobs` for the only update of the step to compute: the number of
+    updates that the policy had made by then. None: nothing was left."""
     ref_logprobs: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
-    """Log-prob by the reference policy."""
+    """Log-prob that the reference policy gave each token."""
     advantages: Tensor | None = per_token(in_loss=True, stored="float32", learned=True)
     token_rewards: Tensor | None = per_token()
-    """Reward of each token. A sample's sum is its entry in `rewards`, unless its mask is 0 everywhere."""
+    """Reward of each token. Its sum over a sample is the sample's entry in `rewards`, unless the sample's
+    mask is 0 everywhere."""
     samples_per_unit: int = 1
     """Number of consecutive samples kept in one micro-batch, for example 2 for pairs."""
     generated_by: Tensor | None = per_sample(torch.int64)
     """Rank that generated each sample; negative for samples from a file."""
     seeds: Tensor | None = per_sample(torch.int64)
-    """Seed of the first tokens of each sample, by the engine's account; -1 if unknown."""
+    """Seed with which the engine says that it sampled each sample's first tokens; -1 if unknown."""
     digests: Tensor | None = per_sample(torch.int64)
-    """Hash of prompt, response and ending of each sample, computed at its delivery (`hash_samples`)."""
+    """Hash of each sample's prompt, response and `truncated` flag, computed when the engines delivered the
+    sample (`hash_samples`)."""
     scores: Tensor | None = per_sample(stored="float32", stored_as="score")
-    """Result of the reward function."""
+    """Score that the reward function gave each sample."""
     score_digests: Tensor | None = per_sample(torch.int64)
-    """Hash of each score, outcome and digest of its sample, computed when the sample was scored
+    """Hash of each sample's score, outcome and digest, computed when the sample was scored
     (`hash_scores`)."""
     rewards: Tensor | None = per_sample(stored="float32", stored_as="reward")
     """Scores after penalties and the KL term. Advantages are computed from them."""
     score_details: dict[str, Tensor] = field(default_factory=dict)
-    """Other numbers of the reward function, float32 [N] each, NaN where a sample lacks one."""
+    """Other numbers that the reward function returned, by name: float32 [N] each. NaN where it returned no
+    such number for a sample."""
     extra: dict[str, Tensor] = field(default_factory=dict)
-    """Columns of single algorithms and options by name (`rl.data.columns.EXTRA`), once they are filled."""
+    """Columns that only one algorithm or option has, by name (`rl.data.columns.EXTRA`), once they are
+    filled."""
     held: dict[str, HeldColumn] = field(default_factory=dict)
-    """Columns with rows on some ranks only, by name."""
+    """Columns whose rows only some ranks hold, by name (`rl.data.held`)."""
     conversations: list[Messages] | None = None
-    """N conversations of trajectories, if a reward model or a judge reads them."""
+    """The conversation of each sample's trajectory: N lists of messages. None unless a reward model or a
+    judge reads them."""
     feedback: list[str | None] | None = None
-    """Text of the reward function about each sample, if a teacher's prompt has it."""
+    """Text that the reward function returned about each sample. None unless the prompt of a teacher contains
+    it."""
 
     def __post_init__(self) -> None:
         if self.mask is None:  # left out by the caller
             self.mask = torch.ones(int(self.lengths.sum()))
-        self.extra = dict(self.extra)  # a copy by `replace` has its own
+        self.extra = dict(self.extra)  # so that a copy made by `replace` has its own dict
 
     def __len__(self) -> int:
         return len(self.response_ids)
 
     @cached_property
     def fingerprint(self) -> int:
-        """Hash of the token ids, 63 bits."""
+        """63-bit hash of all token ids."""
         return fingerprint(self.prompt_ids + self.response_ids)
 
     def hashes(self) -> dict[str, int]:
         """Return a hash of the token ids (`ids`) and of each filled column and detail of the scores, by name.
 
-        They must be identical on all ranks. Held columns are excluded, because only some ranks have the rows.
+        The hashes must be identical on all ranks. Held columns are left out, because only some ranks have
+        their rows.
         """
         return {"ids": self.fingerprint} | {
             name: zlib.crc32(column.contiguous().numpy().data)
@@ -116,32 +125,39 @@ class Batch:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """First position of each sample in a token column, then the end of the column: int64 [N + 1]."""
+        """int64 [N + 1]: first position of each sample in a token column, and at the end the column's
+        length."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
     @property
     def sampled_lengths(self) -> Tensor:
-        """Number of tokens of each sample that the policy sampled, int64 [N]; tools gave it the others."""
+        """Number of response tokens of each sample that the policy sampled itself, int64 [N].
+
+        The other response tokens were given to the policy, for example by a tool.
+        """
         if self.turns is None:
             return self.lengths
         return segment_counts(self.turns > 0, self.lengths)
 
     @property
     def trajectory_lengths(self) -> Tensor:
-        """Number of response tokens of each trajectory, over all of its rows, int64."""
+        """Number of response tokens of each trajectory, summed over its rows, int64 [trajectories]."""
         return self.lengths if self.trajectories is None else self.merge_rows().lengths
 
     @property
     def expects_held(self) -> bool:
-        """Whether passes may need held columns; a batch sampled by no engine (e.g. a teacher's) has none."""
+        """Whether forward passes may need held columns.
+
+        A batch that no engine of this run sampled, for example a teacher's batch, has none.
+        """
         return bool(self.held) or self.rollout_logprobs is not None
 
     def merge_rows(self) -> "Batch":
         """Return a view for statistics with one sample per trajectory.
 
-        Its response is the responses of all rows end to end, so token columns are the same. Sample columns
-        have the first row's values, and held columns are left out. Without trajectories of several rows the
-        view is the batch itself.
+        The response of a trajectory is the responses of its rows, end to end, so the token columns do not
+        change. In a sample column, a trajectory has the value of its first row. Held columns are left out.
+        If no trajectory has several rows, the view is the batch itself.
         """
         if self.trajectories is None:
             return self
@@ -154,7 +170,8 @@ class Batch:
         return replace(merged, response_ids=response_ids).with_columns(tokens)
 
     def last_turn(self, sample: int) -> np.ndarray:
-        """Return the tokens of a sample's last turn, int32; all of its response if it has no turns."""
+        """Return the tokens of a sample's last turn, int32; its whole response if the batch has no
+        `turns`."""
         ids = self.response_ids[sample]
         if self.turns is None:
             return ids
@@ -162,7 +179,10 @@ class Batch:
         return ids[turns == turns.max(initial=1)]
 
     def of_trajectories(self, values: Tensor) -> Tensor:
-        """Return for each sample the value [trajectories] of its trajectory, in the order of `merge_rows`."""
+        """Return for each sample the value of its trajectory.
+
+        values: [trajectories], in the order of `merge_rows`.
+        """
         if self.trajectories is None:
             return values
         return values[torch.unique_consecutive(self.trajectories, return_inverse=True)[1]]
@@ -171,7 +191,7 @@ class Batch:
         """Return the positions of the samples' tokens in a token column, sample by sample, int64."""
         index = torch.tensor(samples, dtype=torch.int64)
         lengths = self.lengths[index]
-        # Position in the column = position in the result + a shift that is constant within a sample.
+        # Within a sample, position in the column - position in the result is constant: the shift.
         shift = self.offsets[index] - (lengths.cumsum(0) - lengths)
         return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
 
@@ -191,7 +211,7 @@ class Batch:
         )
 
     def hash_samples(self) -> Tensor:
-        """Return a hash of prompt, response and ending of each sample, int64 [N]."""
+        """Return a hash of each sample's prompt, response and `truncated` flag, int64 [N]."""
         samples = zip(self.prompt_ids, self.response_ids, self.truncated.tolist(), strict=True)
         found = [
             zlib.crc32(ids.data, zlib.crc32(prompt.data, len(ids)) ^ ended) for prompt, ids, ended in samples
@@ -199,19 +219,19 @@ class Batch:
         return torch.tensor(found, dtype=torch.int64)
 
     def hash_scores(self, digests: Tensor) -> Tensor:
-        """Return a hash of each score and outcome and the digest of its sample, int64 [N]."""
+        """Return a hash of each sample's score, outcome and digest, int64 [N]."""
         assert self.scores is not None, "the batch has not been scored"
         columns = torch.stack((self.scores, self.outcomes), dim=1).numpy()
         pairs = zip(columns, digests.tolist(), strict=True)
         return torch.tensor([zlib.crc32(own.tobytes(), digest) for own, digest in pairs])
 
     def delivered(self) -> "Batch":
-        """Return the batch with its `digests`, once its samples are complete."""
+        """Fill `digests` and return the batch. Call it when the samples are complete."""
         self.digests = self.hash_samples()
         return self
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the filled token and sample columns by name. Raises as `check_extra`."""
+        """Return the filled token and sample columns by name. Raises ValueError as `check_extra` does."""
         self.check_extra()
         own = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
         return own | self.extra
@@ -219,7 +239,8 @@ class Batch:
     def check_extra(self) -> None:
         """Raise ValueError for a column of `extra` that EXTRA does not declare, or declares in another form.
 
-        Every phase reads `columns`, so a wrong column is refused before a pass reads it.
+        `columns` calls this method, and every phase reads `columns`. Therefore a wrong column is refused
+        before a forward pass reads it.
         """
         for name, value in self.extra.items():
             if name in FIELDS:
@@ -248,13 +269,13 @@ class Batch:
         return columns[name]
 
     def with_columns(self, columns: Mapping[str, Tensor], **changes: Any) -> "Batch":
-        """Return a copy with these columns and, in `changes`, other fields."""
+        """Return a copy of the batch with these columns set. changes: other fields to set."""
         extra = self.extra | {name: value for name, value in columns.items() if name in EXTRA}
         changes |= {name: value for name, value in columns.items() if name not in EXTRA}
         return replace(self, extra=extra, **changes)
 
     def named(self, name: str) -> object:
-        """Return the column or property of this name, which a formula reads; None if there is none."""
+        """Return the column or property that a formula reads by this name; None if there is none."""
         return self.extra[name] if name in self.extra else getattr(self, name, None)
 
     def loss_columns(self) -> dict[str, Tensor]:
@@ -288,7 +309,8 @@ class Batch:
     def outcomes(self) -> Tensor:
         """Correctness of each sample, float32 [N].
 
-        It is the reward function's `acc`; its score if it returns no `acc`; and 0 if it failed.
+        It is the `acc` that the reward function returned. If the function returned no `acc`, it is the score.
+        If the function failed, it is 0.
         """
         assert self.scores is not None, "the batch has not been scored"
         worth = self.scores.masked_fill(self.score_details["failed"] > 0, 0.0)
@@ -318,9 +340,9 @@ def segment_counts(flags: Tensor, lengths: Tensor) -> Tensor:
 def given_responses(
     prompt_ids: list[np.ndarray], response_ids: list[np.ndarray], masks: Sequence[np.ndarray] = ()
 ) -> Batch:
-    """Return a batch of responses from the data instead of the policy; each response is a separate group.
+    """Return a batch of responses that come from the data instead of the policy. Each response is a group.
 
-    masks: 1 for the tokens of each response that have a loss; none: all have.
+    masks: one array for each response, 1 for tokens that have a loss. Empty: all tokens have a loss.
     """
     batch = Batch(
         prompt_ids=prompt_ids,
@@ -345,9 +367,9 @@ def data_responses(prompts: Sequence[Prompt]) -> Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Return one batch of all samples, in order, with groups renumbered.
+    """Return one batch with the samples of all batches, in order. The groups are renumbered.
 
-    The batches must have the same columns filled.
+    All batches must have the same columns filled.
     """
     first = batches[0]
     names = {name for batch in batches for name in batch.score_details}
@@ -374,11 +396,12 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 def _renumber(indices: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
-    """Return the indices of all parts; each part's indices follow the part before it.
+    """Return the indices of all parts as one tensor, each part renumbered to begin after the part before it.
 
-    For example, [0, 1] and [0, 0] become [0, 1, 2, 2].
+    For example, the parts [0, 1] and [0, 0] become [0, 1, 2, 2].
 
-    sizes: number of indices of each part, if it may exceed the largest index that occurs.
+    sizes: number of different indices that each part may have. It is needed if the last of them may be
+        missing in `indices`.
     """
     out, start = [], 0
     for place, part in enumerate(indices):
@@ -389,9 +412,9 @@ def _renumber(indices: Sequence[Tensor], sizes: Sequence[int] = ()) -> Tensor:
 
 
 def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
-    """Return a batch of pairs: the chosen response k at 2k, the rejected response k at 2k + 1.
+    """Return a batch of pairs: sample 2k is the chosen response k, sample 2k + 1 the rejected response k.
 
-    A pair has the group of its rejected response. Only token ids, truncation, masks and digests are copied.
+    A pair has the group of its rejected response. Only token ids, `truncated`, masks and digests are copied.
     """
     assert len(chosen) == len(rejected), f"{len(chosen)} and {len(rejected)} responses"
     sides = (chosen, rejected)
@@ -404,13 +427,14 @@ def pair_up(*, chosen: Batch, rejected: Batch) -> Batch:
 
 
 def mismatch(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
-    """Return the prompts with responses to other prompts.
+    """Return a batch in which each prompt has the response to another prompt.
 
-    Within each part, a sample gets the response of the nearest earlier sample with another prompt; the search
-    continues from the end of the part. If all samples of a part have one prompt, a sample gets the response
-    of the sample before it.
+    Within each part, a sample gets the response of the nearest earlier sample that has another prompt. Behind
+    the first sample of the part, the search continues with the last one. If all samples of a part have the
+    same prompt, a sample gets the response of the sample before it.
 
-    parts: indices of samples, each exactly once. Only token ids, truncation and masks are kept.
+    parts: lists of indices of samples; each sample is in exactly one part. Only token ids, `truncated` and
+        masks are kept.
     """
     previous = [0] * len(batch)
     for part in parts:

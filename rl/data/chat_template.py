@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer, and messages in the form that it takes."""
+"""The chat template of a tokenizer, and the conversion of messages to the form that the template takes."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ CALL: dict[str, Any] = {
     "function": {"name": "lookup", "arguments": ARGUMENTS},
 }
 NAMED_CALL = {**CALL, "id": "functions.lookup:0"}
-"""A call with an id that names the function, as Kimi's template requires."""
+"""A tool call with an id that contains the function's name, as the template of Kimi requires."""
 REPLY: dict[str, Any] = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "b"}
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -37,23 +37,25 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-"""Parts of conversations for trying templates."""
+"""Example messages, with which templates are tried out."""
 UNRENDERED = ("<|python_tag|>",)
-"""Marks of calls that templates contain, but write only around calls of built-in tools."""
+"""Special tokens that a template contains, but writes only around calls of built-in tools."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Keys of a message for reasoning; data is read into the first key, templates get the key they render."""
+"""Keys under which a message may have its reasoning. Reading data moves the reasoning to the first of them;
+a template gets it under the key that the template renders."""
 MAX_LEVELS = 50
-"""Deepest nesting of a call's arguments."""
+"""Maximum nesting of the arguments of a call."""
 
 Spans = list[tuple[int, int]]
-"""Parts of a text: position of the first character, and position after the last one."""
+"""Parts of a text. Each part is the position of its first character and the position after its last one."""
 
 
 def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any], *, key: str) -> None:
-    """Set variables at the beginning of a tokenizer's chat template, for every rendering with it.
+    """Set variables at the beginning of a tokenizer's chat template, so that every rendering has them.
 
-    variables: values in YAML by name. key: config key of the variables. Raises ValueError if the template
-    does not read one of them, or if there is none.
+    variables: values read from YAML, by name. key: config key of the variables.
+
+    Raises ValueError if the template does not read one of the variables, or if there is no template.
     """
     if not variables:
         return
@@ -65,8 +67,8 @@ def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any],
                 f"{key} has {name}={value}, but the chat template of {tokenizer.name_or_path} does not read "
                 "it; correct its name, or leave it out."
             )
-    # `repr` of a value from YAML is an expression of Jinja. transformers renders with trim_blocks, which
-    # drops the newline after the block.
+    # The `repr` of a value from YAML is an expression that Jinja reads. The added newlines do not reach the
+    # text, because transformers renders with trim_blocks, which drops the newline after a block.
     first = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in variables.items())
     changed = {name: first + text for name, text in named.items()}
     tokenizer.chat_template = changed if isinstance(templates, dict) else changed[""]
@@ -75,13 +77,13 @@ def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any],
 class ChatTemplate:
     """Renders chats with the template of a tokenizer.
 
-    In a rendered text, special tokens that the messages contain are marked as text
-    (`rl.data.special_tokens`): `encode` tokenizes the text, and `show` returns it without these marks.
+    If the messages contain special tokens, the rendered text has them marked as plain text. `encode` of
+    `rl.data.special_tokens` tokenizes such a text, and `show` returns it without the marks.
 
     Args:
         kwargs: further arguments of the template, such as enable_thinking.
-        keeps_marks: whether special tokens around reasoning and calls stay special in the assistant's
-            content, as in the policy's own turns.
+        keeps_marks: whether special tokens around reasoning and calls stay special if the content of an
+            assistant message contains them. The policy's own turns contain them.
     """
 
     def __init__(
@@ -90,11 +92,12 @@ class ChatTemplate:
         self.tokenizer, self.kwargs, self._keeps_marks = tokenizer, kwargs or {}, keeps_marks
         self._roles: dict[str, bool] = {}
         self.text = "" if tokenizer.chat_template is None else tokenizer.get_chat_template(tools=[TOOL])
-        """The template's source; empty: the tokenizer has none."""
+        """Source of the template; empty if the tokenizer has no template."""
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
-        """Whether the template marks what the assistant generates."""
+        """Whether the template marks, with {% generation %}, the text that the assistant generates."""
         self.call_form: tuple[str | None, bool] | None = None
-        """Empty content of a message with calls, and whether arguments are text; None: without tool calls."""
+        """How a message with calls must look: the value of an empty content ("" or None), and whether the
+        arguments of a call are text. None: the template does not render calls."""
         if self.text:
             self.call_form = self._find_call_form()
 
@@ -112,19 +115,22 @@ class ChatTemplate:
         return self._apply(*hidden, add_generation_prompt=generation_prompt, **options)[0]
 
     def marked(self, messages: Sequence[dict], tools: Sequence[dict] = ()) -> Spans:
-        """Return the parts of the rendered messages that the template marks as generated."""
+        """Return the parts of the rendered text that the template marks as generated by the assistant."""
         hidden = self._hidden(messages), hide(list(tools), self.tokenizer)
         return self._apply(*hidden, return_assistant_tokens_mask=True, **self.kwargs)[1]
 
     def _apply(self, messages: list[dict], tools: list[dict], **options: Any) -> tuple[str, Spans]:
-        """Return the messages as the template renders them without any change, and the marked parts.
+        """Render the messages as they are. Return the text, and the parts that the template marks as
+        generated.
 
-        No tools are None, because templates treat [] as tools. Raises ValueError if it rejects the messages.
+        An empty list of tools is passed as None, because templates treat [] as tools. Raises ValueError if
+        the template rejects the messages.
         """
         tokenizer = self.tokenizer
         try:
-            # apply_chat_template calls this function, but returns the parts in tokens instead of characters.
-            found: Any = render_jinja_template(  # annotated as one text
+            # apply_chat_template calls this function, too, but returns positions of tokens, not of
+            # characters.
+            found: Any = render_jinja_template(  # Any, because transformers annotates it as one text
                 [messages],
                 tools=list[Any](tools) or None,
                 chat_template=tokenizer.get_chat_template(tools=tools or None),
@@ -138,13 +144,13 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
     def show(self, text: str) -> str:
-        """Return a rendered text without marks, as the model reads it."""
+        """Return a rendered text without the marks, as the model reads it."""
         return show(text, self.tokenizer)
 
     def _hidden(self, messages: Sequence[dict]) -> list[dict]:
         """Return messages in the template's form, with special tokens marked as text.
 
-        In the assistant's content, special tokens around reasoning and calls may stay special.
+        With `keeps_marks`, the tokens around reasoning and calls stay special in the assistant's content.
         """
         adapted = [self.adapt(message) for message in messages]
         hidden = hide(adapted, self.tokenizer)
@@ -175,7 +181,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def reasoning_key(self) -> str | None:
-        """Key that makes the template render reasoning, in a turn without or with calls; None: no key."""
+        """First key of REASONING_KEYS under which the template renders reasoning, in a turn with or without
+        calls.
+
+        None: the template renders none of the keys.
+        """
         mark, calls = "~reasoning~", {"tool_calls": [CALL]}
         for key in REASONING_KEYS if self.text else ():
             turn: dict[str, Any] = {"role": "assistant", "content": "answer", key: mark}
@@ -192,7 +202,8 @@ class ChatTemplate:
         return name in self._try([QUESTION], [schema])
 
     def knows_role(self, role: str) -> bool:
-        """Return whether the template renders a role differently from an unknown role."""
+        """Return whether the template renders messages of this role, and not just as it renders any unknown
+        role."""
         if role not in self._roles:
             mark, strange = "~content~", "strange~role"
 
@@ -209,7 +220,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def clock(self) -> str:
-        """The kind of time in each prompt: "the time of day", "today's date", or "" for neither."""
+        """The time that the template writes into each prompt: "the time of day", "today's date", or "" for
+        none."""
 
         def rendered(time: datetime) -> list[str]:
             options = {"strftime_now": time.strftime}
@@ -224,10 +236,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def turn_marks(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The special tokens that the template writes in the assistant's turns, and a subset: tokens that it
-        writes in no other turn.
+        """Two sets of special tokens: the tokens that the template writes in turns of the assistant, and its
+        subset, the tokens that the template writes in no other turn.
 
-        Examples: <think> and </think>; of gpt-oss also <|start|>, which lies between two channels of a turn.
+        Examples are <think> and </think>. For gpt-oss, <|start|> is one, too: it stands between two channels
+        of a turn.
         """
         tokenizer = self.tokenizer
         special = set(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))))
@@ -263,7 +276,7 @@ class ChatTemplate:
         return self._with_calls(message)
 
     def _with_calls(self, message: dict) -> dict:
-        """Return the message with calls as the template takes them."""
+        """Return the message with its calls in the form that the template takes."""
         message = dict(message)
         calls = message.pop("tool_calls", None)
         if not calls or self.call_form is None:
@@ -287,7 +300,7 @@ class ChatTemplate:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """Return the template of a tokenizer; it is tried on example chats once."""
+    """Return the template of a tokenizer. The template is tried on example chats once, at the first call."""
     return _template_of(tokenizer, json.dumps(tokenizer.chat_template))
 
 
@@ -297,7 +310,7 @@ def _template_of(tokenizer: PreTrainedTokenizerBase, source: str) -> ChatTemplat
 
 
 def read_arguments(text: str) -> dict | str:
-    """Return the JSON object that the text holds, or the text if it holds none."""
+    """Return the JSON object that the text holds, or the text itself if it holds none."""
     value = read_json(text)
     return value if isinstance(value, dict) else text
 
@@ -305,8 +318,8 @@ def read_arguments(text: str) -> dict | str:
 def read_json(text: str, default: Any = None) -> Any:
     """Return the JSON value that the text holds, or `default` if it holds none.
 
-    A value nested deeper than MAX_LEVELS is none: pickling or rendering it could exceed Python's limit of
-    recursion.
+    A value nested deeper than MAX_LEVELS counts as no value, because pickling or rendering it could exceed
+    Python's recursion limit.
     """
     try:
         value = json.loads(text)
@@ -322,9 +335,10 @@ def kept_ids(
 
     names: special tokens; "all"; or "auto" for the tokens that the chat template writes around reasoning,
         channels and calls, for example <think> and </think>.
-    ends: ids that end a turn; they never stay, nor do eos, bos and padding.
+    ends: ids that end a turn. They never stay, and neither do eos, bos and padding.
+    key: config key of `names`, with which the error begins.
 
-    Raises ValueError that begins with the config's `key` for a name that is not a special token.
+    Raises ValueError for a name that is not a special token.
     """
     auto = template_of(tokenizer).turn_marks[0]
     special = list(special_ids(tokenizer))

@@ -1,16 +1,17 @@
-"""Conversations as training data: the tokens of a chat, and the tokens with a loss.
+"""Conversations as training data: the tokens of a chat, and which of them have a loss.
 
-A chat is rendered and tokenized once, as a whole. The turns of the assistant have a loss, each with
-its end-of-turn token and without its header. Their places in the text come from one of two sources:
+A chat is rendered and tokenized once, as a whole. The turns of the assistant have a loss. A turn includes its
+end-of-turn token, but not its header. This module finds the turns in the text in one of two ways:
 
-1. The template, if it marks them with {% generation %}, as transformers' `return_assistant_tokens_mask`
-   expects.
-2. Renderings of the chat's beginnings: a turn lies between the messages before it with the generation prompt,
-   and the messages up to it. Both must be beginnings of the whole text, so a turn is what the policy would
-   generate after what it would see. A template that rewrites earlier turns is refused.
+1. Some templates mark the turns with {% generation %}, as transformers' `return_assistant_tokens_mask`
+   expects. Then the marks are used.
+2. Otherwise two beginnings of the chat are rendered for each turn: the messages before the turn with the
+   generation prompt, and the messages up to and including the turn. The turn is the difference of the two
+   texts. Both must be beginnings of the text of the whole chat. Therefore the turn is exactly what the policy
+   would generate after the text that it would see. A template that rewrites earlier turns is refused.
 
-Spaces after an end-of-turn token do not belong to the turn. If a turn has no such token, but the next message
-begins with a token that ends the generation (GLM), that token belongs to the turn.
+Spaces after an end-of-turn token do not belong to the turn. Some templates (GLM) write no end-of-turn token,
+but the next message begins with a token at which generation stops. Then this token belongs to the turn.
 """
 
 import json
@@ -34,7 +35,8 @@ TrainOn = Literal["assistant", "last", "all"]
 MarkedText = tuple[str, Spans]
 """A rendered chat, and the parts of it that have a loss."""
 BATCH = 256
-"""Number of chats tokenized at once; offsets of tokens take more memory than the tokens."""
+"""Number of chats tokenized at once. It is small because the offsets of tokens need much more memory than
+the tokens."""
 
 
 def load_chats(
@@ -50,21 +52,23 @@ def load_chats(
 ) -> list[Prompt]:
     """Read `files` in order and tokenize the chats.
 
-    A sample's `token_ids` end before the first token with a loss, its `response_ids` with the last one, and
-    `response_mask` is 1 for tokens with a loss. Later tokens have no effect and are left out. For example, a
-    chat of system, user, assistant and user gives the tokens of one turn as `response_ids`.
+    The result has one Prompt per chat. Its `token_ids` are the tokens before the first token with a loss. Its
+    `response_ids` are the tokens from there to the last token with a loss, and `response_mask` is 1 for
+    the tokens with a loss among them. Later tokens have no effect and are left out. For example, a chat of
+    system, user, assistant and user has the tokens of its one assistant turn as `response_ids`.
 
-    messages_key: column with {role, content} messages; the assistant's may have tool_calls and
-        reasoning_content (`rl.data.messages`). The column `tools` (optional) has the schemas of the chat's
+    messages_key: column with {role, content} messages. Messages of the assistant may have tool_calls and
+        reasoning_content (`rl.data.messages`). The optional column `tools` has the schemas of the chat's
         tools. A turn with a weight of 0 has no loss.
-    train_on: assistant: every turn of the assistant. last: only its last one. all: every token but the first.
+    train_on: the tokens with a loss. "assistant": every turn of the assistant. "last": only its last turn.
+        "all": every token but the first.
     end_token_ids: ids that stop generation, besides the tokenizer's eos.
-    overlong: "error", "drop" or "truncate_right", for chats of more than `max_tokens` tokens. A
-        truncated chat without a token with a loss is dropped.
+    overlong: what to do with chats of more than `max_tokens` tokens: "error", "drop" or "truncate_right". If
+        truncation removes all tokens with a loss, the chat is dropped.
     max_chats: maximum number of rows to read; 0 reads all.
 
-    Raises ValueError for an invalid file or row, a chat without a token to train, a template that loses a
-    part of a trained message or rewrites earlier turns, and overlong chats according to `overlong`.
+    Raises ValueError for an invalid file or row, a chat without a token to train, a template that leaves out
+    a part of a trained message or rewrites earlier turns, and for overlong chats if `overlong` is "error".
     """
     rows = read_rows(
         files,
@@ -132,7 +136,7 @@ class AssistantTurns:
     Args:
         reader: the reader that has read the chats.
         end_token_ids: ids that stop generation, besides the tokenizer's eos.
-        remedy: what may be done about a template that rewrites earlier turns.
+        remedy: advice for the error about a template that rewrites earlier turns.
     """
 
     def __init__(
@@ -159,7 +163,8 @@ class AssistantTurns:
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple(token.content for token in added if token.special)
         self._after = ""
-        """The special token that follows a turn without an end, such as the next header; "" if none does."""
+        """The special token that follows a turn without an end-of-turn token, for example the header of the
+        next message; "" if there is none."""
 
     def find(
         self,
@@ -170,10 +175,12 @@ class AssistantTurns:
         first: int = 0,
         train_on: TrainOn = "assistant",
     ) -> MarkedText:
-        """Return the rendered chat and its parts with a loss, among the messages from number `first` on.
+        """Return the rendered chat and its parts with a loss.
 
-        Raises ValueError, with the place of the row, if there is none, or if the template loses or rewrites
-        something.
+        first: index of the first message that may have a loss.
+
+        Raises ValueError, with the place of the row, if no part has a loss, or if the template leaves out or
+        rewrites something.
         """
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
         places = [i for i in turns if messages[i].get("weight") != 0]
@@ -195,7 +202,10 @@ class AssistantTurns:
         return text, [(0, len(text))]
 
     def _trained(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> MarkedText:
-        """Return the rendered chat and the parts of the turns at `places`, which hold all of the turns."""
+        """Return the rendered chat, and the parts that the turns at the indices `places` take in it.
+
+        Raises ValueError if the parts do not contain everything that the turns say.
+        """
         if self._template.marks_turns:
             spans = self._marked(messages, tools, text, places)
         else:
@@ -207,12 +217,12 @@ class AssistantTurns:
     def _marked(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> Spans:
         """Return the parts that the template marks in the messages at `places`.
 
-        A token that ends the generation right after a part belongs to it.
+        If a token that ends the generation follows a part directly, it belongs to the part.
         """
         spans = self._template.marked(messages, tools)
 
         def count(end: int) -> int:
-            # Spans are counted, because an earlier turn may be rendered differently there.
+            # Only the number of spans is used: in a shorter chat, the text of an earlier turn may differ.
             return len(self._template.marked(messages[:end], tools)) if end else 0
 
         found: Spans = []
@@ -225,7 +235,11 @@ class AssistantTurns:
         return found
 
     def _compared(self, messages: Messages, tools: list[dict], text: str, places: list[int]) -> MarkedText:
-        """Return the parts between renderings of the chat's beginnings, and the text with its last end."""
+        """Return the text, and the turns at `places`, found by comparing renderings (way 2 of the module).
+
+        If the last turn lacks the token that ends it, and a reply would begin with this token, the text gets
+        it.
+        """
         render, name = self._template.render, self.tokenizer.name_or_path
         spans: Spans = []
         for place in places:
@@ -263,7 +277,7 @@ class AssistantTurns:
         return text, spans
 
     def _reply(self, turn: dict) -> str:
-        """Return the special token that begins a reply to a last turn; "" if there is none."""
+        """Return the special token with which a reply to `turn`, the last one, would begin; "" if none."""
         answer: dict[str, Any] = {"role": "assistant", "content": "answer"}
         chat, reply = [QUESTION, answer], QUESTION
         if turn.get("tool_calls"):
@@ -281,7 +295,7 @@ class AssistantTurns:
         return next((token for token in tokens if text.startswith(token, position)), "")
 
     def warn_of_open_turns(self, chats: Sequence[MarkedText]) -> None:
-        """Log a warning, with its remedy, if turns end without a token that ends the generation."""
+        """Log a warning with a remedy if turns do not end with a token that ends the generation."""
         ends = [text[start:end].rstrip() for text, spans in chats for start, end in spans]
         open_turns = [end for end in ends if not end.endswith(self._ends)]
         if not open_turns:
@@ -309,10 +323,12 @@ class AssistantTurns:
 def tokenize_chats(
     chats: Sequence[MarkedText], tokenizer: PreTrainedTokenizerBase, rows: Sequence[FileRow]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the ids, int32 [n], and the mask, float32 [n], of each chat: 1 for tokens of its spans.
+    """Return for each chat its token ids, int32 [n], and its mask, float32 [n]: 1 for tokens of its spans.
 
-    A token that is only partly in a span counts as in it, as in transformers. The first token has no loss:
-    nothing predicts it. Raises ValueError for a chat without a token to train, or with two BOS tokens.
+    A token that lies only partly in a span counts as a token of the span, as in transformers. The first token
+    of a chat has no loss, because nothing predicts it.
+
+    Raises ValueError for a chat without a token to train, or with two BOS tokens.
     """
     found = []
     for start in range(0, len(chats), BATCH):
@@ -335,7 +351,7 @@ def tokenize_chats(
 
 
 def excerpt(text: str, spans: Spans, *, width: int = 60) -> str:
-    """Return the text around its first two spans on one line, with the spans in [[ ]]."""
+    """Return one line with the text around the first two spans, and the spans in [[ ]]."""
 
     def short(part: str) -> str:
         shown = part if len(part) <= width else f"{part[: width // 2]} ... {part[-width // 2 :]}"

@@ -1,15 +1,16 @@
-"""Comparison of messages with the text that the chat template made of them.
+"""Comparison of messages with the text that the chat template made from them.
 
-Templates silently leave out parts that they do not know: for example a role, a list of parts, tools, or
-content beside calls. Two comparisons find this:
+Templates silently leave out what they do not know, for example a role, a list of parts, tools, or content
+beside tool calls. Two comparisons find this:
 
-1. Each kind of chat (roles, and which parts its messages have) is rendered once with a unique word in place
-   of each part. Each word must be in the text, so a short content is not mistaken for another one.
-2. Content and reasoning of each chat must be in its text, blanks aside, because some templates drop or change
-   a content for what it says.
+1. Once for each kind of chat: the chat is rendered with a unique word in place of each part, and each word
+   must be in the text. Two chats are of the same kind if they have the same roles and their messages have
+   the same parts. With unique words, a short content cannot be mistaken for another part of the text.
+2. For each chat: its content and its reasoning must be in its text, apart from blanks. This is needed because
+   some templates drop or change a content depending on what it says.
 
-Templates of reasoning models drop the reasoning of turns before the last message of the user by design. That
-is allowed, if the template renders reasoning at all.
+Templates of reasoning models by design drop the reasoning of turns before the last user message. This is
+allowed if the template renders reasoning at all.
 """
 
 import copy
@@ -22,7 +23,7 @@ from rl.data.chat_template import ChatTemplate
 from rl.data.reading import describe
 
 SWITCH = re.compile(r"/(no_?)?think")
-"""Words that turn reasoning on or off in a user's message; some templates remove them."""
+"""Commands in a user's message that turn reasoning on or off. Some templates remove them."""
 REMEDIES = {
     "content": "give the message a role that the template renders, or move its text to a message of the user",
     "content with </think>": "write the reasoning into reasoning_content instead",
@@ -39,20 +40,20 @@ class ChatPart(NamedTuple):
     kind: str
     """A key of REMEDIES."""
     owner: str
-    """Its name in an error."""
+    """What the error calls it, for example "the content of message 2 of 3 (role user)"."""
     holder: dict
-    """The dict that holds it, by `key`."""
+    """The dict that holds it under `key`."""
     key: str
     text: str
 
 
 class Completeness:
-    """Compares chats with the texts that one template made of them."""
+    """Compares chats with the texts that one template made from them."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
         self._known: set[tuple] = set()
-        """Kinds of chats that the template renders completely."""
+        """Kinds of chats that the template is known to render completely."""
 
     def check(
         self,
@@ -63,7 +64,7 @@ class Completeness:
         generation_prompt: bool,
         with_turns: bool = True,
     ) -> None:
-        """Raise ValueError if the text lacks a part of the messages or a tool.
+        """Raise ValueError if the text lacks a tool or a part of the messages.
 
         generation_prompt: whether the text ends with the generation prompt. with_turns: whether messages of
             the assistant are compared, too.
@@ -78,7 +79,7 @@ class Completeness:
                 self._check_part(part, part.text, text)
 
     def check_turns(self, messages: Sequence[dict], numbers: Collection[int], text: str) -> None:
-        """Raise ValueError if the text lacks a part of one of the messages with these numbers."""
+        """Raise ValueError if the text lacks a part of one of the messages with these indices."""
         for part in self._parts(messages, (), numbers):
             if part.kind != "call" or part.key == "name":
                 self._check_part(part, part.text, text)
@@ -91,7 +92,10 @@ class Completeness:
         generation_prompt: bool,
         only: Collection[int] | None,
     ) -> None:
-        """Raise ValueError if the template leaves out a part of such a chat. Changes messages and tools."""
+        """Raise ValueError if the template leaves out a part of this kind of chat.
+
+        It changes messages and tools, so pass copies.
+        """
         parts = [*self._parts(messages, tools, only)]
         words = [f"part{number}of" for number in range(len(parts))]
         for part, word in zip(parts, words):
@@ -99,13 +103,13 @@ class Completeness:
             part.holder[part.key] = thinking + tag + word
         try:
             text = self._template.render(messages, tools, generation_prompt=generation_prompt)
-        except ValueError:  # it reads the contents; they are compared themselves
+        except ValueError:  # it depends on the contents, so compare the contents themselves
             words = [part.text for part in parts]
         for part, word in zip(parts, words):
             self._check_part(part, word, text)
 
     def _check_part(self, part: ChatPart, word: str, text: str) -> None:
-        """Raise ValueError if a text lacks a word that stands for a part, or is its text."""
+        """Raise ValueError if the text lacks `word`, which stands for the part or is the text of the part."""
         if word.strip() in text or _is_in(word, squeeze(self._template.show(text))):
             return
         shown = "" if part.kind in ("tool", "call") else f", {describe(part.text)}"
@@ -117,7 +121,7 @@ class Completeness:
     def _remedy(self, kind: str) -> str:
         template = self._template
         works = {
-            "reasoning_content": "</think>" not in template.text,  # otherwise it may strip such a content
+            "reasoning_content": "</think>" not in template.text,  # a template with it may strip the tag
             "content with </think>": template.reasoning_key is not None,
         }
         return REMEDIES[kind] if works.get(kind, True) else "remove it, or use a template that renders it"
@@ -127,8 +131,8 @@ class Completeness:
     ) -> Iterator[ChatPart]:
         """Yield the parts that the text must contain.
 
-        only: numbers of messages that it must contain whole; None: all messages, without what templates drop
-            by design.
+        only: indices of messages whose parts the text must contain all. None: all messages, but without the
+            reasoning that templates drop by design.
         """
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
         for i in range(len(messages)) if only is None else only:
@@ -161,12 +165,13 @@ class Completeness:
 
 
 def squeeze(text: str) -> str:
-    """Return a text without blanks, because templates strip and add blanks."""
+    """Return a text without blanks, for comparisons: templates strip and add blanks."""
     return "".join(text.split())
 
 
 def texts_of(message: dict) -> list[tuple[dict, str]]:
-    """Return the dicts and keys that hold the texts of a message's content. Images are no text."""
+    """Return the places of the texts of a message's content: pairs of a dict and the key in it. Images have
+    none."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return [(message, "content")] if content else []
@@ -174,7 +179,8 @@ def texts_of(message: dict) -> list[tuple[dict, str]]:
 
 
 def _is_in(part: str, shown: str) -> bool:
-    """Return whether a squeezed text contains a part, unchanged or as a JSON string."""
+    """Return whether a text without blanks contains a part, unchanged, as a JSON string, or without
+    SWITCH."""
     if squeeze(part) in shown:
         return True
     if squeeze(json.dumps(part, ensure_ascii=False))[1:-1] in shown:
@@ -183,7 +189,7 @@ def _is_in(part: str, shown: str) -> bool:
 
 
 def _kind(message: dict) -> tuple:
-    """Return the features that decide how templates render a message: all but its texts."""
+    """Return what may decide how templates render a message: everything but the wording of its texts."""
     content, calls = message.get("content"), message.get("tool_calls") or []
     return (
         *sorted(message),

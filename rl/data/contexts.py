@@ -1,4 +1,7 @@
-"""Prompts of a teacher that is the policy itself: a template with what the policy cannot see."""
+"""Prompts for a teacher that is the policy itself.
+
+A template (`teacher.template`) adds what the policy does not see, for example the correct answer.
+"""
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,17 +20,17 @@ def in_context(
     limit: int,
     opening: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the token ids of a prompt in the template, int32 [P]: the last `limit` ones.
+    """Return the token ids of the template filled in with a prompt, int32 [P]: at most the last `limit` ones.
 
-    In a chat the template contains, and replaces, the content of the last message. Special tokens are added
-    as in `rl.data.prompts.load_prompts`.
+    For a chat, the content of the last message is filled into the template, and the result replaces this
+    content. Special tokens are added as in `rl.data.prompts.load_prompts`.
 
-    opening: int32 [P], the context of a row of a trajectory. The template then replaces the prompt's first
-        occurrence in it. Raises ValueError if there is none.
+    opening: int32 [P], the context of a row of a trajectory. If it is given, the filled template replaces the
+        first occurrence of the prompt in this context. Raises ValueError if the prompt does not occur.
     """
     question = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
     parts = {"ground_truth": prompt.ground_truth, "feedback": feedback or ""}
-    if prompt.messages is None or opening is not None:  # otherwise the chat template hides them
+    if prompt.messages is None or opening is not None:  # otherwise rendering the chat hides special tokens
         question = question if prompt.messages is None else hide(question, tokenizer)
         parts = hide(parts, tokenizer)
     text = template.format(prompt=question, **parts)

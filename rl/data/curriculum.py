@@ -1,6 +1,6 @@
-"""A user-defined order of the prompts: the prompts of an epoch, their order, and how often each occurs.
+"""A user-defined order: which prompts an epoch has, in which order, and how often each of them occurs.
 
-# order.py: the short half of the prompts in the first epoch, all of them in later ones
+# order.py: the first epoch has the shorter half of the prompts, later epochs have all prompts
 def order(epoch, prompts, rng):
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     return by_length[: len(by_length) // 2] if epoch == 0 else rng.permutation(by_length)
@@ -21,21 +21,22 @@ from rl.data.reading import describe, first_line
 Order = Callable[[int, list[Prompt], np.random.Generator], Sequence[int]]
 """order(epoch, prompts, rng) -> indices into `prompts` (not `Prompt.index`).
 
-For algorithms that learn from rated responses, `prompts` has the rows of `rl.data.preferences`.
+For algorithms that learn from rated responses, such as dpo, `prompts` has the rows of `rl.data.preferences`.
 
-At least one index is required; indices may repeat. `epoch` counts from 0. `rng` is seeded with (run.seed,
-epoch) and must be the only source of randomness, so that all ranks and resumed runs compute the same order.
+The function must return at least one index; indices may repeat. `epoch` counts from 0. `rng` is seeded with
+(run.seed, epoch). It must be the only source of randomness, so that all ranks and resumed runs compute the
+same order.
 """
 
 
 class CurriculumOrder(EpochOrder):
-    """Draws the epochs that `order` returns: np.int64 in [0, len(prompts)).
+    """Draws prompts, np.int64 in [0, len(prompts)), in epochs that the user's function `order` returns.
 
-    Only (epoch, position) is checkpointed. A resumed run computes the order of the epoch again, so the order
-    must depend only on the arguments of `order`.
+    A checkpoint has only (epoch, position). A resumed run computes the order of the epoch again, so the order
+    must depend on nothing but the arguments of `order`.
 
-    Raises ValueError for no prompts or a negative seed, and at the start of an epoch if `order` fails or
-    returns invalid indices.
+    Raises ValueError if there are no prompts, or for a negative seed. Raises ValueError at the start of an
+    epoch if `order` fails or returns invalid indices.
     """
 
     def __init__(self, prompts: Sequence[Prompt], order: Order, *, seed: int):
@@ -44,7 +45,8 @@ class CurriculumOrder(EpochOrder):
         check_seed(seed)
 
         def order_of(epoch: int) -> np.ndarray:
-            # A copy, because a function that sorts the list in place would change what the indices refer to.
+            # `order` gets a copy of the list. If it sorted our list in place, the indices would mean other
+            # prompts.
             arguments = epoch, list(prompts), np.random.default_rng([seed, epoch])
             try:
                 indices = order(*arguments)
@@ -86,7 +88,7 @@ def check_order(indices: Sequence[int], *, num_prompts: int, epoch: int) -> np.n
 
 
 def load_order(spec: str) -> Order:
-    """Return the function that `spec` names, as `rl.config.functions.load_function`.
+    """Return the function that `spec` names, as `rl.config.functions.load_function` does.
 
     Raises ValueError as `load_function` does, and if the function cannot be called with (epoch, prompts,
     rng).

@@ -1,8 +1,8 @@
-"""Columns of a batch with values too large for every rank.
+"""Columns of a batch whose values are too large to be held by every rank.
 
-For example, the routes of 4,000 tokens through 48 layers with 8 chosen experts take 1.5 MB. The rank that
-generated a sample holds its row. All ranks know who holds which row, and its size. A row travels only to the
-ranks that train on the sample (`rl.training.held_transfer`).
+For example, the routes of 4,000 tokens through 48 layers with 8 chosen experts take 1.5 MB. In such a column,
+the row of a sample is held by the rank that generated the sample. All ranks know the holder and the size of
+each row. A row travels only to the ranks that train on its sample (`rl.training.held_transfer`).
 """
 
 import zlib
@@ -14,38 +14,40 @@ import torch
 from torch import Tensor
 
 OF_SEQUENCE = ("routes",)
-"""Columns with a value for every token of the sequence except the last one, the context included. Other
-columns belong to the tokens of the response."""
+"""Columns with a value for every token of prompt and response except the last one. Other columns, unless they
+hold images, have values for the tokens of the response only."""
 
 SAMPLING_MASKS = ("kept_ids", "kept_counts")
-"""Columns of the set of tokens that the engine sampled each token from."""
+"""Columns that say, for each token, from which set of tokens (top-k, top-p) the engine sampled it."""
 
 PIXELS = "pixels"
-"""Column of the pixels of a sample's images end to end, height * width * 3 bytes each."""
+"""Column with the pixels of a sample's images, end to end. An image has height * width * 3 bytes."""
 
 PLACES = "image_places"
-"""Column of a sample's images in a run with environments (`rl.data.images.placed_pixels`)."""
+"""Column with the places of a sample's images, in a run with environments
+(`rl.data.images.placed_pixels`)."""
 
 OF_CONTEXT = (*OF_SEQUENCE, PIXELS, PLACES)
-"""Columns that repeat the values of earlier turns in each turn."""
+"""Columns that cover the context, too. In each turn they repeat the values of the earlier turns."""
 
 
 class HeldRow(NamedTuple):
     """The values of one sample."""
 
     key: int
-    """`row_key` of the sample's tokens, computed where it was generated."""
+    """`row_key` of the sample's tokens, computed on the rank that generated the sample."""
     values: np.ndarray
-    """[number of values, *shape of a value]."""
+    """Array [number of values, *shape of one value]."""
 
 
 KEY = np.dtype(np.int64)
-"""Type of `HeldRow.key` on the way."""
+"""Type in which `HeldRow.key` is sent."""
 
 
 @dataclass
 class ColumnBytes:
-    """Bytes of held columns that this rank received from others, and that the plans gave it."""
+    """Bytes of held columns that this rank received from other ranks, and the bytes that the plans
+    expected."""
 
     received: int = 0
     planned: int = 0
@@ -54,7 +56,10 @@ class ColumnBytes:
         return ColumnBytes(self.received + other.received, self.planned + other.planned)
 
     def checked(self, what: str) -> "ColumnBytes":
-        """Return this. Raises RuntimeError if `what` brought this rank other bytes than planned."""
+        """Return self. Raises RuntimeError if this rank received more or fewer bytes than planned.
+
+        what: the transfer, for the error.
+        """
         if self.received != self.planned:
             raise RuntimeError(
                 f"held columns: {what} brought {self.received} bytes to this rank, whose plan has "
@@ -64,13 +69,13 @@ class ColumnBytes:
 
 
 def row_key(prompt_ids: np.ndarray, response_ids: np.ndarray) -> int:
-    """Return a 32-bit hash of a sample's tokens. It travels with the row, so that a wrong row is an error."""
+    """Return a 32-bit hash of a sample's tokens. It is sent with the row, so that a wrong row is detected."""
     return zlib.crc32(response_ids.tobytes(), zlib.crc32(prompt_ids.tobytes()))
 
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands for an array of values that another rank has."""
+    """Stands for an array of values that only another rank has: its type and shape."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -88,18 +93,20 @@ class HeldColumn:
     """One column of N samples."""
 
     rows: dict[int, HeldRow]
-    """Rows of the samples that this rank generated, by index of the sample in the batch."""
+    """Rows of the samples that this rank generated, by the index of the sample in the batch."""
     holders: Tensor
-    """int64 [N]: rank that holds each sample's row."""
+    """int64 [N]: the rank that holds the row of each sample."""
     lengths: Tensor
     """int64 [N]: number of values of each sample."""
     dtype: np.dtype
     shape: tuple[int, ...] = ()
     """Shape of one value."""
     local: dict[int, np.ndarray] = field(default_factory=dict)
-    """Values, or the needed part, of the samples that this rank trains on (`rl.training.held_transfer`)."""
+    """Values of the samples that this rank trains on, or the part of the values that it needs, by index of
+    the sample (`rl.training.held_transfer`)."""
     moved: dict[int, int] = field(default_factory=dict)
-    """Data parallel rank that has received each row so far, by sample; identical on all ranks."""
+    """For each row that was sent so far: index of its sample -> data parallel rank that received it.
+    Identical on all ranks."""
 
     @property
     def num_bytes(self) -> Tensor:
@@ -107,7 +114,7 @@ class HeldColumn:
         return self.lengths * self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
     def select(self, samples: list[int]) -> "HeldColumn":
-        """Return the column of these samples, in this order, before any row has moved."""
+        """Return the column of these samples, in this order. In the result, no row has been sent yet."""
         index = torch.tensor(samples, dtype=torch.int64)
         rows = {place: self.rows[i] for place, i in enumerate(samples) if i in self.rows}
         return HeldColumn(rows, self.holders[index], self.lengths[index], self.dtype, self.shape)
@@ -119,7 +126,7 @@ class HeldColumn:
 
 
 def concatenate_columns(columns: list[HeldColumn]) -> HeldColumn:
-    """Return the column of all samples, in order."""
+    """Return one column with the samples of all columns, in order."""
     sizes = np.cumsum([0, *(len(column.holders) for column in columns)]).tolist()
     return HeldColumn(
         {first + i: row for first, column in zip(sizes, columns) for i, row in column.rows.items()},

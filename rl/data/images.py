@@ -1,10 +1,11 @@
-"""Images of prompts: the rows' columns, sizes, decoded pixels and the patches of a vision tower.
+"""Images of prompts: reading them from rows, resizing, decoding, and cutting into a vision tower's patches.
 
-A row has images in a column such as `images`, and an anchor `<image>` in its messages for each of them, in
-their order (verl's format). In a row without images `<image>` is text. Every rank reads the encoded images;
-pixels are decoded when a request or a micro-batch needs them. Resizing and patches follow transformers'
-Qwen2VLImageProcessorPil bitwise (tests/unit/data/test_images.py). Transparent pixels are white, as in vLLM
-and qwen_vl_utils; transformers shows the colours under them, which often are black.
+A row has its images in a column such as `images`. In its messages, one anchor `<image>` stands for each
+image, in the order of the column (verl's format). In a row without images, `<image>` is plain text. Every
+rank reads the encoded images. Pixels are decoded only when a request or a micro-batch needs them. Resizing
+and patches are bitwise equal to transformers' Qwen2VLImageProcessorPil (tests/unit/data/test_images.py). One
+thing differs: transparent pixels are white here, as in vLLM and qwen_vl_utils. transformers shows the colours
+under the transparent pixels, which are often black.
 """
 
 import base64
@@ -32,16 +33,16 @@ MAX_RATIO = 200
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """Input format of a vision tower, from config.json and preprocessor_config.json."""
+    """Input format of a vision tower, read from config.json and preprocessor_config.json."""
 
     token_id: int
-    """Token that stands for each output of the tower."""
+    """Id of the token that stands in the prompt for one output of the tower."""
     patch: int
     """Side of a patch, in pixels."""
     merge: int
-    """Side of the square of patches that gives one token."""
+    """Side, in patches, of the square that becomes one token."""
     frames: int
-    """Frames of a patch; a still image is repeated."""
+    """Number of frames in a patch. A still image is repeated in each frame."""
     min_pixels: int
     max_pixels: int
     mean: tuple[float, ...]
@@ -49,13 +50,14 @@ class ImageFormat:
 
     @property
     def unit(self) -> int:
-        """Side of the square of pixels that gives one token."""
+        """Side, in pixels, of the square that becomes one token."""
         return self.patch * self.merge
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) of a resized image: multiples of `unit` within the limits.
 
-        It is `smart_resize` of transformers. For example, 100 x 90 pixels become 112 x 84 with a unit of 28.
+        The result equals `smart_resize` of transformers. For example, with a unit of 28, 100 x 90 pixels
+        become 112 x 84.
         """
         if max(height, width) > MAX_RATIO * min(height, width):
             raise ValueError(f"an image of {width} x {height} pixels has a ratio above {MAX_RATIO}")
@@ -70,12 +72,12 @@ class ImageFormat:
         return rows, columns
 
     def patches(self, pixels: np.ndarray) -> np.ndarray:
-        """Return the normalised patches of an image uint8 [H, W, 3], float32 [patches, 3 frames patch^2].
+        """Return the normalised patches of an image, float32 [patches, 3 * frames * patch**2].
 
-        The patches of one token are adjacent.
+        pixels: uint8 [H, W, 3]. In the result, the patches that become one token are adjacent.
         """
         height, width, channels = pixels.shape
-        # As in transformers: scaled by 1 / 255, rounded to float32, and normalised.
+        # As in transformers: scale by 1 / 255, round to float32, then normalise.
         scaled: np.ndarray = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
         scaled = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         merge, patch = self.merge, self.patch
@@ -86,7 +88,10 @@ class ImageFormat:
 
 
 def image_format(directory: str, hf: dict, *, max_pixels: int = 0) -> ImageFormat:
-    """Return the format of the images of a checkpoint. hf: its config.json. max_pixels: 0 for its own limit.
+    """Return the format of the images that a checkpoint takes.
+
+    hf: the content of its config.json. max_pixels: maximum number of pixels of an image; 0 uses the limit of
+    the checkpoint.
 
     Raises ValueError for a model without preprocessor_config.json, and for a limit that is too small.
     """
@@ -125,7 +130,7 @@ class PromptImage:
     content: bytes = field(repr=False)
     """The encoded file."""
     height: int
-    """In pixels after resizing, as `width`."""
+    """Height and, in `width`, width after resizing, in pixels."""
     width: int
     format: ImageFormat
     offset: int = -1
@@ -137,12 +142,12 @@ class PromptImage:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Numbers of rows and columns of patches."""
+        """Number of rows and number of columns of patches."""
         return self.height // self.format.patch, self.width // self.format.patch
 
     @property
     def pixels(self) -> np.ndarray:
-        """Decoded and resized, uint8 [height, width, 3]."""
+        """The decoded and resized image, uint8 [height, width, 3]."""
         return _decoded(self)
 
     @functools.cached_property
@@ -161,7 +166,7 @@ def _decoded(image: PromptImage) -> np.ndarray:
 
 
 def _without_transparency(image: Pillow.Image) -> Pillow.Image:
-    """Return an image in RGB, before a white background."""
+    """Return an image in RGB, put on a white background."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
@@ -172,13 +177,13 @@ def _without_transparency(image: Pillow.Image) -> Pillow.Image:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images of rows. column: data.image_key."""
+    """Reads the images of rows from `column`, the column that data.image_key names."""
 
     column: str
     format: ImageFormat
 
     def of(self, row: FileRow) -> list[PromptImage]:
-        """Return the images of a row, [] if it has none. Raises ValueError for one that cannot be read."""
+        """Return the images of a row, [] if it has none. Raises ValueError for an unreadable image."""
         value = row.values.get(self.column)
         if value is None:
             return []
@@ -192,9 +197,10 @@ class ImageReader:
     def anchored(
         self, prompt: list[dict] | str, images: Sequence[PromptImage], row: FileRow
     ) -> list[dict] | str:
-        """Return messages with a part {type: image} in place of each anchor; without images unchanged.
+        """Return the messages with a part {type: image} in place of each anchor.
 
-        Raises ValueError if the numbers of anchors and images differ, and for parts of another type.
+        Without images the messages stay unchanged. Raises ValueError if the number of anchors differs from
+        the number of images, and for parts that are neither text nor an image.
         """
         if isinstance(prompt, str) and images:
             raise ValueError(
@@ -220,7 +226,8 @@ class ImageReader:
     ) -> tuple[np.ndarray, tuple[PromptImage, ...]]:
         """Return the prompt with the tokens of its images, int32 [P], and the images with their offsets.
 
-        token_ids: with one token for each image. Raises ValueError if the text has the images' token, too.
+        token_ids: prompt with one image token for each image. Raises ValueError if the text of the prompt
+            contains the image token, too.
         """
         if not images:
             return token_ids, ()
@@ -230,12 +237,13 @@ class ImageReader:
 def expand(
     token_ids: np.ndarray, images: Sequence[PromptImage], owner: str, *, first: int = 0
 ) -> tuple[np.ndarray, tuple[PromptImage, ...]]:
-    """Return the tokens with all tokens of the images, at least one, and the images with their offsets.
+    """Repeat the token of each image to the image's number of tokens. Return tokens and images with offsets.
 
-    For example, [5, I, 6] becomes [5, I, I, I, 6] for an image of 3 tokens, with offset 1.
+    For example, [5, I, 6] becomes [5, I, I, I, 6] for an image of 3 tokens; the image gets the offset 1.
 
-    token_ids: int32 [S], with one token for each image. owner: the subject of the ValueError if there are
-    more or fewer of these tokens than images. first: number of tokens before them.
+    token_ids: int32 [S], with one image token for each image. images: at least one. owner: the subject of the
+    ValueError if the number of image tokens differs from the number of images. first: number of tokens of the
+    sequence before `token_ids`; it is added to the offsets.
     """
     [token_id] = {image.format.token_id for image in images}
     places = np.flatnonzero(token_ids == token_id)
@@ -252,16 +260,18 @@ def expand(
 
 
 def placed_pixels(images: Sequence[PromptImage]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of images, at least one, int64 [images, 4], and their pixels end to end, uint8.
+    """Return the places of images, int64 [images, 4], and their pixels, end to end, uint8.
 
-    A place is the index of the first token, height, width and `PromptImage.digest`.
+    A place has four numbers: the index of the image's first token, height, width and `PromptImage.digest`.
+
+    images: at least one.
     """
     places = [(image.offset, image.height, image.width, image.digest) for image in images]
     return np.array(places, np.int64), np.concatenate([image.pixels.ravel() for image in images])
 
 
 def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = Path()) -> PromptImage:
-    """Return the image of {bytes, path}, a path, a data URI, or bytes.
+    """Return the image that `item` holds or names: {bytes, path}, a path, a data URI, or bytes.
 
     owner: the subject of the ValueError for an unreadable image. directory: base of relative paths.
     """
@@ -284,9 +294,10 @@ def read_image(item: Any, format: ImageFormat, owner: str, *, directory: Path = 
 
 
 def _check_whole(opened: Pillow.Image, content: bytes) -> None:
-    """Raise OSError or SyntaxError for a damaged or cut file of an image.
+    """Raise OSError or SyntaxError if the file of an image is damaged or incomplete.
 
-    A PNG has checksums, and most whole JPEGs end with the end marker, so that few files are decoded here.
+    Few files must be decoded to find out: a PNG has checksums, and most complete JPEGs end with the end
+    marker.
     """
     if opened.format == "PNG":
         opened.verify()
@@ -297,7 +308,8 @@ def _check_whole(opened: Pillow.Image, content: bytes) -> None:
 def _parts(content: Any, anchor: str | None, row: FileRow) -> list[dict]:
     """Return the content of a message as a list of parts, without keys that are None.
 
-    anchor: stands for an image in a string. Raises ValueError for a part that is neither text nor an image.
+    anchor: the text that stands for an image if the content is a string. Raises ValueError for a part that is
+        neither text nor an image.
     """
     if isinstance(content, list):
         for part in content:
@@ -316,7 +328,8 @@ def _parts(content: Any, anchor: str | None, row: FileRow) -> list[dict]:
 
 
 def _content(item: Any, directory: Path) -> bytes:
-    """Return the encoded file of {bytes, path}, {image: ...}, a path, a data URI, or bytes.
+    """Return the encoded file that `item` holds or names: {bytes, path}, {image: ...}, a path, a data URI, or
+    bytes.
 
     directory: base of relative paths.
     """

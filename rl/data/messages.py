@@ -1,10 +1,11 @@
-"""Messages of data files in one form, whichever library wrote them, and their rendering.
+"""Converts the messages of data files to one form, whichever library wrote them, and renders them.
 
-The form is OpenAI's: role is system, user, assistant or tool; content is a text, or parts with images;
-tool_calls are {type: function, function: {name, arguments}} with an object of arguments; reasoning is in
-reasoning_content. Other known names are changed, for example `from: human`, and one line of the log lists the
-changes. A message that only a guess could convert is refused. Each rendered chat is compared with its
-messages (`rl.data.completeness`), and a key that changes no rendering is refused.
+The form is OpenAI's. `role` is system, user, assistant or tool. `content` is a text, or a list of parts if
+there are images. `tool_calls` are {type: function, function: {name, arguments}}, with the arguments as an
+object. Reasoning is in `reasoning_content`. Other known names are converted: for example, `from: human`
+becomes `role: user`. One line of the log lists the conversions. A message that could only be converted by a
+guess is refused. Each rendered chat is compared with its messages (`rl.data.completeness`). A key of messages
+that changes no rendering is refused.
 """
 
 import json
@@ -33,12 +34,14 @@ ALIASES = {
     ),
     **dict.fromkeys(CALL_ROLES := ("function_call", "tool_call"), "assistant"),
 }
-"""Role in data sets -> role of templates. The content of a message of CALL_ROLES is the JSON of a call."""
+"""Role in data sets -> role of templates. A message with a role of CALL_ROLES has the JSON of a call as
+content."""
 KEYS = {"from": "role", "value": "content", "text": "content", "parts": "content"}
 KEYS |= dict.fromkeys(REASONING_KEYS, REASONING_KEYS[0])
 """Key in data sets -> key of templates."""
 WEIGHTS = ("weight", "train", "training", "loss")
-"""Keys that tell whether a turn of the assistant has a loss, in the order of their precedence."""
+"""Keys that say whether a turn of the assistant has a loss, with 1 or 0. If a message has several of them,
+they must agree."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 MEDIA_COLUMNS = ("images", "image", "videos", "audios")
 UNREAD_COLUMNS = dict.fromkeys(MEDIA_COLUMNS, "set data.image_key for images in prompts")
@@ -46,16 +49,16 @@ UNREAD_COLUMNS["chat_template_kwargs"] = "set data.template_kwargs for all rows"
 UNREAD_COLUMNS["functions"] = "rename it to tools if it holds the schemas of tools"
 UNREAD_COLUMNS["documents"] = "write them into a message"
 COLUMNS = ("tools", *SYSTEM_COLUMNS, *UNREAD_COLUMNS)
-"""Columns beside the messages that belong to what the policy reads; the message of the system may be one."""
+"""Columns beside the messages that belong to the policy's input, for example one with the system message."""
 INPUTS = ("input", "context")
-"""Columns that complete the prompt in a column `instruction`, as in Alpaca and Dolly."""
+"""Columns with the second part of a prompt whose first part is in a column `instruction` (Alpaca, Dolly)."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 READ = {"role", "content", "tool_calls", REASONING_KEYS[0]}
-"""Keys that the comparison with the rendered text covers."""
+"""Keys of a message whose values are compared with the rendered text."""
 OF_TOOLS = {"name", "tool_call_id"}
 """Keys of a tool's message that repeat a field of the call."""
 TRIALS = 32
-"""Number of chats to render without a key, to see whether the template reads it."""
+"""Maximum number of chats that are rendered without a key to find out whether the template reads the key."""
 
 
 class MessageReader:
@@ -83,12 +86,16 @@ class MessageReader:
         self._changed: Counter[str] = Counter()
         self._trials: Counter[tuple[str, str]] = Counter()
         self._unread: dict[tuple[str, str], str] = {}
-        """Role and key that no rendering has shown -> the first place where they occur."""
+        """(role, key) of messages, if no rendering so far has changed with the key -> the first place where
+        it occurs."""
 
     def read(self, row: FileRow, column: str, *, is_text: bool = True) -> Messages | str:
-        """Return the messages of a column in the form of templates, without empty keys, or its text.
+        """Return the messages in a column, in the form of templates and without empty keys, or the column's
+        text.
 
-        is_text: whether a text is allowed. Raises ValueError, with the place of the row, for other values.
+        is_text: whether the column may hold a text.
+
+        Raises ValueError, with the place of the row, for other values.
         """
         value = row.values[column]
         is_chat = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
@@ -108,9 +115,11 @@ class MessageReader:
         return value if messages is None else messages
 
     def _with_columns(self, messages: Messages | None, row: FileRow) -> Messages | None:
-        """Return the messages, or None, with the system's message if it has a column of its own.
+        """Return the messages, preceded by the system message if it has its own column.
 
-        Raises ValueError for columns that belong to the policy's input and that the run does not read.
+        messages: None if the column holds a text.
+
+        Raises ValueError for columns that belong to the policy's input but that the run does not read.
         """
         for name, remedy in UNREAD_COLUMNS.items():
             if row.values.get(name) and not (self._reads_images and name in MEDIA_COLUMNS):
@@ -131,7 +140,8 @@ class MessageReader:
         return [{"role": "system", "content": text}, *messages]
 
     def normal(self, messages: Messages, clean: Callable[[Any], Any] = lambda value: value) -> Messages:
-        """Return messages in the form of templates. clean: removes the keys that a file format added."""
+        """Return messages in the form of templates. clean: function that removes keys that a file format
+        added."""
         found: Messages = []
         open_ids: list[str] = []
         count = 0
@@ -141,7 +151,7 @@ class MessageReader:
             except ValueError as error:
                 raise ValueError(f"message {number} of {len(messages)} {error}") from error
             for call in normal.get("tool_calls", []):
-                if "id" not in call and "tool_calls" not in message:  # an older form, without ids
+                if "id" not in call and "tool_calls" not in message:  # OpenAI's older form has no ids
                     call["id"] = f"call{count:05d}"
                     count += 1
                     open_ids.append(call["id"])
@@ -149,7 +159,7 @@ class MessageReader:
                 normal.setdefault("tool_call_id", open_ids.pop(0))
             is_call = message.get("role", message.get("from")) in CALL_ROLES
             if is_call and found and found[-1].get("tool_calls") and normal.keys() == found[-1].keys():
-                found[-1]["tool_calls"] += normal["tool_calls"]  # parallel calls, which are one turn
+                found[-1]["tool_calls"] += normal["tool_calls"]  # parallel calls belong to one turn
             else:
                 found.append(normal)
         return found
@@ -157,7 +167,8 @@ class MessageReader:
     def render(self, messages: Messages, tools: list[dict], row: FileRow, *, column: str) -> str:
         """Render a chat with the generation prompt.
 
-        Raises ValueError if there is no template, or if it rejects the messages or leaves out a part.
+        Raises ValueError if there is no template, or if the template rejects the messages or leaves out a
+        part.
         """
         name = self.tokenizer.name_or_path
         if not self.template.text:
@@ -175,7 +186,10 @@ class MessageReader:
     def compare(
         self, messages: Messages, tools: list[dict], text: str, row: FileRow, *, generation_prompt: bool
     ) -> None:
-        """Raise ValueError if the rendered text lacks a part of the messages or a tool; note unread keys."""
+        """Raise ValueError if the rendered text lacks a tool or a part of the messages.
+
+        Also record keys that the template does not read, for `finish`.
+        """
 
         def rendered(chat: Messages) -> str:
             return self.template.render(chat, tools, generation_prompt=generation_prompt)
@@ -195,7 +209,7 @@ class MessageReader:
                     del self._unread[name]
 
     def finish(self, source: str) -> None:
-        """Log the changes. Raises ValueError if nothing reads a key of the messages.
+        """Log how the messages were converted. Raises ValueError if nothing reads a key of the messages.
 
         source: name of the data set.
         """
@@ -215,7 +229,10 @@ class MessageReader:
     # One message ------------------------------------------------------------------------------------------
 
     def _normal(self, message: dict) -> dict:
-        """Return one message in the form of templates. Raises ValueError with the rest of a sentence."""
+        """Return one message in the form of templates.
+
+        Raises ValueError whose text continues the sentence "message 1 of 3 ...".
+        """
         found: dict[str, Any] = {}
         for key, value in message.items():
             name = KEYS.get(key, key)
@@ -273,7 +290,7 @@ class MessageReader:
                 ]
             self._changed["parts of text joined"] += 1
             return "".join(part["text"] for part in parts)
-        if role == "tool" and not any(kinds):  # a result that is not a list of parts
+        if role == "tool" and not any(kinds):  # the result of a tool is a list, but not a list of parts
             self._changed["results of tools written as JSON"] += 1
             return json.dumps(content, ensure_ascii=False)
         for kind in kinds:
@@ -288,7 +305,7 @@ class MessageReader:
         )
 
     def _calls(self, message: dict, role: Any) -> list[dict]:
-        """Remove the calls from a message, and return them in the form of templates."""
+        """Remove the tool calls from a message, and return them in the form of templates."""
         calls = message.pop("tool_calls", None) or []
         if older := message.pop("function_call", None):
             self._changed["key function_call -> tool_calls"] += 1
@@ -324,7 +341,7 @@ class MessageReader:
         return {**ids, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
     def _weighed(self, message: dict) -> dict:
-        """Return a message with `weight` 0 if the turn has no loss, otherwise without it."""
+        """Return a message with `weight` 0 if the turn has no loss, otherwise without `weight`."""
         weights = {key: message.pop(key) for key in WEIGHTS if key in message}
         if any(value not in (0, 1) for value in weights.values()):
             raise ValueError(f"has {_pairs(weights)}; a turn is trained or not, so write 1 or 0")
@@ -345,9 +362,9 @@ def _pairs(values: dict) -> str:
 
 
 def without_nulls(value: Any, row: FileRow) -> Any:
-    """Return the value without keys that are None at any depth, unless the file is JSONL.
+    """Return the value without keys that are None, at any depth. A value from a JSONL file stays unchanged.
 
-    The other formats give all objects of a column the same keys.
+    In the other formats all objects of a column have the same keys, so that None means no value.
     """
     if row.path.suffix in (".jsonl", ".json"):
         return value
@@ -359,7 +376,7 @@ def without_nulls(value: Any, row: FileRow) -> Any:
 
 
 def _kind(part: Any) -> str:
-    """Return the type of a part of a content; "" if it is not a part."""
+    """Return the type of a part of a message's content; "" if the value is not a part."""
     if not isinstance(part, dict):
         return ""
     kind = "text" if set(part) == {"text"} else str(part.get("type") or "")
@@ -367,7 +384,10 @@ def _kind(part: Any) -> str:
 
 
 def tools_of(row: FileRow) -> list[dict]:
-    """Return the schemas in column `tools`: a list of objects or JSON texts, or the JSON text of a list."""
+    """Return the schemas of tools in the column `tools`.
+
+    The column holds a list of objects, a list of their JSON texts, or the JSON text of a list.
+    """
     value = row.values.get("tools")
     value = read_json(value, value) if isinstance(value, str) and value.strip() else value or []
     tools = [read_json(tool, tool) if isinstance(tool, str) else tool for tool in without_nulls(value, row)]
@@ -376,7 +396,7 @@ def tools_of(row: FileRow) -> list[dict]:
             f"{row.place}: column 'tools' must be a list of tool schemas, or JSON of one, not "
             f"{describe(row.values['tools'])}."
         )
-    # OpenAI's newer interface has flat schemas.
+    # In OpenAI's newer interface the schemas are flat: name and parameters stand beside the type.
     flat = [{key: item for key, item in tool.items() if key != "type"} for tool in tools]
     return [t if "function" in t else {"type": "function", "function": f} for t, f in zip(tools, flat)]
 

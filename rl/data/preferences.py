@@ -1,28 +1,30 @@
-"""Pairs of a preferred and a rejected response to one prompt, for dpo and kin, and responses with a label.
+"""Rated responses: pairs of a preferred and a rejected response (dpo and others), or labelled responses
+(kto).
 
 Rows have the forms of TRL's data sets (https://huggingface.co/docs/trl/dataset_formats#preference):
 
     prompt     messages, or a string, as in `rl.data.prompts`
-    chosen     the preferred response: a string, or messages that end with the assistant's
+    chosen     the preferred response: a string, or messages that end with a message of the assistant
     rejected   the other response, in the same form
 
 For example, {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "5"}.
 
-For kto a row has one response and its label, as in TRL's unpaired preference:
+For kto, a row has one response and its label (TRL's unpaired preference):
 
     completion  the response, in the same form
     label       true or 1 if it is desirable, false or 0 if not
 
-Messages before the response repeat the prompt. They must be the same in both columns and agree with the
-prompt column. If the prompt is a string and the responses are conversations (UltraFeedback), the string must
-be the content of a user message; the conversation is then the prompt, so that the chat template is applied.
-With `prompt_key` "" there is no prompt column, and the messages that both responses begin with are the prompt
-(TRL's implicit prompt).
+A column with a response may repeat the prompt: its messages before the response are the prompt. These
+messages must be the same in both columns and must agree with the prompt column. The prompt column may hold a
+string although the responses are conversations (UltraFeedback). Then the string must be the content of a user
+message of the conversations, and the prompt is the conversation up to the response, so that the chat template
+is applied. With `prompt_key` "" there is no prompt column. Then the messages with which both responses begin
+are the prompt (TRL's implicit prompt).
 
-A response of messages is rendered by the chat template. It may have several messages, such as calls of tools
-and their output; the loss counts the tokens of the assistant's turns (`rl.data.chats`). Column `tools` then
-has the schemas of the tools. A response that is a string, or follows a prompt that is one, is the text and
-the end-of-sequence token.
+A response made of messages is rendered by the chat template. It may have several messages, such as tool calls
+and the output of tools. Then the column `tools` has the schemas of the tools, and only the tokens of the
+assistant's turns have a loss (`rl.data.chats`). If the response or its prompt is a string, the response is
+its text, followed by the end-of-sequence token.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -43,12 +45,12 @@ from rl.data.special_tokens import show
 
 @dataclass(frozen=True, eq=False, kw_only=True)  # eq would compare arrays, which has no single truth value
 class Asked:
-    """One prompt of such a row."""
+    """The fields of a row with rated responses that concern its prompt."""
 
     index: int
-    """Row in the concatenation of the files, counted before any was dropped."""
+    """Index of the row in the concatenation of the files, counted before any row was dropped."""
     prompt_ids: np.ndarray
-    """np.int32 [P]: after the chat template with generation prompt, after truncation."""
+    """Tokens of the rendered prompt, with the generation prompt, after truncation: np.int32 [P]."""
     text: str
     """The rendered prompt before truncation."""
     data_source: str
@@ -62,17 +64,17 @@ class PreferencePair(Asked):
     """One prompt with a preferred and a rejected response."""
 
     chosen_ids: np.ndarray
-    """np.int32 [R]: the preferred response and the end-of-sequence token, after truncation."""
+    """The preferred response with its end-of-sequence token, after truncation: np.int32 [R]."""
     chosen_mask: np.ndarray
-    """np.float32 [R]: 0 for tokens that are given to the policy, such as the output of a tool, else 1."""
+    """np.float32 [R]: 0 for tokens that the policy was given, such as the output of a tool; 1 for others."""
     rejected_ids: np.ndarray
-    """np.int32 [R']: the rejected response in the same form."""
+    """The rejected response in the same form: np.int32 [R']."""
     rejected_mask: np.ndarray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Labelled(Asked):
-    """One prompt with a response, in the form of a preferred one, and its label."""
+    """One prompt with a response, in the same form as `PreferencePair.chosen_ids`, and its label."""
 
     response_ids: np.ndarray
     response_mask: np.ndarray
@@ -88,7 +90,10 @@ def load_preferences(
     rejected_key: str,
     **options: Any,
 ) -> list[PreferencePair]:
-    """Read `files` in order and tokenize the pairs. options, and what raises ValueError: see `_load`."""
+    """Read `files` in order and tokenize the pairs.
+
+    options: see `_load`. Raises ValueError as `_load` does.
+    """
     required = {chosen_key: "name the column with the preferred response in data.chosen_key"}
     required[rejected_key] = "name the column with the rejected response in data.rejected_key"
     nouns = {chosen_key: "chosen responses", rejected_key: "rejected responses"}
@@ -114,7 +119,7 @@ def load_labelled(
 ) -> list[Labelled]:
     """Read `files` in order and tokenize prompts and responses. options: see `_load`.
 
-    Raises ValueError as `_load`, and for a label that is neither a bool nor 0 or 1.
+    Raises ValueError as `_load` does, and for a label that is neither a bool nor 0 or 1.
     """
     required = {response_key: "name the column with the response in data.response_key"}
     required[label_key] = "name the column with the label in data.label_key"
@@ -157,20 +162,21 @@ def _load(
     end_token_ids: Collection[int] = (),
     max_pairs: int = 0,
 ) -> list[tuple[FileRow, dict[str, Any], list[_Response]]]:
-    """Return, of each row within the limits, the row, the fields of `Asked` and the responses.
+    """Return for each row within the limits: the row, the fields of `Asked`, and its responses.
 
-    nouns: column of a response -> name of such responses in messages.
+    nouns: column with a response -> noun for these responses in error messages.
+    required: required column -> remedy for the error if it is missing.
     prompt_key: column with the prompt, or "" if the prompt is only in the messages of the responses.
     max_response_tokens: maximum tokens of a response, including its end-of-sequence token.
-    overlong: what to do with a row if its prompt or a response exceeds the limit: "error", "drop", or
-        "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. The
-        response then lacks its end-of-sequence token, as a sample that reached the limit.
+    overlong: what to do with a row whose prompt or response exceeds its limit: "error", "drop", or
+        "truncate_left", which keeps the last tokens of the prompt and the first tokens of a response. A
+        truncated response has no end-of-sequence token, like a sample that reached the length limit.
     end_token_ids: ids that stop generation, besides the tokenizer's eos.
     max_pairs: maximum number of rows to read, before any is dropped; 0 reads all.
 
     Raises ValueError for an invalid file, a missing column, a prompt or response that is not text,
-    conversations that disagree, a tokenizer that cannot render messages or has no eos_token, a template for
-    which `rl.data.chats` raises it, and overlong rows according to `overlong`.
+    conversations of one row with different prompts, a tokenizer that cannot render messages or has no
+    eos_token, a template that `rl.data.chats` refuses, and for overlong rows if `overlong` is "error".
     """
     if prompt_key:
         required = required | {
@@ -234,9 +240,10 @@ def _conversations(
     tools: list[list[dict]],
     turns: AssistantTurns,
 ) -> Iterator[tuple[int, str, np.ndarray, list[_Response]]]:
-    """Yield index, rendered prompt, its ids and responses of each row with messages as responses.
+    """Yield for each row whose responses are messages: its index, rendered prompt, prompt ids and responses.
 
-    The prompt has the first tokens that all conversations of a row share, up to the first token with a loss.
+    The prompt ids are the tokens with which all conversations of the row begin, at most up to the first token
+    with a loss.
     """
     texts, columns = [], []
     for number in range(len(split[indices[0]][1])):
@@ -258,7 +265,7 @@ def _conversations(
 # ---- prompts and responses of a row ----
 
 PromptAndResponses = tuple[Messages | str, list[Messages | str]]
-"""The prompt and the responses of a row. Responses are texts, or messages after a prompt of messages."""
+"""The prompt and the responses of a row. If a response is a list of messages, the prompt is one, too."""
 
 
 def _split(
@@ -284,7 +291,8 @@ def _split(
 
 
 def _num_repeated(value: Messages | str, values: list[Messages | str], prompt: Messages | str | None) -> int:
-    """Return the number of messages before the response in `value`, one of the row's `values`."""
+    """Return the number of messages that come before the response in `value`, which is one of the row's
+    `values`."""
     if isinstance(value, str):
         return 0
     chats = [other for other in values if not isinstance(other, str)]
@@ -299,7 +307,7 @@ def _num_repeated(value: Messages | str, values: list[Messages | str], prompt: M
 
 
 def _text(value: Messages | str, size: int, row: FileRow, *, column: str) -> str:
-    """Return a response as text, given the number of messages before it."""
+    """Return a response as text. size: number of messages before the response."""
     if isinstance(value, str):
         return value
     message = value[size]
@@ -321,7 +329,11 @@ def _not_a_text(row: FileRow, column: str, message: dict) -> ValueError:
 
 
 def _prompt(row: FileRow, before: Messages, prompt: Messages | str | None, *, column: str) -> Messages | str:
-    """Return the prompt of a row, given the messages that its responses begin with and the prompt column."""
+    """Return the prompt of a row.
+
+    before: messages with which its responses begin. prompt: content of the prompt column, None if there is
+        none.
+    """
     if not before:
         if prompt is None:
             raise ValueError(

@@ -1,8 +1,9 @@
-"""The order of drawn prompts: permuted epochs, or a mixture of sources with their own epochs.
+"""The order in which prompts are drawn: permuted epochs, or a mixture of sources that have their own epochs.
 
-An order depends only on its arguments and a cursor, which is checkpointed. Therefore all ranks draw the same
-prompts, and a resumed run continues at the saved position on any number of ranks. All orders have `draw`,
-`state_dict`, `load_state_dict` and `epoch`. User-defined orders are in `rl.data.curriculum`.
+The next prompts depend only on the arguments of the order and on its cursor. The cursor is checkpointed.
+Therefore all ranks draw the same prompts, and a resumed run continues at the saved position on any number of
+ranks. All orders have `draw`, `state_dict`, `load_state_dict` and `epoch`. User-defined orders are in
+`rl.data.curriculum`.
 """
 
 import zlib
@@ -13,13 +14,15 @@ import numpy as np
 
 
 class EpochOrder:
-    """Draws epoch after epoch; `order_of(epoch)` computes the prompts of an epoch, np.int64 [n], n > 0.
+    """Draws prompts, epoch after epoch.
 
-    A batch may span two epochs; no prompt is dropped.
+    order_of: order_of(epoch) returns the prompts of an epoch in order, np.int64 [n], n > 0.
+
+    A batch may contain prompts of two epochs; no prompt is dropped at the end of an epoch.
     """
 
     def __init__(self, order_of: Callable[[int], np.ndarray], *, owner: str):
-        """Start at epoch 0. `owner` is the subject of the error message "{owner} {n} prompts"."""
+        """Start at epoch 0. owner: beginning of the error message "{owner} {n} prompts"."""
         self._order_of = order_of
         self._owner = owner
         self._move_to(epoch=0, position=0)
@@ -31,16 +34,19 @@ class EpochOrder:
 
     @property
     def num_drawn(self) -> int | None:
-        """Number of prompts before the cursor; None if it is unknown, because epochs may differ in size."""
+        """Number of prompts drawn so far. None if it is unknown, because epochs may differ in size."""
         return None
 
     @property
     def digest(self) -> dict[str, int]:
-        """Hash of the present epoch's order by what determines it; {} if user code does."""
+        """Hash of the present epoch's order, under a name that says what determines the order.
+
+        {} if user code determines it.
+        """
         return {}
 
     def draw(self, n: int) -> np.ndarray:
-        """Return the next `n` prompts: np.int64 [n]. `n` may exceed the prompts of an epoch."""
+        """Return the next `n` prompts: np.int64 [n]. `n` may exceed the number of prompts of an epoch."""
         assert n >= 0, n
         drawn = np.empty(n, dtype=np.int64)
         filled = 0
@@ -60,7 +66,8 @@ class EpochOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a cursor.
 
-        Raises ValueError if the epoch has fewer prompts than the position, or for the state of a mixture.
+        Raises ValueError if the cursor's position exceeds the number of prompts of its epoch, or if the state
+        is one of a mixture.
         """
         if not {"epoch", "position"} <= set(state):
             raise ValueError(
@@ -84,7 +91,7 @@ class EpochOrder:
 
 
 class PromptOrder(EpochOrder):
-    """Draws epochs of all prompts, np.int64 in [0, num_prompts), permuted by a generator for (seed, epoch).
+    """Draws all prompts, np.int64 in [0, num_prompts), in each epoch. (seed, epoch) determines their order.
 
     Raises ValueError for `num_prompts` < 1 or a negative seed.
     """
@@ -99,7 +106,8 @@ class PromptOrder(EpochOrder):
         def order_of(epoch: int) -> np.ndarray:
             if not shuffle:
                 return np.arange(num_prompts)
-            # The generator's seed is the pair. With seed + epoch, epoch 1 of seed 1 would equal epoch 0 of 2.
+            # The seed is the pair. With the sum seed + epoch, epoch 1 of seed 1 would equal epoch 0 of seed
+            # 2.
             return np.random.default_rng([seed, epoch]).permutation(num_prompts)
 
         super().__init__(order_of, owner="the training data has")
@@ -116,22 +124,26 @@ class PromptOrder(EpochOrder):
 class MixedOrder:
     """Draws each prompt from one of several sources, selected with probability proportional to its weight.
 
-    The source of draw t depends only on (seed, t), not on the sizes of the draws. Each source has its own
-    epochs, so a small source with a large weight is repeated more often. For example, with the weights 3 and
-    1 about three of four prompts come from the first source, whatever the sizes of the sources.
+    The source of the t-th prompt depends only on the weights and on (seed, t). How many prompts a call of
+    `draw` returns does not matter. Each source has its own epochs, so a small source with a large weight is
+    repeated more often. For example, with the weights 3 and 1, about three of four prompts come from the
+    first source, whatever the sizes of the sources.
 
-    sources: indices of the prompts of each source, which `draw` returns, int [n_i], n_i > 0.
+    sources: for each source, the indices of its prompts, int [n_i], n_i > 0. `draw` returns these indices.
     weights: one per source, >= 0, with a sum > 0. 0 disables a source.
-    seed: seeds the selection of sources and the orders of the sources, which differ from each other.
-    shuffle: if False, each source is drawn in the given order; the selection of sources is still random.
+    seed: seed for the selection of sources and for the order of each source. The orders of two sources
+        differ.
+    shuffle: if False, each source is drawn in the given order. The selection of sources is random all the
+        same.
 
     Raises ValueError for a missing or empty source, invalid weights, or a negative seed.
     """
 
     _BLOCK = 4096
-    """Number of draws that select their sources together; another number gives another order."""
+    """Number of draws whose sources are selected at once. Another number would give another order."""
     _PICKS = 1 << 20
-    """Seed component that separates this stream from the orders' streams: the orders have 64-bit seeds."""
+    """Component of the seed that keeps the random numbers of this selection apart from the random numbers of
+    the orders, which have 64-bit seeds."""
 
     def __init__(self, sources: Sequence[np.ndarray], weights: Sequence[float], *, seed: int, shuffle: bool):
         check_seed(seed)
@@ -143,20 +155,20 @@ class MixedOrder:
             for i, source in enumerate(self._sources)
         ]
         self._weights = np.array(weights, dtype=np.float64)
-        # The last element becomes exactly 1 and exceeds every random number, so despite rounding no source of
-        # weight 0 is selected.
+        # The division makes the last element exactly 1, which is above every random number. Therefore
+        # rounding cannot select a source of weight 0.
         self._cumulative = np.cumsum(self._weights)
         self._cumulative /= self._cumulative[-1]
         self._num_drawn = 0
 
     @property
     def epoch(self) -> int:
-        """Number of complete epochs of every source with positive weight."""
+        """Number of epochs that every source with a positive weight has completed."""
         return min(walk.epoch for walk, weight in zip(self._walks, self._weights, strict=True) if weight > 0)
 
     @property
     def num_drawn(self) -> int:
-        """Number of prompts before the cursors of all sources."""
+        """Number of prompts drawn so far, from all sources together."""
         return sum(walk.num_drawn for walk in self._walks)
 
     @property
@@ -165,7 +177,7 @@ class MixedOrder:
         return {f"source {i}, {k}": v for i, walk in enumerate(self._walks) for k, v in walk.digest.items()}
 
     def draw(self, n: int) -> np.ndarray:
-        """Return the next `n` prompts: np.int64 [n], values of `sources`."""
+        """Return the next `n` prompts, as indices from `sources`: np.int64 [n]."""
         assert n >= 0, n
         picks = self._picks(self._num_drawn, n)
         drawn = np.empty(n, dtype=np.int64)
@@ -180,10 +192,10 @@ class MixedOrder:
         return {"num_drawn": self._num_drawn, "sources": [walk.state_dict() for walk in self._walks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a cursor. The weights may differ from the saved run's.
+        """Continue from a cursor. The weights may differ from the weights of the saved run.
 
-        Raises ValueError for another number of sources, a source with fewer prompts than its cursor, or the
-        state of an order without weights.
+        Raises ValueError if the number of sources differs, if the cursor of a source is beyond its prompts,
+        or if the state is one of an order without weights.
         """
         if not {"num_drawn", "sources"} <= set(state):
             raise ValueError(
@@ -200,7 +212,7 @@ class MixedOrder:
         self._num_drawn = int(state["num_drawn"])
 
     def _picks(self, start: int, n: int) -> np.ndarray:
-        """Return the source of draws start .. start + n - 1: int [n]."""
+        """Return the source of each of the draws start .. start + n - 1: int [n]."""
         first, last = start // self._BLOCK, (start + max(n, 1) - 1) // self._BLOCK
         blocks = [
             np.random.default_rng([self._seed, self._PICKS, block]).random(self._BLOCK)
@@ -234,5 +246,5 @@ def _check_mixture(sources: Sequence[np.ndarray], weights: Sequence[float]) -> N
 
 
 def _source_seed(seed: int, source: int) -> int:
-    """Return a seed for the order of a source; two files of equal length get different orders."""
+    """Return the seed for the order of a source. It makes the orders of two files of equal length differ."""
     return int(np.random.SeedSequence([seed, source]).generate_state(1, np.uint64)[0])

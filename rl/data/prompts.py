@@ -1,10 +1,10 @@
-"""Prompts: reads files with verl's columns, applies the chat template and tokenizes.
+"""Reads prompts from files with verl's columns, applies the chat template, and tokenizes them.
 
-Columns: `prompt` (list of {role, content}, or a string), and optionally `data_source`, `reward_model` {style,
-ground_truth}, `extra_info`, `tools` (schemas, which the chat template renders), and for agents `agent_name`,
-`tools_kwargs` and `interaction_kwargs`; other columns are not read. See `rl.data.messages` for
-messages and `rl.data.reading` for the file formats. Every error in the data is a ValueError that
-names the file and the row.
+The column `prompt` has a list of {role, content} messages, or a string. Optional columns are `data_source`,
+`reward_model` {style, ground_truth}, `extra_info`, `tools` (schemas that the chat template renders), and for
+agents `agent_name`, `tools_kwargs` and `interaction_kwargs`. Other columns are not read. `rl.data.messages`
+describes messages, `rl.data.reading` the file formats. Every error in the data is a ValueError that names the
+file and the row.
 """
 
 import logging
@@ -29,13 +29,13 @@ from rl.data.reading import FileRow, describe, read_rows
 from rl.data.special_tokens import encode, hide, show
 from rl.models.json_files import check_files, read_object
 
-if TYPE_CHECKING:  # runs without images do not import it
+if TYPE_CHECKING:  # a run without images does not import this module
     from rl.data.images import ImageReader, PromptImage
 
 log = logging.getLogger(__name__)
 
 SAMPLE = "What is 2 + 2?\n\tAnswer  at once: caf\u00e9, \u4f60\u597d, x_1=3.14; don't 1234567"
-"""Text for comparing a tokenizer with its file."""
+"""Text that is tokenized to compare a loaded tokenizer with its file."""
 AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
 """verl's columns for environments; verl also reads them from `extra_info`."""
 OPTIONAL = ("data_source", "reward_model", "extra_info", *COLUMNS, *AGENT_COLUMNS)
@@ -50,9 +50,9 @@ class Prompt:
     """One prompt, ready for the engine and for the reward function."""
 
     index: int
-    """Row in the concatenation of the files, counted before any prompt was dropped."""
+    """Index of the row in the concatenation of the files, counted before any prompt was dropped."""
     token_ids: np.ndarray
-    """np.int32 [P]: after the chat template with generation prompt, after truncation."""
+    """Tokens of the rendered prompt, with the generation prompt, after truncation: np.int32 [P]."""
     text: str
     """The rendered prompt before truncation; the reward function gets it as `prompt`."""
     data_source: str
@@ -62,26 +62,27 @@ class Prompt:
     extra_info: dict[str, Any]
     """Column `extra_info`, or {}, with the row's columns of AGENT_COLUMNS."""
     response_ids: np.ndarray | None = None
-    """np.int32 [R], only for sft: the target without special tokens, then the end-of-sequence token; of a
-    conversation, the tokens from the first to the last one with a loss."""
+    """np.int32 [R], only for sft. For a target: its tokens without special tokens, then the end-of-sequence
+    token. For a conversation: the tokens from the first to the last token with a loss."""
     response_mask: np.ndarray | None = None
-    """np.float32 [R], only for conversations: 1 for response tokens with a loss."""
+    """np.float32 [R], only for conversations: 1 for the tokens of `response_ids` with a loss."""
     messages: Messages | None = None
-    """The chat before the template, as `rl.data.messages` reads it; None for a string or a conversation."""
+    """The messages as `rl.data.messages` reads them, before rendering. None if the prompt is a string or
+    belongs to a conversation of sft."""
     tools: tuple[dict[str, Any], ...] = ()
     """Schemas of the tools that the template renders with the messages."""
     source: int = 0
     """Index of its file in `files`."""
     draw: int = -1
-    """Number of prompts that the run had drawn before it; -1 if the run does not number its draws."""
+    """Number of prompts that the run had drawn before this one; -1 if the run does not number its draws."""
     place: str = ""
     """Its file and row, for error messages."""
     images: tuple["PromptImage", ...] = ()
-    """Its images in their order (`rl.data.images`); `token_ids` has the tokens of each."""
+    """Its images in order (`rl.data.images`). `token_ids` contains all tokens of each image."""
 
     @property
     def placed_pixels(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """`rl.data.images.placed_pixels` of its images; None without images."""
+        """Result of `rl.data.images.placed_pixels` for its images; None if it has no images."""
         if not self.images:
             return None
         from rl.data.images import placed_pixels
@@ -90,7 +91,7 @@ class Prompt:
 
     @property
     def rendered_ids(self) -> np.ndarray:
-        """The prompt with one token for each image, int32, as the chat template gives it."""
+        """Tokens of the prompt with only one token for each image, as the chat template writes it, int32."""
         kept = np.ones(len(self.token_ids), bool)
         for image in self.images:
             kept[image.offset + 1 : image.offset + image.num_tokens] = False
@@ -98,12 +99,12 @@ class Prompt:
 
     @classmethod
     def of_tokens(cls, token_ids: np.ndarray) -> "Prompt":
-        """Return a prompt that is known by its tokens alone, int32 [P]."""
+        """Return a prompt made of tokens, int32 [P], without text, messages or ground truth."""
         return cls(-1, token_ids, "", "", None, {})
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face checkpoint directory, without access to the hub.
+    """Load the tokenizer of a Hugging Face checkpoint directory without access to the hub.
 
     Raises ValueError if `path` is not a directory or holds no tokenizer.
     """
@@ -127,10 +128,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, or one from tokenizer.json alone if the two split SAMPLE differently.
+    """Return the tokenizer, or one made from tokenizer.json alone if the two split SAMPLE differently.
 
-    The classes of transformers 5 replace parts of the file by their own. For example LlamaTokenizer, which
-    the config of DeepSeek-R1-Distill-Llama names, drops every space (transformers #45488).
+    The tokenizer classes of transformers 5 replace parts of tokenizer.json by their own settings. For
+    example, the config of DeepSeek-R1-Distill-Llama names the class LlamaTokenizer, which drops every space
+    (transformers #45488).
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -161,17 +163,18 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read `files` in order and tokenize the prompts.
 
-    prompt_key: column with messages, which are rendered with the chat template and generation prompt, or with
-        strings, which get the tokenizer's special tokens unless they begin with its BOS. Messages may be a
-        conversation of several turns that does not end with the assistant's.
-    overlong: "error", "drop" or "truncate_left", for prompts of more than `max_prompt_tokens` tokens.
-    response_key: None for RL; for sft, the column with the target, or a dotted path into one
-        (`extra_info.answer`); "" stands for `reward_model.ground_truth`.
+    prompt_key: column with the prompts. Messages are rendered with the chat template and the generation
+        prompt. They may be a conversation of several turns, but the last message must not be one of the
+        assistant. Strings get the tokenizer's special tokens, unless they begin with its BOS token.
+    overlong: what to do with prompts of more than `max_prompt_tokens` tokens: "error", "drop" or
+        "truncate_left".
+    response_key: None for RL. For sft, the column with the target, or a dotted path into a column, such as
+        `extra_info.answer`. "" stands for `reward_model.ground_truth`.
     max_prompts: maximum number of rows to read, before overlong prompts are dropped; 0 reads all.
-    images: reads the images of the rows; None: there are none.
+    images: reader for the images of the rows; None if the rows have no images.
 
     Raises ValueError for an invalid file, a missing column, a prompt or target that is not text, a tokenizer
-    that cannot render messages, and overlong prompts according to `overlong`.
+    that cannot render messages, and for overlong prompts if `overlong` is "error".
     """
     target_path = None if response_key is None else (response_key or "reward_model.ground_truth").split(".")
     rows = read_rows(
@@ -218,7 +221,7 @@ def load_prompts(
 
 
 def fields_of(row: FileRow) -> dict[str, Any]:
-    """Return the fields of a row's Prompt that are not tokenized."""
+    """Return the fields of a Prompt that are read from the row without tokenizing anything."""
     agent = {name: row.values[name] for name in AGENT_COLUMNS if row.values.get(name) is not None}
     return dict(
         data_source=data_source(row),
@@ -230,21 +233,24 @@ def fields_of(row: FileRow) -> dict[str, Any]:
 
 
 def data_source(row: FileRow) -> str:
-    """Return column `data_source` of a row, or the name of its file without the extension."""
+    """Return the column `data_source` of a row, or the name of its file without the extension."""
     return str(row.values.get("data_source") or row.file_name)
 
 
 def num_shared(prompts: Sequence[Any], others: Sequence[Prompt]) -> int:
-    """Return how many of `others` have the token ids of a prompt among `prompts`, which may hold pairs.
+    """Return how many of `others` also occur in `prompts`, with the same token ids and images.
 
-    Conversations are compared as a whole.
+    Conversations are compared as a whole. Pairs among `prompts` are ignored.
     """
     known = {_content(prompt) for prompt in prompts if isinstance(prompt, Prompt)}
     return sum(_content(other) in known for other in others)
 
 
 def _content(prompt: Prompt) -> bytes:
-    """Return token ids and images of a prompt, or of a whole conversation, because many begin equally."""
+    """Return the token ids and images of a prompt as bytes.
+
+    For a conversation, return all of its token ids, because many conversations have the same beginning.
+    """
     if prompt.response_mask is None or prompt.response_ids is None:
         return b"".join((prompt.token_ids.tobytes(), *(image.content for image in prompt.images)))
     return np.concatenate([prompt.token_ids, prompt.response_ids]).tobytes()
@@ -254,7 +260,8 @@ def _content(prompt: Prompt) -> bytes:
 
 
 def read_prompt(row: FileRow, column: str, reader: MessageReader) -> Messages | str:
-    """Return the chat or the text in a column. Raises ValueError for a chat that ends with the assistant."""
+    """Return the chat or the text in a column. Raises ValueError for a chat that ends with an assistant
+    message."""
     prompt = reader.read(row, column)
     refuse_answer(prompt, row, column=column)
     return prompt
@@ -277,13 +284,13 @@ def render(
     *,
     column: str,
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return the texts, with the generation prompt after chats, and the token ids, int32 [P], of all prompts.
+    """Return the rendered texts of all prompts, and their token ids, int32 [P] each.
 
-    Special tokens are added only to prompts that are texts and do not begin with the BOS token; a chat
-    template writes its own.
+    The text of a chat ends with the generation prompt. Special tokens are added only to prompts that are
+    strings and do not begin with the BOS token, because a chat template writes its own special tokens.
 
-    Raises ValueError if there is no template, if it rejects messages or leaves out a part or a tool, and for
-    a prompt without tokens or with two BOS tokens.
+    Raises ValueError if there is no template, if the template rejects messages or leaves out a part or a
+    tool, and for a prompt without tokens or with two BOS tokens.
     """
     texts = []
     for prompt, schemas, row in zip(prompts, tools, rows, strict=True):
@@ -315,9 +322,9 @@ def render(
 
 
 def end_token_ids(model: str) -> set[int]:
-    """Return the ids that end a response in vLLM, besides the tokenizer's eos.
+    """Return the ids at which vLLM ends a response, besides the tokenizer's eos.
 
-    They come from generation_config.json, or from config.json if the model has no such file.
+    They are read from generation_config.json, or from config.json if the model has no generation_config.json.
     """
     path = Path(model, "generation_config.json")
     if path.exists():
@@ -328,7 +335,7 @@ def end_token_ids(model: str) -> set[int]:
 
 
 def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: str) -> None:
-    """Raise ValueError if the ids begin with two BOS tokens. owner: the subject of its message."""
+    """Raise ValueError if the ids begin with two BOS tokens. owner: the subject of the error message."""
     if tokenizer.bos_token_id is not None and (ids[:2] == tokenizer.bos_token_id).sum() == 2:
         raise ValueError(
             f"{owner} begins with two BOS tokens ({tokenizer.bos_token}); remove the one in the text, or "
@@ -339,9 +346,9 @@ def refuse_two_bos(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, owner: s
 def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Return the token ids of the targets, np.int32 [R] each, ending with one end-of-sequence token.
 
-    If the text already ends with this token, ignoring blanks, no second one is added. Of the other special
-    tokens in the text, only the chat template's marks around reasoning and calls stay special, for example
-    <think>.
+    If the text already ends with this token, ignoring blanks, no second one is added. Other special tokens in
+    the text become plain text, except the tokens that the chat template writes around reasoning and calls,
+    for example <think>.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -385,12 +392,15 @@ def within_limit(
     kept_part: str = "last",
     truncation: str = "truncate_left",
 ) -> np.ndarray:
-    """Return which sequences to keep, bool [N], given `lengths` int [N]; all if they are truncated.
+    """Return which sequences to keep, bool [N]. If `overlong` truncates sequences, all of them are kept.
 
-    noun, limit_key, kept_part: the kind of sequences, the config key of `limit`, and which of their tokens
-    the caller keeps; used in messages. truncation: value of `overlong` that truncates them.
+    lengths: int [N], the number of tokens of each sequence.
+    truncation: the value of `overlong` that truncates sequences.
+    noun, limit_key, kept_part: words for error messages: the kind of the sequences, the config key of
+        `limit`, and which tokens of a truncated sequence the caller keeps.
 
-    Raises ValueError for a limit < 1, an unknown `overlong`, and if it is "error" or would drop everything.
+    Raises ValueError for a limit < 1 and for an unknown `overlong`. If a sequence is too long, raises
+    ValueError if `overlong` is "error", or if "drop" would drop all sequences.
     """
     if limit < 1:
         raise ValueError(f"{limit_key}={limit} must be at least 1.")

@@ -1,7 +1,7 @@
-"""Rows of data files: parquet, JSON lines or arrays, and the Arrow files of the `datasets` library.
+"""Reads the rows of data files: parquet, JSON lines or arrays, and Arrow files of the `datasets` library.
 
-Every rank reads the files into its own memory. A few thousand rows take seconds, and thousands of ranks need
-not share a disk cache. Every error is a ValueError that names the file and, if possible, the row.
+Every rank reads the files into its own memory, so thousands of ranks need not share a disk cache. A few
+thousand rows take seconds. Every error is a ValueError that names the file and, if possible, the row.
 """
 
 import contextlib
@@ -21,20 +21,22 @@ from rl.models.json_files import refuse_pointer
 log = logging.getLogger(__name__)
 
 Columns = Mapping[str, str]
-"""Required column -> remedy for the error if it is missing, such as `name the column ... in data.x_key`."""
+"""Required column -> remedy for the error if the column is missing, such as `name the column ... in
+data.x_key`."""
 Rows = Iterator[tuple[int, dict[str, Any]]]
 """Pairs of a row's number and its values by column."""
 MAPPINGS = ("reward_model", "extra_info", "tools_kwargs", "interaction_kwargs")
-"""Columns of objects, or of JSON texts of objects."""
+"""Columns that hold objects, or JSON texts of objects."""
 MAX_LEVELS = 100
-"""Maximum nesting of a JSON value, because code that walks a value is limited to 1,000 nested calls."""
+"""Maximum nesting of a JSON value. There is a limit because Python allows only 1,000 nested calls to
+functions that walk a value."""
 
 _MESSAGES = re.compile(
     r"""\s*(?:\[\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
     r"""|\{\s*["'](?:messages|conversations?)["']\s*:\s*\["""
     r"""|\[?\s*\{[^{}]*?["'](?:role|from)["']\s*:\s*["'](?:system|developer|user|human)["'])"""
 )
-"""Matches the beginning of a text that holds messages, one message, or an object of messages."""
+"""Matches the beginning of a JSON text of messages, of one message, or of an object with messages."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -45,7 +47,7 @@ class FileRow:
     values: dict[str, Any]
     path: Path
     number: int
-    """Position in the file, from 1; the line number in a file of JSON lines."""
+    """Number of the row in the file, from 1; in a file of JSON lines, the number of its line."""
     source: int
     """Index of the file in the list of files."""
 
@@ -68,7 +70,8 @@ def read_rows(
     datasets library. required: columns that each file must have. optional: columns that are read if they
     exist. Other columns are not read. max_rows: maximum number of rows; 0 reads all.
 
-    JSON texts of objects in MAPPINGS, and of messages in required columns, are decoded.
+    A column of MAPPINGS may hold the JSON text of an object, and a required column the JSON text of messages.
+    Such texts are decoded.
 
     Raises ValueError for an empty list, a missing, unreadable, empty or unsupported file, a column that is
     missing or exists twice, and text without the expected object or messages.
@@ -95,7 +98,7 @@ def read_rows(
 
 
 def describe(value: Any) -> str:
-    """Return the type of a value and the beginning of its repr, for error messages."""
+    """Return the type of a value and the beginning of its `repr`, for error messages."""
     if value is None:
         return "missing"
     shown = repr(value)
@@ -108,7 +111,10 @@ def first_line(error: Exception) -> str:
 
 
 def check_data_files(files: Sequence[str | Path], *, key: str = "") -> None:
-    """Raise ValueError for a file that does not exist or has an unsupported form. key: its config key."""
+    """Raise ValueError for a file that does not exist or has an unsupported form.
+
+    key: config key that names the files.
+    """
     for file in files:
         _check_kind(Path(file), f"{key}={file}" if key else f"data file {file}")
 
@@ -150,7 +156,7 @@ def _reader(path: Path) -> Callable[[Path, set[str], Columns], Rows]:
 
 
 def _decode_texts(row: FileRow, mappings: Sequence[str], required: Columns) -> None:
-    """Decode the JSON texts of objects and of messages in a row."""
+    """Decode, in place, the JSON texts of objects and of messages in a row."""
     values = row.values
     for name in mappings:
         if (value := values.get(name)) is None or isinstance(value, dict):
@@ -177,7 +183,7 @@ def _parse(text: str, place: str, remedy: str = "") -> Any:
         is_deep = text.count("{") + text.count("[") > MAX_LEVELS and not is_within(value, MAX_LEVELS)
     except RecursionError:
         is_deep = True
-    except ValueError as error:  # also of an integer with more digits than Python reads
+    except ValueError as error:  # invalid JSON, or an integer with more digits than Python reads
         raise ValueError(f"{place}: not JSON{remedy}: {error}") from error
     if is_deep:
         raise ValueError(f"{place}: nested in more than {MAX_LEVELS} levels; store the inner part as text.")
@@ -193,7 +199,8 @@ def _parse(text: str, place: str, remedy: str = "") -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of a JSON text. Raise ValueError for a duplicate key: one would be lost."""
+    """Return the object of a JSON text. Raise ValueError for a duplicate key, because one value would be
+    lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -211,8 +218,8 @@ def is_within(value: Any, levels: int) -> bool:
 
 def _read_parquet(path: Path, names: set[str], required: Columns) -> Rows:
     """Yield (row number from 1, values) of a parquet file."""
-    # In batches, because a nested column of more than 2 GiB cannot be read at once. pq.read_table is not
-    # used, because it reads a directory named a=b as a partition and adds a column.
+    # The file is read in batches, because a nested column of more than 2 GiB cannot be read at once.
+    # pq.read_table is not used, because it takes a directory named a=b for a partition and adds a column a.
     with _reading(path, "parquet"):
         file = pq.ParquetFile(path)
     with file:
@@ -221,10 +228,11 @@ def _read_parquet(path: Path, names: set[str], required: Columns) -> Rows:
 
 
 def _read_json(path: Path, names: set[str], required: Columns) -> Rows:
-    """Yield (number, values) of the objects in a file: one per line, or an array. Empty lines are skipped.
+    """Yield (number, values) for each object of a file. The file has one object per line, or an array of
+    objects.
 
-    Lines are parsed with `json`: Arrow's reader converts strings that look like timestamps and requires the
-    same type in every row.
+    Empty lines are skipped. Lines are parsed with `json`. Arrow's reader is not used, because it converts
+    strings that look like timestamps and requires the same type in every row.
     """
     try:
         text = (content := path.read_bytes()).decode("utf-8-sig")
@@ -251,21 +259,21 @@ def _read_json(path: Path, names: set[str], required: Columns) -> Rows:
 def _read_arrow(path: Path, names: set[str], required: Columns) -> Rows:
     """Yield (row number from 1, values) of an Arrow file or a directory of `save_to_disk`.
 
-    The datasets library is needed because its index maps the rows of a selection.
+    The datasets library is needed, because a saved selection of rows is stored as an index that it applies.
     """
     import datasets  # imported here because it takes seconds and few runs need it
 
     if path.is_dir() and not any(path.glob("*.arrow")):
-        return  # an empty data set is saved without a file; load_from_disk would raise IndexError
+        return  # an empty data set is saved without a file, for which load_from_disk would raise IndexError
     with _reading(path, "Arrow"):
         opened = (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))
     found = _check_columns(opened.column_names, names, required, f"data file {path}")
-    # Read as Arrow tables, because the saved format may return tensors, and decodes images.
+    # Read the rows as Arrow tables. The format saved with the data set might return tensors or decode images.
     yield from _values(opened.select_columns(found).with_format("arrow").iter(1000), path, "Arrow")
 
 
 def _values(batches: Iterator[Any], path: Path, form: str) -> Rows:
-    """Yield (row number from 1, values) of Arrow's batches or tables. Columns of type JSON are decoded."""
+    """Yield (row number from 1, values) of Arrow batches or tables. Columns of the type JSON are decoded."""
     number = 0
     while True:
         with _reading(path, form):
@@ -282,9 +290,10 @@ def _values(batches: Iterator[Any], path: Path, form: str) -> Rows:
 
 
 def _json_decoder(type: pa.DataType) -> Callable[[Any, str], Any] | None:
-    """Return decode(value, place) for an Arrow type with JSON texts in it; None if it has none.
+    """Return a function decode(value, place) for an Arrow type that contains JSON texts; None if it has none.
 
-    datasets stores lists of unlike objects, such as messages with and without tool calls, as JSON.
+    The datasets library stores lists of unlike objects as JSON, for example messages with and without tool
+    calls.
     """
     if isinstance(type, pa.BaseExtensionType):
         if type.extension_name == "arrow.json":
@@ -303,13 +312,13 @@ def _json_decoder(type: pa.DataType) -> Callable[[Any, str], Any] | None:
 
 
 def _has_maps(type: pa.DataType) -> bool:
-    """Return whether a type contains a map, because `to_pylist` reads maps as pairs, or slowly as dicts."""
+    """Return whether a type contains a map. `to_pylist` converts maps to pairs or, more slowly, to dicts."""
     return pa.types.is_map(type) or any(_has_maps(type.field(i).type) for i in range(type.num_fields))
 
 
 @contextlib.contextmanager
 def _reading(path: Path, form: str) -> Iterator[None]:
-    """Convert any error of a library in the body, which reads a file, to a ValueError that names the file."""
+    """Convert any error in the `with` block, which reads a file, to a ValueError that names the file."""
     try:
         yield
     except Exception as error:  # the library may raise anything; the user must learn which file it was

@@ -1,7 +1,7 @@
-"""Comparison of prompts' tokens with a second source: transformers renders and tokenizes some prompts again,
-in one call, without this project's code.
+"""Comparison of the prompts' tokens with a second source.
 
-The compared prompts include prompts that begin with another token, or end differently, than most of the set.
+transformers renders and tokenizes some of the prompts again, in one call and without this project's code. The
+compared prompts include prompts that begin or end differently from most prompts of the set.
 """
 
 from collections import Counter
@@ -16,18 +16,20 @@ from rl.data.prompts import Prompt
 from rl.data.special_tokens import hide
 
 NUM_COMPARED = 32
-"""Minimum number of prompts of a set that are compared."""
+"""Number of prompts that are compared, evenly spread over a set; fewer if the set has fewer prompts."""
 MAX_COMPARED = 256
-"""Maximum number of prompts of a set that are compared."""
+"""Maximum number of prompts of a set that are compared, with the prompts that begin or end differently."""
 
 
 def check_rendering(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, key: str, max_prompt_tokens: int
 ) -> None:
-    """Raise ValueError if a prompt has other tokens than its template or tokenizer gives.
+    """Raise ValueError if the tokens of a prompt differ from what transformers makes of the prompt.
 
-    key: config key of the prompts. Whole conversations are compared when they are read (`rl.data.chats`).
-    Messages that contain special tokens as text are not compared: transformers reads them as such.
+    key: config key of the prompts.
+
+    Whole conversations are not compared here, but when they are read (`rl.data.chats`). Messages that contain
+    special tokens as text are not compared, because transformers would read them as special tokens.
     """
 
     def is_plain(prompt: Prompt) -> bool:
@@ -53,7 +55,7 @@ def check_rendering(
 def warn_of_unlike_prompts(prompts: Sequence[Any], held_out: Sequence[Prompt]) -> str:
     """Return a warning if only one of two sets of prompts is rendered by the chat template; "" otherwise.
 
-    prompts: of data.train; they may be pairs.
+    prompts: rows of data.train; pairs are ignored. held_out: rows of data.val.
     """
     train, val = (
         {row.messages is not None for row in rows if isinstance(row, Prompt) and row.response_mask is None}
@@ -69,9 +71,9 @@ def warn_of_unlike_prompts(prompts: Sequence[Any], held_out: Sequence[Prompt]) -
 
 
 def _chosen(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the prompts to compare: some from all parts of the set, and some that begin or end unlike most.
+    """Return the prompts to compare: some from all parts of the set, and some that begin or end differently.
 
-    prompts: all with messages, or none.
+    prompts: either all of them have messages, or none has.
     """
     if not prompts:
         return []
@@ -85,7 +87,7 @@ def _chosen(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _generation_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text that the template appends to the messages for a response; "" if none."""
+    """Return the text that the template appends to the messages so that a response follows; "" if none."""
     assert prompt.messages is not None
     bare, whole = (
         template_of(tokenizer).render(prompt.messages, prompt.tools, generation_prompt=appends)
@@ -95,7 +97,7 @@ def _generation_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the tokens by transformers alone, int32 [P], before truncation."""
+    """Return the tokens that transformers alone makes of a prompt, int32 [P], before truncation."""
     if prompt.messages is not None:
         adapted = [template_of(tokenizer).adapt(message) for message in prompt.messages]
         options: dict[str, Any] = dict(tools=list(prompt.tools) or None, add_generation_prompt=True)
@@ -107,7 +109,8 @@ def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def _difference(ids: np.ndarray, expected: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the error in a prompt's tokens, as the rest of a sentence."""
+    """Return what is wrong with the tokens of a prompt, as the end of a sentence that begins with the
+    prompt."""
     if np.array_equal(ids, expected[1:]):
         return f"lacks its first token, {tokenizer.convert_ids_to_tokens(int(expected[0]))!r}"
     if np.array_equal(ids[1:], expected):

@@ -1,11 +1,12 @@
-"""Special tokens: the ones that stay in a response's text, and text that only looks like a special token.
+"""Special tokens: which of them stay in a response's text, and how text that only looks like one is
+tokenized.
 
-A policy, an environment or a data set may write "<|im_end|>" as text. In a prompt this text must not end a
-turn. `hide` marks such text in the content of messages before the chat template renders them: it replaces the
-first character by one that Unicode reserves for internal use, so lengths and positions stay the same. For
-example, "<|im_end|>" becomes a noncharacter such as U+FDD0 and "|im_end|>". `encode` then reads as special
-tokens only what the template wrote, and marked text as plain text. Text without such strings is tokenized as
-by the tokenizer alone.
+A policy, an environment or a data set may write "<|im_end|>" as text. In a prompt, this text must not end a
+turn. Therefore `hide` marks such text in the content of messages before the chat template renders them: it
+replaces the first character of the text by a character that Unicode reserves for internal use. Lengths and
+positions stay the same. For example, "<|im_end|>" becomes the noncharacter U+FDD0 followed by "|im_end|>".
+`encode` then tokenizes marked text as plain text, and only what the template itself wrote becomes special
+tokens. If a text contains no such string, the result is what the tokenizer alone returns.
 """
 
 import copy
@@ -20,14 +21,16 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 FIRST_MARK, NUM_MARKS = 0xFDD0, 32
-"""Code point of the first mark, and the number of marks: noncharacters of Unicode, one for each first
-character of a special token. If a message itself contains marks, they become U+FFFD."""
+"""Code point of the first mark, and the number of marks. The marks are noncharacters of Unicode. Each
+different first character of the special tokens has its own mark. If a message itself contains a mark, it
+becomes U+FFFD."""
 
 _allowed: "weakref.WeakSet[PreTrainedTokenizerBase]" = weakref.WeakSet()
 
 
 def allow_in_content(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Read special tokens in the content of messages as such from now on (`data.allow_special_tokens`)."""
+    """From now on, read special tokens in the content of messages as special
+    (`data.allow_special_tokens`)."""
     _allowed.add(tokenizer)
 
 
@@ -38,16 +41,16 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def hide(value: Any, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] = ()) -> Any:
-    """Return a text, or a list or dict of texts at any depth, with its special tokens marked as text.
+    """Return a text, or a nested list or dict of texts, with the special tokens in it marked as plain text.
 
-    kept: special tokens that are left as they are.
+    kept: special tokens that are not marked.
     """
     marked = _special(tokenizer, len(tokenizer))
     return value if tokenizer in _allowed else marked.hide(value, frozenset(kept))
 
 
 def show(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the original of a text with special tokens that `hide` has marked."""
+    """Return a text in which `hide` has marked special tokens in its original form."""
     return text if text.isascii() else text.translate(_special(tokenizer, len(tokenizer)).first)
 
 
@@ -60,9 +63,10 @@ def encode(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the token ids of texts, int32 [n] each; special tokens that `hide` has marked become plain text.
 
-    offsets: whether to return the positions of each token's characters too, int64 [n, 2] each.
+    offsets: whether to return, as a second list, the first and the end position of each token's characters,
+        int64 [n, 2] each.
 
-    Raises ValueError if the tokenizer cannot read a special token as plain text.
+    Raises ValueError if the tokenizer cannot read a marked special token as plain text.
     """
     if not texts:
         return [], []
@@ -86,7 +90,10 @@ def encode(
 
 
 def decode_hidden(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a context, int32 [n]; plain tokens that spell a special token are marked as text."""
+    """Return the text of the tokens of a context, int32 [n].
+
+    If plain tokens spell a special token, their text is marked as plain text.
+    """
     special = special_ids(tokenizer)
     text = _text(ids, tokenizer)
     is_special = np.isin(ids, list(special))
@@ -105,7 +112,7 @@ def _text(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class _Special:
-    """The special tokens of a tokenizer."""
+    """The special tokens of a tokenizer, and their marked forms."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -123,7 +130,7 @@ class _Special:
     def hide(self, value: Any, kept: frozenset[str]) -> Any:
         if isinstance(value, str):
             if value.isascii() and not any(first in value for first in self.first.values()):
-                return value  # the pattern finds nothing, but is slow
+                return value  # a fast way out: the pattern would find nothing, but is slow
             return self.pattern.sub(
                 lambda found: found[0] if found[0] in kept else self._marked.get(found[0], "\ufffd"), value
             )
@@ -134,7 +141,11 @@ class _Special:
         return value
 
     def _hide_items(self, items: Sequence[Any], kept: frozenset[str]) -> list[Any]:
-        """Hide items, for example the parts of a message's content; a template may join their texts."""
+        """Hide the items of a list, for example the parts of a message's content.
+
+        A template may join the texts of parts, so a special token that only the joined text has is marked,
+        too.
+        """
         hidden = [self.hide(item, kept) for item in items]
         places = [n for n, item in enumerate(items) if isinstance(item, dict) and item.get("type") == "text"]
         texts, each = ["".join(str(part[n].get("text")) for n in places) for part in (items, hidden)]
@@ -148,7 +159,10 @@ class _Special:
 
     @functools.cached_property
     def _splitting(self) -> tuple[Any, dict[int, int]]:
-        """A tokenizer with the marked texts as special tokens, and a map from its ids to the model's."""
+        """A second tokenizer, and a map from its ids to the ids of the model.
+
+        The second tokenizer has the marked texts as added tokens and reads the special tokens as plain text.
+        """
         name = self._tokenizer.name_or_path
         if not self._tokenizer.is_fast:
             raise ValueError(
@@ -167,10 +181,13 @@ class _Special:
         return backend, {backend.token_to_id(m): self._tokens[t][0] for t, m in self._marked.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the result of `encode` for one text. Special tokens and their marked texts are swapped."""
+        """Return the ids and positions of `rl.data.special_tokens.encode` for one text.
+
+        It swaps special tokens and marked texts, and tokenizes the result with the second tokenizer.
+        """
         backend, own = self._splitting
         other = self._marked | {marked: text for text, marked in self._marked.items()}
-        # A single mark belongs to a special token in parts that the template did not join.
+        # A mark without the rest of its token comes from parts that the template did not join after all.
         other |= {chr(mark): first for mark, first in self.first.items()}
         pattern = "|".join(map(re.escape, sorted(other, key=len, reverse=True)))
         found = backend.encode(
@@ -196,7 +213,7 @@ def _special(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
 
 
 def decode(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of tokens, with special tokens."""
+    """Return the text of tokens, including special tokens."""
     text = tokenizer.decode(token_ids, skip_special_tokens=False)
     assert isinstance(text, str), "a list of texts belongs to a list of lists"
     return text
@@ -207,8 +224,8 @@ def decode_responses(
 ) -> list[str]:
     """Return the texts of responses, int32 [n] each, without special tokens except the ids in `kept`."""
     if not kept or not any(np.isin(ids, list(kept)).any() for ids in responses):
-        # Some tokenizers return one text for an empty list.
-        found: list[Any] = list(responses)  # arrays, which the library takes and does not declare
+        # The empty list is handled here, because some tokenizers return one text for it instead of no text.
+        found: list[Any] = list(responses)  # arrays: the library accepts them, but its annotation does not
         return tokenizer.batch_decode(found, skip_special_tokens=True) if responses else []
     dropped = list(special_ids(tokenizer) - set(kept))
     shown: list[Any] = [ids[~np.isin(ids, dropped)] for ids in map(np.asarray, responses)]

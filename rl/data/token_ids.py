@@ -1,7 +1,6 @@
-"""Comparison of the token ids of a model's files, its tokenizer, the config and the data with its embedding.
+"""Checks that every token id in a model's files, its tokenizer, the config and the data is in the embedding.
 
-An id without a row in the embedding would cause an index error on the GPU, or in vLLM, in the middle of a
-run.
+An id without a row in the embedding would cause an index error in the middle of a run, on the GPU or in vLLM.
 """
 
 import json
@@ -15,9 +14,9 @@ from rl.models.json_files import read_object
 
 
 def check_model_ids(path: str, num_tokens: int) -> None:
-    """Raise ValueError if a special token in the JSON of a model directory has no row in the embedding.
+    """Raise ValueError if a special token in the JSON files of a model directory has no row in the embedding.
 
-    num_tokens: number of rows.
+    num_tokens: number of rows of the embedding.
     """
     for file in (Path(path, "config.json"), Path(path, "generation_config.json")):
         found = read_object(file) if file.exists() else {}
@@ -28,16 +27,17 @@ def check_model_ids(path: str, num_tokens: int) -> None:
 
 
 def check_stops(ids: Sequence[int], num_tokens: int) -> None:
-    """Raise ValueError if `rollout.stop_token_ids` has a token without a row in the embedding."""
+    """Raise ValueError if an id of `rollout.stop_token_ids` has no row in the embedding."""
     _check(ids, f"rollout.stop_token_ids={list(ids)}", num_tokens, "correct it")
 
 
 def check_tokenizer(
     path: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int, *, unread: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError if a tokenizer is empty, or has a token without a row in the embedding.
+    """Raise ValueError if a tokenizer has no vocabulary, or a token without a row in the embedding.
 
-    unread: tokens that the published tokenizer has although its model has no rows for them.
+    unread: tokens that are allowed to have no row, because the published tokenizer has them although its
+        model has no rows for them.
     """
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     if len(vocabulary) <= len(added):
@@ -59,7 +59,7 @@ def check_tokenizer(
 def check_rows(key: str, rows: Iterable[Any], tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> None:
     """Raise ValueError if the data have a token without a row in the embedding.
 
-    key: config key of the rows. Only the `unread` tokens of `check_tokenizer` lack a row.
+    After `check_tokenizer`, only its `unread` tokens can lack a row. key: config key of the rows.
     """
     if max(tokenizer.get_vocab().values()) < num_tokens:
         return
@@ -72,7 +72,7 @@ def check_rows(key: str, rows: Iterable[Any], tokenizer: PreTrainedTokenizerBase
 
 
 def _check(ids: Iterable[int | None], owner: str, num_tokens: int, remedy: str) -> None:
-    """Raise ValueError, with the owner as its subject, if an id has no row in the embedding."""
+    """Raise ValueError if an id has no row in the embedding. owner: the subject of the error message."""
     if any(id is not None and id >= num_tokens for id in ids):
         raise ValueError(
             f"{owner} is not below vocab_size={num_tokens}, the number of rows of the embedding; {remedy}."
