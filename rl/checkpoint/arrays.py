@@ -1,5 +1,6 @@
-"""Arrays in the state of a run: shards of rank 0's file, because JSON would hold them as text.
+"""Arrays in the state of a run.
 
+Rank 0's file holds them as shards, because JSON would hold them as text.
 For example, the array at `state["carry_over"]["token_ids"]` is the tensor `state/carry_over/token_ids`.
 """
 
@@ -15,7 +16,7 @@ PREFIX = "state/"
 
 
 def array_shards(state: Mapping[str, Any], prefix: str = PREFIX) -> Iterator[Shard]:
-    """Yield the arrays in the state, which have one dimension, as shards. Keys contain no slash."""
+    """Yield each array in the state as a shard. Arrays have one dimension, and keys contain no slash."""
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from array_shards(value, f"{prefix}{key}/")

@@ -1,8 +1,9 @@
 """The contents of a checkpoint for one model: weights and optimizer states as boxes of Hugging Face tensors.
 
-Exactly one rank writes each number. A weight is written by one of the ranks that hold it, selected so that
-data parallel ranks write about equal numbers of bytes: for example, each of 8 writes about an eighth.
-Optimizer states are written by the rank that holds them, because the distributed optimizer shards them.
+Exactly one rank writes each number. Several data parallel ranks hold a weight; one of them is selected to
+write it, so that all of them write about equal numbers of bytes. For example, each of 8 data parallel ranks
+writes about an eighth. An optimizer state is on one rank only, because the distributed optimizer shards the
+states; this rank writes it.
 Nothing is sent between ranks. The state of the run, such as controllers and the prompt order, is in
 `rl.run.checkpoints`.
 """
@@ -36,8 +37,9 @@ of the reference weights, and of the base weights of adapters.
 def describe(engine: TrainingEngine) -> dict:
     """Return the properties that must match before a checkpoint is loaded; identical on all ranks.
 
-    dtype: of the weights. moments: dtype of Adam's; "" for a frozen model. adapter: the keys of section
-    `adapter` that determine A, B and their scale; {} without adapters. optimizer_step: number of steps taken.
+    dtype: dtype of the weights. moments: dtype of Adam's moments; "" for a frozen model. adapter: the keys of
+    section `adapter` that determine A, B and their scale; {} without adapters. optimizer_step: number of
+    steps taken.
     tensors: shape of every tensor that learns, by its name in the checkpoints of its format.
     """
     weights = engine.learned_map.weights
@@ -53,15 +55,19 @@ def describe(engine: TrainingEngine) -> dict:
 def checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
     """Return this rank's part of the checksum of each tensor that a checkpoint of the model describes.
 
-    Summed over the ranks they do not depend on the layout (`rl.runtime.checksum`). They include the reference
-    weights and the base of adapters, which are not written. Not collective.
+    Summed over the ranks, the checksums do not depend on the layout (`rl.runtime.checksum`). They include the
+    reference weights and the base weights of adapters, although a checkpoint does not hold these weights. Not
+    collective.
     """
     shards = itertools.chain(model_shards(name, engine, with_reference=True), _base_shards(name, engine))
     return _added((shard.name, shard.box, shard.tensor) for shard in shards)
 
 
 def _added(parts: Iterable[tuple[str, Sequence[tuple[int, int]], Tensor]]) -> dict[str, int]:
-    """Return the checksum of the parts of each tensor. parts: its name, and a box of it with the elements."""
+    """Return the checksum of the parts of each tensor, by its name.
+
+    parts: (name of the tensor, box of the tensor, the elements in this box).
+    """
     sums = Counter[str]()
     for name, box, tensor in parts:
         sums[name] += int(placed_checksum(tensor, [first for first, _ in box]))
@@ -89,12 +95,13 @@ def exported_checksums(
     value: Callable[[Weight, Tensor], Tensor] = lambda weight, parameter: parameter,
     shift: Callable[[str], Sequence[int]] = lambda name: (),
 ) -> dict[str, int]:
-    """Return the checksum of every Hugging Face tensor of the weights, as parts of exported tensors.
+    """Return the checksum of every Hugging Face tensor of the weights, as a part of an exported tensor.
 
-    Tensors are not gathered, so the comparison also finds errors of gathering. Collective over the world.
+    This function does not gather tensors. A comparison with exported files therefore also finds errors of
+    gathering. Collective over the world.
 
-    value: maps a weight and its parameter to what is exported. shift: position of a weight's first element in
-        the exported tensor, by its name; the origin if it is empty.
+    value: maps a weight and its parameter to the exported values. shift: maps the name of a Hugging Face
+        tensor to the position of its first element in the exported tensor; () is the origin.
     """
     return summed(
         _added(
@@ -108,7 +115,7 @@ def exported_checksums(
 
 
 def total_checksums(models: Mapping[str, TrainingEngine]) -> dict[str, int]:
-    """Return the checksums of all tensors of the models, in any layout. Collective over the world."""
+    """Return the checksums of all tensors of the models, equal in any layout. Collective over the world."""
     mine: dict[str, int] = {}
     for name, model in models.items():
         mine |= checksums(name, model)
@@ -125,9 +132,9 @@ def summed(mine: Mapping[str, int]) -> dict[str, int]:
 
 
 def in_words(tensors: Sequence[str], models: Mapping[str, TrainingEngine]) -> tuple[str, str]:
-    """Return the first names of tensors, and the ranks that hold any of them. Collective over the world.
+    """Return two texts for a message: the first four names of tensors, and the ranks that hold any of them.
 
-    tensors: keys of `total_checksums`, not empty.
+    tensors: keys of `total_checksums`, not empty. Collective over the world.
     """
     holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
     ranks = [str(rank) for rank, names in enumerate(holders) if names & set(tensors)]
@@ -191,8 +198,8 @@ def load_weights(name: str, engine: TrainingEngine, reader: ShardReader) -> None
 def load_optimizer(name: str, engine: TrainingEngine, reader: ShardReader, step: int) -> None:
     """Fill this rank's part of the optimizer, which has taken `step` steps. Not collective.
 
-    Changes the weights, so they must be loaded afterwards. Raises ValueError if the checkpoint lacks any
-    number.
+    It also changes the weights, so call `load_weights` afterwards. Raises ValueError if the checkpoint lacks
+    any number.
     """
     engine.num_restored_steps = step
     if step == 0 or engine.optimizer is None:
@@ -240,8 +247,9 @@ def _optimizer_tensors(
 ) -> tuple[int, dict[str, Tensor]]:
     """Return (start, tensors) of the elements of a parameter that this rank's optimizer updates.
 
-    `start` is the first such element of the flattened parameter, and `tensors` are the optimizer's tensors
-    from there on. There are none for a buffer or for a parameter that other ranks update.
+    `start` is the index of the first such element in the flattened parameter. `tensors` are the optimizer's
+    tensors for the elements from `start` on. `tensors` is empty for a buffer, and for a parameter that other
+    ranks update.
     """
     for optimizer in optimizers:
         if parameter in optimizer.model_param_gbuf_map:

@@ -65,8 +65,8 @@ def rank_file(rank: int) -> str:
 def partial_name(step: int) -> str:
     """Return the name of a checkpoint that is being written.
 
-    In an elastic run it has the number of this start: a rank of an earlier one, which was paused meanwhile,
-    then finds no directory to write into.
+    In an elastic run, the name contains the number of this start. A rank of an earlier start that was paused
+    and continues later therefore finds no directory to write into.
     """
     generation = os.environ.get("LOCKSTEP_GENERATION")
     return f"step_{step:06d}.{generation}.partial" if generation else f"step_{step:06d}.partial"
@@ -105,8 +105,10 @@ def write_text(path: Path, text: str) -> Written:
 
 
 def commit(partial: Path, final: Path, manifest: dict) -> None:
-    """Rename a directory to `final`, once all its files are on the disk, and make it the latest
-    checkpoint."""
+    """Write the manifest, rename the directory to `final`, and make it the latest checkpoint.
+
+    All other files must be on the disk already.
+    """
     text = json.dumps(manifest | {"crc32": _crc32_of(manifest)}, indent=1)
     write_text(partial / MANIFEST, text + "\n")
     sync_directory(partial)
@@ -171,9 +173,9 @@ def kept(found: Sequence[Saved], *, last: int, every: int, best: int, highest: b
     The newest is always kept.
 
     last: number of newest checkpoints kept; 0 keeps all. every: keep steps that are multiples of it; 0 for
-    none. best: number kept with the best metric, the highest if `highest`, else the lowest; of equal ones the
-    newer is kept. For example, with last=2 and every=100, the steps 100, 200 and 250 stay of five
-    checkpoints from 50 to 250.
+    none. best: number of checkpoints kept for their metric. The best metric is the highest if `highest`, else
+    the lowest; of two equal metrics, the newer checkpoint is kept. For example, a run has checkpoints of the
+    steps 50, 100, 150, 200 and 250. With last=2 and every=100, it keeps 100, 200 and 250.
     """
     if last == 0:
         return {saved.step for saved in found}

@@ -53,13 +53,14 @@ class NewDirectory:
         removed = self.target.with_name(f"{self.target.name}.removed")
         shutil.rmtree(removed, ignore_errors=True)
         if self.target.exists():
-            self.target.rename(removed)  # not removed in place: a kill would leave half of it under its name
+            self.target.rename(removed)  # removed under its own name, a kill could leave half an export there
         self.partial.rename(self.target)
         shutil.rmtree(removed, ignore_errors=True)
 
     def attempt(self, write: Callable[[], T]) -> T | None:
-        """Call the function on rank 0, unless the disk has failed; None on other ranks. Not collective.
+        """Call the function on rank 0 and return its result. Not collective.
 
+        Returns None on other ranks. Does not call the function if the disk has failed before.
         If the disk fails, the error is raised later in `agree`, because the other ranks wait in collectives.
         """
         if dist.get_rank() == 0 and self._problem is None:
@@ -124,8 +125,8 @@ def export_hf(
     if the disk is full or fails.
 
     fence: called on rank 0 before files are written or replaced; an exception from it ends the export.
-    check: called on every rank with the complete directory before it gets its name; returns on rank 0 what is
-        wrong with it, if anything is.
+    check: called on every rank with the complete directory before it gets its name. On rank 0 it returns a
+        message if something is wrong with the directory, else None.
     """
     writes = dist.get_rank() == 0
     files: list[str] = []
@@ -176,7 +177,7 @@ def _refuse_full(directory: Path, num_bytes: int) -> None:
 
 
 def _problem(directory: Path, index: dict[str, str], weights: list[Weight], expected: dict[str, int]) -> str:
-    """Return `differing` for the tensors of the files.
+    """Compare the tensors of the files with the model's; return a message as `differing` does.
 
     index: name of each tensor in the files -> its file. expected: checksums of the model's tensors.
     """
@@ -208,7 +209,7 @@ def _name_files(directory: Path, files: list[str], index: dict[str, str], total_
 
 
 def _copy_config(model: WeightMap, source: Path, target: Path) -> None:
-    """Write the config of the weights, and copy all other files, because any may affect loading."""
+    """Write the config of the weights, and copy all other files, because any of them may affect loading."""
     config = copy.deepcopy(as_written(model.hf))
     dtype = str(model.dtype).removeprefix("torch.")
     for part in (config, config.get("text_config", {}), config.get("vision_config", {})):

@@ -2,10 +2,10 @@
 
 The distributed optimizer may split a rank's flattened parameter at any element. Such a range of elements
 consists of a few boxes of the parameter: for example, elements 3 to 9 of a [4, 4] parameter are the end of
-row 0, the whole row 1 and the start of row 2. By `rl.models.layout`, each of them consists of boxes of
-Hugging Face tensors. A whole parameter is the range of all its elements. Boxes of Hugging Face tensors do not
-depend on the layout of the run that saves; another layout reads other boxes of the same tensors. Plain data,
-no torch.distributed.
+row 0, the whole row 1 and the start of row 2. By `rl.models.layout`, each box of the parameter consists of
+boxes of Hugging Face tensors. A whole parameter is the range of all its elements. Boxes of Hugging Face
+tensors do not depend on the layout of the run that saves. A run with another layout reads other boxes of the
+same tensors. Plain data, no torch.distributed.
 """
 
 import math
@@ -25,7 +25,7 @@ class FlatRegion:
     hf: str
     box: Box
     start: int
-    """Index in the range of the first element of the row-major block `block`."""
+    """Index in the range at which a row-major block of the shape `block` begins."""
     block: tuple[int, ...]
     inner: Box
     """The box within the block."""

@@ -56,7 +56,7 @@ def reseed_rng(seed: int) -> None:
 
 def _states() -> dict[str, Tensor]:
     version, words, python_gauss = random.getstate()
-    numpy_state: Any = np.random.get_state()  # annotated as a dict too, its form on request
+    numpy_state: Any = np.random.get_state()  # its annotation includes a dict, which numpy returns on request
     _, keys, position, has_gauss, gauss = numpy_state
     states = {
         "python": torch.tensor([version, *words]),

@@ -63,12 +63,15 @@ class DamagedError(Exception):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise DamagedError for any error in the body, which reads the file, except a missing permission."""
+    """Raise DamagedError for any error in the block, which reads the file.
+
+    A missing permission is the exception: it stays a PermissionError.
+    """
     try:
         yield
     except DamagedError:
         raise
-    except PermissionError as error:  # the checkpoint may be intact, so another one does not replace it
+    except PermissionError as error:  # the checkpoint may be intact, so the run must not use an older one
         raise PermissionError(f"{path} cannot be read: {error.strerror}; correct its permissions.") from error
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing") from error
@@ -79,9 +82,9 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def in_file_order(shards: Iterable[Shard]) -> list[Shard]:
-    """Return the shards sorted by falling element size.
+    """Return the shards sorted by the size of their elements, largest first.
 
-    Each tensor of the file then begins at a multiple of its element's size.
+    Each tensor of the file then begins at a multiple of the size of its elements.
     """
     return sorted(shards, key=lambda shard: -shard.tensor.itemsize)
 
@@ -142,7 +145,7 @@ def check_file(path: Path, expected: Written, *, contents: bool) -> None:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """The file and the key of a box."""
+    """A box of a tensor, and the file and the key that hold it."""
 
     box: Box
     file: str

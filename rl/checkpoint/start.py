@@ -1,7 +1,8 @@
-"""Comparison of the models at their first update with what the run started from.
+"""Comparison of the models before their first update with the weights and states that the run started from.
 
-Between the load and the first update the first refit, memory sharing, adapters and the reference access the
-models. A change by one of them would go unnoticed, and the run would learn from it.
+Between the load and the first update, the first refit, memory sharing, adapters and the reference access the
+models. Without this comparison, nobody would notice if one of them changed a model, and the run would learn
+from the changed model.
 """
 
 import re
@@ -41,8 +42,8 @@ class Start:
     def check(self, name: str, model: TrainingEngine) -> None:
         """Compare a model with its state at the start.
 
-        Before the first update of this process: weights, optimizer and reference. Later: buffers, which no
-        update changes.
+        Before the first update of this process, compare weights, optimizer and reference. Later, compare only
+        the buffers, because no update changes them.
 
         Raises ChangedSinceStart on every rank. Collective over the world.
         """

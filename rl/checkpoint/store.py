@@ -109,9 +109,9 @@ class CheckpointStore:
 
         With checkpoint.background, return once everything is copied; `poll` and `finish` complete the save.
 
-        state: plain data and arrays of one dimension. metrics: the step's. Both are identical on all ranks.
-        Raises ConfigError on every rank if the checkpoint cannot be written; the incomplete one is removed
-        and older ones stay.
+        state: plain data and arrays of one dimension. metrics: metrics of the step. Both are identical on all
+        ranks. Raises ConfigError on every rank if the checkpoint cannot be written; the incomplete checkpoint
+        is removed and older checkpoints stay.
         """
         self.finish()
         if step == self._last_step:
@@ -181,7 +181,10 @@ class CheckpointStore:
         save.partial.mkdir()
 
     def _check_space(self, save: "_Save", mine: int) -> None:
-        """Raise ConfigError if the ranks together need more space than the minimum that a rank sees."""
+        """Raise ConfigError if the ranks together need more space than is free.
+
+        Ranks may see different amounts of free space; the smallest counts.
+        """
         everyone = gather_objects((mine, shutil.disk_usage(self.directory).free))
         needed, free = sum(size for size, _ in everyone), min(free for _, free in everyone)
         if needed > free:
@@ -283,15 +286,16 @@ class CheckpointStore:
 
         A damaged checkpoint is logged and the previous one is used.
 
-        Raises ConfigError on every rank if all are damaged, or for a format newer than this code's.
+        Raises ConfigError on every rank if all checkpoints are damaged, or if the format of one is newer than
+        this code can read.
         """
         return self._newest_in(self.directory)
 
     def named(self, path: str) -> Saved:
         """Return the checkpoint that the path in checkpoint.resume names.
 
-        The path names a checkpoint, or a run directory; its newest checkpoint is returned. Raises as `newest`
-        does, and if there is no checkpoint.
+        If the path names a run directory, the newest checkpoint of that run is returned. Raises as `newest`
+        does, and ConfigError if there is no checkpoint.
         """
         start = Path(path)
         if _read_on_rank_0(lambda: (start / on_disk.MANIFEST).exists()):
@@ -357,8 +361,8 @@ class CheckpointStore:
 
         In another world or layout, the random states are derived from `seed` instead.
 
-        Raises ConfigError on every rank for a checkpoint of other models, and WronglyLoaded if the models do
-        not hold what was saved.
+        Raises ConfigError on every rank for a checkpoint of other models, and WronglyLoaded if the loaded
+        models differ from the saved models.
         """
         manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         _check_models(saved.path, manifest, models)
@@ -391,8 +395,8 @@ class CheckpointStore:
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
         """Load only the weights of the models, in the models' own dtype; no optimizer is needed.
 
-        Models other than the policy that the checkpoint lacks stay unchanged. Raises as `load` does; only the
-        base of adapters is compared after the load.
+        If the checkpoint lacks a model other than the policy, this model stays unchanged. Raises as `load`
+        does; after the load, only the base weights of adapters are compared.
         """
         manifest = _read_on_rank_0(lambda: on_disk.read_manifest(saved.path))
         models = {name: model for name, model in models.items() if name in ("policy", *manifest["models"])}

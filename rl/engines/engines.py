@@ -69,7 +69,7 @@ class Engines:
 
 
 def finish_imports(config: Config, *, generate: bool) -> None:
-    """Import vLLM if the run needs it, then enable garbage collection again (`start_up.pause_collection`).
+    """Import vLLM if the run needs it, then resume garbage collection (`start_up.pause_collection`).
 
     generate: whether models that generate are built.
     """

@@ -208,7 +208,7 @@ class Inputs:
         )
 
     def _prompts(self, files: list[str], *, responses: bool, max_prompts: int = 0) -> list[Prompt]:
-        """Return the prompts, or conversations, of the files. responses: with the data's own responses."""
+        """Return the prompts, or conversations, of the files. responses: also read the data's responses."""
         data = self.config.data
         if data.messages_key:
             from rl.data.chats import load_chats

@@ -25,9 +25,9 @@ class MemorySharing:
     ) -> dict[str, float]:
         """Wake the engine with the policy's current weights; return the metrics of the refit, if any.
 
-        The refit happens if the engine holds another version of the weights, or lost them while it slept
-        (CUDA). It is collective over the world and runs within `refit_phase()`. The weights are compared even
-        without a refit, because the version may be wrong.
+        The refit happens if the engine holds another version of the weights, or lost the weights while it
+        slept (CUDA). The refit is collective over the world and runs within `refit_phase()`. The engine's
+        weights are compared with the policy's even without a refit, because the version may be wrong.
         """
         policy, engine = self.engines.policy, self.engines.rollout
         assert engine is not None, "this run has no generation engine"

@@ -38,7 +38,8 @@ def check_device(config: Config, device: Device) -> None:
 def build_rollout(config: Config, device: Device, *, adapters: Sequence[Adapter] = ()) -> RolloutEngine:
     """Return the engine that generates with the policy. Collective over the world.
 
-    adapters: of a sweep's points; by default the adapter of `config`, if the engine holds it.
+    adapters: the adapters of a sweep's points; by default the adapter of `config`, if the engine holds
+    adapters beside the weights.
     """
     adapter = config.adapter
     if not adapters and adapter.is_on and adapter.in_engine == "adapter":
@@ -61,7 +62,7 @@ def parts_of(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
 def frozen_engines(config: Config) -> dict[str, tuple[ServedModel, float]]:
     """Return each model that generates and does not learn, with its engine's fraction of a GPU's memory.
 
-    The ranks that train have their engines, also with roles.
+    The engines of these models run on the ranks that train, also with roles (section `roles`).
     """
     frozen, dtype = {}, config.model.dtype
     if needs_reward(config) and (judge := config.reward.judge).path:
@@ -76,7 +77,7 @@ def frozen_engines(config: Config) -> dict[str, tuple[ServedModel, float]]:
 
 
 def model_parts(rollout: Rollout, hf: dict) -> list[EnginePart]:
-    """Return the parts of an engine for the layers of a model: gated delta nets, whole experts on a rank.
+    """Return the parts that an engine needs for a model's layers, for example for gated delta nets.
 
     hf: the model's config.json.
     """

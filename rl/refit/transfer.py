@@ -1,7 +1,8 @@
 """Execution of a refit plan: copies within the rank, then batches of packed messages.
 
-The check exchanges checksums in the same way. Messages are point-to-point, over gloo for CPU tensors and NCCL
-for CUDA tensors. A plan's ranks are the given group's, by default the world's; all of them call.
+`compare`, the check of a refit, exchanges checksums in the same way. Messages are point-to-point, over gloo
+for CPU tensors and NCCL for CUDA tensors. The ranks of a plan are the ranks of the given group, by default of
+the world. All of them must call these functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,8 +64,9 @@ class MessageForm(Protocol):
 
         Collective over the ranks of the plan.
 
-        number: of the batch. outgoing: packed messages, uint8. incoming: buffers of the messages, filled
-        here. held: fills `incoming` with the elements that the engine holds now.
+        number: the batch's index in the plan. outgoing: packed messages, uint8. incoming: buffers for the
+        received messages; this method fills them. held: fills `incoming` with the elements that the engine
+        holds now.
         """
 
 
@@ -81,8 +83,9 @@ def transfer(
 
     sources, destinations: this rank's training and engine parameters, by the index of the weight; both have
     the same dtype. Allocates only `plan.peak_bytes` for messages, each rounded up to a multiple of 8 bytes.
-    changes: sends only the elements that changed, which takes the same amount of memory a second time. The
-    destinations must still hold the values that the last call with this plan wrote.
+    changes: another form of the messages, with only the elements that changed. It needs the same amount of
+    memory a second time, and the destinations must still hold the values that the last call with this plan
+    wrote.
     """
     done = BytesMoved()
     with tracing.span("refit within the rank", copies=len(plan.copies)):
@@ -120,8 +123,9 @@ def exchange(
 
     Tensors must be contiguous; sender and receiver must agree on the sizes and on the order of the tensors
     between them. NCCL executes calls in order, so calls must not wait for each other in a cycle. Therefore
-    every rank first handles the first tensor of each pair of ranks, then the second, and so on. Each time it
-    iterates over the distances between ranks in the same order; both ends of a tensor have the same distance.
+    every rank first handles the first tensor of each pair of ranks, then the second, and so on. Each time,
+    all ranks iterate over the distances between ranks in the same order. The distance of a tensor is the same
+    for its sender and its receiver.
     """
     rank, world_size = (
         (dist.get_rank(), dist.get_world_size()) if group is None else (group.rank(), group.size())
@@ -178,16 +182,17 @@ def sent_checksums(
     every: int = 1,
     first: int = 0,
 ) -> Sums:
-    """Return the checksums of what this rank receives in the plan, of each `every`-th weight from `first` on.
+    """Return the checksums, computed by the senders, of the regions that this rank receives in the plan.
 
-    Collective over the group; each source sends 16 bytes per region.
+    every, first: only weights with index % every == first are included. Collective over the group; each
+    source sends 16 bytes per region.
     """
     sent: dict[tuple, int] = {}
     outgoing: dict[int, list[int]] = {}
     for peer, region in _regions(plan, "sends"):
         if region.weight % every != first:
             continue
-        # Engine replicas receive the same regions.
+        # Several engine replicas receive the same region; its checksum is computed once.
         number = sent.setdefault((region.weight, region.local), len(sent))
         outgoing.setdefault(peer, []).append(number)
     expected: dict[int, list[Region]] = {}
@@ -210,7 +215,7 @@ def sent_checksums(
 
 @torch.no_grad()
 def changed(sent: Sums, destinations: Mapping[int, Tensor]) -> list[tuple[int, int]]:
-    """Return (weight's index, source rank) of every region that has another checksum on this rank."""
+    """Return (weight's index, source rank) of every region with another checksum here than at its sender."""
     parts = [destinations[region.weight][index(region.local)] for _, region in sent.regions]
     differ = (_checksums(parts, sent.sums.device) != sent.sums).any(1).tolist()
     return [(region.weight, peer) for (peer, region), bad in zip(sent.regions, differ) if bad]

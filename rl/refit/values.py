@@ -1,11 +1,13 @@
 """The values that a refit gives to the engine, from the trainer's weights and low-rank adapters.
 
-With `adapter.in_engine=merged` they are W + scale * B A, computed in float32 and rounded once, one weight at
-a time when it is read. With `adapter` they are W, which travels once, and A and scale * B.
+With `adapter.in_engine=merged` the values are W + scale * B A, computed in float32 and rounded once. One
+weight at a time is computed, when the refit reads it. With `adapter.in_engine=adapter` the values are W,
+which is sent only once, and A and scale * B.
 
-In the merged form whole merged weights travel, not A and B to a receiver that adds scale * B A to its own W.
-A receiver that keeps W holds the weights twice. A receiver without W must subtract the delta of the step
-before, and its rounding errors add up (docs/adapters.md). The form with few bytes is `adapter`.
+With `merged`, the refit sends whole merged weights. It could instead send A and B, and the receiver could add
+scale * B A to its own W. But a receiver that keeps W holds the weights twice. A receiver without W must
+subtract the delta of the step before, and the rounding errors add up (docs/adapters.md). The form that sends
+few bytes is `adapter`.
 """
 
 import functools
@@ -32,7 +34,7 @@ class Values:
     """Whether the engine holds the weights beside the model's, for example an adapter's."""
 
     def by_number(self, weights: Sequence[Weight]) -> Mapping[int, Tensor]:
-        """Return the values of these weights from this rank's parameters, by their place in the list."""
+        """Return the values of these weights from this rank's parameters, by their index in the list."""
         numbers = {weight.hf: number for number, weight in enumerate(weights)}
         local = ((w, p.detach()) for w, p in self.weight_map.local() if w.hf in numbers)
         return _Computed({numbers[w.hf]: functools.partial(self.of, w, p) for w, p in local})
@@ -56,7 +58,8 @@ class WeightGroup:
     held: Mapping[str, Tensor]
     """Tensors that receive the values, or are compared with them, by vLLM's name."""
     store: Callable[[], list[str]] = list
-    """Gives what has arrived to the engine, if `held` only stages it; returns messages about what has not."""
+    """If `held` only stages the values, passes them on to the engine. Returns messages about values that did
+    not arrive."""
 
 
 class Groups(ABC):
@@ -107,10 +110,11 @@ def values_of(trainer: TrainingEngine, *, in_parts: bool = False) -> list[Values
 
 
 def wrong_values(trainer: TrainingEngine, values: Values) -> str:
-    """Return the error in weights' values that parts of the trainer compute; "" if they are right.
+    """Return a message about the first error in the values of weights; "" if the values are right.
 
-    The engine's weights are compared with these values, so that an error in them, for example an adapter
-    that is left out, would be on both sides. The parts compute some of them again. Not collective.
+    Other checks compare the engine's weights with these same values. They cannot find an error in the values
+    themselves, for example an adapter that is left out. The trainer's parts therefore compute some of the
+    values a second time here. Not collective.
     """
     own = values.of, trainer.version
     found = (part.wrong_values(trainer, *own, is_beside=values.is_beside) for part in trainer.parts)
