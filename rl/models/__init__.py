@@ -64,7 +64,7 @@ def value_model(hf: dict) -> dict:
 
 
 def value_weights(hf: dict, *, needs_head: bool) -> list[Weight]:
-    """Return the weights of a `value_model`: the language model's without its head, and the value head.
+    """Return the weights of a `value_model`: the language model's weights except its head, and a value head.
 
     Unless `needs_head`, a checkpoint may lack the value head, which then starts at 0.
     """
@@ -97,7 +97,7 @@ def form(hf: dict) -> LayerForm:
 def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
     """Return config.json of a Hugging Face checkpoint directory, `merged`.
 
-    key: config key to name if the file is missing. Raises ValueError then, and as `read_object`.
+    key: config key that the message names. Raises ValueError if the file is missing, or as `read_object`.
     """
     path = Path(directory, "config.json")
     if not os.path.lexists(path):

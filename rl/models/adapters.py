@@ -2,9 +2,9 @@
 
 Plain data, as `rl.models.layout`. A linear layer of the checkpoint, such as q_proj, has one adapter, although
 Megatron and vLLM hold it as a part of a fused parameter: A [r, in] and B [out, r], with B A of the shape of
-its weight. Of a layer that is split by rows (output features), every tensor parallel rank holds A and its
-rows of B. Of a layer that is split by columns (input features), it holds its columns of A, and B. The product
-of what a rank holds is therefore its part of B A, without communication.
+its weight. If the layer is split by rows (output features), every tensor parallel rank holds the whole A and
+its own rows of B. If the layer is split by columns (input features), every rank holds its own columns of A
+and the whole B. In both cases a rank's B times its A is its own part of B A, without communication.
 
 Names in checkpoints are peft's.
 """
@@ -18,7 +18,7 @@ from rl.models.layout import REPLICATED, ROW, Cut, Piece, PieceFunction, Weight
 from rl.models.placement import count_experts, training_ranges
 
 PREFIX = "base_model.model."
-"""Begins the name of every tensor in a checkpoint of peft."""
+"""Prefix of the name of every tensor in a checkpoint of peft."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def adapters(
 def check_ranks(
     pairs: Sequence[LowRank], weights: Sequence[Weight], *, num_layers: int, pp: int, ep: int, vpp: int = 1
 ) -> None:
-    """Raise ValueError if a rank has no adapter, and so nothing to learn. weights: all of the model."""
+    """Raise ValueError if a rank has no adapter, and so nothing to learn.
+
+    weights: all weights of the model.
+    """
     experts_per_rank = count_experts(weights) // ep
     for part, (first, stop) in enumerate(training_ranges(num_layers, pp * vpp)):
         experts = [pair.base.expert for pair in pairs if first <= (pair.base.layer or 0) < stop]
@@ -90,9 +93,10 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _linear_layers(weights: Sequence[Weight]) -> Iterator[tuple[Weight, int]]:
-    """Yield (weight, index of its tensor) of every linear layer but routers, gates, embedding and head.
+    """Yield (weight, index of its tensor) of every linear layer except routers, gates, embedding and head.
 
-    Experts that the checkpoint holds in one tensor have no adapters: peft has one adapter for all of them.
+    Experts that the checkpoint holds in one tensor have no adapters, because peft has one adapter for all of
+    them.
     """
     for weight in weights:
         is_matrix = weight.layer is not None and len(weight.shapes[0]) == 2 and weight.stored is None
@@ -128,7 +132,7 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
 
 @functools.cache
 def _same_rows(base: Weight, part: int) -> Cut:
-    """Return the cut of a tensor by the rows that a rank holds of a part of the base.
+    """Return the cut that gives a rank the same rows of a tensor as it holds of tensor `part` of the base.
 
     In vLLM several ranks hold the rows of a key or value head, if there are more ranks than heads.
     """

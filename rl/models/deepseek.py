@@ -1,7 +1,7 @@
 """DeepSeek-V2-Lite, V3 and R1: latent attention (MLA), dense first layers, shared and routed experts.
 
-Kimi-K2 and Moonlight are DeepSeek-V3 without groups of experts, Moonlight also without a latent of the query.
-GLM-4.7-Flash is the same under its own name.
+Kimi-K2 and Moonlight are DeepSeek-V3 without groups of experts; Moonlight also has no latent of the query.
+GLM-4.7-Flash has the architecture of DeepSeek-V3 under its own name.
 
 MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1) projects keys and values through a latent of kv_lora_rank
 channels; all heads share one rotary key. V3 (arXiv:2412.19437, section 2.1.2) scores experts by a sigmoid and

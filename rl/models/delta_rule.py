@@ -1,12 +1,13 @@
 """The gated delta rule over packed sequences, in chunks (Gated DeltaNet, arXiv:2412.06464, section 3.3).
 
-A head's state S [K, V] maps keys to values. A token decays it, replaces a share beta of what the state has at
-its key by its value, and reads it at its query:
+A head's state S [K, V] maps keys to values. Each token first decays the state. At its key, the token then
+replaces a share beta of the state's value by its own value. Finally it reads the state at its query:
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T        o_t = S_t^T q_t
 
 Within a chunk of C tokens the corrections u_t = beta_t (v_t - ...) solve a triangular system, so a chunk
-takes a few matrix products and only its last state is passed on. Trainer and CPU engine call this function.
+takes a few matrix products and only its last state is passed on. The trainer and the CPU engine call
+`gated_delta_rule`.
 
 T tokens of N sequences, H heads, K channels of a key, V of a value. M chunks.
 """
@@ -27,10 +28,11 @@ L2_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Chunks:
-    """Division of sequences into chunks of equal length, the last of each with empty places.
+    """Division of sequences into chunks of equal length; a sequence's last chunk may have empty places.
 
-    The first chunks of all sequences come first, then their second ones; longer sequences come before
-    shorter ones. Sequences of a step are therefore the first ones of the step before.
+    Step s computes the chunks with the number s of all sequences that have one. The chunks are stored in the
+    order of the steps, and within a step from the longest sequence to the shortest. The sequences of a step
+    are therefore the first sequences of the step before.
     """
 
     size: int
@@ -46,7 +48,7 @@ class Chunks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Chunks":
-        """Return the division of adjacent sequences of these numbers of tokens."""
+        """Return the division of adjacent sequences. lengths: number of tokens of each sequence."""
         size = max(1, min(CHUNK, max(lengths)))
         counts = [-(-length // size) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda sequence: -counts[sequence])
@@ -81,7 +83,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs [T, H, V] and the last state of each sequence [N, H, K, V].
 
-    Computed in float32, in float64 if an input is.
+    Computed in float32, or in float64 if an input is in float64.
 
     Args:
         query, key: [T, H, K], normed and scaled.
@@ -139,8 +141,8 @@ def log_decay(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
 def causal_conv(windows: Sequence[Tensor], weight: Tensor) -> Tensor:
     """Return silu of a convolution per channel [T, C], in the dtype of the windows.
 
-    windows: for each of the W taps, from the oldest to the token itself, the channels [T, C] at it. weight:
-    [C, W].
+    windows: for each of the W taps, the channels [T, C] of the tokens at this tap. The first tap is the
+    oldest token, the last tap the token itself. weight: [C, W].
     """
     dtype = torch.promote_types(windows[0].dtype, torch.float32)
     taps = zip(windows, weight.to(dtype).unbind(-1), strict=True)

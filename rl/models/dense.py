@@ -39,8 +39,8 @@ def check_decoder(
 ) -> None:
     """Raise ValueError, naming the family, for an unsupported activation or rotary embedding.
 
-    partial: whether a part of a head's channels may be rotated; the config must then state it, because
-    readers have different defaults.
+    partial: whether the model may rotate only a part of a head's channels. config.json must then state the
+    part, because libraries have different defaults.
     """
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
@@ -179,8 +179,8 @@ def in_layer(
 ) -> Weight:
     """Return a weight of one layer, given its names within the layer.
 
-    names: the Hugging Face names of `shapes`, separated by spaces. suffix: appended to them and to
-    `megatron`. vllm: the whole name in vLLM, by default that in Hugging Face.
+    names: the Hugging Face names of `shapes`, separated by spaces. suffix: appended to the Hugging Face names
+    and to `megatron`. vllm: the name in vLLM, with its suffix; by default the first Hugging Face name.
     """
     prefix = f"model.layers.{layer}."
     hf = tuple(f"{prefix}{name}{suffix}" for name in names.split())

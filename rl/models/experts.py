@@ -35,8 +35,8 @@ def megatron_fields(hf: dict, *, renormalise: bool, moe_layers: list[bool]) -> d
 def sigmoid_fields(hf: dict, *, first_dense: int) -> dict:
     """Return Megatron's fields for DeepSeek-V3's mixture (arXiv:2412.19437, section 2.1.2).
 
-    A router scores by a sigmoid and chooses by the scores plus a bias per expert, of the best groups of
-    experts. The first `first_dense` layers have no experts.
+    A router scores experts by a sigmoid. It chooses experts by their scores plus a bias per expert, and only
+    from the best groups of experts. The first `first_dense` layers have no experts.
     """
     fields = megatron_fields(hf, renormalise=False, moe_layers=after_dense(hf, first_dense))
     fields |= dict(

@@ -28,7 +28,7 @@ MAPPED_BYTES = 256 << 20
 MXFP4_BLOCK = 32
 """Number of values that share a power of two in MXFP4."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""End of the names of an MXFP4 tensor's codes and exponents."""
+"""Suffixes of the names of an MXFP4 tensor's codes and exponents."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights in files, except quantised weights."""
 QUANTISATIONS = ("fp8", "mxfp4")
@@ -40,8 +40,8 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
     """Return the values float32 [..., blocks x 32] of an MXFP4 tensor (OCP Microscaling Formats, 1.0).
 
-    codes: uint8 [..., blocks, 16], two each, the lower four bits first. exponents: uint8 [..., blocks], of
-    two, plus 127.
+    codes: uint8 [..., blocks, 16]; each byte holds two codes, the first one in the lower four bits.
+    exponents: uint8 [..., blocks], the exponent of each block's power of two, plus 127.
     """
     table = torch.tensor([*FP4, *(-value for value in FP4)])
     pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
@@ -61,7 +61,7 @@ class TensorReader:
         parts = [(weight, weight.stored) for weight in weights if weight.stored is not None]
         self._stored = {weight.hf[0]: stored for weight, stored in parts}
         self._shapes = {stored.name: stored.shape(weight.shapes[0]) for weight, stored in parts}
-        """Published shapes of the tensors of all experts."""
+        """Shapes of the tensors that hold all experts, in the published files."""
         self._path: Path | None = None
         self._opened: Any = None
         self._num_bytes = 0
@@ -131,7 +131,7 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
                         )
                     part = opened.get_slice(name)
                     files[name], shapes[name], dtypes[name] = path, tuple(part.get_shape()), part.get_dtype()
-        except FileNotFoundError as error:  # it exists, but the library says so of a file without permission
+        except FileNotFoundError as error:  # the library raises it also for a file without permission
             owner, mode = path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)
             raise ValueError(
                 f"{path} cannot be read: it has owner={owner} and mode={mode:04o}; its owner can chmod it."
@@ -169,9 +169,10 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor of all experts with the rows and columns of each exchanged.
+    """Return the shape of a tensor of all experts with rows and columns of each expert exchanged.
 
-    transformers 5 exchanges them for some models when it loads them, and not back when it saves them.
+    transformers 5 exchanges rows and columns when it loads some models, and does not exchange them back when
+    it saves these models.
     """
     return (*shape[:-2], *shape[:-3:-1]) if len(shape) == 3 else shape
 
@@ -179,7 +180,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 def stored_shapes(weight: Weight, names: Container[str] = ()) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the files' tensors that hold the weight, by name.
 
-    names: the files' names of tensors, which decide whether the files are MXFP4.
+    names: names of the tensors in the files; they show whether the files are MXFP4.
     """
     if weight.stored is None:
         return dict(zip(weight.hf, weight.shapes))

@@ -1,7 +1,7 @@
 """Weights in FP8 with one factor per block of 128 x 128 elements, the format of DeepSeek-V3's checkpoints.
 
-Which weights of a model an engine holds in it (`rollout.quantization`), and the arithmetic. Needs torch only
-where tensors are computed.
+This file says which weights an engine holds in this format (`rollout.quantization`), and has the arithmetic
+of the format. It imports torch only where tensors are computed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REFIT_GROUPS = 4
-"""Maximum number of groups that a refit stages, one after another: half a byte per quantised parameter."""
+"""Maximum number of groups of quantised weights. A refit stages one group after another, which takes half a
+byte of memory per quantised parameter."""
 NEGATIVE_ZERO = 0x80
 """Bits of -0 in FP8."""
 ABSORBED = ".kv_b_proj."
-"""Name of the projection from latents, which vLLM multiplies into others in the model's dtype."""
+"""Name of the projection from latents. vLLM multiplies it into other weights, in the model's dtype."""
 
 
 def quantised_weights(weights: Sequence[Weight]) -> list[Weight]:
@@ -43,8 +44,8 @@ def box_of(pieces: Sequence[Piece], name: str) -> Box:
 def cut_blocks(weight: Weight, pieces: Sequence[Piece], *, in_engine: bool) -> str | None:
     """Return the first tensor with a block that is divided between ranks; None if there is none.
 
-    in_engine: require also that the blocks are blocks of the parameter, which is one matrix, or one of all
-    experts.
+    in_engine: also require that the tensor's blocks are blocks of vLLM's parameter. This parameter is one
+    matrix, or holds the matrices of all experts.
     """
     for name in dict.fromkeys(piece.hf for piece in pieces):
         sizes = weight.shapes[weight.hf.index(name)]
@@ -59,8 +60,8 @@ def cut_blocks(weight: Weight, pieces: Sequence[Piece], *, in_engine: bool) -> s
 def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return (values float8 [r, c], factors float32 of each block) of a matrix [r, c].
 
-    The largest element of a block becomes the largest of float8. A matrix that was dequantised from blocks
-    with such factors becomes what it was.
+    The largest element of a block becomes the largest number of float8. If a matrix was dequantised from such
+    values and factors, this function returns the same values and factors again.
     """
     import torch
 
@@ -71,7 +72,8 @@ def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     divisors = factors.masked_fill(factors == 0, 1.0)[:, None, :, None]
     values = (blocks / divisors).to(torch.float8_e4m3fn).flatten(2, 3).flatten(0, 1)
     bits = values.view(torch.uint8)
-    bits[bits == NEGATIVE_ZERO] = 0  # sums over ranks make it 0, so an exported base would have other bits
+    # A sum over ranks turns -0 into 0. Without this line, an exported base would have other bits.
+    bits[bits == NEGATIVE_ZERO] = 0
     return values[:rows, :columns].contiguous(), factors
 
 
@@ -80,7 +82,8 @@ def dequantised(values: Tensor, factors: Tensor, box: Box) -> Tensor:
 
     The format is DeepSeek-V3's (arXiv:2412.19437, section 3.3; `weight_scale_inv` in its checkpoints).
 
-    values: float8 [r, c], the box. factors: float32, of the blocks that the box touches.
+    values: float8 [r, c], the elements of the box. factors: float32, the factors of all blocks that overlap
+    the box.
     """
     for dim, (start, stop) in enumerate(box):
         factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, start % FP8_BLOCK, stop - start)

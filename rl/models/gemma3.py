@@ -1,7 +1,8 @@
 """Gemma 3, text: norms before and after attention and MLP, most layers with a sliding window.
 
-Layers with a window have their own rotary embedding. Norms multiply by 1 + weight, the embedding by the root
-of the hidden size. Only models of one modality are read (1B, 270M, and others with this class).
+Layers with a window have their own rotary embedding. Norms multiply by 1 + weight. The embedding is
+multiplied by the square root of the hidden size. Only models of one modality, text, are read (1B, 270M, and
+others with this class).
 """
 
 from rl.models import dense

@@ -1,7 +1,8 @@
-"""GLM-4.5, 4.6 and 4.7: a part of each head rotated, and DeepSeek-V3's mixtures after dense first layers.
+"""GLM-4.5, 4.6 and 4.7: dense first layers, then layers with DeepSeek-V3's mixtures of experts.
 
-The large models have norms of queries and keys (`use_qk_norm`), GLM-4.5-Air has none. The layer for
-multi-token prediction at the end of the checkpoints is described by `rl.models.mtp`.
+Attention rotates only a part of each head's channels. The large models have norms of queries and keys
+(`use_qk_norm`), GLM-4.5-Air has none. `rl.models.mtp` describes the layer for multi-token prediction at the
+end of the checkpoints.
 """
 
 from rl.models import dense, experts

@@ -17,7 +17,7 @@ from rl.models.sizes import num_experts
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True}
-"""Key of config.json -> the only value, also without the key, that vLLM computes."""
+"""Key of config.json -> the only value that vLLM computes, with or without the key."""
 
 
 def megatron_config(hf: dict) -> dict:
@@ -72,7 +72,10 @@ def check(hf: dict) -> None:
 
 
 def weights(hf: dict) -> list[Weight]:
-    """Return every parameter, in the order of the forward pass; of experts, one kind after the other."""
+    """Return every parameter, in the order of the forward pass.
+
+    The weights of a layer's experts are ordered by kind: for example, all gates and ups before all downs.
+    """
     out = [replace(dense.embedding(hf), vllm="model.embedding.weight")]
     for layer in range(hf["num_hidden_layers"]):
         norm, *_ = dense.mlp(hf, layer)

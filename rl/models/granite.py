@@ -1,7 +1,7 @@
 """Granite 3, dense: Llama's decoder with four factors.
 
-They multiply the embedding, the scores of the attention, the outputs of attention and MLP before they are
-added to the residual, and divide the logits.
+The first multiplies the embedding, the second the scores of the attention. The third multiplies the outputs
+of attention and MLP before they are added to the residual. The fourth divides the logits.
 """
 
 from rl.models import dense

@@ -1,6 +1,7 @@
 """The JSON files of a model directory, and the types of the values that the libraries and this program read.
 
-Otherwise a value of a wrong type would end the run later, in a library that names no file and no key.
+Without this check, a value of a wrong type would end the run later, in a library whose message names no file
+and no key.
 """
 
 import contextlib
@@ -20,10 +21,11 @@ READ = (
 )
 """Files with a JSON object that transformers or vLLM read if they exist."""
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""Beginning of the text with which Git stands for a file in its large file storage."""
+"""Beginning of the text file that Git LFS (large file storage) puts in place of a large file."""
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 TEXTS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
-"""More files that they read if they exist; they treat a file that cannot be opened as missing."""
+"""Other files that transformers or vLLM read if they exist. They treat a file that cannot be opened as
+missing."""
 
 
 OTHER_KEYS = ("added_tokens_decoder", "weight_map", "id2label", "label2id", "auto_map")
@@ -92,7 +94,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; its values have the types of KINDS.
 
-    Raises ValueError that names the file, and the key if one value is wrong.
+    Raises a ValueError that names the file, and also the key if a value has a wrong type.
     """
     content = _read(path)
     try:
@@ -127,7 +129,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def check_types(values: dict[str, Any], path: Path, prefix: str = "") -> None:
-    """Raise ValueError for the first value in the file without the type of KINDS; null is not checked."""
+    """Raise ValueError for the first value that does not have its type in KINDS; null is not checked."""
     for key, value in values.items():
         for pattern, (words, fits) in KINDS.items():
             if value is not None and re.fullmatch(pattern, key):

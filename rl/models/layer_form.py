@@ -8,7 +8,7 @@ class LayerForm:
     """Changes of layers, which `rl.training.layer_form` makes; the defaults change nothing."""
 
     embedding_scale: float = 1.0
-    """Factor of the token embeddings, in the model's dtype; not of a tied head."""
+    """Factor of the token embeddings, rounded to the model's dtype. A tied head is not multiplied."""
     output_scale: float = 1.0
     """Factor of the outputs of attention and MLP before the residual sum."""
     logits_scale: float = 1.0
@@ -22,4 +22,5 @@ class LayerForm:
     rows_alternate: bool = False
     """Whether rows of gate and up alternate in the experts' weights; else gate is before up."""
     windowed: tuple[bool, ...] = ()
-    """For each layer, whether it has the rotary embedding for layers with a window; (): one for all."""
+    """For each layer, whether it has the rotary embedding of layers with a window. (): all layers have the
+    same rotary embedding."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing this needs no torch, which a login node may lack
 FP8_BLOCK = 128
 """Rows and columns of a block of an FP8 weight; each block has one factor."""
 TOWER = "visual."
-"""Begins the names of a vision tower's weights in Megatron and vLLM."""
+"""Prefix of the names of a vision tower's weights in Megatron and vLLM."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of an expert's tensor in one that the files hold for all experts of a layer."""
+    """The place of an expert's tensor, if the files hold one tensor for all experts of a layer."""
 
     name: str
     index: int
@@ -72,7 +72,7 @@ class Stored:
         return (self.count, *(reversed(shape) if self.transposed else shape))
 
     def box(self, box: Box) -> Box:
-        """Return the box of the tensor in the files. box: of one expert's tensor."""
+        """Return the box of the tensor in the files. box: a box of one expert's tensor."""
         return ((self.index, self.index + 1), *(reversed(box) if self.transposed else box))
 
 
@@ -102,7 +102,7 @@ class Weight:
     first_stage: bool = False
     """Whether a weight without a layer is on the first pipeline stage, not on the last."""
     optional: bool = False
-    """Whether a checkpoint may lack it; the parameter then starts at 0."""
+    """Whether a checkpoint may lack the weight; the parameter then starts at 0."""
     float32: bool = False
     """Whether Megatron and vLLM hold it in float32 for every dtype of the model."""
     tied_to_head: bool = False
@@ -110,7 +110,7 @@ class Weight:
     stored: Stored | None = None
     """Place of its only tensor in a tensor of all experts; None: the files hold it under its own name."""
     modules: tuple[str, ...] = ()
-    """Names of its layers in transformers' model, if checkpoints name them otherwise."""
+    """Names of its layers in transformers' model, if they differ from the names in checkpoints."""
 
     def module(self, part: int) -> str:
         """Return the name in transformers' model of the layer with tensor `part` of `hf` as its weight."""
@@ -284,7 +284,10 @@ def _lower(box: Box, rows: int) -> Box:
 
 
 def rows_from(offset: int) -> Cut:
-    """Return the cut of a weight that every rank holds whole, in vLLM as rows from `offset` on."""
+    """Return the cut of a weight that every rank holds whole.
+
+    In vLLM the weight is a part of a larger parameter: its rows from `offset` on.
+    """
 
     def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         return [_rows(names[0], shapes[0], 0, shapes[0][0], offset)]
@@ -304,13 +307,19 @@ def _stacked(pieces: PieceFunction, expert: int) -> PieceFunction:
 
 @functools.cache
 def expert_gate_up(expert: int) -> Cut:
-    """Return the cut of an expert's gate and up: Megatron [2F/etp, H] each, vLLM [E, 2F/tp, H] for all."""
+    """Return the cut of an expert's gate and up.
+
+    Megatron has a parameter [2F/etp, H] for each expert, vLLM one parameter [E, 2F/tp, H] for all experts.
+    """
     return Cut(_column, _stacked(_column, expert))
 
 
 @functools.cache
 def expert_down(expert: int) -> Cut:
-    """Return the cut of an expert's down: Megatron [H, F/etp] each, vLLM [E, H, F/tp] for all."""
+    """Return the cut of an expert's down.
+
+    Megatron has a parameter [H, F/etp] for each expert, vLLM one parameter [E, H, F/tp] for all experts.
+    """
     return Cut(_row, _stacked(_row, expert))
 
 
@@ -320,9 +329,10 @@ def _on_first(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, 
 
 @functools.cache
 def expert_down_bias(expert: int) -> Cut:
-    """Return the cut of the bias [H] of an expert's down: Megatron whole, vLLM [E, H] on the first rank.
+    """Return the cut of the bias [H] of an expert's down.
 
-    vLLM adds the ranks' outputs, so the others hold zeros.
+    In Megatron every rank holds the whole bias. vLLM has one parameter [E, H] for all experts. vLLM adds the
+    outputs of the ranks, so only the first rank holds the bias and the others hold zeros.
     """
     return Cut(_whole, _stacked(_on_first, expert), split=False)
 
@@ -330,8 +340,8 @@ def expert_down_bias(expert: int) -> Cut:
 def cuts_fp8_blocks(weight: Weight, tp: int) -> bool:
     """Return whether the FP8 blocks of a rank's Megatron parameter differ from the whole parameter's.
 
-    Blocks begin at the first element of a parameter [rows, columns]. They agree if each part of the whole
-    that a rank holds begins at a block of both, and ends at a block or at the end of the whole.
+    Blocks begin at the first element of a parameter [rows, columns]. The blocks of both parameters agree if
+    each part that the rank holds begins at a block of both, and ends at a block or at the end of the whole.
     """
     sizes, pieces = weight.megatron_shape(1), weight.megatron_pieces(1, 0)
     for rank in range(tp if weight.cut.split else 0):

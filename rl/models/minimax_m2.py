@@ -1,8 +1,9 @@
-"""MiniMax-M2: norms over all queries and all keys of a token, half of each head rotated, only mixtures.
+"""MiniMax-M2: every layer has a mixture of experts; norms are over all queries and all keys of a token.
 
-A router scores by a sigmoid and chooses by the scores plus a bias per expert, as in DeepSeek-V3, without
-groups and shared experts. The published files are FP8 blocks. Layers for multi-token prediction
-(`num_mtp_modules`) are neither trained nor served nor exported.
+Attention rotates half of each head's channels. A router scores experts by a sigmoid and chooses by the scores
+plus a bias per expert, as in DeepSeek-V3, but without groups of experts. There are no shared experts. The
+published files are FP8 blocks. Layers for multi-token prediction (`num_mtp_modules`) are neither trained nor
+served nor exported.
 """
 
 from rl.models import dense, experts
@@ -26,7 +27,7 @@ ABSENT = ("attention_bias", "shared_intermediate_size", "router_jitter_noise")
 
 def megatron_config(hf: dict) -> dict:
     """Return the fields of Megatron's TransformerConfig that follow from the Hugging Face config."""
-    # Without qk_layernorm, with which Megatron would sum the gradients of these norms over the ranks.
+    # qk_layernorm is not set. With it, Megatron would sum the gradients of these norms over the ranks.
     return dense.megatron_config(hf) | experts.sigmoid_fields(hf, first_dense=0)
 
 

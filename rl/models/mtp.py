@@ -1,7 +1,7 @@
 """The head for multi-token prediction (MTP) after the last layer of a checkpoint (DeepSeek-V3, GLM-4.5).
 
-With the last hidden state at position t and the embedding of the token at t + 1 it predicts the token at
-t + 2 (arXiv:2412.19437, section 2.2):
+From the last hidden state h at position t and the embedding of the token at t + 1, the head predicts the
+token at t + 2 (arXiv:2412.19437, section 2.2):
 
     h' = layer(eh_proj([enorm(embedding of token t + 1), hnorm(h)])),  logits = lm_head(shared_head.norm(h'))
 

@@ -19,7 +19,8 @@ from rl.models.placement import count_experts
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Last parts of names that peft takes for experts' layers in every mixture of experts."""
+"""Last parts of layers' names. In a mixture of experts, peft takes every layer with such a name for an
+expert's layer."""
 READABLE: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -38,7 +39,7 @@ READABLE: dict[str, tuple] = {
     "monteclora_config": (None,),
 }
 """Key of adapter_config.json -> the values with which an adapter is B A with one rank and one scale, relative
-to the model's own weights. The others are not read: dropout counts only in training."""
+to the model's own weights. Other keys are not read: dropout, for example, matters only in training."""
 
 
 def peft_config(

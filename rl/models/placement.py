@@ -1,6 +1,6 @@
 """The ranks that hold a weight, in training and in generation.
 
-Plain data, identical on all ranks, without communication. Tensor parallel ranks are innermost in both.
+Plain data, identical on all ranks, without communication. Tensor parallel ranks are innermost in both grids.
 Megatron puts pipeline stages outermost, so that a stage is a range of ranks (`training_ranks`). vLLM puts
 replicas outermost, and stages next to tensor parallel ranks. For example, with 8 ranks, tp=2 and pp=2 the
 first stage is ranks 0 to 3 in training, and ranks 0, 1, 4 and 5 in generation. Within a Megatron stage,
@@ -149,8 +149,8 @@ class RolloutPlacement:
     ranks: JobRanks | None = None
     """None: the grid is the whole job."""
     ep: int = 1
-    """Number of consecutive ranks over which the experts of a layer are spread whole, a multiple of tp; 1:
-    each expert is split over tp."""
+    """Number of consecutive ranks, a multiple of tp, over which the experts of a layer are distributed. Each
+    expert is then whole on one rank; with ep=1 each expert is split over tp ranks."""
     num_experts: int = 0
     """Number of routed experts of a layer; needed if ep is above 1."""
 
@@ -221,8 +221,10 @@ class RolloutPlacement:
 
 @functools.cache
 def training_ranges(num_layers: int, pp: int) -> Ranges:
-    """Return the layers of each stage as the trainer builds them; pp * vpp parts have the layers of its
-    chunks."""
+    """Return the layers of each stage as the trainer builds them.
+
+    Pass pp * vpp as `pp` for the layers of each chunk.
+    """
     return _ranges(stage_layers(num_layers, pp))
 
 

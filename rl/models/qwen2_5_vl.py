@@ -80,7 +80,8 @@ def tower(vision: dict) -> list[Weight]:
 def linear(name: str, rows: int, columns: int, *, vllm: str = "", first_row: int = 0) -> list[Weight]:
     """Return weight [rows, columns] and bias [rows] of a layer of the tower.
 
-    vllm: the name of vLLM's layer, if it is another; `first_row`: where it holds this one.
+    vllm: the name of vLLM's layer, if vLLM holds this layer as a part of a larger one. first_row: the row of
+    vLLM's layer at which this layer begins.
     """
     cut = rows_from(first_row) if vllm else REPLICATED
     return [

@@ -1,7 +1,7 @@
 """Qwen3.5, text: Qwen3-Next's layers, dense or with experts in all of them.
 
-Checkpoints hold the projections of a delta net in four tensors. The published ones have a vision tower and
-another class; tools/text_model.py writes their text model, which has these classes.
+Checkpoints hold the projections of a delta net in four tensors. The published checkpoints have a vision tower
+and another class. tools/text_model.py writes their text model, with a class of `ARCHITECTURES`.
 """
 
 import functools
@@ -74,12 +74,13 @@ def _projections(hf: dict, layer: int) -> list[Weight]:
 
 @functools.cache
 def by_key_head(groups: int, parts: tuple[tuple[int, int, int], ...]) -> Cut:
-    """Return the cut of tensors with blocks of rows that belong to key heads, one after another in each
-    block.
+    """Return the cut of tensors that consist of blocks of rows.
 
-    Megatron concatenates the rows of a key head, vLLM a rank's rows of each block.
+    A block has the rows of the first key head, then the rows of the second key head, and so on.
+    Megatron's parameter has one key head after the other, each with its rows of all blocks. vLLM's parameter
+    has one block after the other, each with the rank's rows of the block.
 
-    parts: for each block the index of its tensor, its first row, and its rows of one key head.
+    parts: for each block the index of its tensor, its first row, and its number of rows per key head.
     """
 
     def pieces(names: Sequence[str], shapes: Sequence[tuple[int, ...]], heads: range, at: int) -> list[Piece]:

@@ -1,6 +1,6 @@
 """Qwen3-Next: three of four layers have gated delta nets in place of attention, the others a gated attention.
 
-A quarter of a head's channels is rotated, and norms multiply by 1 + weight but for that of the delta nets.
+A quarter of a head's channels is rotated. All norms except the norm in delta nets multiply by 1 + weight.
 The router and the experts are Qwen3-MoE's; a shared expert has a gate of its own. Checkpoints hold the
 projections of a delta net in two tensors, with rows grouped by key head. Their layers for multi-token
 prediction (`mtp.*`) are neither trained nor served nor exported.
@@ -19,7 +19,7 @@ from rl.models.sizes import head_dim, is_tied, layer_kinds, num_kv_heads
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 KINDS = {"linear_attention", "full_attention"}
 SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Last parts of the keys with the sizes of delta nets, which Megatron names alike."""
+"""Sizes of delta nets: the keys of config.json and Megatron's fields are both `linear_` and one of these."""
 
 
 def megatron_config(hf: dict) -> dict:
@@ -96,7 +96,11 @@ def delta_widths(hf: dict) -> tuple[int, int]:
 
 
 def _grouped(hf: dict, layer: int) -> list[Weight]:
-    """Return the projections. Rows of a key head: query, key, values, gates; in the second betas, decays."""
+    """Return the two projections, with rows grouped by key head.
+
+    In in_proj_qkvz, a key head has the rows of its query, key, values and gates; in in_proj_ba, the rows of
+    its betas and decays.
+    """
     hidden, heads, (keys, values) = hf["hidden_size"], hf["linear_num_value_heads"], delta_widths(hf)
     return [
         in_layer(layer, f"linear_attn.{name}", f"self_attention.{name}", COLUMN, (rows, hidden))

@@ -1,7 +1,8 @@
 """Rotary embeddings: the rotation of each pair of channels per position, by the model's config.json.
 
-Trainer and engine of a run with exact numerics read `frequencies`, which is computed on the CPU on every
-machine: the power function of a GPU differs in the last bit, and position p multiplies the difference by p.
+In a run with exact numerics, trainer and engine both read `frequencies`. It is computed on the CPU on every
+machine, because the power function of a GPU differs in the last bit and position p multiplies the difference
+by p.
 """
 
 from __future__ import annotations
@@ -105,11 +106,12 @@ def rotated_channels(hf: dict) -> int:
 def positions(hf: dict) -> int:
     """Return the number of positions of the model, which no sequence may exceed.
 
-    YaRN multiplies the original context (for example, factor 4 makes 32,768 positions 131,072), whichever of
-    the two `max_position_embeddings` is; vLLM's table of rotations has this size. Linear scaling multiplies
-    `max_position_embeddings`, as in vLLM, except in Gemma 3: its `max_position_embeddings` are the scaled
-    ones. Dynamic scaling adds none: its frequencies depend on the final length of a sequence, so the
-    probabilities during generation, one token after another, differ from the trainer's for the whole.
+    YaRN multiplies the original context: for example, factor 4 makes 32,768 positions 131,072. It does not
+    matter which of these two numbers `max_position_embeddings` is. vLLM's table of rotations has the size of
+    the product. Linear scaling multiplies `max_position_embeddings`, as in vLLM, except in Gemma 3, where
+    `max_position_embeddings` is scaled already. Dynamic scaling adds no positions, because its frequencies
+    depend on the length of a sequence. During generation a sequence grows by one token at a time, so the
+    engine's probabilities would differ from the trainer's, which computes the whole sequence at once.
     """
     rope, given = rope_parameters(hf), hf["max_position_embeddings"]
     if rope["rope_type"] == "yarn":
@@ -130,7 +132,7 @@ def _original_context(hf: dict) -> float:
 def frequencies(hf: dict, *, local: bool = False) -> Tensor:
     """Return the angle of each pair of channels at position 1, float32 [channels / 2], on the CPU.
 
-    local: in layers with a window.
+    local: for layers with a window.
     """
     import torch  # only training and generation call this
 

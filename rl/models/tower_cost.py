@@ -45,7 +45,7 @@ class TowerCost:
         )
 
     def operations(self, tokens: int) -> int:
-        """Return the operations of an image of so many tokens of the text model."""
+        """Return the operations of an image. tokens: its number of tokens in the text model."""
         patches, (full, windowed) = tokens * self.merged, self.layers
         pairs = full * patches**2 + windowed * patches * min(patches, self.window)
         return self.per_patch * patches + self.per_token * tokens + self.per_pair * pairs
