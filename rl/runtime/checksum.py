@@ -22,8 +22,9 @@ WIDENED = 1 << 18
 def bit_sum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as integers, int64 [], modulo 2**64.
 
-    It changes if a single element changes. It depends on the values and the number of elements only: the
-    integers are words of 8 bytes if the tensor can be divided so, which a CPU adds 20 times as fast.
+    The sum changes if a single element changes. It depends only on the values and the number of elements. If
+    the number of elements allows it, the integers are words of 8 bytes, because a CPU adds such words 20
+    times as fast. Otherwise each element is one integer.
     """
     bits = _bits(tensor.contiguous()).view(-1)
     ratio = 8 // bits.element_size()
@@ -51,8 +52,8 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
 def placed_checksums(parts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -> Tensor:
     """Return the `placed_checksum` of each of n tensors, int64 [n]. All tensors are on one device.
 
-    Small tensors of equal shapes, such as the experts of a layer, are computed together: one at a time, tens
-    of thousands of them take seconds for a few bytes each.
+    Small tensors of equal shapes, such as the experts of a layer, are computed together. If they were
+    computed one at a time, tens of thousands of small tensors would take seconds.
     """
     order = list(buckets(parts))
     if not order:
@@ -86,7 +87,8 @@ def buckets(parts: Sequence[Tensor]) -> Iterator[list[int]]:
 def different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     """Return the indices of the pairs of tensors, of one shape and dtype, that differ in a bit.
 
-    Small tensors are compared together, on CUDA all. In host memory others are read once, without a copy.
+    On CUDA, tensors of equal shapes are copied together and compared at once; in host memory, only small
+    tensors are. Each large tensor in host memory is read once, without a copy.
     """
     alone = {n for n, (first, _) in enumerate(pairs) if not first.is_cuda and first.nbytes >= ALONE}
     wrong = [number for number in alone if not _equal(*pairs[number])]
@@ -138,7 +140,8 @@ def _checksums(bits: Tensor, starts: Tensor) -> Tensor:
 def _line_sums(tables: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of rows and of columns of n integer tables [n, R, C], int64 [n, R] and [n, C].
 
-    A sum that converts its terms costs a CPU 4 times as much as to convert some rows and to add them.
+    On a CPU, a sum that converts its terms to int64 costs 4 times as much as converting some rows first and
+    then adding them.
     """
     if tables.is_cuda:
         return tables.sum(2, dtype=torch.int64), tables.sum(1, dtype=torch.int64)

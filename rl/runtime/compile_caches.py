@@ -1,7 +1,8 @@
-"""Directories of compile caches. The default one's name on the node's own disk can be predicted by others.
+"""Directories of compile caches that no other user can write to.
 
-Later runs unpickle and execute what compilers store there. A directory that another user made, or can
-write to, is therefore not used.
+Other users can predict the name of the default directory on the node's own disk. Later runs unpickle and
+execute what compilers store in a cache. A directory that another user made, or can write to, is therefore not
+used.
 """
 
 import contextlib
@@ -29,9 +30,10 @@ CACHES = {
 
 
 def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make the directory of caches for this user alone; use a new one for caches that others could write.
+    """Make the directory of caches for this user alone.
 
-    Raises ValueError if others could replace a new one, too.
+    A cache that others could write is not used; it is replaced by a new directory. Raises ValueError if
+    others could replace a new directory, too.
     """
     temporary = tempfile.gettempdir()
     if reason := why_untrusted(temporary, trusts_group=True, is_shared=True):

@@ -30,8 +30,8 @@ class ExcludedReplicas:
         self.replicas, self.minimum = replicas, minimum
         self._lock = threading.Lock()
         self._is_held = True
-        """Whether no replica can be left out, because ranks wait for all: in start-up, until `hold` is first
-        called, and while weights are sent."""
+        """Whether no replica can be left out, because ranks wait for all other ranks. This is so in start-up,
+        until `hold` is first called, and while weights are sent."""
 
     def numbers(self) -> tuple[int, ...]:
         """Return the numbers of the replicas that are left out, in the order of their deaths."""
@@ -90,7 +90,8 @@ class ExcludedReplicas:
     def meet(self, rank: int, world_size: int) -> bool:
         """Wait until all ranks that live have called; return whether all ranks of the job have.
 
-        A barrier of a process group would need all ranks. Collective over the ranks that live.
+        A barrier of a process group is not used, because it needs all ranks. Collective over the ranks that
+        live.
         """
         self._store.set(f"arrived {rank}", "")
         if rank == 0:

@@ -13,7 +13,7 @@ from rl.config.limits import PhaseLimits
 from rl.runtime.device import Device
 
 MARGIN_S = 120.0
-"""Margin of the collectives' time limit above the longest phase, in seconds: the watchdog acts first."""
+"""Margin of the collectives' time limit above the longest phase, in seconds. The watchdog thus acts first."""
 
 
 def groups_here() -> list[dist.ProcessGroup]:
@@ -43,8 +43,8 @@ def warm_up(device: Device) -> int:
 def limit_collectives(limits: PhaseLimits) -> None:
     """Derive the time limit of collectives from the longest phase of a step. Not collective.
 
-    Until this call the limit is the start-up's. A group has one time limit, although a rank may wait in it
-    during a short phase or a long one. The watchdog applies the limits of single phases.
+    Until this call, the limit of the start-up applies. A group has only one time limit, although a rank may
+    wait in the group during a short phase or a long phase. The watchdog applies the limits of single phases.
     """
     longest = max(seconds for name, seconds in vars(limits).items() if name != "start_up")
     for group in groups_here():

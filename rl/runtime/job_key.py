@@ -37,7 +37,7 @@ class JobKey:
     """The file with the key, if there is one."""
 
     def forget(self) -> None:
-        """Remove the file. For rank 0, when all ranks have the key."""
+        """Remove the file. Rank 0 calls this when all ranks have the key."""
         if self.path is not None:
             with contextlib.suppress(OSError):  # it is of no use to a later start
                 self.path.unlink()

@@ -42,7 +42,8 @@ class StoreError(RuntimeError):
 class JobStore:
     """A connection to the store. Not collective. Each method raises StoreError if the store is gone.
 
-    Threads may share it, but a wait blocks the others; `clone` is a connection of its own.
+    Threads may share it, but while one thread waits, the other threads block. `clone` returns a separate
+    connection.
     """
 
     def __init__(self, connect: Callable[[], Ask], prefix: str = ""):
@@ -60,11 +61,17 @@ class JobStore:
         return _unpack(self._request("get", [key]))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the counter of this key, from 0; return its value, for example 3 at the third add of 1."""
+        """Add to the counter of this key, which begins at 0, and return the sum.
+
+        For example, the third add of 1 returns 3.
+        """
         return int(self._request("add", [key], amount))
 
     def compare_set(self, key: str, expected: str, value: str | bytes) -> bytes:
-        """Set the value if the present one is `expected` ('' if there is none); return the value after it."""
+        """Set the value if the present value is `expected` ('' if there is none).
+
+        Return the value that the key has then.
+        """
         return self._request("compare_set", [key], expected, value)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -128,7 +135,8 @@ class StoreProcess:
         """Start it. listener: where clients connect; they may do so at once."""
         root = str(Path(__file__).resolve().parents[2])
         with listener:
-            # -I and -S: no user's modules, no start-up files. The session: no signals of a terminal.
+            # -I and -S keep out the user's modules and start-up files. A session of its own keeps out the
+            # signals of a terminal.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _PROGRAM, root, str(listener.fileno())],
                 stdin=subprocess.PIPE,

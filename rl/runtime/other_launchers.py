@@ -5,8 +5,8 @@
     jsrun --smpiargs=none -n 16 python train_rl.py ...    LSF, without Spectrum MPI
     flux run -N 2 -n 16 python train_rl.py ...            Flux
 
-They give each process its rank, but do not name the node of rank 0. It is MASTER_ADDR, which a batch script
-sets, or the first line of PBS's file of nodes.
+These launchers give each process its rank, but do not name the node of rank 0. This node is in MASTER_ADDR,
+which a batch script sets, or in the first line of PBS's file of nodes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Launcher(NamedTuple):
     world_size: str
     local_rank: str
     local_world_size: str
-    """Number of processes on this node; "" if there is only `num_nodes`."""
+    """Number of processes on this node; "" if the launcher sets only the number of nodes, `num_nodes`."""
     step: str
     """Id of this start, identical on all ranks."""
     num_nodes: str = ""
@@ -114,7 +114,7 @@ def read_number(env: Mapping[str, str], name: str, default: int | None = None, *
 def sizes_and_address(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, int, str]:
     """Return world size, number of ranks of this node, and the address of rank 0's node.
 
-    Raises ValueError if the address is unknown or a number is none.
+    Raises ValueError if the address is unknown, or if a variable for a number holds no number.
     """
     world_size = read_number(env, launcher.world_size, least=1)
     if launcher.local_world_size:

@@ -15,11 +15,12 @@ def own_group(
 ) -> dist.ProcessGroup:
     """Return a connected group of `size` processes that share the store. Collective over them.
 
-    torch.distributed.new_group makes only parts of the default group. As its result, this group may be passed
-    to torch.distributed's functions, and lasts until destroy_process_group(). Its ranks are its own.
+    torch.distributed.new_group makes only parts of the default group. The group of this function can be used
+    in the same way: it may be passed to torch.distributed's functions, and lasts until
+    destroy_process_group(). Its ranks are numbered from 0, independently of the default group.
 
     Args:
-        name: not used before in this store and process.
+        name: a name that was not used before in this store and process.
         device: NCCL on this device if it is CUDA; None means gloo.
     """
     cuda = device.torch if device is not None and device.is_cuda else None

@@ -30,7 +30,7 @@ import numpy as np
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
 _HEAD = 8
-"""Bytes of the number at the start: size of the JSON."""
+"""Number of bytes at the start of a message that hold the size of the JSON."""
 
 
 def encode(value: Any, *types: type) -> bytes:

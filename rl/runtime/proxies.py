@@ -1,7 +1,8 @@
 """Keep HTTP proxies out of the job's own traffic.
 
 Compute nodes often reach the internet through `http_proxy`. Clients of an agents' endpoint, of Prometheus or
-of a tool server beside the run would send their requests there too: to loopback, and to nodes of the job.
+of a tool server beside the run would also send their requests to loopback and to nodes of the job through
+this proxy.
 """
 
 import os
@@ -16,7 +17,7 @@ LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 def without_proxies(ranks: Ranks, address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables that exempt the job's hosts, added to the present exemptions; {} without a proxy.
 
-    address: of this host, in the job's network. Worker processes inherit the variables.
+    address: this host's address in the job's network. Worker processes inherit the variables.
     """
     env = os.environ if environ is None else environ
     if not any(env.get(name) for name in env if name.lower() in ("http_proxy", "https_proxy", "all_proxy")):

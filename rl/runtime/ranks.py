@@ -133,7 +133,10 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
 
 
 def _started_by_mpirun(env: Mapping[str, str]) -> bool:
-    """Return whether mpirun started this process. Open MPI sets the first, MPICH the second, srun neither."""
+    """Return whether mpirun started this process.
+
+    Open MPI sets the first variable, MPICH the second; srun sets neither.
+    """
     return "OMPI_COMM_WORLD_SIZE" in env or "MPI_LOCALNRANKS" in env
 
 

@@ -5,9 +5,9 @@
 Under srun, PALS, jsrun and Flux a rank knows only the first node, the job's id and the job's key. From id and
 key every rank derives the same few candidate ports, which nobody else can predict. Rank 0 listens at the
 first free candidate. The others try the candidates in turn. Rank and listener prove to each other that they
-know the key; a rank also sends its job, step and attempt, and a listener of another one refuses it. When all
-ranks have arrived, rank 0 answers each, and the same listening socket becomes torch.distributed's store.
-Therefore no other process can take the port between its choice and its use.
+know the key. A rank also sends its job, step and attempt, and a listener of another job, step or attempt
+refuses the rank. When all ranks have arrived, rank 0 answers each, and the same listening socket becomes
+torch.distributed's store. Therefore no other process can take the port between its choice and its use.
 
 torchrun's agent has a store of its own. Under mpirun the address and the key are broadcast.
 """
@@ -281,7 +281,7 @@ class _Client:
         return bool(piece) and len(self._received) < head + MAX_LINE and b"\n" not in self._received[head:]
 
     def line(self, secret: bytes) -> list:
-        """Return the message of a rank that knows the key, of other clients []."""
+        """Return the message of a rank that knows the key; [] for other clients."""
         theirs, found, line = (
             bytes(self._received[start:end]) for start, end in ((0, 32), (32, 64), (64, None))
         )

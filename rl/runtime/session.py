@@ -49,9 +49,9 @@ class Job:
     store: JobStore
     """Messages of this project, which only processes with the job's key can request or change."""
     torch_store: dist.Store
-    """The addresses of torch's groups."""
+    """torch's own store, with the addresses of its groups."""
     group: dist.ProcessGroup
-    """All ranks on gloo."""
+    """The group of all ranks of the job, on gloo."""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ for seconds at a time. It ends with rank 0.
 A connection begins with proofs of the job's key in both directions, before anything else is read:
 server: nonce; client: nonce, proof; server: proof. Then the client sends requests and the server one answer
 to each. A message is its length (4 bytes), its content and its proof (`Seal`). A request is one line of JSON,
-[operation, keys, argument], and then a value as it is.
+[operation, keys, argument], and after it the bytes of a value.
 
 Connections without a proof do not delay others (`rl.runtime.strangers`). This module imports only the
 standard library, so that it starts in a fraction of a second.
@@ -88,7 +88,7 @@ class Server:
         """Connections that wait for a key."""
 
     def wake(self, key: str) -> None:
-        """Look again for the connections that wait for this key."""
+        """Let the connections that wait for this key look again whether their wait is over."""
         for connection in self.waiting.pop(key, ()):
             connection.look()
 
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(listener: socket.socket, secret: bytes) -> None:
-    """Serve until standard input ends, which is a pipe from rank 0."""
+    """Serve until standard input ends. It is a pipe from rank 0."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     store = Server(secret)
     await loop.create_server(lambda: Connection(store), sock=listener, backlog=1024)

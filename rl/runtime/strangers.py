@@ -3,8 +3,8 @@
 Every user of a node can connect to a listener of a rank, and may open thousands of connections. A connection
 without the key is a stranger: it ends after some seconds, and the oldest one ends if there are more than
 `most_strangers()`. A connection that has shown the key is not counted. A client sends its key at once, so it
-is served although strangers come: for example, if 5,000 strangers connect in a second and 4,096 may stay, a
-client has 0.8 seconds to send its key.
+is served even while strangers connect. For example, if 5,000 strangers connect in a second and 4,096 may
+stay, a client has 0.8 seconds to send its key.
 
 This module imports only the standard library.
 """
@@ -23,8 +23,8 @@ MOST = 4096
 def most_strangers() -> int:
     """Return the maximum number of strangers of a listener of this process.
 
-    At most an eighth of the files that the process may open, because a rank has several listeners, and opens
-    files and connections of its own.
+    It is at most an eighth of the number of files that the process may open, because a rank has several
+    listeners, and opens files and connections of its own.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if limit == resource.RLIM_INFINITY else min(MOST, max(16, limit // 8))

@@ -1,4 +1,4 @@
-"""Spans of time for the timeline of a traced step (`trace`). In every other step they cost a comparison.
+"""Spans of time for the timeline of a traced step (`trace`). In every other step a span costs a comparison.
 
     with tracing.span("refit batch", mib=12):
         ...
