@@ -1,9 +1,9 @@
 """The contents of a checkpoint for one model: weights and optimizer states as boxes of Hugging Face tensors.
 
-Exactly one rank writes each number. Several data parallel ranks hold a weight; one of them is selected to
-write it, so that all of them write about equal numbers of bytes. For example, each of 8 data parallel ranks
-writes about an eighth. An optimizer state is on one rank only, because the distributed optimizer shards the
-states; this rank writes it.
+Exactly one rank writes each number. Several data parallel ranks hold a weight, and one of them writes it. The
+choice of this rank gives all data parallel ranks about equal numbers of bytes: for example, each of 8 ranks
+writes about an eighth. The distributed optimizer shards its states, so that one rank holds each number; this
+rank writes it.
 Nothing is sent between ranks. The state of the run, such as controllers and the prompt order, is in
 `rl.run.checkpoints`.
 """

@@ -29,7 +29,7 @@ class Engines:
     training: dict[str, TrainingEngine]
     """Models of the training grid, learning and frozen, except teachers."""
     generating: dict[str, RolloutEngine] = field(default_factory=dict)
-    """Engines that generate: of the policy, of a judge, and of a teacher."""
+    """Engines that generate with the policy, with a judge, and with a teacher."""
     teachers: dict[str, TrainingEngine] = field(default_factory=dict)
     """Teachers by path. Their weights are on the device only while they compute (`MemorySharing.lent`)."""
 

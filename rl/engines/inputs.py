@@ -86,7 +86,7 @@ class Inputs:
         if (draft := config.rollout.draft.path) and needs_engine(config):
             served.append(draft)
             self._same_tokens(RunModel("draft", "rollout.draft.path", draft, draft))
-        for path in served:  # only vLLM loads them, later
+        for path in served:  # only vLLM loads these models, later
             check_files(path)
         if uses_teacher(config):
             self._check_teacher()
@@ -263,9 +263,9 @@ class Inputs:
 
 
 def check_class(path: str, hf: dict) -> None:
-    """Raise ValueError if the two names of a model's class in config.json contradict each other.
+    """Raise ValueError if `architectures` and `model_type` in config.json contradict each other.
 
-    vLLM reads the first name. transformers reads the second, and derives defaults of missing keys from it.
+    vLLM reads `architectures`. transformers reads `model_type`, and derives defaults of missing keys from it.
     """
     name, kind = hf["architectures"][0], str(hf.get("model_type"))
     tables = (

@@ -53,7 +53,7 @@ def value_model(hf: dict) -> dict:
     """Return the config of the same model with a value head: a critic or a reward model.
 
     hf: the config of a causal language model or of a sequence classifier with one label. Raises ValueError
-    for another.
+    for a classifier with several labels.
     """
     name = (hf.get("architectures") or [""])[0]
     causal = name.replace("ForSequenceClassification", "ForCausalLM")

@@ -32,7 +32,7 @@ class LowRank:
     a: Weight
     b: Weight
     magnitude: Weight | None
-    """DoRA's lengths of the rows [out]."""
+    """DoRA's length of each row, [out]; None without DoRA."""
 
     @property
     def module(self) -> str:

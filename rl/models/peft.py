@@ -50,9 +50,9 @@ def peft_config(
     pairs: the adapters. weights: all weights of the model. scale: factor of B A. source: path of the model.
 
     In a mixture of experts peft moves every target called gate_proj, up_proj or down_proj to the experts.
-    Layers of these names outside of the experts are therefore given as target_parameters. It also doubles
-    rank and alpha of the fused gate and up, which preserves alpha / rank but not alpha / sqrt(rank); so the
-    file has the plain scale in both cases.
+    Layers of these names outside of the experts are therefore given as target_parameters. peft also doubles
+    rank and alpha of the fused gate and up. This preserves alpha / rank, but not rslora's alpha / sqrt(rank).
+    The file therefore states the scale as alpha / rank, also for rslora.
     """
     adapted, layers = {pair.module for pair in pairs}, defaultdict(list)
     experts = {pair.module for pair in pairs if pair.base.expert is not None}

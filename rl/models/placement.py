@@ -116,7 +116,7 @@ class TrainingPlacement:
         return training_ranges(self.num_layers, self.pp * self.vpp)
 
     def part(self, weight: Weight, stage: int) -> int:
-        """Return the part of the model with which a stage holds the weight: chunk * pp + stage."""
+        """Return the number of the model's part with which a stage holds the weight: chunk * pp + stage."""
         return next(part for part in _stages(weight, self.ranges) if part % self.pp == stage)
 
     def cut_size(self, weight: Weight) -> int:

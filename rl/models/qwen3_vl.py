@@ -71,7 +71,7 @@ def _of_expert(weight: Weight, count: int) -> Weight:
 
 
 def tower(vision: dict) -> list[Weight]:
-    """Return the weights of the tower. `D` its width, `F` its intermediate size, `m` patches per token."""
+    """Return the weights of the tower. vision: the tower's config, `vision_config` of config.json."""
     width, ffn, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
     size, frames = vision["patch_size"], vision["temporal_patch_size"]
     out = [

@@ -147,11 +147,12 @@ def frequencies(hf: dict, *, local: bool = False) -> Tensor:
 
 
 def axes(hf: dict) -> list[int]:
-    """Return the axis of an image's positions (time, row, column) by which each pair of channels is rotated.
+    """Return for each pair of channels the axis of an image's positions that rotates the pair.
 
-    []: text has one axis. The sections are `mrope_section` (arXiv:2409.12191, section 2.1), for example [2,
-    1, 1] for the axes 0, 0, 1, 2. Interleaved sections alternate as long as each has pairs left, and time has
-    the rest (transformers' Qwen3-VL).
+    The axes are time (0), row (1) and column (2). The result is [] for a text model, because text has one
+    axis. `mrope_section` has the number of pairs of each axis (arXiv:2409.12191, section 2.1): for example,
+    [2, 1, 1] gives the axes 0, 0, 1, 2. With `mrope_interleaved`, the axes alternate as long as rows and
+    columns have pairs left; all other pairs belong to time (transformers' Qwen3-VL).
     """
     rope = rope_parameters(hf)
     if rope.get("mrope_interleaved"):
@@ -166,9 +167,10 @@ def axes(hf: dict) -> list[int]:
 def magnitude(hf: dict) -> float:
     """Return the factor of cosines and sines, `attention_factor` in transformers; 1 except with YaRN.
 
-    mscale and mscale_all_dim each give a factor 0.1 mscale ln(factor) + 1, and this is their ratio
-    (DeepSeek-V2's modeling file). For latent attention, the square of the second factor scales the softmax.
-    Without the two it is 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4).
+    mscale and mscale_all_dim each give a factor 0.1 mscale ln(factor) + 1, and the result is the ratio of the
+    two factors (DeepSeek-V2's modeling file). For latent attention, the square of the second factor scales
+    the softmax. If one of the two keys is missing, the result is 0.1 ln(factor) + 1 (arXiv:2309.00071,
+    section 3.4).
     """
     rope = rope_parameters(hf)
     if rope["rope_type"] != "yarn":
@@ -223,10 +225,11 @@ def _llama3(plain: Tensor, rope: dict) -> Tensor:
 def _yarn(powers: Tensor, rope: dict, context: float) -> Tensor:
     """Return the frequencies of YaRN (arXiv:2309.00071, section 3.2).
 
-    powers: inverse frequencies without scaling. context: the original one. Pairs that turn more than
-    `beta_fast` times within it are unchanged, pairs that turn less than `beta_slow` times are divided by
-    `factor`. The pairs between are interpolated by their number; unless `truncate` is false, both borders are
-    rounded to whole pairs, outwards.
+    powers: inverse frequencies without scaling. context: the original number of positions. Frequencies of
+    pairs that turn more than `beta_fast` times within the context are unchanged. Frequencies of pairs that
+    turn less than `beta_slow` times are divided by `factor`. Between these two borders, the frequencies are
+    interpolated linearly by the number of the pair. Unless `truncate` is false, both borders are rounded to
+    whole pairs, outwards.
     """
     import torch
 

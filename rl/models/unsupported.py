@@ -28,7 +28,10 @@ TEXT_ALONE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGenera
 
 
 def needed(hf: dict[str, Any]) -> str:
-    """Return a clause on the first key of `NEEDS` in a config, its value and its need; "" without a name."""
+    """Return a clause on the first key of `NEEDS` in a config, its value and its need.
+
+    Returns "" if the config names no architecture.
+    """
     if not hf.get("architectures"):
         return ""
     if hf["architectures"][0] in TEXT_ALONE:

@@ -58,8 +58,8 @@ class WeightGroup:
     held: Mapping[str, Tensor]
     """Tensors that receive the values, or are compared with them, by vLLM's name."""
     store: Callable[[], list[str]] = list
-    """If `held` only stages the values, passes them on to the engine. Returns messages about values that did
-    not arrive."""
+    """Passes the values on to the engine, if `held` only stages them. Returns a message for each tensor with
+    values that did not arrive."""
 
 
 class Groups(ABC):

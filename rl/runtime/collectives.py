@@ -65,7 +65,7 @@ def _as_tensor(content: bytes, device: str) -> torch.Tensor:
 
 
 def sum_over_world(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the sum of a CPU tensor over the world, on the CPU; exact where all ranks but one pass 0."""
+    """Return the sum of a CPU tensor over the world, on the CPU; exact where all ranks except one pass 0."""
     moved = values.to(device, copy=True)
     dist.all_reduce(moved)
     return moved.cpu()

@@ -1,4 +1,4 @@
-"""The part of a learning model that audits its optimizer steps with second sources."""
+"""The part of a learning model that checks each optimizer step against a second computation."""
 
 from typing import TYPE_CHECKING
 

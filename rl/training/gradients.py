@@ -29,8 +29,8 @@ def with_gradients(chunks: Sequence, training: Training, grid: Grid) -> list[Dis
 
     With `training.overlap_gradients`, a bucket is reduced as soon as its gradients are complete, during the
     backward pass of the last micro-batch. Megatron can also overlap the all-gather of the parameters with the
-    next forward pass. This is not used: the refit or a checkpoint would have to wait for it after the last
-    update of a step.
+    next forward pass. This second overlap is not used, because the refit or a checkpoint would have to wait
+    for the all-gather after the last update of a step.
 
     Collective over the world.
     """
@@ -198,7 +198,7 @@ class ReductionProbe:
             self._hook = self._weight.register_hook(self._add)
 
     def _add(self, gradient: torch.Tensor) -> None:
-        flat = gradient.detach().reshape(-1)  # it may not be contiguous: a product may use W transposed
+        flat = gradient.detach().reshape(-1)  # a transposed factor's gradient is not contiguous
         self._found.append(torch.stack((_weighted(flat), flat.abs().sum(dtype=torch.float64))))
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The plan of the moves is plain data that every rank computes identically from the micro-batch plan. All passes
 of a step use the same micro-batch plan, so each row is sent once. A `Need` says which part of a row a
-pipeline stage needs. For example, with router replay a stage needs only the experts of its own layers.
+pipeline stage needs. For example, a stage needs the replayed experts of its own layers only.
 """
 
 from collections import defaultdict

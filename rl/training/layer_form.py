@@ -110,8 +110,8 @@ def _formed(module: Any, out: Tensor, bias: Tensor | None) -> tuple[Tensor, None
 def give_form(model: Any, form: LayerForm) -> None:
     """Turn the layers of a stage of Megatron's GPTModel into the layers of the form. Not collective.
 
-    The function replaces the classes of layers that exist. It does not put the subclasses into Megatron's
-    specs, because Megatron compares the classes of its specs by identity.
+    The function replaces the classes of the model's existing layers. It does not put the subclasses into
+    Megatron's specs, because Megatron compares the classes of its specs by identity.
     """
     if form.embedding_scale != 1.0 and model.pre_process:
         model.embedding.register_forward_hook(functools.partial(_scale_embedding, form.embedding_scale))

@@ -1,9 +1,9 @@
 """The layer specs of the training model: Transformer Engine's (TE) if installed, else this module's.
 
 Megatron's local spec can neither pack sequences, nor shard norms under sequence parallelism, nor run without
-materialising [heads, S, S] scores. `Norm` and `CoreAttention` make this possible, on CPU and on CUDA;
-`block_spec` puts them into the local spec. Parameters have the names of the local spec; `te_name` returns
-TE's names, for example for the weight of a norm that TE fuses.
+materialising [heads, S, S] scores. With `Norm` and `CoreAttention` it can do all three, on CPU and on CUDA;
+`block_spec` puts the two classes into the local spec. Parameters have the names of the local spec; `te_name`
+returns TE's names, for example for the weight of a norm that TE fuses.
 """
 
 import contextlib

@@ -40,8 +40,8 @@ def linear_logprobs(
 
     p = softmax(hidden @ weight.T / temperature), renormalised over the tokens that `logits_filter` keeps.
 
-    hidden: [T, H], whole on every rank of the tensor parallel group. The backward pass returns only this
-        rank's part of its gradient; the caller sums the parts over the group.
+    hidden: [T, H], whole on every rank of the tensor parallel group. The backward pass gives `hidden` only
+        this rank's part of the gradient; the caller sums the parts over the group.
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
     logits_filter: excludes tokens at each of the T positions, but never a target. None: keeps all tokens.

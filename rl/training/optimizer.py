@@ -13,13 +13,13 @@ from torch import Tensor
 from rl.config.schema import Optimizer
 
 MASTER = "master"
-"""Key of the main weight in the state of a weight whose state is in host memory."""
+"""Key of a main weight's values in its optimizer state, if this state is in host memory."""
 IN_HOST = "in_host"
 """Key in an optimizer's defaults: the ids of the main weights whose state is in host memory."""
 SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
 RELATIVE = 1e-3
-"""Maximum relative error of a step of AdamW; the rounding of 1 - beta in float32 may allow a larger one."""
+"""Maximum relative error of a step of AdamW. The rounding of 1 - beta in float32 may raise this maximum."""
 
 
 def build_optimizer(
@@ -105,7 +105,7 @@ def owned_part(optimizer: MegatronOptimizer, parameter: Tensor) -> slice | None:
 
 
 def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, Mapping[str, Any]]]:
-    """Yield (parameter, this rank's part of its main weight, the part's state) of the parameters that this
+    """Yield (parameter, this rank's part of its main weight, the part's state) for every parameter that this
     rank updates.
 
     The values of a main weight in host memory are in its state, as MASTER.
@@ -131,7 +131,7 @@ def clip_and_step(optimizer: MegatronOptimizer, norm: float) -> None:
 
 
 def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of weights that differ from their master weights, rounded, on this rank."""
+    """Return the names of weights that differ, on this rank, from their rounded master weights."""
     found, name_of = [], {weight: name for name, weight in weights.items()}
     for weight, main, state in main_weights(optimizer):
         if weight in name_of and main.dtype is not weight.dtype:
@@ -297,7 +297,9 @@ def step_counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
 def _adamw(
     before: Tensor, gradient: Tensor, decays: Tensor, adam: Optimizer, lr: float, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and moments after a step, and how far float32 arithmetic may be off, float64 [3, n].
+    """Return weights and moments after a step, and the largest error of float32 arithmetic.
+
+    Both are float64 [3, n].
 
     before: weights and moments before the step. gradient: after clipping, [n]. decays: whether a weight
     decays, bool [n].

@@ -63,7 +63,10 @@ class MicroBatch:
     """The groups of the whole row, including its padding."""
 
     def column(self, name: str) -> Tensor:
-        """Return a column, float32 [R], or [B] of `sample_columns`. Raises ValueError if it is not filled."""
+        """Return a token column, float32 [R], or a sample column, float32 [B].
+
+        Raises ValueError if the column is not filled.
+        """
         columns = self.columns | self.sample_columns
         if name not in columns:
             raise ValueError(

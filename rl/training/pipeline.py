@@ -59,7 +59,8 @@ class KnownShapes(P2PCommunicator):
         gradients: list[MicroBatch],
     ) -> None:
         super().__init__(pp_group=pp_group, config=config)
-        # A Megatron without this method must fail here. Otherwise it would exchange shapes, and wait.
+        # A Megatron without this method must fail here. Otherwise it would exchange shapes and wait for the
+        # device.
         assert callable(P2PCommunicator._communicate_shapes)
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
 

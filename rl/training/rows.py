@@ -81,7 +81,8 @@ class Prefix:
 class RowAttention:
     """Tokens to which each token of a row attends.
 
-    On the CPU, attention reads `runs` and `prefixes`; on CUDA it reads the other fields.
+    On the CPU, attention reads `runs` and `prefixes`. On CUDA it reads the other fields, or only `runs` with
+    float32.
 
     Queries are the tokens of the row, or of one part of it (`rl.training.context_parallel`); keys are always
     the tokens of the whole row.
@@ -135,8 +136,8 @@ def row_attention(groups: list[RowGroup], keys: dict[str, Tensor], device: torch
 def windowed(row: RowAttention, query: Tensor, key: Tensor, window: int) -> RowAttention:
     """Return the attention of a row with a window: a token sees itself and the window - 1 tokens before.
 
-    Only the masks of `runs` and `prefixes` differ from `row`. query, key: positions in their sequences of the
-    queries and of the keys, int64 [T].
+    Only the masks of `runs` and `prefixes` differ from `row`. query, key: position of each query and of each
+    key in its sequence, int64 [T].
     """
 
     def mask(q: Tensor, k: Tensor, causal: bool) -> Tensor:

@@ -102,7 +102,7 @@ class WeightMap:
         return weight.megatron_pieces(*self.tensor_split(weight))
 
     def is_counted(self, weight: Weight) -> bool:
-        """Return whether a sum over one replica's ranks includes this rank's part of a weight that it holds.
+        """Return whether a sum over the ranks of one replica counts this rank's part of a weight.
 
         Copies are not counted: the last stage's copy of a tied embedding, and copies of an unsplit weight on
         all tensor parallel ranks but the first. For example, with training.tp=2 a norm's weight counts on
@@ -112,7 +112,10 @@ class WeightMap:
         return first and (weight.cut.split or self.tensor_split(weight)[1] == 0)
 
     def local(self) -> Iterator[tuple[Weight, Tensor]]:
-        """Yield this rank's weights with their parameters. Tied weights are on the first and last stage."""
+        """Yield this rank's weights with their parameters.
+
+        A tied embedding is among the weights of both the first and the last stage.
+        """
         for weight in self.weights:
             if self.holds(weight):
                 yield weight, self.parameter(weight)
