@@ -146,7 +146,7 @@ def in_words(tensors: Sequence[str], models: Mapping[str, TrainingEngine]) -> tu
 def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = False) -> Iterator[Shard]:
     """Yield this rank's shards of the model `name`: views of weights and optimizer states. Not collective.
 
-    with_reference: also the tensors of the reference weights.
+    with_reference: also yield the tensors of the reference weights.
     """
     weight_map, optimizers = engine.learned_map, _optimizers(engine)
     references: dict[int, Tensor] = {}

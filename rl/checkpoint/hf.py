@@ -195,7 +195,7 @@ def _problem(directory: Path, index: dict[str, str], weights: list[Weight], expe
 def _name_files(directory: Path, files: list[str], index: dict[str, str], total_bytes: int) -> None:
     """Rename the files to Hugging Face's names.
 
-    They are model.safetensors for one file, else model-00001-of-0000N.safetensors, ... with an index.
+    One file becomes model.safetensors. N files become model-00001-of-0000N.safetensors, ... with an index.
     """
     if len(files) == 1:
         (directory / files[0]).rename(directory / "model.safetensors")

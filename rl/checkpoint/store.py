@@ -3,8 +3,8 @@
 Each rank writes its share into one file (`contents`), in the foreground or in a thread. Rank 0 then commits
 the directory (`directory`). docs/checkpoints.md lists the effect of each failure.
 
-Megatron's dist_checkpointing is not used, for four reasons. Its torch_dist format pickles the index. It
-gathers the optimizer of a data parallel group on one rank to be independent of the layout. It cannot load the
+Megatron's dist_checkpointing is not used, for four reasons. Its torch_dist format pickles the index. To be
+independent of the layout, it gathers the optimizer of a data parallel group on one rank. It cannot load the
 optimizer of experts with another ep. It forks its writers from a process with threads of vLLM and gloo.
 """
 

@@ -1,4 +1,4 @@
-"""Sharing of a rank's memory between the training models and the generation engine, one at a time."""
+"""Sharing of a rank's memory: the training models and the generation engine use it in turn."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

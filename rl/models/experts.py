@@ -14,8 +14,8 @@ from rl.models.sizes import expert_width, num_experts
 def megatron_fields(hf: dict, *, renormalise: bool, moe_layers: list[bool]) -> dict:
     """Return fields of Megatron's TransformerConfig for experts with a softmax router.
 
-    renormalise: whether the k weights of a token sum to 1, as in Mixtral. They are then a softmax over the k
-    largest logits, which equals the softmax over all logits divided by its sum over these k.
+    renormalise: whether the k weights of a token sum to 1, as in Mixtral. The weights are then a softmax over
+    the k largest logits. This equals the softmax over all logits, divided by its sum over these k logits.
     """
     return dict(
         num_moe_experts=num_experts(hf) or hf["num_experts"],  # KeyError names the absent key

@@ -111,8 +111,9 @@ class TensorReader:
 def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
     """Return the file of each tensor, by the tensor's name. Reads only headers.
 
-    Raises ValueError if there are no files, or if tensors are missing, differ in shape from config.json, have
-    a dtype that cannot be read, or are not where the index says. Optional weights may be missing.
+    Raises ValueError if there are no files. Raises it also for a tensor that is missing, differs in shape
+    from config.json, has a dtype that cannot be read, or is not where the index says. Optional weights may be
+    missing.
     """
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -269,9 +270,10 @@ def refuse_extra(directory: str, files: dict[str, Path], weights: list[Weight], 
 
     Training without these tensors would change the model. files: see `tensor_files`.
 
-    Allowed are an unused head (tied and equal to the embedding, or of a language model that is read as a
-    critic), computed frequencies, scales of FP8 blocks, and layers for multi-token prediction, after the last
-    layer (DeepSeek-V3) or named mtp (Qwen3-Next). The log names the layers for multi-token prediction.
+    Allowed are an unused head, computed frequencies, scales of FP8 blocks, and layers for multi-token
+    prediction. An unused head is tied and equal to the embedding, or belongs to a language model that is read
+    as a critic. Layers for multi-token prediction are after the last layer (DeepSeek-V3) or are named mtp
+    (Qwen3-Next); the log names them.
     """
     found = set(files)
     known = {name for weight in weights for name in weight.hf}

@@ -340,8 +340,9 @@ def expert_down_bias(expert: int) -> Cut:
 def cuts_fp8_blocks(weight: Weight, tp: int) -> bool:
     """Return whether the FP8 blocks of a rank's Megatron parameter differ from the whole parameter's.
 
-    Blocks begin at the first element of a parameter [rows, columns]. The blocks of both parameters agree if
-    each part that the rank holds begins at a block of both, and ends at a block or at the end of the whole.
+    Blocks begin at the first element of a parameter [rows, columns]. Each part that the rank holds must begin
+    where a block begins in both parameters, and end where a block or the whole parameter ends. Otherwise the
+    blocks differ.
     """
     sizes, pieces = weight.megatron_shape(1), weight.megatron_pieces(1, 0)
     for rank in range(tp if weight.cut.split else 0):

@@ -24,7 +24,7 @@ HEADS = {
 
 
 def check(hf: dict, *, key: str, path: str) -> None:
-    """Raise ValueError if the checkpoint has no supported head. key: config key that requires one."""
+    """Raise ValueError if the checkpoint has no supported head. key: config key that requires a head."""
     name, count = hf["architectures"][0], max(hf.get(key) or 0 for key in PREDICTING)
     if name not in HEADS:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Qwen3-VL: a vision tower before a Qwen3; the Qwen3's first layers also receive the tower's inner outputs.
 
-The outputs of some layers of the tower (`deepstack_visual_indexes`) are added to the hidden states of the
-images' tokens after the first layers of the text model, one each (arXiv:2406.04334). The text model is dense,
-or a Qwen3-MoE; the files hold its experts in two tensors per layer.
+`deepstack_visual_indexes` names some layers of the tower. The outputs of the first of them are added to the
+hidden states of the images' tokens after the first layer of the text model, the outputs of the second after
+the second layer, and so on (arXiv:2406.04334). The text model is dense, or a Qwen3-MoE; the files hold its
+experts in two tensors per layer.
 """
 
 from dataclasses import replace

@@ -40,7 +40,7 @@ def rope_parameters(hf: dict, *, local: bool = False) -> dict:
     """Return the rotary parameters, always with `rope_theta` and `rope_type`.
 
     As in transformers 5, `rope_scaling` of older configs takes precedence over `rope_parameters`.
-    local: the parameters of layers with a window, if they have their own.
+    local: return the parameters of layers with a window, if these layers have their own parameters.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     nested = hf.get("rope_parameters") or {}
@@ -187,8 +187,8 @@ def magnitude(hf: dict) -> float:
 def engine_fields(hf: dict) -> dict:
     """Return the keys of config.json with which vLLM rotates by `frequencies` and `magnitude`.
 
-    vLLM reads `max_position_embeddings` as the limit of a sequence, with YaRN too. Its linear scaling
-    requires a float.
+    vLLM reads `max_position_embeddings` as the limit of a sequence, with YaRN too. vLLM's linear scaling
+    requires that the factor is a float.
     """
     rope = {name: value for name, value in rope_parameters(hf).items() if name != "type"}
     if axes(hf):

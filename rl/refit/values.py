@@ -63,7 +63,7 @@ class WeightGroup:
 
 
 class Groups(ABC):
-    """A part of an engine that receives refits in groups of its own, for example to quantise each one."""
+    """A part of an engine that receives refits in groups of its own, for example to quantise each group."""
 
     @abstractmethod
     def groups(self, engine: RolloutEngine, values: Values, *, staged: bool) -> Iterator[WeightGroup]:
@@ -74,7 +74,7 @@ class Groups(ABC):
 
 
 class _Computed(Mapping[int, Tensor]):
-    """Tensors that are computed on access. Only the last one is cached, so only one exists at a time."""
+    """Tensors that are computed on access. Only the last tensor is cached, so only one exists at a time."""
 
     def __init__(self, compute: Mapping[int, Callable[[], Tensor]]):
         self._compute = compute

@@ -38,9 +38,9 @@ def placed_checksum(values: Tensor, start: Sequence[int] = ()) -> Tensor:
     """Return the checksum of a part of a tensor, int64 [], modulo 2**64.
 
     The bits of the elements, as integers, are weighted by row and by column in the whole tensor. The checksum
-    of the whole tensor is therefore the sum of its parts' checksums, however it is divided. It changes if a
-    single element changes, and if two different rows or columns are exchanged. For example, two ranks with 64
-    rows of a weight each add their checksums, the second one with start (64, 0).
+    of the whole tensor is therefore the sum of its parts' checksums, however the tensor is divided. For
+    example, two ranks with 64 rows of a weight each add their checksums; the second rank's start is (64, 0).
+    The checksum changes if a single element changes, and if two different rows or columns are exchanged.
 
     start: row and column of the first element in the whole tensor, by default 0. A tensor of more than two
     dimensions has a row per index of all dimensions but the last, and is divided only along the first.

@@ -24,8 +24,8 @@ def groups_here() -> list[dist.ProcessGroup]:
 def warm_up(device: Device) -> int:
     """Run a small collective in every group of several ranks; return their number. Collective over the world.
 
-    NCCL allocates a group's connections and buffers in its first collective, which fails or hangs later if
-    the memory is full by then. Engines warm up the groups that they make themselves.
+    NCCL allocates a group's connections and buffers in the group's first collective. If the memory is full by
+    then, this collective fails or hangs. Engines warm up the groups that they make themselves.
     """
     warmed = 0
     for group in groups_here():

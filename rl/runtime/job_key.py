@@ -1,8 +1,9 @@
 """The job's key, 32 bytes that only processes of the job know, and proofs that a process knows it.
 
 The key comes from the environment variable LOCKSTEP_JOB_KEY, else from a file of mode 0600 in the run
-directory, which the first rank creates and rank 0 removes when all ranks have met. Under mpirun rank 0
-broadcasts it. It appears in no command line, log or report, and worker processes do not inherit it.
+directory. The first rank creates this file, and rank 0 removes it when all ranks have met. Under mpirun rank
+0 broadcasts the key. The key appears in no command line, log or report, and worker processes do not inherit
+it.
 
 A proof is an HMAC-SHA256 over a label and one random number of each side, so that no proof serves twice.
 """
@@ -120,7 +121,7 @@ def is_proof(found: bytes, secret: bytes, label: str, *parts: bytes) -> bool:
 
 
 class Seal:
-    """The proofs of the messages in one direction of a connection, which also fix their order."""
+    """The proofs of the messages in one direction of a connection; they also fix the messages' order."""
 
     def __init__(self, secret: bytes, label: str, *nonces: bytes):
         self._key, self._number = proof(secret, label, *nonces), 0

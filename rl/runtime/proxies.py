@@ -1,8 +1,8 @@
 """Keep HTTP proxies out of the job's own traffic.
 
 Compute nodes often reach the internet through `http_proxy`. Clients of an agents' endpoint, of Prometheus or
-of a tool server beside the run would also send their requests to loopback and to nodes of the job through
-this proxy.
+of a tool server beside the run would use this proxy too, even for requests to loopback and to nodes of the
+job.
 """
 
 import os

@@ -142,8 +142,8 @@ def enter_role(name: str, members: range, device: Device, timeout: datetime.time
 def leave_together(ranks: Ranks) -> bool:
     """Wait until every rank is about to exit; return whether all arrived within EXIT_TIMEOUT.
 
-    A launcher kills the other ranks when the first one exits with an error, perhaps before rank 0 has
-    reported it. Collective over the job.
+    A launcher kills the other ranks when the first rank exits with an error. Without this wait, rank 0 might
+    be killed before it has reported the error. Collective over the job.
     """
     try:
         if not dist.is_initialized():

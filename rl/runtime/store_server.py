@@ -1,7 +1,7 @@
 """The process that holds the job's store: keys with values, and queues.
 
-Rank 0 starts it (`rl.runtime.job_store`). It is a process of its own, because rank 0's interpreter is busy
-for seconds at a time. It ends with rank 0.
+Rank 0 starts this process (`rl.runtime.job_store`). The store has its own process, because rank 0's
+interpreter is busy for seconds at a time. The process ends with rank 0.
 
 A connection begins with proofs of the job's key in both directions, before anything else is read:
 server: nonce; client: nonce, proof; server: proof. Then the client sends requests and the server one answer

@@ -23,8 +23,8 @@ MOST = 4096
 def most_strangers() -> int:
     """Return the maximum number of strangers of a listener of this process.
 
-    It is at most an eighth of the number of files that the process may open, because a rank has several
-    listeners, and opens files and connections of its own.
+    It is at most an eighth of the number of files that the process may open. A rank has several listeners,
+    and opens files and connections of its own.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if limit == resource.RLIM_INFINITY else min(MOST, max(16, limit // 8))

@@ -1,8 +1,8 @@
 """Latent attention (MLA) of context parallel ranks: latents are gathered instead of keys and values.
 
-A latent and the rotary key that all heads share have kv_lora_rank + qk_rope_head_dim elements per token,
-about a ninth of the keys and values of 16 heads (DeepSeek-V2, arXiv:2405.04434, section 2.1). In exchange,
-every rank of the group projects the latents of the whole row to keys and values.
+For each token, a latent and the rotary key that all heads share are gathered. They have kv_lora_rank +
+qk_rope_head_dim elements, about a ninth of the keys and values of 16 heads (DeepSeek-V2, arXiv:2405.04434,
+section 2.1). In exchange, every rank of the group projects the latents of the whole row to keys and values.
 """
 
 from typing import Any

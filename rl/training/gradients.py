@@ -264,8 +264,8 @@ def clipped_norms(
 def check_clipped(found: Sequence[float], limit: float) -> None:
     """Check the norm of the clipped gradient, and that only updates changed the optimizer's state.
 
-    Raises WrongReduction if the norm does not follow from the norm that a rank clipped by, and StateChanged
-    if sampled elements of the state have changed since the last update. Not collective.
+    Raises WrongReduction if the norm does not follow from the norm that a rank clipped by. Raises
+    StateChanged if sampled elements of the state have changed since the last update. Not collective.
 
     found: `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer; 0: no clipping.
     """

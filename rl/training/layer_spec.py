@@ -33,7 +33,7 @@ from rl.training.attention import CoreAttention, te_attention
 def use_te(dtype: torch.dtype) -> bool:
     """Return whether to use Transformer Engine's layers: on CUDA with a 16-bit dtype, if it is installed.
 
-    Its attention over packed sequences requires 16 bits.
+    Transformer Engine's attention over packed sequences requires 16 bits.
     """
     if not torch.cuda.is_available() or dtype is torch.float32:
         return False
@@ -194,8 +194,8 @@ class DuplicatedLinear(torch.nn.Module):
 
     Under sequence parallelism each rank applies it to its own part of the tokens.
 
-    Megatron's local spec splits these projections by columns. That loses a part of the rotary key's gradient
-    (NVIDIA/Megatron-LM#1699) and differs from TE's layout.
+    Megatron's local spec splits these projections by columns. This split loses a part of the rotary key's
+    gradient (NVIDIA/Megatron-LM#1699) and differs from TE's layout.
     """
 
     def __init__(

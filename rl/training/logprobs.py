@@ -1,8 +1,9 @@
 """Log-probs and entropy from hidden states: output projection, softmax and their gradients, in chunks.
 
 T tokens, H hidden, V vocabulary. Logits [chunk, V/tp] exist for `chunk` tokens at a time, in the weight's
-dtype. If one chunk holds all tokens, the backward pass reuses its logits; otherwise it computes them again,
-so that memory is O(chunk * V/tp) instead of O(T * V) at the cost of one more projection.
+dtype. If one chunk holds all tokens, the backward pass reuses its logits. Otherwise the backward pass
+computes the logits again: memory is then O(chunk * V/tp) instead of O(T * V), at the cost of one more
+projection.
 
 On CUDA, one Triton kernel per direction reads the logits once (`rl.training.head_kernels`). The functions
 here are the CPU path and the reference in tests of the kernels.

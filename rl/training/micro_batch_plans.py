@@ -6,9 +6,9 @@ compute the same packed rows, so their log-probs are bitwise equal.
 
 The plan balances cost (`Cost`), not tokens. Samples of a group with equal prompts share one copy of the
 prompt in a micro-batch (`training.shared_prefix`). For example, eight answers of 100 tokens to a prompt of
-200 tokens take 1,000 tokens instead of 2,400. Samples that share a prompt are divided over several
-micro-batches only if they exceed the tokens of a row (`training.micro_batch_tokens` x cp), or if the cost of
-the ranks would otherwise be uneven. Below, a "group" is the samples that can share a prompt (`contexts`).
+200 tokens take 1,000 tokens instead of 2,400. Samples that can share a prompt stay in one micro-batch, with
+two exceptions: they exceed the tokens of a row (`training.micro_batch_tokens` x cp), or the cost of the ranks
+would otherwise be uneven. Below, a "group" is the samples that can share a prompt (`contexts`).
 
 `rl.phases.minibatches` divides the batch of a step into mini-batches first; `rl.training.packing` packs each
 micro-batch into a row.

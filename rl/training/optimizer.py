@@ -143,8 +143,10 @@ def stale_master_weights(optimizer: MegatronOptimizer, weights: Mapping[str, Ten
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer, *, in_host: bool = True) -> Iterator[Tensor]:
-    """Yield the main weights and the moments on this rank. in_host: also the tensors that stay in host
-    memory."""
+    """Yield the main weights and the moments on this rank.
+
+    in_host: also yield the tensors that stay in host memory.
+    """
     for part in optimizer_parts(optimizer):
         held = part.optimizer.defaults.get(IN_HOST, ())
         for group in part.optimizer.param_groups:

@@ -94,7 +94,7 @@ class TrainerPart:
         return []
 
     def models(self) -> dict[str, "TrainingEngine"]:
-        """Return models that belong to this one, by their name in checkpoints."""
+        """Return models that belong to this model, by their name in checkpoints."""
         return {}
 
     def served_map(self, weight_map: WeightMap) -> WeightMap:
@@ -211,7 +211,7 @@ class TrainerParts(tuple[TrainerPart, ...]):
         return next((part.learned_map for part in self if part.learned_map is not None), weight_map)
 
     def models(self) -> dict[str, "TrainingEngine"]:
-        """Return the models that belong to this one, by their name in checkpoints."""
+        """Return the models that belong to this model, by their name in checkpoints."""
         return {name: model for part in self for name, model in part.models().items()}
 
     def served_map(self, weight_map: WeightMap) -> WeightMap:
