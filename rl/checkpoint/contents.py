@@ -190,7 +190,7 @@ def _written_weights(engine: TrainingEngine, weight_map: WeightMap) -> Iterator[
 
 
 def load_weights(name: str, engine: TrainingEngine, reader: ShardReader) -> None:
-    """Fill this rank's weights. Not collective. Raises ValueError if the checkpoint lacks any."""
+    """Fill this rank's weights. Not collective. Raises ValueError if the checkpoint lacks a weight."""
     for weight, parameter in engine.learned_map.local():
         _fill(reader, f"{name}/{WEIGHT}", parameter, _views(engine, weight, parameter, parameter, 0))
 

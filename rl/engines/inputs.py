@@ -123,7 +123,7 @@ class Inputs:
             Mixture(self.rewards)  # refuses a function that is missing or cannot be called
 
     def prompt_order(self) -> PromptOrder | MixedOrder | CurriculumOrder:
-        """Return the order of the training prompts at its beginning."""
+        """Return the order of the training prompts, as it is at the beginning of a run."""
         data, seed = self.config.data, self.config.run.seed
         if self.order is not None:
             return CurriculumOrder(self.prompts, self.order, seed=seed)

@@ -195,7 +195,10 @@ def stored_shapes(weight: Weight, names: Container[str] = ()) -> dict[str, tuple
 def as_stored(
     weights: Iterable[Weight], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the (name, tensor) of the files, given the (name, tensor) of `weights` in their order."""
+    """Yield (name, tensor) as the files hold them.
+
+    tensors: (name, tensor) of every tensor of `weights`, in the order of `weights`.
+    """
     places = {weight.hf[0]: weight.stored for weight in weights if weight.stored is not None}
     parts: list[Tensor] = []
     for name, tensor in tensors:

@@ -96,15 +96,15 @@ class Weight:
     expert: int | None = None
     """Index of the routed expert.
 
-    In Megatron one expert parallel rank holds it, and `tp` below is the experts' tensor parallel size. In
-    vLLM it is a part of one parameter of all experts.
+    In Megatron one expert parallel rank holds the expert, and `tp` below is the experts' tensor parallel
+    size. In vLLM the weight is a part of one parameter of all experts.
     """
     first_stage: bool = False
     """Whether a weight without a layer is on the first pipeline stage, not on the last."""
     optional: bool = False
     """Whether a checkpoint may lack the weight; the parameter then starts at 0."""
     float32: bool = False
-    """Whether Megatron and vLLM hold it in float32 for every dtype of the model."""
+    """Whether Megatron and vLLM hold the weight in float32 for every dtype of the model."""
     tied_to_head: bool = False
     """Whether the embedding is also the head. The last pipeline stage holds a copy, output_layer.weight."""
     stored: Stored | None = None
@@ -249,7 +249,10 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
 
 @functools.cache
 def kv_heads(num_kv_heads: int, head_dim: int) -> Cut:
-    """Return the cut of a weight [kv heads x channels]; vLLM's ranks repeat it as they repeat key heads."""
+    """Return the cut of a weight [kv heads x channels].
+
+    With tp > num_kv_heads, several of vLLM's ranks hold the rows of each KV head, as for keys (`qkv`).
+    """
 
     def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         count = max(1, num_kv_heads // tp) * head_dim
@@ -261,7 +264,10 @@ def kv_heads(num_kv_heads: int, head_dim: int) -> Cut:
 
 @functools.cache
 def joined(cut: Cut, rows: tuple[int, ...]) -> Cut:
-    """Return the cut of one Hugging Face tensor that joins the tensors of `cut` as blocks of `rows` rows."""
+    """Return the cut of one Hugging Face tensor that joins the tensors of `cut`.
+
+    Tensor i of `cut` is a block of `rows[i]` rows.
+    """
 
     def of(pieces: Callable[..., list[Piece]]) -> Callable[..., list[Piece]]:
         def of_whole(

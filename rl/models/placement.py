@@ -51,7 +51,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Holders:
-    """The job's ranks of a place, int64 [n]; `ranks[i]` holds part `tp_ranks[i]` of the `tp` parts."""
+    """The ranks that hold the weights of a place, as ranks of the job, int64 [n].
+
+    `ranks[i]` holds part `tp_ranks[i]` of the `tp` parts of a weight.
+    """
 
     tp: int
     ranks: np.ndarray
@@ -252,12 +255,12 @@ def count_experts(weights: Sequence[Weight]) -> int:
 
 
 def job_ranks(placement: TrainingPlacement | RolloutPlacement) -> JobRanks:
-    """Return the job's ranks of the grid."""
+    """Return the ranks of the job that form the grid."""
     return tuple(range(placement.world_size)) if placement.ranks is None else placement.ranks
 
 
 def _in_job(ranks: np.ndarray, job: JobRanks | None) -> np.ndarray:
-    """Return the job's ranks of a grid's ranks."""
+    """Return the ranks of a grid as ranks of the job. job: None if the grid is the whole job."""
     return ranks if job is None else np.array(job)[ranks]
 
 

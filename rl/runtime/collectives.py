@@ -89,7 +89,7 @@ def gather_bytes(content: bytes, device: torch.device) -> list[bytes]:
 
 
 def exchange_bytes(messages: dict[int, bytes], sizes: np.ndarray, device: torch.device) -> dict[int, bytes]:
-    """Return the message from each rank that sends one. Collective over the world.
+    """Return the received messages, by the rank that sent them. Collective over the world.
 
     messages: by receiver, for example {2: b"abc"}. sizes: bytes by sender and receiver, int64 [world, world].
     """

@@ -49,7 +49,7 @@ class ExcludedReplicas:
         return next((number for number, own in enumerate(self.replicas) if rank in own), None)
 
     def are_one_replica(self, rank: int, others: Collection[int]) -> bool:
-        """Return whether the ranks generate together."""
+        """Return whether `rank` and any of `others` belong to the same replica."""
         return any(rank in own and any(other in own for other in others) for own in self.replicas)
 
     # On rank 0 ----------------------------------------------------------------------------------------------

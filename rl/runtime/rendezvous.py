@@ -151,7 +151,10 @@ def candidate_ports(attempt: str, secret: bytes) -> list[int]:
 
 
 def outside_ephemeral_range(ports: list[int]) -> list[int]:
-    """Return the ports that the kernel does not use for outgoing connections; all if it uses every one."""
+    """Return the ports that the kernel does not use for outgoing connections.
+
+    If the kernel uses every one of the ports, return all of them.
+    """
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:  # a container without /proc

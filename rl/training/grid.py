@@ -75,7 +75,7 @@ class Grid:
     def reports_results(self) -> bool:
         """Whether this rank reports results for its data parallel replica.
 
-        It is the first tensor and context parallel rank of the last stage.
+        True on the first tensor and context parallel rank of the last stage.
         """
         is_first = self.context is None or self.context.rank == 0
         return self.is_last_stage and self.tp_rank == 0 and is_first

@@ -45,7 +45,7 @@ class Loss:
 
     @classmethod
     def of(cls, loss: "Loss | LossFunction") -> "Loss":
-        """Return the loss, or the Loss of a plain function, which reads all outputs."""
+        """Return a Loss unchanged; make a plain function a Loss that reads all outputs."""
         return loss if isinstance(loss, cls) else cls(loss)
 
     def __call__(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:

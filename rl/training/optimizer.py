@@ -1,4 +1,8 @@
-"""Megatron's distributed optimizer: construction from the config, and its tensors on this rank."""
+"""Megatron's distributed optimizer: construction from the config, and its tensors on this rank.
+
+A main weight is the float32 weight that the optimizer updates. Messages and checkpoints call it a master
+weight.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

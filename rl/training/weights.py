@@ -60,7 +60,7 @@ class WeightMap:
         """This rank's parameters, and buffers that are weights (a router's bias), by Megatron's name."""
 
     def over(self, weights: list[Weight], parameters: dict[str, Tensor]) -> "WeightMap":
-        """Return the map of other weights of the same model, with this rank's parameters by name."""
+        """Return a map of other weights of the same model. parameters: this rank's parameters, by name."""
         other = copy.copy(self)
         other.weights, other.parameters = weights, parameters
         return other
